@@ -1,0 +1,307 @@
+"""The layer: project → position → cache → kernel → project."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from flax_mha import masks, shapes, sharding
+from flax_mha.cache import KVCache
+from flax_mha.kernels import dot_product_attention
+from flax_mha.projections import Projection, fused
+from flax_mha.shapes import Shape
+from flax_mha.sharding import LogicalNames
+
+Rotation = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
+
+        q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
+        out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
+
+    with W_q [D, N, H], W_k [D, K, H], W_v [D, K, Hv], W_o [N, Hv, D_out]. Parameter names, shapes
+    and initial values are those of Flax's layer, so its checkpoints load as they are. See
+    `flax_mha.shapes` for the letters.
+
+    Attributes:
+      num_heads: N.
+      dtype: of the computation (default: promoted from inputs and parameters). The softmax is
+        computed in float32 at least.
+      param_dtype: of the parameters.
+      qkv_features: N·H (default: the features of inputs_q).
+      out_features: D_out (default: the features of inputs_q).
+      broadcast_dropout: one dropout pattern for all rows of the batch and heads (Flax's default
+        is True).
+      dropout_rate: of the attention weights.
+      deterministic: if True, no dropout; here or in the call.
+      precision: of the matrix products, see `jax.lax.Precision`.
+      kernel_init: initializer of the projections.
+      out_kernel_init: of the output projection (default: kernel_init).
+      bias_init: of the biases.
+      out_bias_init: of the output projection's bias (default: bias_init).
+      use_bias: whether the projections have biases.
+      decode: keep keys and values in the `cache` collection. `init` with an input of the full
+        length makes room for that many tokens; each `apply` appends the tokens it is given (one
+        or more) and attends to all so far, each token to itself and those before. Beyond the
+        capacity the output is NaN.
+      normalize_qk: apply a LayerNorm without bias to queries and keys, per head (ViT-22B).
+      num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
+      head_dim: H, whatever the model's size (default: qkv_features / N).
+      v_head_dim: Hv (default: H).
+      use_out_bias: whether the output projection has a bias (default: use_bias).
+      project_out: if False, there is no output projection: the heads' outputs are concatenated.
+      kernel: which attention kernel runs, see `flax_mha.explain`.
+      mask: a mask that always holds, such as `masks.Causal()`.
+      rotary: turns queries and keys by their position, such as `positions.Rotary()`.
+      partitioned: box the parameters with their logical axis names, as
+        `nn.with_logical_partitioning` does.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    """
+
+    num_heads: int
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    qkv_features: int | None = None
+    out_features: int | None = None
+    broadcast_dropout: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    precision: PrecisionLike = None
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = nn.initializers.zeros_init()
+    out_bias_init: Initializer | None = None
+    use_bias: bool = True
+    decode: bool = False
+    normalize_qk: bool = False
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    use_out_bias: bool | None = None
+    project_out: bool = True
+    kernel: str = "auto"
+    mask: masks.Mask | None = None
+    rotary: Rotation | None = None
+    partitioned: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: masks.MaskLike | None = None,
+        bias: jax.Array | None = None,
+        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+        return_weights: bool = False,
+    ) -> Any:
+        """Attends from inputs_q to inputs_k and inputs_v.
+
+        Args:
+          inputs_q: [*B, T, D].
+          inputs_k: [*B, S, D'] (default: inputs_q, self-attention).
+          inputs_v: [*B, S, D''] (default: inputs_k).
+          mask: joins the `mask` field; a bool array that broadcasts to [*B, N, T, S] is taken
+            too, True where a query may see a key.
+          bias: added to the scores; broadcasts to [*B, N, T, S].
+          positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens
+            stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
+            the order given, whatever this says.
+          deterministic: if True, no dropout; here or in the constructor.
+          dropout_rng: a key for dropout (default: `make_rng('dropout')`).
+          sow_weights: sow the weights [*B, N, T, S] into `intermediates/attention_weights`.
+          return_weights: also return them. Both as before dropout.
+
+        Returns:
+          out [*B, T, D_out], or (out, weights).
+
+        Raises:
+          ValueError: if sizes do not fit.
+          TypeError: if a dtype is not supported.
+        """
+        inputs_k, inputs_v = _resolve_inputs(inputs_q, inputs_k, inputs_v)
+        q, k, v = self._project(inputs_q, inputs_k, inputs_v)
+        if self.normalize_qk:
+            q, k = self._layer_norm("query_ln")(q), self._layer_norm("key_ln")(k)
+
+        mask = masks.combine(self.mask, mask)
+        cache = self._cache(k, v) if self.decode else None
+        if cache is None:
+            q_pos, new_pos = jnp.arange(q.shape[-3]), jnp.arange(k.shape[-3])
+        else:
+            q_pos = new_pos = cache.next_positions(k.shape[-3])
+            # Causality also hides the slots that are not filled yet.
+            mask = masks.combine(masks.Causal(), mask)
+        if self.rotary is not None:
+            at_q, at_k = _rotary_positions(positions, q_pos, new_pos)
+            q, k = self.rotary(q, at_q), self.rotary(k, at_k)
+        if cache is not None:
+            cache = cache.append(k, v)
+            self._store(cache)
+            k, v = cache.key, cache.value
+
+        heads, kv_heads = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+        with_weights = sow_weights or return_weights
+        result = dot_product_attention(
+            sharding.constrain(q, heads),
+            sharding.constrain(k, kv_heads),
+            sharding.constrain(v, kv_heads),
+            mask=mask,
+            bias=bias,
+            q_positions=q_pos,
+            kernel=self.kernel,
+            precision=self.precision,
+            return_weights=with_weights,
+            **self._dropout(deterministic, dropout_rng),
+        )
+        x, weights = result if with_weights else (result, None)
+        if cache is not None:
+            x = jnp.where(cache.overflowed, jnp.nan, x)
+        if sow_weights:
+            self.sow("intermediates", "attention_weights", weights)
+        out = self._project_out(sharding.constrain(x, heads), inputs_q.shape[-1])
+        return (out, weights) if return_weights else out
+
+    def _project(self, *inputs: jax.Array) -> list[jax.Array]:
+        """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]."""
+        N, K, H, Hv = self._sizes(inputs[0].shape[-1])
+        query = self._projection("query", ("embed", "heads", "head_dim"), (N, H))
+        key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
+        value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
+        x_q, x_k, x_v = inputs
+        if x_q is x_k is x_v:
+            return fused(x_q, (query, key, value), groups=K)
+        if x_k is x_v:
+            return [query(x_q), *fused(x_k, (key, value), groups=K)]
+        return [query(x_q), key(x_k), value(x_v)]
+
+    def _project_out(self, x: jax.Array, features: int) -> jax.Array:
+        """The heads' outputs [*B, T, N, Hv] as [*B, T, D_out]."""
+        if not self.project_out:
+            return x.reshape(*x.shape[:-2], -1)
+        use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
+        return self._projection(
+            "out", ("heads", "head_dim", "embed"), (self.out_features or features,),
+            contracted=2,
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=(self.out_bias_init or self.bias_init) if use_bias else None,
+        )(x)  # fmt: skip
+
+    def _projection(
+        self, name: str, names: LogicalNames, features: Shape, **settings: Any
+    ) -> Projection:
+        defaults = {
+            "kernel_init": self.kernel_init,
+            "bias_init": self.bias_init if self.use_bias else None,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "precision": self.precision,
+            "partitioned": self.partitioned,
+        }
+        return Projection(features, names, name=name, **(defaults | settings))
+
+    def _sizes(self, features: int) -> tuple[int, int, int, int]:
+        """N, K, H and Hv, checked."""
+        shapes.check_positive(
+            num_heads=self.num_heads, qkv_features=self.qkv_features, head_dim=self.head_dim,
+            out_features=self.out_features, num_kv_heads=self.num_kv_heads,
+            v_head_dim=self.v_head_dim,
+        )  # fmt: skip
+        shapes.check_rate("dropout_rate", self.dropout_rate)
+        N = self.num_heads
+        K = N if self.num_kv_heads is None else self.num_kv_heads
+        shapes.check_kv_heads(N, K)
+        qkv_features = features if self.qkv_features is None else self.qkv_features
+        if self.head_dim is None:
+            if qkv_features % N:
+                raise ValueError(
+                    f"num_heads={N} must divide the features of queries and keys, got "
+                    f"{qkv_features}; set head_dim to choose the heads' size freely"
+                )
+            H = qkv_features // N
+        else:
+            H = self.head_dim
+            if self.qkv_features not in (None, N * H):
+                raise ValueError(
+                    f"qkv_features must be num_heads * head_dim = {N} * {H} = {N * H}, got "
+                    f"{self.qkv_features}; give one of head_dim and qkv_features"
+                )
+        return N, K, H, H if self.v_head_dim is None else self.v_head_dim
+
+    def _layer_norm(self, name: str) -> nn.Module:
+        return nn.LayerNorm(
+            name=name, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
+        )
+
+    def _dropout(self, deterministic: bool | None, rng: jax.Array | None) -> dict[str, Any]:
+        """The dropout arguments of the kernel call."""
+        if self.dropout_rate == 0 or nn.merge_param(
+            "deterministic", self.deterministic, deterministic
+        ):
+            return {}
+        return {
+            "dropout_rate": self.dropout_rate,
+            "dropout_rng": self.make_rng("dropout") if rng is None else rng,
+            "broadcast_dropout": self.broadcast_dropout,
+        }
+
+    def _cache(self, k: jax.Array, v: jax.Array) -> KVCache | None:
+        """The cache so far; None, after making room for it, if there was none."""
+        if self.has_variable("cache", "cached_key"):
+            return KVCache(*(self.get_variable("cache", name) for name in _CACHE))
+        self._store(KVCache.empty(k, v))
+        return None
+
+    def _store(self, cache: KVCache) -> None:
+        for name, x in zip(_CACHE, (cache.key, cache.value, cache.index), strict=True):
+            self.put_variable("cache", name, x)
+
+
+_CACHE = ("cached_key", "cached_value", "cache_index")
+
+
+def _resolve_inputs(
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in and checks the inputs of keys and values."""
+    if k is None:
+        if v is not None:
+            raise ValueError(
+                "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
+            )
+        k = q
+    v = k if v is None else v
+    for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
+        shapes.check_floating(name, x)
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} must have shape [*B, length, features], got {x.shape}; add a length axis"
+            )
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
+            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; broadcast the batch dimensions, "
+            f"and give every key a value"
+        )
+    return k, v
+
+
+def _rotary_positions(
+    given: jax.Array | tuple[jax.Array, jax.Array] | None, q_pos: jax.Array, k_pos: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The positions of queries and keys: as given, for both or each, or by default."""
+    if given is None:
+        return q_pos, k_pos
+    if isinstance(given, tuple):
+        return given
+    return given, given if len(q_pos) == len(k_pos) else k_pos

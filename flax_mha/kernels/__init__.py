@@ -1,0 +1,221 @@
+"""Dot-product attention on whichever kernel suits the call.
+
+A kernel is a module with two functions:
+
+- `attend(q, k, v, spec) -> (out, lse)`, which computes, and
+- `refuses(q, k, v, spec, platform) -> str | None`, the reason why it can't.
+"""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+
+from flax_mha import masks, shapes
+from flax_mha.kernels import reference
+from flax_mha.kernels.dropout import Dropout
+from flax_mha.kernels.spec import AttentionSpec, place_keys, place_queries
+
+# In order of preference: kernel="auto" takes the first that does not refuse.
+KERNELS: dict[str, ModuleType] = {"reference": reference}
+
+
+def dot_product_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: masks.MaskLike | None = None,
+    bias: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    kernel: str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+    return_weights: bool = False,
+    return_residuals: bool = False,
+) -> Any:
+    """Scaled dot-product attention.
+
+        out = softmax(q·kᵀ·scale + bias, over the keys that the mask allows)·v
+
+    A query that may see no key gives exactly 0, with zero weights and gradients. What a masked
+    key or value holds, NaN included, has no effect. The softmax is computed in float32 at least.
+
+    Dimensions: B batch (any number of axes), T queries, S keys, N query heads, K key/value heads
+    (N a multiple of K: query head n reads key head n // (N/K)), H head features.
+
+    Args:
+      q: [*B, T, N, H], floating point.
+      k: [*B, S, K, H].
+      v: [*B, S, K, Hv]. The three are promoted to one dtype.
+      mask: a `flax_mha.masks.Mask`, or a bool array that broadcasts to [*B, N, T, S], True where
+        a query may see a key.
+      bias: added to the scores; broadcasts to [*B, N, T, S].
+      scale: of the scores (default: 1/√H).
+      dropout_rate: the share of weights set to 0, the others scaled to keep the expectation.
+      dropout_rng: a JAX key, needed if dropout_rate > 0.
+      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
+      q_positions: int [T] or [*B, T], where the queries stand for masks and dropout
+        (default: 0 … T−1).
+      kv_positions: int [S] or [*B, S], likewise (default: 0 … S−1).
+      kernel: the name of a kernel, or "auto" (see `explain`).
+      precision: of the matrix products, see `jax.lax.Precision`.
+      return_weights: also return the weights [*B, N, T, S], as before dropout.
+      return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
+        exponentials of the scores (−∞ for a query that sees nothing).
+
+    Returns:
+      out [*B, T, N, Hv] in the promoted dtype of q, k and v; or a tuple of it, the weights and
+      the lse, as asked for.
+
+    Raises:
+      ValueError: if shapes do not fit, or the named kernel refuses the call.
+      TypeError: if a dtype is not supported.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017; grouped heads from Ainslie et al.,
+    "GQA", 2023.
+    """
+    q, k, v, spec = _prepare(
+        q, k, v, mask=mask, bias=bias, scale=scale, dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout, q_positions=q_positions,
+        kv_positions=kv_positions, precision=precision,
+    )  # fmt: skip
+    name = _choose(kernel, _refusals(q, k, v, spec))
+    out, lse = KERNELS[name].attend(q, k, v, spec)
+    result = (out,)
+    if return_weights:
+        result += (reference.weights(q, k, lse, spec).astype(q.dtype),)
+    if return_residuals:
+        result += (lse,)
+    return result if len(result) > 1 else out
+
+
+class Explanation(NamedTuple):
+    """Which kernel a call takes, and why not another. Prints as a table."""
+
+    chosen: str | None
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, KERNELS))
+        rows = []
+        for name in KERNELS:
+            why = self.refused.get(name)
+            verdict = f"refused: {why}" if why else "chosen" if name == self.chosen else "possible"
+            rows.append(f"{name:<{width}}  {verdict}")
+        return "\n".join(rows)
+
+
+def explain(
+    q: jax.Array | jax.ShapeDtypeStruct,
+    k: jax.Array | jax.ShapeDtypeStruct,
+    v: jax.Array | jax.ShapeDtypeStruct,
+    *,
+    kernel: str = "auto",
+    return_weights: bool = False,
+    return_residuals: bool = False,
+    **call: Any,
+) -> Explanation:
+    """Tells which kernel `dot_product_attention` would take, without running anything.
+
+    Args:
+      q: as for `dot_product_attention`, or its `jax.ShapeDtypeStruct`.
+      k: likewise.
+      v: likewise.
+      kernel: likewise.
+      return_weights: likewise; every kernel can.
+      return_residuals: likewise; every kernel can.
+      **call: its other arguments.
+
+    Returns:
+      The choice and the refusals; `print` shows a table.
+
+    Raises:
+      ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
+    """
+    del return_weights, return_residuals
+    _check_known(kernel)
+    refused: dict[str, str] = {}
+
+    def trace(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+        refused.update(_refusals(*_prepare(q, k, v, **call)))
+
+    jax.eval_shape(trace, q, k, v)
+    candidates = KERNELS if kernel == "auto" else [kernel]
+    return Explanation(next((name for name in candidates if name not in refused), None), refused)
+
+
+def _prepare(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: masks.MaskLike | None = None,
+    bias: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]:
+    """Checks a call, and brings it into the one form that kernels read."""
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    dims = shapes.attention_dims(q, k, v)
+    q, k, v = promote_dtype(q, k, v, dtype=None)
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        shapes.check_floating("bias", bias)
+        shapes.check_broadcasts(
+            "bias", bias.shape, dims.logits, "[*B, N, T, S]",
+            "a bias without heads needs the axis: bias[..., None, :, :]",
+        )  # fmt: skip
+        bias = shapes.lead(bias, len(dims.logits))
+    shapes.check_rate("dropout_rate", dropout_rate)
+    if dropout_rate and dropout_rng is None:
+        raise ValueError(
+            f"dropout_rate={dropout_rate} needs a dropout_rng, got None; "
+            f"give a jax.random.key, or dropout_rate=0"
+        )
+    return q, k, v, AttentionSpec(
+        mask=None if mask is None else masks.as_mask(mask).bind(dims),
+        bias=bias,
+        dropout=Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
+        if dropout_rate
+        else None,
+        q_pos=place_queries(q_positions, dims),
+        k_pos=place_keys(kv_positions, dims),
+        scale=dims.H**-0.5 if scale is None else scale,
+        precision=precision,
+    )  # fmt: skip
+
+
+def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:
+    platform = jax.default_backend()
+    reasons = {name: module.refuses(q, k, v, spec, platform) for name, module in KERNELS.items()}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _choose(kernel: str, refused: dict[str, str]) -> str:
+    _check_known(kernel)
+    if kernel == "auto":
+        # The reference kernel refuses nothing, so there is always one.
+        return next(name for name in KERNELS if name not in refused)
+    if kernel in refused:
+        raise ValueError(
+            f"kernel={kernel!r} can't run this call: {refused[kernel]}; "
+            f"choose kernel='auto', or see flax_mha.explain"
+        )
+    return kernel
+
+
+def _check_known(kernel: str) -> None:
+    if kernel != "auto" and kernel not in KERNELS:
+        raise ValueError(f"kernel must be 'auto' or one of {list(KERNELS)}, got {kernel!r}")

@@ -1,0 +1,81 @@
+"""Dropout of attention weights, whose bits depend on nothing but what they belong to.
+
+Whether a weight is kept is a pure function of (key, batch row, head, query position, key
+position). So every kernel drops the same weights in whatever blocks it works, and every device
+of a mesh can make its own part of the mask without the others.
+
+The function is a hash of 32-bit integers, cheap enough to be recomputed in the backward pass and
+simple enough (add, multiply, shift, xor) for any accelerator:
+
+    a = mix(mix(row ⊕ s₀) + head)      mix(a ⊕ i) = (a_i, b_i = mix(a_i + s₁))
+    bits(i, j) = mix(mix(j + a_i) ⊕ b_i)
+
+`mix` is a bijection of good avalanche; the 64 bits (a_i, b_i) give every query a stream of its
+own, and (s₀, s₁) come from the JAX key.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+class Dropout(struct.PyTreeNode):
+    """Which weights a call drops.
+
+    Attributes:
+      seed: uint32 [2].
+      rate: the probability of dropping a weight, in (0, 1).
+      broadcast: one pattern of queries × keys for all batch rows and heads.
+    """
+
+    seed: jax.Array
+    rate: float = struct.field(pytree_node=False)
+    broadcast: bool = struct.field(pytree_node=False, default=False)
+
+    @classmethod
+    def from_key(cls, key: jax.Array, rate: float, broadcast: bool = False) -> "Dropout":
+        """Draws the seed from a JAX PRNG key, of either style."""
+        return cls(jax.random.bits(key, (2,), jnp.uint32), rate, broadcast)
+
+    def keep(
+        self, row: jax.Array, head: jax.Array, q_pos: jax.Array, k_pos: jax.Array
+    ) -> jax.Array:
+        """Tells which weights stay.
+
+        Args:
+          row: int, index into the flattened batch.
+          head: int, index of the query head.
+          q_pos: int, positions of the queries.
+          k_pos: int, positions of the keys. All four broadcast against each other.
+
+        Returns:
+          bool, of the broadcast shape.
+        """
+        row, head, i, j = (x.astype(jnp.uint32) for x in (row, head, q_pos, k_pos))
+        s0, s1 = self.seed[0], self.seed[1]
+        if self.broadcast:
+            row, head = jnp.zeros_like(row), jnp.zeros_like(head)
+        a = _mix(_mix(row ^ s0) + head)
+        a = _mix(a ^ i)
+        b = _mix(a + s1)
+        bits = _mix(_mix(j + a) ^ b)
+        return bits >= jnp.uint32(min(round(self.rate * 2**32), 2**32 - 1))
+
+    def __call__(
+        self,
+        weights: jax.Array,
+        row: jax.Array,
+        head: jax.Array,
+        q_pos: jax.Array,
+        k_pos: jax.Array,
+    ) -> jax.Array:
+        """Zeroes the dropped weights, and scales the others to keep their expectation."""
+        keep = self.keep(row, head, q_pos, k_pos)
+        return jnp.where(keep, weights * (1 / (1 - self.rate)), jnp.zeros_like(weights))
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of uint32 of low bias (Wellons, "Prospecting for Hash Functions", 2018)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)

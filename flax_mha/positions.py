@@ -1,0 +1,164 @@
+"""Where a token stands: sinusoidal and rotary formulas, and a learned table."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer
+
+from flax_mha import shapes, sharding
+
+
+def sinusoidal(
+    positions: jax.Array | int,
+    features: int,
+    *,
+    base: float = 10_000.0,
+    dtype: Dtype = jnp.float32,
+) -> jax.Array:
+    """The sinusoidal position encoding of the Transformer.
+
+        P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
+
+    Args:
+      positions: int [*P], or a length T that stands for 0 … T−1.
+      features: D; an odd D ends with a sine.
+      base: the ratio of the slowest to the fastest wavelength.
+      dtype: of the result; the angles are computed in float32.
+
+    Returns:
+      [*P, D].
+
+    Raises:
+      ValueError: if features < 1.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
+    """
+    shapes.check_positive(features=features)
+    at = jnp.arange(positions) if isinstance(positions, int) else positions
+    angles = _angles(at, (features + 1) // 2, 2 / features, base)
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return pairs.reshape(*at.shape, -1)[..., :features].astype(dtype)
+
+
+def rotary(
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    base: float = 10_000.0,
+    fraction: float = 1.0,
+    interleaved: bool = False,
+) -> jax.Array:
+    """Rotary position embedding: turns pairs of features by an angle that grows with position.
+
+        (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
+
+    for pair c of the first R = fraction·H features at position i, so that the score of a query
+    at i and a key at j depends on their content and on i − j alone.
+
+    Args:
+      x: queries or keys [*B, T, N, H].
+      positions: int [T] or [*B, T].
+      base: the ratio of the slowest to the fastest wavelength.
+      fraction: the share of the features that turn; the rest pass unchanged.
+      interleaved: pairs are (0, 1), (2, 3), … (RoFormer, GPT-J) instead of (0, R/2),
+        (1, R/2 + 1), … (GPT-NeoX, LLaMA).
+
+    Returns:
+      [*B, T, N, H] in the dtype of x; the rotation is computed in float32 at least.
+
+    Raises:
+      ValueError: if R is not a positive even number, or the positions do not fit x.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    R = round(fraction * x.shape[-1])
+    if R < 2 or R % 2 or x.shape[-1] < R:
+        raise ValueError(
+            f"rotary turns pairs, so fraction·H must be even, at least 2 and at most H; got "
+            f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
+        )
+    if positions.shape not in {x.shape[-3:-2], x.shape[:-2]}:
+        raise ValueError(
+            f"positions must have shape [T] = {x.shape[-3:-2]} or [*B, T] = {x.shape[:-2]}, "
+            f"got {positions.shape}"
+        )
+    # [*B|1, T, 1, R/2]: the same turn for every head.
+    angles = shapes.lead(_angles(positions, R // 2, 2 / R, base)[..., None, :], x.ndim)
+    turned, rest = x[..., :R].astype(angles.dtype), x[..., R:]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if interleaved:
+        x1, x2 = turned[..., ::2], turned[..., 1::2]
+    else:
+        x1, x2 = turned[..., : R // 2], turned[..., R // 2 :]
+    pairs = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+    if interleaved:
+        turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate(pairs, axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """`rotary` with its settings fixed: what the layer's `rotary` field takes."""
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """See `rotary`."""
+        return rotary(x, positions, **dataclasses.asdict(self))
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a position encoding to token features.
+
+    Attributes:
+      kind: "learned" (a table [max_length, D]), "sinusoidal", or "none".
+      max_length: rows of the learned table; longer inputs are an error.
+      embedding_init: initializer of the learned table.
+      dtype: of the result (default: that of the inputs).
+      param_dtype: of the learned table.
+    """
+
+    kind: str = "learned"
+    max_length: int | None = None
+    embedding_init: Initializer = nn.initializers.normal(0.02)
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1)."""
+        T, D = x.shape[-2:]
+        dtype = self.dtype or x.dtype
+        if positions is None:
+            positions = jnp.arange(T)
+        if self.kind == "none":
+            return x.astype(dtype)
+        if self.kind == "sinusoidal":
+            table = sinusoidal(positions, D, dtype=dtype)
+        elif self.kind == "learned":
+            rows = T if self.max_length is None else self.max_length
+            if rows < T:
+                raise ValueError(
+                    f"the learned position table has max_length={rows} rows, but the input is "
+                    f"{T} long; raise max_length, or use kind='sinusoidal'"
+                )
+            init = sharding.named(self.embedding_init, ("length", "embed"))
+            weights = self.param("embedding", init, (rows, D), self.param_dtype)
+            table = jnp.take(weights.astype(dtype), positions, axis=0)
+        else:
+            raise ValueError(f"kind must be 'learned', 'sinusoidal' or 'none', got {self.kind!r}")
+        return x.astype(dtype) + shapes.lead(table, x.ndim)
+
+
+def _angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
+    """The angle of pair c, positions / base^(c·step): [*P, pairs], float32 (float64 if given)."""
+    at = positions.astype(jnp.promote_types(positions.dtype, jnp.float32))
+    at = at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
+    c = jnp.arange(pairs, dtype=at.dtype)
+    return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)

@@ -1,0 +1,122 @@
+"""Linear maps from and to heads, and several of them as one product."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+from flax.linen.dtypes import promote_dtype
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from flax_mha import shapes, sharding
+from flax_mha.shapes import Shape
+from flax_mha.sharding import LogicalNames
+
+default_kernel_init = nn.linear.default_kernel_init
+default_bias_init = nn.initializers.zeros_init()
+
+
+class Projection(nn.Module):
+    """y = x·W + b over the last axes of x: Flax's `DenseGeneral`, with named axes.
+
+    Attributes:
+      features: the axes of y that replace those of x.
+      names: logical names of W's axes, the contracted ones first.
+      contracted: how many of x's last axes are contracted.
+      kernel_init: initializer of W, called with the shape [in, out].
+      bias_init: initializer of b; None for no bias.
+      dtype: of the computation (default: promoted from x and the parameters).
+      param_dtype: of the parameters.
+      precision: of the product, see `jax.lax.Precision`.
+      partitioned: box the parameters with their names.
+    """
+
+    features: Shape
+    names: LogicalNames
+    contracted: int = 1
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer | None = default_bias_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    partitioned: bool = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps [*B, T, *in] to [*B, T, *features]."""
+        kernel, bias = self.parameters(x.shape[-self.contracted :])
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
+        y = jnp.tensordot(x, kernel, self.contracted, precision=self.precision)
+        return y if bias is None else y + shapes.lead(bias, y.ndim)
+
+    @nn.compact
+    def parameters(self, inputs: Shape) -> tuple[jax.Array, jax.Array | None]:
+        """W [*inputs, *features] and b [*features], without the product."""
+        kernel = self.param(
+            "kernel",
+            sharding.named(_flat(self.kernel_init, len(inputs)), self.names, self.partitioned),
+            (*inputs, *self.features),
+            self.param_dtype,
+        )
+        if self.bias_init is None:
+            return kernel, None
+        names = self.names[len(inputs) :]
+        bias = self.param(
+            "bias",
+            sharding.named(_flat(self.bias_init, 0), names, self.partitioned),
+            self.features,
+            self.param_dtype,
+        )
+        return kernel, bias
+
+
+def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[jax.Array]:
+    """Several projections of one input as one product, so that its gradient is one sum too.
+
+    The kernels [D, n, h] are joined along the features of each group of heads, to
+    [D, K, Σ (n/K)·h], so that where heads are sharded every device joins its own.
+
+    Args:
+      x: [*B, T, D].
+      projections: each to features (n, h).
+      groups: K, which divides every n.
+
+    Returns:
+      One [*B, T, n, h] for each projection.
+    """
+    kernels, biases = zip(*(p.parameters(x.shape[-1:]) for p in projections), strict=True)
+    kernel = jnp.concatenate([w.reshape(w.shape[0], groups, -1) for w in kernels], axis=-1)
+    bias = None
+    if biases[0] is not None:
+        bias = jnp.concatenate([b.reshape(groups, -1) for b in biases], axis=-1)
+    first = projections[0]
+    x, kernel, bias = promote_dtype(x, kernel, bias, dtype=first.dtype)
+    y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
+    if bias is not None:
+        y = y + shapes.lead(bias, y.ndim)
+    heads = [w.shape[1:] for w in kernels]
+    ends = itertools.accumulate(math.prod(shape) // groups for shape in heads[:-1])
+    parts = jnp.split(y, list(ends), axis=-1)
+    return [part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True)]
+
+
+def _flat(init: Initializer, contracted: int) -> Initializer:
+    """Calls init with the shape [in, out] (or [out]), from which it reads its fan-in and -out."""
+
+    def initialize(rng: jax.Array, shape: Shape, dtype: Dtype) -> Any:
+        inputs, outputs = shape[:contracted], shape[contracted:]
+        flat = (math.prod(inputs), math.prod(outputs)) if inputs else (math.prod(outputs),)
+        value = init(rng, flat, dtype)
+        if isinstance(value, meta.AxisMetadata):
+            return value.replace_boxed(_array(value).reshape(shape))
+        return jnp.reshape(value, shape)
+
+    return initialize
+
+
+def _array(box: meta.AxisMetadata) -> jax.Array:
+    # A constraint by names of the final shape would not fit the flat one.
+    return box.unbox(apply_constraint=False) if isinstance(box, nn.Partitioned) else box.unbox()

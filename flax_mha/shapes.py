@@ -1,0 +1,135 @@
+"""The dimension legend, and the checks that speak it.
+
+Every signature, einsum and error in this package uses these letters:
+
+| letter | dimension |
+|---|---|
+| `*B` | any number of leading batch dimensions, none included |
+| `T` | queries (target positions) |
+| `S` | keys and values (source positions) |
+| `N` | query heads |
+| `K` | key/value heads; `N` is a multiple of `K` |
+| `G` | query heads that share one key/value head, `N / K` |
+| `H` | features of a query or key head; `Hv` those of a value head, `H` unless said |
+| `D` | features of the model |
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Shape = tuple[int, ...]
+
+
+class Dims(NamedTuple):
+    """The sizes of one attention call."""
+
+    B: Shape
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+
+    @property
+    def G(self) -> int:
+        """Query heads per key/value head."""
+        return self.N // self.K
+
+    @property
+    def logits(self) -> Shape:
+        """The shape of the scores, [*B, N, T, S]."""
+        return (*self.B, self.N, self.T, self.S)
+
+
+def attention_dims(q: jax.Array, k: jax.Array, v: jax.Array) -> Dims:
+    """Reads the dimensions off q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv].
+
+    Raises:
+      ValueError: if the shapes do not fit together.
+      TypeError: if a dtype is not a real floating one.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, x)
+        if x.ndim < 3:
+            raise ValueError(
+                f"{name} must have shape [*B, length, heads, features], got {x.shape}; "
+                f"split its last axis into heads first"
+            )
+    came = f"got q {q.shape}, k {k.shape}, v {v.shape}"
+    if not q.ndim == k.ndim == v.ndim:
+        raise ValueError(f"q, k and v must have the same rank, {came}; add the missing batch axes")
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"q, k and v must have the same batch dimensions, {came}; broadcast them first"
+        )
+    *B, T, N, H = q.shape
+    S, K, Hv = k.shape[-3], k.shape[-2], v.shape[-1]
+    if v.shape[-3:-1] != (S, K):
+        raise ValueError(
+            f"k and v must agree in length and heads, [*B, S, K, ·], {came}; "
+            f"give every key its value"
+        )
+    if k.shape[-1] != H:
+        raise ValueError(
+            f"q and k must have the same head features H, {came}; project them to one size"
+        )
+    check_kv_heads(N, K)
+    return Dims(tuple(B), T, S, N, K, H, Hv)
+
+
+def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Query heads must come in equal groups, one for each key/value head."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        legal = [K for K in range(1, num_heads + 1) if num_heads % K == 0]
+        raise ValueError(
+            f"the number of key/value heads must divide num_heads={num_heads}, "
+            f"got {num_kv_heads}; use one of {legal}"
+        )
+
+
+def check_positive(**sizes: int | None) -> None:
+    """Sizes must be positive whole numbers; None stands for a default and passes."""
+    for name, size in sizes.items():
+        if size is None:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def check_rate(name: str, rate: float) -> None:
+    """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {rate}; 0 turns dropout off")
+
+
+def check_floating(name: str, x: jax.Array) -> None:
+    """Attention is defined on real floating-point arrays."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} must be real, got {x.dtype}: the softmax of complex scores is not defined; "
+            f"give real and imaginary parts as separate features"
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be floating point, got {x.dtype}; "
+            f"embed token ids (nn.Embed) or cast with .astype(jnp.float32)"
+        )
+
+
+def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: str) -> None:
+    """`shape` must broadcast to `to` by NumPy's rules without growing it."""
+    fits = len(shape) <= len(to) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {letters} = {to}, got {shape}; {remedy}")
+
+
+def lead(x: jax.Array, rank: int) -> jax.Array:
+    """Adds leading axes of size 1 up to the rank (never left to implicit broadcasting)."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)

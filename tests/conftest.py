@@ -1,0 +1,34 @@
+"""One strict JAX for all tests: 8 CPU devices, no silent promotion, our warnings are errors."""
+
+import os
+
+# Before jax is imported anywhere: it reads these once.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Every run tries the same examples: a failure is a fact, not a matter of luck.
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
+settings.load_profile("repeatable")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips, visibly, what needs an accelerator that is not there."""
+    platform = jax.default_backend()
+    for item in items:
+        for needed in ("gpu", "tpu"):
+            if needed in item.keywords and platform != needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs a {needed.upper()}"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
