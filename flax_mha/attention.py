@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):
     def _project_out(self, x: jax.Array, features: int) -> jax.Array:
         """The heads' outputs [*B, T, N, Hv] as [*B, T, D_out]."""
         if not self.project_out:
-            return x.reshape(*x.shape[:-2], -1)
+            return jax.lax.collapse(x, x.ndim - 2)
         use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
         return self._projection(
             "out", ("heads", "head_dim", "embed"), (self.out_features or features,),
@@ -200,7 +200,7 @@ class MultiHeadAttention(nn.Module):
     def _projection(
         self, name: str, names: LogicalNames, features: Shape, **settings: Any
     ) -> Projection:
-        defaults = {
+        defaults: dict[str, Any] = {
             "kernel_init": self.kernel_init,
             "bias_init": self.bias_init if self.use_bias else None,
             "dtype": self.dtype,
@@ -212,8 +212,10 @@ class MultiHeadAttention(nn.Module):
 
     def _sizes(self, features: int) -> tuple[int, int, int, int]:
         """N, K, H and Hv, checked."""
-        shapes.check_positive(
-            num_heads=self.num_heads, qkv_features=self.qkv_features, head_dim=self.head_dim,
+        shapes.check_positive(num_heads=self.num_heads)
+        shapes.check_rotation(self.rotary)
+        shapes.check_optional(
+            qkv_features=self.qkv_features, head_dim=self.head_dim,
             out_features=self.out_features, num_kv_heads=self.num_kv_heads,
             v_head_dim=self.v_head_dim,
         )  # fmt: skip
@@ -281,18 +283,7 @@ def _resolve_inputs(
             )
         k = q
     v = k if v is None else v
-    for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
-        shapes.check_floating(name, x)
-        if x.ndim < 2:
-            raise ValueError(
-                f"{name} must have shape [*B, length, features], got {x.shape}; add a length axis"
-            )
-    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
-        raise ValueError(
-            f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
-            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; broadcast the batch dimensions, "
-            f"and give every key a value"
-        )
+    shapes.check_inputs(q, k, v)
     return k, v
 
 
@@ -302,6 +293,6 @@ def _rotary_positions(
     """The positions of queries and keys: as given, for both or each, or by default."""
     if given is None:
         return q_pos, k_pos
-    if isinstance(given, tuple):
+    if isinstance(given, tuple) and len(given) == 2:
         return given
     return given, given if len(q_pos) == len(k_pos) else k_pos

@@ -133,6 +133,7 @@ class EncoderBlock(nn.Module):
 
     def _run(self, x: jax.Array, deterministic: bool, **call: Any) -> jax.Array:
         layer = self.attention
+        check_module("attention", layer, MultiHeadAttention)
         mlp = MLP(
             self.mlp_dim, self.activation, self.gated, self.dropout_rate, layer.use_bias,
             layer.kernel_init, layer.bias_init, layer.dtype, layer.param_dtype, layer.precision,
@@ -147,6 +148,11 @@ class EncoderBlock(nn.Module):
             norm = make_norm(self.norm, f"{name}_norm", layer)
             dropout = nn.Dropout(self.dropout_rate, name=f"{name}_dropout")
             y = branch(norm(x)) if self.pre_norm else branch(x)
+            if y.shape != x.shape:
+                raise ValueError(
+                    f"{name} must keep the shape of its input {x.shape} for the residual, got "
+                    f"{y.shape}; leave out_features unset and project_out on"
+                )
             x = x + dropout(y, deterministic=deterministic)
             if not self.pre_norm:
                 x = norm(x)
@@ -158,6 +164,15 @@ def make_norm(kind: str, name: str, like: MultiHeadAttention) -> nn.Module:
     """A norm over features, in the dtypes of the attention layer."""
     norm = choose("norm", kind, NORMS)
     return norm(dtype=like.dtype, param_dtype=like.param_dtype, name=name)
+
+
+def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:
+    """The field of that name must be a module of that kind, whose own fields are read."""
+    if not isinstance(module, kind):
+        raise TypeError(
+            f"{name} must be a flax_mha.{kind.__name__}, got {type(module).__name__}; "
+            f"build one with the options of yours"
+        )
 
 
 def choose(name: str, value: str, choices: dict[str, Choice]) -> Choice:

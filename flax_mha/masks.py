@@ -113,7 +113,7 @@ class Dense(Mask):
       array: bool, broadcastable to [*B, N, T, S].
     """
 
-    array: jax.Array
+    array: jax.Array | np.ndarray
 
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
@@ -132,7 +132,7 @@ class Dense(Mask):
     def allowed(self, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
         """See `Mask.allowed`."""
         del q_pos, k_pos
-        return self.array
+        return jnp.asarray(self.array)
 
 
 class _Combined(Mask):

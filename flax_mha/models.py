@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from flax_mha import masks, shapes, sharding
-from flax_mha.blocks import EncoderBlock, make_norm
+from flax_mha.blocks import EncoderBlock, check_module, make_norm
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection, default_kernel_init
 
@@ -40,6 +40,7 @@ class Encoder(nn.Module):
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
         shapes.check_positive(num_layers=self.num_layers)
+        check_module("block", self.block, EncoderBlock)
 
         def run(block: EncoderBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             x = block(
@@ -92,6 +93,9 @@ class TokenEmbedding(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int [*B, T] to [*B, T, D]."""
         shapes.check_positive(vocab_size=self.vocab_size, features=self.features)
+        shapes.check_array("tokens", tokens)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens must be integer ids, got {tokens.dtype}; cast them to int32")
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
         table = nn.Embed(
             self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
@@ -124,9 +128,13 @@ class PatchEmbedding(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
         """Maps [*B, height, width, channels] to [*B, (height/h)·(width/w), D]."""
-        size = self.patch_size
-        h, w = (size, size) if isinstance(size, int) else size
-        shapes.check_positive(patch_size=min(h, w), features=self.features)
+        sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
+        if len(sizes) != 2:
+            raise ValueError(
+                f"patch_size must be one number, or height and width, got {self.patch_size!r}"
+            )
+        h, w = sizes
+        shapes.check_positive(patch_height=h, patch_width=w, features=self.features)
         shapes.check_floating("images", images)
         if images.ndim < 3 or images.shape[-3] % h or images.shape[-2] % w:
             raise ValueError(
@@ -135,7 +143,8 @@ class PatchEmbedding(nn.Module):
             )
         *B, height, width, channels = images.shape
         patches = images.reshape(*B, height // h, h, width // w, w, channels)
-        patches = jnp.swapaxes(patches, -4, -3).reshape(*B, -1, h * w * channels)
+        patches = jnp.swapaxes(patches, -4, -3)
+        patches = patches.reshape(*B, (height // h) * (width // w), h * w * channels)
         return Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
@@ -181,15 +190,22 @@ class Classifier(nn.Module):
           Logits [*B, num_classes], float32.
         """
         shapes.check_positive(num_classes=self.num_classes)
+        shapes.check_rate("dropout_rate", self.dropout_rate)
         x = PositionEmbedding(self.positions, name="positions")(self.embedding(inputs))
         x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
         x = sharding.constrain(x, ("batch", "length", None))
         mask = None if lengths is None else masks.Lengths(lengths)
         x = self.encoder(x, mask=mask, deterministic=deterministic, sow_weights=sow_weights)
-        real = None
-        if lengths is not None:
-            real = (jnp.arange(x.shape[-2]) < lengths[..., None])[..., None]
-        pooled = jnp.mean(x.astype(jnp.float32), axis=-2, where=real)
+        pooled = _mean(x.astype(jnp.float32), lengths)
         return Projection((self.num_classes,), ("embed", None), dtype=jnp.float32, name="head")(
             pooled
         )
+
+
+def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """The mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
+    if lengths is None:
+        return jnp.mean(x, axis=-2)
+    count = jnp.asarray(lengths)[..., None]
+    real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
+    return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)

@@ -36,10 +36,10 @@ def sinusoidal(
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
     shapes.check_positive(features=features)
-    at = jnp.arange(positions) if isinstance(positions, int) else positions
+    at = jnp.arange(positions) if isinstance(positions, int) else jnp.asarray(positions)
     angles = _angles(at, (features + 1) // 2, 2 / features, base)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return pairs.reshape(*at.shape, -1)[..., :features].astype(dtype)
+    return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
 
 
 def rotary(
@@ -73,16 +73,15 @@ def rotary(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
+    shapes.check_floating("x", x)
+    if x.ndim < 3:
+        raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
+    _check_positions(positions, x.shape[:-2])
     R = round(fraction * x.shape[-1])
     if R < 2 or R % 2 or x.shape[-1] < R:
         raise ValueError(
             f"rotary turns pairs, so fraction·H must be even, at least 2 and at most H; got "
             f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
-        )
-    if positions.shape not in {x.shape[-3:-2], x.shape[:-2]}:
-        raise ValueError(
-            f"positions must have shape [T] = {x.shape[-3:-2]} or [*B, T] = {x.shape[:-2]}, "
-            f"got {positions.shape}"
         )
     # [*B|1, T, 1, R/2]: the same turn for every head.
     angles = shapes.lead(_angles(positions, R // 2, 2 / R, base)[..., None, :], x.ndim)
@@ -133,10 +132,15 @@ class PositionEmbedding(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1)."""
+        shapes.check_floating("x", x)
+        if x.ndim < 2:
+            raise ValueError(f"x must have shape [*B, T, D], got {x.shape}; add a length axis")
+        shapes.check_optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
         if positions is None:
             positions = jnp.arange(T)
+        _check_positions(positions, x.shape[:-1])
         if self.kind == "none":
             return x.astype(dtype)
         if self.kind == "sinusoidal":
@@ -156,9 +160,23 @@ class PositionEmbedding(nn.Module):
         return x.astype(dtype) + shapes.lead(table, x.ndim)
 
 
+def _check_positions(positions: jax.Array, tokens: shapes.Shape) -> None:
+    """Positions must be integers of shape [T] or [*B, T]."""
+    shapes.check_array("positions", positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(
+            f"positions must be integers, got {positions.dtype}; cast with .astype(int)"
+        )
+    if positions.shape not in {tokens[-1:], tokens}:
+        raise ValueError(
+            f"positions must have shape [T] = {tokens[-1:]} or [*B, T] = {tokens}, "
+            f"got {positions.shape}; give one position for each token"
+        )
+
+
 def _angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
     """The angle of pair c, positions / base^(c·step): [*P, pairs], float32 (float64 if given)."""
-    at = positions.astype(jnp.promote_types(positions.dtype, jnp.float32))
+    at = jnp.asarray(positions)
     at = at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
     c = jnp.arange(pairs, dtype=at.dtype)
     return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)

@@ -14,6 +14,7 @@ Every signature, einsum and error in this package uses these letters:
 | `D` | features of the model |
 """
 
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -53,10 +54,10 @@ def attention_dims(q: jax.Array, k: jax.Array, v: jax.Array) -> Dims:
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
-        if x.ndim < 3:
+        if x.ndim < 3 or 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name} must have shape [*B, length, heads, features], got {x.shape}; "
-                f"split its last axis into heads first"
+                f"split its last axis into heads first, at least one of one feature"
             )
     came = f"got q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim:
@@ -80,6 +81,23 @@ def attention_dims(q: jax.Array, k: jax.Array, v: jax.Array) -> Dims:
     return Dims(tuple(B), T, S, N, K, H, Hv)
 
 
+def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
+    for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
+        check_floating(name, x)
+        if x.ndim < 2 or not x.shape[-1]:
+            raise ValueError(
+                f"{name} must have shape [*B, length, features], got {x.shape}; "
+                f"add a length axis, and at least one feature"
+            )
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
+            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; broadcast the batch dimensions, "
+            f"and give every key a value"
+        )
+
+
 def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     """Query heads must come in equal groups, one for each key/value head."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -90,11 +108,14 @@ def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_positive(**sizes: int | None) -> None:
-    """Sizes must be positive whole numbers; None stands for a default and passes."""
+def check_optional(**sizes: int | None) -> None:
+    """As `check_positive`, but None stands for a default."""
+    check_positive(**{name: size for name, size in sizes.items() if size is not None})
+
+
+def check_positive(**sizes: int) -> None:
+    """Sizes must be positive whole numbers."""
     for name, size in sizes.items():
-        if size is None:
-            continue
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
         if size < 1:
@@ -103,12 +124,24 @@ def check_positive(**sizes: int | None) -> None:
 
 def check_rate(name: str, rate: float) -> None:
     """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
+    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {rate!r} of {type(rate).__name__}")
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {rate}; 0 turns dropout off")
 
 
+def check_rotation(rotary: object) -> None:
+    """A rotation is called with queries or keys and positions; a class would build itself."""
+    if rotary is not None and (not callable(rotary) or isinstance(rotary, type)):
+        raise TypeError(
+            f"rotary must be a function (x, positions) -> x, got {rotary!r}; "
+            f"give positions.Rotary(), with its parentheses"
+        )
+
+
 def check_floating(name: str, x: jax.Array) -> None:
     """Attention is defined on real floating-point arrays."""
+    check_array(name, x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(
             f"{name} must be real, got {x.dtype}: the softmax of complex scores is not defined; "
@@ -118,6 +151,14 @@ def check_floating(name: str, x: jax.Array) -> None:
         raise TypeError(
             f"{name} must be floating point, got {x.dtype}; "
             f"embed token ids (nn.Embed) or cast with .astype(jnp.float32)"
+        )
+
+
+def check_array(name: str, x: jax.Array) -> None:
+    """Lists and numbers have no dtype to promote from."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise TypeError(
+            f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray"
         )
 
 

@@ -88,12 +88,12 @@ def dot_product_attention(
     )  # fmt: skip
     name = _choose(kernel, _refusals(q, k, v, spec))
     out, lse = KERNELS[name].attend(q, k, v, spec)
-    result = (out,)
+    extras = []
     if return_weights:
-        result += (reference.weights(q, k, lse, spec).astype(q.dtype),)
+        extras.append(reference.weights(q, k, lse, spec).astype(q.dtype))
     if return_residuals:
-        result += (lse,)
-    return result if len(result) > 1 else out
+        extras.append(lse)
+    return (out, *extras) if extras else out
 
 
 class Explanation(NamedTuple):
@@ -179,22 +179,24 @@ def _prepare(
         )  # fmt: skip
         bias = shapes.lead(bias, len(dims.logits))
     shapes.check_rate("dropout_rate", dropout_rate)
-    if dropout_rate and dropout_rng is None:
-        raise ValueError(
-            f"dropout_rate={dropout_rate} needs a dropout_rng, got None; "
-            f"give a jax.random.key, or dropout_rate=0"
-        )
-    return q, k, v, AttentionSpec(
+    dropout = None
+    if dropout_rate:
+        if dropout_rng is None:
+            raise ValueError(
+                f"dropout_rate={dropout_rate} needs a dropout_rng, got None; "
+                f"give a jax.random.key, or dropout_rate=0"
+            )
+        dropout = Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
+    spec = AttentionSpec(
         mask=None if mask is None else masks.as_mask(mask).bind(dims),
         bias=bias,
-        dropout=Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
-        if dropout_rate
-        else None,
+        dropout=dropout,
         q_pos=place_queries(q_positions, dims),
         k_pos=place_keys(kv_positions, dims),
         scale=dims.H**-0.5 if scale is None else scale,
         precision=precision,
-    )  # fmt: skip
+    )
+    return q, k, v, spec
 
 
 def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:

@@ -34,7 +34,7 @@ def attend(
       (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
       exponentials of the scores, −∞ where no key is seen).
     """
-    K, Hv = v.shape[-2:]
+    S, K, Hv = v.shape[-3:]
     *B, T, N, _ = q.shape
     poison = None
     if spec.mask is not None:
@@ -49,7 +49,7 @@ def attend(
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
-    kept = spec.drop(unnormalized).astype(v.dtype).reshape(*B, K, N // K, T, -1)
+    kept = spec.drop(unnormalized).astype(v.dtype).reshape(*B, K, N // K, T, S)
     out = jnp.einsum(
         "...kgts,...skh->...tkgh", kept, v,
         precision=spec.precision, preferred_element_type=total.dtype,
@@ -72,7 +72,7 @@ def _scores(q: jax.Array, k: jax.Array, spec: AttentionSpec, poison: jax.Array |
     *B, T, N, H = q.shape
     S, K = k.shape[-3:-1]
     # Softmax in float32: bfloat16 has 8 significand bits, too few for long sums.
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     logits = jnp.einsum(
         "...tkgh,...skh->...kgts", q.reshape(*B, T, K, N // K, H), k,
         precision=spec.precision, preferred_element_type=dtype,

@@ -62,6 +62,7 @@ def place_keys(positions: jax.Array | None, dims: Dims) -> jax.Array:
 def _positions(name: str, positions: jax.Array | None, length: int, dims: Dims) -> jax.Array:
     if positions is None:
         positions = jnp.arange(length, dtype=jnp.int32)
+    positions = jnp.asarray(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {positions.dtype}; cast with .astype(int)")
     if positions.shape not in ((length,), (*dims.B, length)):

@@ -1,0 +1,127 @@
+"""The dropout mask: a pure function of its coordinates, and as good as random."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mha import dot_product_attention
+from flax_mha.kernels.dropout import Dropout
+
+B, N, T, S = 3, 4, 96, 80
+
+
+def whole_mask(seed: int = 0, rate: float = 0.3, broadcast: bool = False) -> np.ndarray:
+    dropout = Dropout.from_key(jax.random.key(seed), rate, broadcast)
+    return np.asarray(keep_block(dropout, slice(0, B), slice(0, N), slice(0, T), slice(0, S)))
+
+
+def keep_block(dropout: Dropout, b: slice, n: slice, t: slice, s: slice) -> jax.Array:
+    row, head, i, j = (jnp.arange(x.start, x.stop) for x in (b, n, t, s))
+    return dropout.keep(
+        row[:, None, None, None],
+        head[None, :, None, None],
+        i[None, None, :, None],
+        j[None, None, None, :],
+    )
+
+
+def slices(size: int) -> st.SearchStrategy[slice]:
+    pairs = st.tuples(st.integers(0, size - 1), st.integers(1, size))
+    return pairs.filter(lambda p: p[0] < p[1]).map(lambda p: slice(*p))
+
+
+@given(slices(B), slices(N), slices(T), slices(S))
+def test_a_block_computed_alone_is_that_block_of_the_whole(b, n, t, s) -> None:
+    dropout = Dropout.from_key(jax.random.key(0), 0.3)
+    block = keep_block(dropout, b, n, t, s)
+    np.testing.assert_array_equal(block, whole_mask()[b, n, t, s])
+
+
+def test_positions_not_places_decide() -> None:
+    """Queries given out of order draw the mask of where they stand."""
+    dropout = Dropout.from_key(jax.random.key(0), 0.3)
+    order = np.random.default_rng(0).permutation(T)
+    permuted = dropout.keep(
+        jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), order[:, None], jnp.arange(S)[None]
+    )
+    np.testing.assert_array_equal(permuted, whole_mask()[0, 0][order])
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_rate(rate: float) -> None:
+    mask = whole_mask(rate=rate)
+    # Five standard deviations of a binomial.
+    assert abs((1 - mask.mean()) - rate) < 5 * np.sqrt(rate * (1 - rate) / mask.size)
+
+
+def test_rates_too_small_or_large_for_32_bits_are_safe() -> None:
+    assert whole_mask(rate=1e-12).all()
+    assert not whole_mask(rate=1 - 1e-12).any()
+
+
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("step", [1, 2])
+def test_neighbours_are_uncorrelated(axis: int, step: int) -> None:
+    signs = 2.0 * whole_mask(rate=0.5) - 1
+    one, other = (np.take(signs, range(*r), axis) for r in _shifted(signs.shape[axis], step))
+    assert abs((one * other).sum()) < 5 * np.sqrt(one.size)
+
+
+def test_no_two_queries_and_no_two_keys_share_a_pattern() -> None:
+    signs = 2.0 * whole_mask(rate=0.5) - 1
+    for rows in (signs.reshape(-1, S), np.moveaxis(signs, -1, -2).reshape(-1, T)):
+        correlation = rows @ rows.T / np.sqrt(rows.shape[-1])
+        np.fill_diagonal(correlation, 0)
+        # The largest of ~10⁶ standard normals is about 5.
+        assert np.abs(correlation).max() < 7
+        assert 0.95 < correlation.std() < 1.05
+
+
+@pytest.mark.parametrize("word", [0, 1])
+def test_close_seeds_give_unrelated_masks(word: int) -> None:
+    seed = jnp.array([5, 7], jnp.uint32)
+    masks = [
+        keep_block(Dropout(s, 0.5), slice(0, B), slice(0, N), slice(0, T), slice(0, S))
+        for s in (seed, seed.at[word].add(1))
+    ]
+    agree = np.mean(np.asarray(masks[0]) == np.asarray(masks[1]))
+    assert abs(agree - 0.5) < 5 * 0.5 / np.sqrt(B * N * T * S)
+
+
+def test_keys_of_both_styles_and_any_implementation() -> None:
+    typed = Dropout.from_key(jax.random.key(3), 0.5)
+    legacy = Dropout.from_key(jax.random.PRNGKey(3), 0.5)
+    np.testing.assert_array_equal(typed.seed, legacy.seed)
+    other = Dropout.from_key(jax.random.key(3, impl="rbg"), 0.5)
+    assert other.seed.shape == (2,)
+
+
+def test_broadcast_is_one_pattern_for_all_rows_and_heads() -> None:
+    mask = whole_mask(broadcast=True)
+    np.testing.assert_array_equal(mask, np.broadcast_to(mask[:1, :1], mask.shape))
+    assert 0.2 < 1 - mask.mean() < 0.4
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_attention_applies_exactly_this_mask(batch: tuple[int, ...]) -> None:
+    """Values that are one-hot in the key position make the output show the dropped weights."""
+    H = 8
+    q, k = (jax.random.normal(jax.random.key(i), (*batch, 16, 4, H)) for i in (1, 2))
+    v = jnp.broadcast_to(jnp.eye(16)[:, None, :], (*batch, 16, 4, 16))
+    key = jax.random.key(5)
+    out, weights = dot_product_attention(
+        q, k, v, dropout_rate=0.4, dropout_rng=key, return_weights=True
+    )
+    rows = int(np.prod(batch))
+    keep = keep_block(
+        Dropout.from_key(key, 0.4), slice(0, rows), slice(0, 4), slice(0, 16), slice(0, 16)
+    ).reshape(*batch, 4, 16, 16)
+    expected = jnp.where(keep, weights / 0.6, 0.0)
+    np.testing.assert_allclose(jnp.moveaxis(out, -2, -3), expected, rtol=2e-6, atol=1e-7)
+
+
+def _shifted(size: int, step: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (0, size - step), (step, size)

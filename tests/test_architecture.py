@@ -1,0 +1,92 @@
+"""What the tree promises: arrows point one way, and importing is cheap."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each layer may import those before it, and none after.
+LAYERS = [
+    {"shapes"},
+    {"masks", "sharding"},
+    {"positions", "projections"},
+    {"kernels.dropout"},
+    {"kernels.spec"},
+    {"kernels.reference"},
+    {"kernels"},
+    {"cache"},
+    {"attention"},
+    {"blocks"},
+    {"models"},
+    {""},
+]
+HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "flax_mha").with_suffix("").parts
+    return ".".join(parts).removesuffix("__init__").removesuffix(".")
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of this package that a file imports, at any place in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, "imports are absolute"
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if _module(name) in HEIGHT else node.module for name in inner}
+    return {_module(name) for name in found if name.split(".")[0] == "flax_mha"}
+
+
+def _module(name: str) -> str:
+    return name.removeprefix("flax_mha").removeprefix(".")
+
+
+FILES = sorted((ROOT / "flax_mha").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_one_way(path: Path) -> None:
+    name = name_of(path)
+    assert name in HEIGHT, f"{name} is missing in LAYERS"
+    upward = {other for other in imported(path) if HEIGHT[other] >= HEIGHT[name]}
+    assert not upward, f"{name} imports {upward}, which stand above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_knows_nothing_of_the_experiments(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            assert "experiments" not in ast.unparse(node)
+        # Assertions vanish under -O: users' errors are raised.
+        assert not isinstance(node, ast.Assert)
+
+
+def test_files_and_functions_stay_small() -> None:
+    for path in [*FILES, *sorted((ROOT / "experiments").rglob("*.py"))]:
+        text = path.read_text()
+        assert text.count("\n") <= 300 or "# Over 300 lines:" in text, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                doc = ast.get_docstring(node, clean=False) or ""
+                lines = node.end_lineno - node.lineno + 1 - doc.count("\n")
+                assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+
+
+def test_importing_needs_only_the_core_dependencies() -> None:
+    """Beside jax, flax and chex, a user of the layer installs and loads nothing."""
+    code = (
+        "import sys, flax.linen, chex; before = set(sys.modules); import flax_mha;"
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
+    assert set(loaded) <= {"flax_mha", "jax", "flax", "chex"}
