@@ -51,7 +51,7 @@ class Encoder(nn.Module):
 
         if self.scan:
             # A scan's carry has one dtype, that of the blocks.
-            x = x.astype(jnp.promote_types(x.dtype, self.block.attention.param_dtype))
+            x = x.astype(_residual_dtype(self.block, x.dtype))
             run = nn.scan(
                 run,
                 variable_axes={"params": 0, "intermediates": 0, "cache": 0},
@@ -68,6 +68,13 @@ class Encoder(nn.Module):
             if self.block.pre_norm
             else x
         )
+
+
+def _residual_dtype(block: EncoderBlock, given: Dtype) -> Dtype:
+    """What a block makes of an input of the given dtype."""
+    layer = block.attention
+    computed = layer.dtype or jnp.promote_types(given, layer.param_dtype)
+    return jnp.promote_types(given, computed) if block.pre_norm else computed
 
 
 class TokenEmbedding(nn.Module):

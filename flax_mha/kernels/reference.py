@@ -34,8 +34,7 @@ def attend(
       (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
       exponentials of the scores, −∞ where no key is seen).
     """
-    S, K, Hv = v.shape[-3:]
-    *B, T, N, _ = q.shape
+    N = q.shape[-2]
     poison = None
     if spec.mask is not None:
         q, (k, v), poison = _isolate(q, k, v)
@@ -49,11 +48,11 @@ def attend(
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
-    kept = spec.drop(unnormalized).astype(v.dtype).reshape(*B, K, N // K, T, S)
+    kept = spec.drop(unnormalized).astype(v.dtype)
     out = jnp.einsum(
-        "...kgts,...skh->...tkgh", kept, v,
+        "...nts,...snh->...tnh", kept, _per_head(v, N),
         precision=spec.precision, preferred_element_type=total.dtype,
-    ).reshape(*B, T, N, Hv)  # fmt: skip
+    )  # fmt: skip
     out = out / jnp.swapaxes(total, -3, -2)
     return out.astype(q.dtype), lse[..., 0]
 
@@ -69,14 +68,12 @@ def weights(q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec) -> 
 
 def _scores(q: jax.Array, k: jax.Array, spec: AttentionSpec, poison: jax.Array | None) -> jax.Array:
     """The scores [*B, N, T, S] in float32 at least; −∞ where the mask forbids."""
-    *B, T, N, H = q.shape
-    S, K = k.shape[-3:-1]
     # Softmax in float32: bfloat16 has 8 significand bits, too few for long sums.
     dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     logits = jnp.einsum(
-        "...tkgh,...skh->...kgts", q.reshape(*B, T, K, N // K, H), k,
+        "...tnh,...snh->...nts", q, _per_head(k, q.shape[-2]),
         precision=spec.precision, preferred_element_type=dtype,
-    ).reshape(*B, N, T, S)  # fmt: skip
+    )  # fmt: skip
     logits = logits * jnp.asarray(spec.scale, dtype)
     if spec.bias is not None:
         logits = logits + spec.bias.astype(dtype)
@@ -84,6 +81,13 @@ def _scores(q: jax.Array, k: jax.Array, spec: AttentionSpec, poison: jax.Array |
         logits = logits + poison.astype(dtype)
     allowed = spec.allowed()
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def _per_head(x: jax.Array, N: int) -> jax.Array:
+    """Keys or values [*B, S, K, ·] as [*B, S, N, ·], one for each query head."""
+    # A copy of S·N·H costs less than einsums over groups of heads, slow on CPU at any group size.
+    G = N // x.shape[-2]
+    return x if G == 1 else jnp.repeat(x, G, axis=-2)
 
 
 def _isolate(q: jax.Array, *keyed: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
