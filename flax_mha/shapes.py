@@ -14,11 +14,11 @@ Every signature, einsum and error in this package uses these letters:
 | `D` | features of the model |
 """
 
-import numbers
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Shape = tuple[int, ...]
 
@@ -122,9 +122,9 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {size}")
 
 
-def check_rate(name: str, rate: float) -> None:
+def check_rate(name: str, rate: Any) -> None:
     """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
-    if isinstance(rate, bool) or not isinstance(rate, numbers.Real):
+    if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
         raise TypeError(f"{name} must be a number, got {rate!r} of {type(rate).__name__}")
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {rate}; 0 turns dropout off")

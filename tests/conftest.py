@@ -1,6 +1,7 @@
 """One strict JAX for all tests: 8 CPU devices, no silent promotion, our warnings are errors."""
 
 import os
+from collections.abc import Iterator
 
 # Before jax is imported anywhere: it reads these once.
 os.environ["XLA_FLAGS"] = (
@@ -15,6 +16,8 @@ from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Tests compile much and compute little. Those that read compiled programs turn it on again.
+jax.config.update("jax_disable_most_optimizations", True)
 # Every run tries the same examples: a failure is a fact, not a matter of luck.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
 settings.load_profile("repeatable")
@@ -32,3 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles as users do."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

@@ -10,7 +10,8 @@ README = (ROOT / "README.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in fences if name == language]
 
 
 def test_the_example_runs() -> None:
@@ -34,4 +35,4 @@ def test_the_tree_names_every_file() -> None:
     for folder in ("flax_mha", "experiments", "configs"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name != "__init__.py":
-                assert re.search(rf"^ +{path.name} ", tree, re.MULTILINE), path
+                assert re.search(rf"^ +{re.escape(path.name)} ", tree, re.MULTILINE), path

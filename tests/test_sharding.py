@@ -83,7 +83,7 @@ def test_sharded_equals_single(scan: bool) -> None:
     assert mlp.sharding.spec[-1] == "model"
 
 
-def test_attention_needs_one_all_reduce_and_nothing_else(mesh) -> None:
+def test_attention_needs_one_all_reduce_and_nothing_else(mesh, optimized) -> None:
     """Each device computes its own heads; only the output projection sums over devices."""
     layer = MultiHeadAttention(8)
     variables = sharding.init(layer, jax.random.key(1), X)

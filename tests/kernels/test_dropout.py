@@ -1,5 +1,7 @@
 """The dropout mask: a pure function of its coordinates, and as good as random."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from flax_mha.kernels.dropout import Dropout
 B, N, T, S = 3, 4, 96, 80
 
 
+@functools.cache
 def whole_mask(seed: int = 0, rate: float = 0.3, broadcast: bool = False) -> np.ndarray:
     dropout = Dropout.from_key(jax.random.key(seed), rate, broadcast)
     return np.asarray(keep_block(dropout, slice(0, B), slice(0, N), slice(0, T), slice(0, S)))

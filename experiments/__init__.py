@@ -1,0 +1,1 @@
+"""Programs over flax_mha, each runnable as `python -m experiments.NAME`."""

@@ -1,0 +1,25 @@
+"""What can be trained: a task is data, model, loss, metrics and pictures."""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from experiments.data import digits
+from experiments.data.task import Task
+from experiments.runs import RunError
+
+# By `config.task`. A new task is one file here and one in configs/.
+TASKS: dict[str, Callable[[ConfigDict], Task]] = {
+    "digits": digits.Digits,
+}
+
+
+def make(config: ConfigDict) -> Task:
+    """The task that `config.task` names.
+
+    Raises:
+      RunError: if there is none of that name.
+    """
+    if config.task not in TASKS:
+        raise RunError(f"config.task must be one of {sorted(TASKS)}, got {config.task!r}")
+    return TASKS[config.task](config)

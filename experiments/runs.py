@@ -1,0 +1,252 @@
+"""A run's folder and what it says: config, metrics, progress, and the way to stop it."""
+
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+PROGRAM = "experiments.train"
+CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
+Row = dict[str, Any]
+
+
+class RunError(ValueError):
+    """A mistake that its message explains; no traceback needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A folder, and the config that is trained in it."""
+
+    path: Path
+    config: ConfigDict
+    resumed: bool
+
+    def begin(self) -> None:
+        """Makes a new run's folder ours; nothing is written before."""
+        _wait_for_all("workdir read")
+        if not self.resumed and jax.process_index() == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _write_json(self.path / CONFIG, self.config.to_dict())
+            mark = {
+                "program": PROGRAM,
+                "command": sys.argv,
+                "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+                "jax": jax.__version__,
+                "devices": [device.device_kind for device in jax.devices()],
+            }
+            _write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
+        _wait_for_all("workdir written")
+
+
+def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
+    """Finds the folder of a run, new or one to come back to.
+
+    Args:
+      workdir: the folder; None for a new one under `runs/`.
+      config: of a new run, overrides included.
+      overrides: what the caller insists on, by dotted key: in a folder that has a run already,
+        that run's own config rules.
+
+    Raises:
+      RunError: if the folder holds something else, or a run with other values.
+    """
+    if workdir is None:
+        if jax.process_count() > 1:
+            raise RunError("several processes need one folder: give each the same --workdir")
+        path = _new_folder(config.task)
+    else:
+        path = Path(workdir).absolute()
+    resumed = _is_ours(path)
+    if resumed:
+        saved = ConfigDict(json.loads((path / CONFIG).read_text()))
+        _check_agrees(path, saved, overrides)
+        config = saved
+    return Run(path, config, resumed)
+
+
+def check_key(key: str, config: ConfigDict) -> None:
+    """Raises a RunError that names the nearest key, unless config has this one."""
+    known = [*flatten(config.to_dict()), *(k for k, v in config.items() if hasattr(v, "items"))]
+    if key in known:
+        return
+
+    # By the last word first: `learning_rat` means `optimizer.learning_rate`.
+    def likeness(name: str) -> float:
+        full = difflib.SequenceMatcher(None, key, name).ratio()
+        last = difflib.SequenceMatcher(None, key.split(".")[-1], name.split(".")[-1]).ratio()
+        return full + last
+
+    nearest = max(known, key=likeness)
+    raise RunError(f"the config has no key {key!r}; the nearest is {nearest!r}")
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def _wait_for_all(name: str) -> None:
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _new_folder(task: str) -> Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path, again = Path("runs", f"{task}-{stamp}").absolute(), 2
+    while path.exists():
+        path, again = path.with_name(f"{task}-{stamp}-{again}"), again + 1
+    return path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether there is a run; a folder that is missing or empty can become one."""
+    if not path.exists():
+        return False
+    if not path.is_dir():
+        raise RunError(f"--workdir must be a folder, and {path} is a file; choose another")
+    if not any(path.iterdir()):
+        return False
+    try:
+        if json.loads((path / MARK).read_text())["program"] == PROGRAM:
+            return True
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    raise RunError(
+        f"{path} is not empty and not a run of {PROGRAM}; "
+        f"nothing was touched; choose a new --workdir"
+    )
+
+
+def _check_agrees(path: Path, saved: ConfigDict, overrides: Mapping[str, Any]) -> None:
+    had = flatten(saved.to_dict())
+    wanted = flatten(json.loads(json.dumps(dict(overrides), default=lambda c: c.to_dict())))
+    differ = [
+        f"{key} is {had.get(key)!r} there, and {value!r} was asked for"
+        for key, value in wanted.items()
+        if had.get(key) != value
+    ]
+    if differ:
+        raise RunError(
+            f"{path} holds a run with its own config, and a run keeps it to the end: "
+            f"{'; '.join(differ)}; drop the override, or choose a new --workdir"
+        )
+
+
+class Log:
+    """Metrics of a run as JSON lines and TensorBoard events, written by process 0.
+
+    Args:
+      path: the run's folder.
+      step: the step that the run starts from; rows beyond it, left by a run that was cut off,
+        are dropped.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._file = path / METRICS
+        self._writes = jax.process_index() == 0
+        self.rows: list[Row] = []
+        if self._file.exists():
+            rows = [json.loads(line) for line in self._file.read_text().splitlines()]
+            self.rows = [row for row in rows if row["step"] <= step]
+        self._events: SummaryWriter | None = None
+        if self._writes:
+            self._file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            self._events = SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._events is not None:
+            self._events.close()
+
+    def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
+        """Adds a row; values have shape [seeds], and a single seed's is written as a number."""
+        values = {name: float(x[0]) if x.size == 1 else x.tolist() for name, x in metrics.items()}
+        row = {"step": step, "split": split, **values}
+        self.rows.append(row)
+        if self._events is None:
+            return
+        with self._file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        for name, x in metrics.items():
+            self._events.add_scalar(f"{split}/{name}", float(x.mean()), step)
+            for i, value in enumerate(x if x.size > 1 else ()):
+                self._events.add_scalar(f"{split}/{name}/{i}", float(value), step)
+
+
+@contextlib.contextmanager
+def progress(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
+    """A live bar on a terminal; elsewhere, a line for each evaluation.
+
+    Yields:
+      A function of the step, of a short text for the bar, and of a line (or "").
+    """
+    if jax.process_index() > 0:
+        yield lambda step, short, line: None
+    elif not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        yield lambda step, short, line: print(line, flush=True) if line else None
+    else:
+        columns = (
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        )  # fmt: skip
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=steps, completed=start)
+            yield lambda step, short, line: bar.update(task, completed=step, description=short)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Turns the first SIGINT or SIGTERM into a question that the loop can ask; the second kills.
+
+    Yields:
+      A function that says whether to stop.
+    """
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set  # Only the main thread may handle signals.
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.set()
+        for each in signals:
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in signals:
+        signal.signal(number, ask)
+    try:
+        yield asked.is_set
+    finally:
+        for number in signals:
+            signal.signal(number, before[number])

@@ -1,0 +1,70 @@
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from sklearn.datasets import load_digits
+
+from experiments.data import digits
+from experiments.data.task import shuffled
+
+
+def as_set(images: np.ndarray) -> set[bytes]:
+    return {image.tobytes() for image in images.astype(np.float32)}
+
+
+def test_the_split_is_fixed_disjoint_and_in_proportion() -> None:
+    train, test = digits.load()
+    assert (len(train["label"]), len(test["label"])) == (1437, 360)
+    assert not as_set(train["image"]) & as_set(test["image"])
+    assert as_set(train["image"]) | as_set(test["image"]) == as_set(load_digits().images / 16)
+    assert set(np.bincount(test["label"])) <= {35, 36, 37}
+    # Written down from the first run: scores on another split could not be compared.
+    assert test["label"][:12].tolist() == [7, 6, 3, 7, 7, 3, 2, 8, 9, 3, 2, 6]
+
+
+def test_each_epoch_is_a_new_order_of_all_examples() -> None:
+    indices = np.concatenate(list(islice(shuffled(30, 8, seed=0), 15)))[:90].reshape(3, 30)
+    assert np.all(np.sort(indices) == np.arange(30))
+    assert len({tuple(epoch) for epoch in indices}) == 3
+
+
+def test_the_order_is_a_function_of_the_seed() -> None:
+    one, same, other = (next(iter(shuffled(100, 10, seed))) for seed in (1, 1, 2))
+    assert one.tolist() == same.tolist() != other.tolist()
+
+
+def test_processes_share_each_batch_out(config: ConfigDict) -> None:
+    """Together they see what one process would, in the same order."""
+    task = digits.Digits(config)
+    parts = (slice(0, 24), slice(0, 8), slice(8, 16), slice(16, 24))
+    streams = (islice(task.batches(0, 24, rows), 3) for rows in parts)
+    for whole, *shards in zip(*streams, strict=True):
+        for name, x in whole.items():
+            np.testing.assert_array_equal(x, np.concatenate([shard[name] for shard in shards]))
+
+
+def test_augmentation_by_nothing_is_the_identity() -> None:
+    images = jnp.asarray(digits.load()[1]["image"][:5])
+    same = digits.augment(images, jax.random.key(0), shift=0.0, rotate=0.0, scale=0.0)
+    np.testing.assert_allclose(same, images, atol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0])
+def test_augmentation_moves_by_at_most_the_shift(shift: float) -> None:
+    point = jnp.zeros((200, 8, 8)).at[:, 3, 4].set(1.0)
+    moved = digits.augment(point, jax.random.key(1), shift=shift, rotate=0.0, scale=0.0)
+    np.testing.assert_allclose(moved.sum((1, 2)), 1.0, atol=1e-5)
+    y = (moved * jnp.arange(8.0)[None, :, None]).sum((1, 2)) - 3
+    x = (moved * jnp.arange(8.0)[None, None]).sum((1, 2)) - 4
+    for offset in (y, x):
+        assert jnp.abs(offset).max() <= shift + 1e-5
+        assert offset.min() < -0.8 * shift
+        assert offset.max() > 0.8 * shift
+
+
+def test_the_baselines_do_what_they_are_known_for(config: ConfigDict) -> None:
+    scores = digits.Digits(config).baselines()
+    assert 0.95 < scores["logistic regression"] < scores["RBF SVM"] < 1.0

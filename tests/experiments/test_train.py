@@ -1,0 +1,86 @@
+"""The command, as a user calls it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import orbax.checkpoint as ocp
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = (
+    "--config.steps=4", "--config.batch_size=16", "--config.evaluate_every=2",
+    "--config.log_every=2", "--config.model.features=16", "--config.model.mlp_dim=32",
+    "--config.model.num_layers=1",
+)  # fmt: skip
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is what takes the time
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.train", *arguments],
+        cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def test_train_leaves_everything_and_says_the_score_last(tmp_path: Path) -> None:
+    done = call(f"--workdir={tmp_path}", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    *_, logistic, svm, last = done.stdout.splitlines()
+    assert re.fullmatch(r"test accuracy \d+\.\d%", last)
+    assert re.fullmatch(r"logistic regression 9\d\.\d%", logistic)
+    assert re.fullmatch(r"RBF SVM 9\d\.\d%", svm)
+
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["steps"], config["optimizer"]["b1"]) == (4, 0.9)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["split"]) for row in rows] == [
+        (2, "train"), (2, "test"), (4, "train"), (4, "test"),
+    ]  # fmt: skip
+    assert last == f"test accuracy {100 * rows[-1]['accuracy']:.1f}%"
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    for name in ("curves.png", "attention.png"):
+        assert matplotlib.image.imread(tmp_path / name).std() > 0.05
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as checkpoints:
+        state = ocp.args.StandardRestore()
+        restored = checkpoints.restore(4, args=ocp.args.Composite(state=state)).state
+        assert restored["step"] == 4
+        assert restored["params"]["head"]["kernel"].shape == (16, 10)
+
+    again = call(f"--workdir={tmp_path}", "--config.steps=4")
+    assert again.returncode == 0, again.stderr
+    assert "finished before, at step 4" in again.stdout
+    assert again.stdout.splitlines()[-1] == last
+
+    other = call(f"--workdir={tmp_path}", "--config.steps=5")
+    assert other.returncode == 1
+    assert "steps is 4 there, and 5 was asked for" in other.stderr
+    assert "Traceback" not in other.stderr
+
+
+def test_several_seeds_report_their_spread_and_time(tmp_path: Path) -> None:
+    done = call(f"--workdir={tmp_path}", *SMALL, "--config.seeds=2")
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"test accuracy \d+\.\d% ± \d+\.\d%", done.stdout.splitlines()[-1])
+    assert re.search(r"2 models in one step took .* s; one after another .* s \(.*×\)", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
+        ("--config=configs/digit.py", "must name a file"),
+        ("--workdir=experiments", "not empty and not a run"),
+    ],
+)
+def test_mistakes_are_answered_plainly(argument: str, message: str) -> None:
+    done = call(argument)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

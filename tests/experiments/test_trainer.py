@@ -1,0 +1,149 @@
+import contextlib
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from experiments import data, program, runs, trainer
+
+
+def train(config: ConfigDict, workdir: Path) -> trainer.Result:
+    return trainer.train(program.build(config, data.make(config)), workdir)
+
+
+def losses(result: trainer.Result) -> np.ndarray:
+    """[steps], or [steps, seeds]."""
+    return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
+
+
+def stop_after(steps: int) -> Any:
+    @contextlib.contextmanager
+    def stoppable() -> Iterator[Any]:
+        asked = count(1)
+        yield lambda: next(asked) == steps
+
+    return stoppable
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "stoppable", stop_after(4))
+        with pytest.raises(SystemExit, match="stopped at step 4; to go on: --workdir="):
+            train(config, tmp_path / "parts")
+    resumed = train(config, tmp_path / "parts")
+    assert (whole.start, resumed.start) == (0, 4)
+    assert resumed.rows == whole.rows
+    assert_equal(resumed.state.opt_state, whole.state.opt_state)
+    assert_equal(resumed.state.params, whole.state.params)
+    assert resumed.state.key == whole.state.key
+
+    again = train(config, tmp_path / "parts")
+    assert again.start == config.steps
+    assert again.rows == whole.rows
+    assert_equal(again.metrics, whole.metrics)
+
+
+def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: Path) -> None:
+    config.seed, config.seeds = 3, 2
+    config.model.dropout_rate = 0.1
+    together = train(config, tmp_path / "together")
+    assert losses(together).shape == (config.steps, 2)
+    assert together.metrics["accuracy"].shape == (2,)
+    config.seed, config.seeds = 4, 1
+    alone = train(config, tmp_path / "alone")
+    np.testing.assert_allclose(losses(together)[:, 1], losses(alone), rtol=1e-5)
+    assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
+
+
+def test_a_mesh_changes_nothing(config: ConfigDict, tmp_path: Path) -> None:
+    config.steps = 50
+    config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
+    config.model.dropout_rate = 0.1
+    one = train(config, tmp_path / "one")
+    config.mesh.data, config.mesh.model = 2, 4
+    eight = train(config, tmp_path / "eight")
+    assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
+    np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
+    config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
+    built = program.build(config, data.make(config))
+    with program.on(built.mesh):
+        state = built.create(built.seeds)
+        batch = built.put(next(built.batches()))
+        hlo = built.step.lower(state, batch).compile().as_text()
+    lead = (None,) * (seeds > 1)
+    copies = (seeds,) * (seeds > 1)
+    moments = state.opt_state[1][0]
+    for params in (state.params, moments.mu, moments.nu):
+        attention = params["encoder"]["layers_0"]["attention"]
+        for name in ("query", "key", "value"):
+            kernel = attention[name]["kernel"]
+            assert kernel.sharding.spec == P(*lead, None, "model", None)
+            assert {s.data.shape for s in kernel.addressable_shards} == {(*copies, 16, 1, 4)}
+        assert attention["out"]["kernel"].sharding.spec[len(lead)] == "model"
+        mlp = params["encoder"]["layers_0"]["mlp"]
+        assert mlp["up"]["kernel"].sharding.spec == P(*lead, None, "model")
+    assert batch["image"].sharding.spec == P(*lead, "data")
+    # Rows 2-way, heads 4-way: scores are [8, 1, 16, 16] a device, never [·, 4, 16, 16].
+    assert not any(shape in hlo for shape in ("16,4,16,16]", "8,4,16,16]", "16,1,16,16]"))
+    assert "8,1,16,16]" in hlo or "8,16,16]" in hlo
+    assert "all-gather" not in hlo
+    assert "all-reduce" in hlo
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.data": 4, "mesh.model": 4}, "at most the 8 there are, got data=4, model=4"),
+        ({"mesh.model": 0}, "at least 1"),
+        ({"mesh.data": 3}, "batch_size must be a multiple of config.mesh.data=3, got 16; try 18"),
+        ({"mesh.data": 1, "mesh.model": 8}, "config.mesh.model=8 must divide"),
+        ({"steps": 0}, "config.steps must be at least 1, got 0"),
+        ({"model.num_heads": 5}, "num_heads=5"),
+        ({"task": "digit"}, r"one of \['digits'\], got 'digit'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    config: ConfigDict, changes: dict[str, Any], message: str
+) -> None:
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        program.build(config, data.make(config))
+
+
+@pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
+def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
+    config.mesh.data, config.batch_size = -1, batch
+    assert program.make_mesh(config).shape == {"data": data, "model": 1}
+
+
+def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
+    config.batch_size, config.mesh.data = 7, 7
+    built = program.build(config, data.make(config))
+    with program.on(built.mesh):
+        batch = built.put_test(built.task.test_batches()[0])
+    assert batch["image"].shape == (364, 8, 8)
+    assert batch["weight"].sum() == 360
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(config: ConfigDict, tmp_path: Path) -> None:
+    config.optimizer.learning_rate, config.optimizer.warmup = 1e30, 0.0
+    with pytest.raises(runs.RunError, match=r"not finite at step 2 of seed 0: .*learning_rate"):
+        train(config, tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())

@@ -1,0 +1,266 @@
+"""What the library should compute, in NumPy float64, written from the definitions.
+
+Nothing here imports jax or flax_mha, so that no mistake can be made twice. The letters are those
+of the papers: B batch (any number of axes), T queries, S keys, N heads, K key/value heads, H head
+features, D model features.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+Params = Mapping[str, Any]
+
+
+def error(actual: Any, expected: Any) -> float:
+    """‖actual − expected‖ / ‖expected‖ over all leaves; absolute where expected is 0."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    size = np.linalg.norm(expected.ravel())
+    return float(np.linalg.norm((actual - expected).ravel()) / (size or 1.0))
+
+
+def float64(tree: Any) -> Any:
+    """A tree of mappings and arrays, its arrays in float64."""
+    if isinstance(tree, Mapping):
+        return {name: float64(leaf) for name, leaf in tree.items()}
+    return np.asarray(tree, np.float64)
+
+
+def random_like(tree: Any, seed: int = 0) -> Any:
+    """Parameters of the shapes and dtypes of the tree, none of them near 0 or 1 by design."""
+    rng = np.random.default_rng(seed)
+
+    def fill(tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            return {name: fill(leaf) for name, leaf in tree.items()}
+        return (0.4 * rng.normal(size=tree.shape)).astype(tree.dtype)
+
+    return fill(tree)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    allowed: Array | None = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    keep: Array | None = None,
+    rate: float = 0.0,
+) -> tuple[Array, Array, Array]:
+    """Attention from its definition; a query that may see nothing gives 0.
+
+    Args:
+      q: [*B, T, N, H].
+      k: [*B, S, K, H]; query head n reads key head n // (N/K).
+      v: [*B, S, K, Hv].
+      allowed: bool, broadcastable to [*B, N, T, S].
+      bias: added to the scores, broadcastable likewise.
+      scale: of the scores, 1/√H by default.
+      keep: bool [*B, N, T, S], the weights that dropout leaves.
+      rate: of dropout.
+
+    Returns:
+      out [*B, T, N, Hv], lse [*B, N, T], weights [*B, N, T, S] before dropout.
+    """
+    q, k, v = float64(q), float64(k), float64(v)
+    k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
+    scores = np.einsum("...tnh,...snh->...nts", q, k)
+    scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        scores = scores + float64(bias)
+    if allowed is not None:
+        scores = np.where(allowed, scores, -np.inf)
+    top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0.0, top)
+    exponentials = np.exp(scores - top)
+    total = exponentials.sum(-1, keepdims=True)
+    weights = np.divide(exponentials, total, out=np.zeros_like(exponentials), where=total > 0)
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(total))[..., 0]
+    out = np.einsum("...nts,...snh->...tnh", dropped(weights, keep, rate), v)
+    return out, lse, weights
+
+
+def dropped(weights: Array, keep: Array | None, rate: float) -> Array:
+    return weights if keep is None else np.where(keep, weights / (1 - rate), 0.0)
+
+
+class Gradients(NamedTuple):
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+
+
+def attention_gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    cotangent: Array,
+    allowed: Array | None = None,
+    bias: Array | None = None,
+    scale: float | None = None,
+    keep: Array | None = None,
+    rate: float = 0.0,
+) -> Gradients:
+    """The gradients of Σ out·cotangent, by the chain rule; arguments as for `attention`."""
+    _, _, p = attention(q, k, v, allowed=allowed, bias=bias, scale=scale)
+    q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    group = q.shape[-2] // k.shape[-2]
+    k_all, v_all = (np.repeat(x, group, axis=-2) for x in (k, v))
+    dv = np.einsum("...nts,...tnh->...snh", dropped(p, keep, rate), cotangent)
+    dp = dropped(np.einsum("...tnh,...snh->...nts", cotangent, v_all), keep, rate)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True))
+    dq = np.einsum("...nts,...snh->...tnh", ds, k_all) * scale
+    dk = np.einsum("...nts,...tnh->...snh", ds, q) * scale
+    dbias = None if bias is None else summed_to(ds, np.shape(bias))
+    return Gradients(dq, grouped(dk, group), grouped(dv, group), dbias)
+
+
+def grouped(x: Array, group: int) -> Array:
+    """Sums over the query heads that share a key/value head: [..., N, H] to [..., K, H]."""
+    *lead, N, H = x.shape
+    return x.reshape(*lead, N // group, group, H).sum(-2)
+
+
+def summed_to(x: Array, shape: tuple[int, ...]) -> Array:
+    """The transpose of broadcasting from that shape."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    return x.sum(tuple(a for a, n in enumerate(shape) if n == 1), keepdims=True).reshape(shape)
+
+
+def project(params: Params, x: Array, contracted: int = 1) -> Array:
+    """x·W + b over the last axes of x."""
+    y = np.tensordot(float64(x), float64(params["kernel"]), contracted)
+    return y + float64(params["bias"]) if "bias" in params else y
+
+
+def multi_head(
+    params: Params,
+    x_q: Array,
+    x_k: Array | None = None,
+    x_v: Array | None = None,
+    *,
+    turn: Any = None,
+    **call: Any,
+) -> tuple[Array, Array]:
+    """The layer: out and weights. `turn` rotates the queries and the keys, (q, k) to (q, k)."""
+    x_k = x_q if x_k is None else x_k
+    x_v = x_k if x_v is None else x_v
+    q, k = project(params["query"], x_q), project(params["key"], x_k)
+    if "query_ln" in params:
+        q, k = layer_norm(params["query_ln"], q), layer_norm(params["key_ln"], k)
+    if turn is not None:
+        q, k = turn(q, k)
+    out, _, weights = attention(q, k, project(params["value"], x_v), **call)
+    if "out" not in params:
+        return out.reshape(*out.shape[:-2], -1), weights
+    return project(params["out"], out, contracted=2), weights
+
+
+def layer_norm(params: Params, x: Array, epsilon: float = 1e-6) -> Array:
+    """(x − mean) / √(variance + ε) · scale + bias (Ba et al., 2016)."""
+    centred = x - x.mean(-1, keepdims=True)
+    y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * float64(params["scale"])
+    return y + float64(params["bias"]) if "bias" in params else y
+
+
+def rms_norm(params: Params, x: Array, epsilon: float = 1e-6) -> Array:
+    """x / √(mean of squares + ε) · scale (Zhang and Sennrich, 2019)."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * float64(params["scale"])
+
+
+def gelu(x: Array) -> Array:
+    """The tanh approximation (Hendrycks and Gimpel, 2016, section 2)."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def relu(x: Array) -> Array:
+    return np.where(x > 0, x, 0.0)
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+ACTIVATIONS = {"gelu": gelu, "relu": relu, "silu": silu}
+NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
+
+
+def mlp(params: Params, x: Array, activation: str = "gelu") -> Array:
+    act = ACTIVATIONS[activation]
+    up = project(params["up"], x)
+    h = act(project(params["gate"], x)) * up if "gate" in params else act(up)
+    return project(params["down"], h)
+
+
+def encoder_block(
+    params: Params,
+    x: Array,
+    *,
+    norm: str = "layernorm",
+    pre_norm: bool = True,
+    activation: str = "gelu",
+    **call: Any,
+) -> Array:
+    """Pre-norm x + f(norm(x)), or post-norm norm(x + f(x)), for f attention and then the MLP."""
+
+    def normed(name: str, x: Array) -> Array:
+        return NORMS[norm](params[name], x)
+
+    x = float64(x)
+    if pre_norm:
+        x = x + multi_head(params["attention"], normed("attention_norm", x), **call)[0]
+        return x + mlp(params["mlp"], normed("mlp_norm", x), activation)
+    x = normed("attention_norm", x + multi_head(params["attention"], x, **call)[0])
+    return normed("mlp_norm", x + mlp(params["mlp"], x, activation))
+
+
+def sinusoidal(positions: Array, D: int, base: float = 10_000.0) -> Array:
+    """P[i, 2c] = sin(i / base^(2c/D)), P[i, 2c+1] = cos(the same) (Vaswani et al., 2017, 3.5)."""
+    table = np.zeros((*np.shape(positions), D))
+    for d in range(D):
+        angle = np.asarray(positions, np.float64) / base ** (2 * (d // 2) / D)
+        table[..., d] = np.cos(angle) if d % 2 else np.sin(angle)
+    return table
+
+
+def rotary(
+    x: Array,
+    positions: Array,
+    *,
+    base: float = 10_000.0,
+    fraction: float = 1.0,
+    interleaved: bool = False,
+) -> Array:
+    """Multiplies pair c, as a complex number, by e^(i·position·base^(−2c/R)) (Su et al., 2021).
+
+    x is [*B, T, N, H], positions [T] or [*B, T]; the first R = fraction·H features turn.
+    """
+    y = np.array(x, np.float64)
+    R = round(fraction * y.shape[-1])
+    for c in range(R // 2):
+        real, imaginary = (2 * c, 2 * c + 1) if interleaved else (c, c + R // 2)
+        turn = np.exp(1j * np.asarray(positions, np.float64) * base ** (-2 * c / R))[..., None]
+        z = (y[..., real] + 1j * y[..., imaginary]) * turn
+        y[..., real], y[..., imaginary] = z.real, z.imag
+    return y
+
+
+def patchify(images: Array, h: int, w: int) -> Array:
+    """[B, height, width, C] to one row of h·w·C numbers for each patch, cut out one by one."""
+    B, height, width, _ = images.shape
+    patches = [
+        images[:, top : top + h, left : left + w].reshape(B, -1)
+        for top in range(0, height, h)
+        for left in range(0, width, w)
+    ]
+    return np.stack(patches, axis=1)

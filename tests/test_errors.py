@@ -1,0 +1,282 @@
+"""Every mistake a user can make: the rule it breaks, what came, and what to do instead."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flax_mha import (
+    MLP,
+    Classifier,
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    dot_product_attention,
+    explain,
+    masks,
+    positions,
+    sharding,
+)
+from flax_mha.models import PatchEmbedding, TokenEmbedding
+from flax_mha.positions import PositionEmbedding, Rotary
+
+KEY = jax.random.key(0)
+IDS = jnp.arange(4)
+X = jnp.ones((2, 4, 8))  # [B, T, D]
+Q = jnp.ones((2, 4, 6, 8))  # [B, T, N, H]
+TOKENS, IMAGES = jnp.ones((2, 4), int), jnp.ones((2, 4, 6, 1))
+ATTENTION = MultiHeadAttention(2)
+BLOCK = EncoderBlock(ATTENTION, 16)
+ENCODER = Encoder(1, BLOCK)
+EMBED = TokenEmbedding(5, 8)
+
+Case = tuple[str, Callable[[], Any], type[Exception], str]
+
+
+def kernel(name: str, error: type[Exception], message: str, *qkv: Any, **call: Any) -> list[Case]:
+    """One call of dot_product_attention, and the same question to explain."""
+    qkv = qkv + (Q,) * (3 - len(qkv))
+    return [
+        (f"attention: {name}", lambda: dot_product_attention(*qkv, **call), error, message),
+        (f"explain: {name}", lambda: explain(*qkv, **call), error, message),
+    ]
+
+
+def layer(name: str, error: type[Exception], message: str, *inputs: Any, **fields: Any) -> Case:
+    """One initialization of the layer; `call` holds the arguments of its call."""
+    call = fields.pop("call", {})
+    build = MultiHeadAttention(**{"num_heads": 2} | fields)
+    return module(f"layer: {name}", error, message, build, *(inputs or (X,)), **call)
+
+
+def module(
+    name: str, error: type[Exception], message: str, build: nn.Module, *inputs: Any, **call: Any
+) -> Case:
+    # Traced, not run: all that is checked is known before anything is computed.
+    init = partial(build.init, KEY, **call)
+    return name, lambda: jax.eval_shape(init, *inputs), error, message
+
+
+def ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+KERNEL: list[Case] = [
+    *kernel("rank 2", ValueError, r"q must have shape \[\*B, length, heads.*\(4, 8\); split", X[0]),
+    *kernel("no features", ValueError, r"q must have.*0\); split", Q[..., :0]),
+    *kernel("no heads", ValueError, r"k must have.*0, 8\); split", Q, Q[:, :, :0]),
+    *kernel("ranks", ValueError, r"same rank, got q \(2, 4, 6, 8\), k \(4, 6.*add", Q, Q[0]),
+    *kernel("batch", ValueError, r"same batch.*k \(1, 4, 6, 8\).*broadcast them", Q, Q[:1]),
+    *kernel("lengths", ValueError, r"agree in length and heads.*v \(2, 3.*give every", Q, Q,
+            Q[:, :3]),
+    *kernel("kv heads", ValueError, r"agree in length.*v \(2, 4, 3, 8\)", Q, Q, Q[:, :, :3]),
+    *kernel("head features", ValueError, r"same head features H.*k \(2, 4, 6, 7\).*project", Q,
+            Q[..., :7]),
+    *kernel("groups", ValueError, r"must divide num_heads=6, got 4; use one of \[1, 2, 3, 6\]",
+            Q, Q[:, :, :4], Q[:, :, :4]),
+    *kernel("integers", TypeError, r"q must be floating point, got int32; .*cast", Q.astype(int)),
+    *kernel("bool", TypeError, r"v must be floating point, got bool", Q, Q, Q > 0),
+    *kernel("complex", TypeError, r"k must be real, got complex64.*real and imaginary",
+            Q, Q.astype(jnp.complex64)),
+    *kernel("float mask", TypeError, r"must be bool \(True.*got float32; cast.*bias=",
+            mask=ones(4, 4)),
+    *kernel("int mask", TypeError, r"must be bool.*got int32; cast", mask=ones(4, 4, dtype=int)),
+    *kernel("mask shape", ValueError,
+            r"broadcast to \[\*B, N, T, S\] = \(2, 6, 4, 4\), got \(2, 4, 4\); "
+            r".*mask\[\.\.\., None", mask=ones(2, 4, 4, dtype=bool)),
+    *kernel("mask rank", ValueError, r"got \(1, 2, 6, 4, 4\)",
+            mask=ones(1, 2, 6, 4, 4, dtype=bool)),
+    *kernel("mask class", TypeError, r"masks.Mask or a bool array, got type", mask=masks.Causal),
+    *kernel("mask name", TypeError, r"masks.Mask or a bool array, got str", mask="causal"),
+    *kernel("bias shape", ValueError, r"bias must broadcast.*got \(3, 1, 1\); .*bias\[",
+            bias=ones(3, 1, 1)),
+    *kernel("bias dtype", TypeError, r"bias must be floating point, got int32", bias=IDS),
+    *kernel("rate 1", ValueError, r"dropout_rate must be in \[0, 1\), got 1.0; 0 turns",
+            dropout_rate=1.0),
+    *kernel("rate < 0", ValueError, r"dropout_rate.*got -0.1", dropout_rate=-0.1),
+    *kernel("rate NaN", ValueError, r"dropout_rate.*got nan", dropout_rate=float("nan")),
+    *kernel("rate str", TypeError, r"dropout_rate must be a number, got '.1' of str",
+            dropout_rate=".1"),
+    *kernel("no rng", ValueError, r"=0.5 needs a dropout_rng, got None; give", dropout_rate=0.5),
+    *kernel("positions", ValueError, r"q_positions must.*\(4,\).*got \(3,\); give one",
+            q_positions=IDS[:3]),
+    *kernel("kv positions", ValueError, r"kv_positions must.*got \(2, 3\)",
+            kv_positions=TOKENS[:, :3]),
+    *kernel("float positions", TypeError, r"q_positions must be integers, got float32; cast",
+            q_positions=ones(4)),
+    *kernel("unknown", ValueError, r"'auto' or one of \[.*'reference'.*got 'flash'",
+            kernel="flash"),
+    *kernel("kernel None", ValueError, r"kernel must be 'auto' or.*got None", kernel=None),
+    *kernel("Lengths shape", ValueError,
+            r"Lengths.kv must.*\(2,\) or \[\*B, T\] = \(2, 4\), got \(3,\); "
+            r"give one", mask=masks.Lengths(IDS[:3])),
+    *kernel("Lengths scalar", ValueError, r"Lengths.kv must.*got \(\)", mask=masks.Lengths(3)),
+    *kernel("Lengths dtype", TypeError, r"Lengths.kv must be integers, got float32; cast",
+            mask=masks.Lengths(ones(2))),
+    *kernel("Lengths q", ValueError, r"Lengths.q must.*\(2,\), got \(2, 4\)",
+            mask=masks.Causal() & ~masks.Lengths(IDS[:2], q=TOKENS)),
+    ("masks: & with a list", lambda: masks.Causal() & [True], TypeError, r"bool array, got list"),
+    ("masks: | with a name", lambda: masks.Causal() | "all", TypeError, r"bool array, got str"),
+]  # fmt: skip
+
+LAYER: list[Case] = [
+    layer("heads", ValueError, r"num_heads=3 must divide.*got 8; set head_dim", num_heads=3),
+    layer("heads 0", ValueError, r"num_heads must be at least 1, got 0", num_heads=0),
+    layer("heads None", TypeError, r"num_heads must be an int, got None", num_heads=None),
+    layer("heads float", TypeError, r"num_heads must be an int, got 2.0 of float", num_heads=2.0),
+    layer("heads bool", TypeError, r"num_heads must be an int, got True of bool", num_heads=True),
+    layer("kv heads", ValueError, r"must divide num_heads=4, got 3; use one of \[1, 2, 4\]",
+          num_heads=4, num_kv_heads=3),
+    layer("kv heads 0", ValueError, r"num_kv_heads must be at least 1, got 0", num_kv_heads=0),
+    layer("head_dim", ValueError, r"head_dim must be at least 1, got -1", head_dim=-1),
+    layer("v_head_dim", TypeError, r"v_head_dim must be an int, got '3' of str", v_head_dim="3"),
+    layer("out_features", ValueError, r"out_features must be at least 1, got 0", out_features=0),
+    layer("qkv_features", ValueError,
+          r"qkv_features must be num_heads \* head_dim = 2 \* 3 = 6, got 8; "
+          r"give one", qkv_features=8, head_dim=3),
+    layer("rate", ValueError, r"dropout_rate must be in \[0, 1\), got 2; 0 turns", dropout_rate=2),
+    layer("mask field", TypeError, r"masks.Mask or a bool array, got str", mask="causal"),
+    layer("kernel", ValueError, r"'auto' or one of .*got 'flash'", kernel="flash"),
+    layer("rotary class", TypeError, r"rotary must be a function.*give.*parentheses",
+          rotary=Rotary),
+    layer("rotary True", TypeError, r"rotary must be a function.*got True", rotary=True),
+    layer("odd rotary", ValueError, r"must be even.*fraction=1.0 of H=3; choose", head_dim=3,
+          rotary=Rotary()),
+    layer("positions", ValueError,
+          r"positions must have shape \[T\] = \(4,\).*got \(5,\); give one",
+          rotary=Rotary(), call={"positions": jnp.arange(5)}),
+    layer("list of positions", TypeError, r"positions must be an array, got list; convert",
+          rotary=Rotary(), call={"positions": [0, 1, 2, 3]}),
+    layer("three positions", TypeError, r"positions must be an array, got tuple",
+          rotary=Rotary(), call={"positions": (IDS, IDS, IDS)}),
+    layer("values without keys", ValueError, r"inputs_v needs inputs_k, got None; .*as inputs_k", X,
+          None, X),
+    layer("rank", ValueError, r"inputs_q must have shape \[\*B, length, f.*\(8,\); add", X[0, 0]),
+    layer("no features", ValueError, r"inputs_q must have.*\(2, 4, 0\); .*one feature", X[..., :0]),
+    layer("batch", ValueError, r"inputs must have.*inputs_k \(1, 4, 8\).*broadcast the batch", X,
+          X[:1]),
+    layer("lengths", ValueError, r"inputs must have.*inputs_v \(2, 3, 8\); .*every key", X, X,
+          X[:, :3]),
+    layer("token ids", TypeError, r"inputs_q must be floating point, got int32; embed",
+          X.astype(int)),
+    layer("complex", TypeError, r"inputs_k must be real, got complex64", X,
+          X.astype(jnp.complex64)),
+    layer("list", TypeError, r"inputs_q must be an array, got list; convert it", [[1.0]]),
+    layer("mask shape", ValueError, r"broadcast.*\(2, 2, 4, 4\), got \(5, 4\)",
+          call={"mask": ones(5, 4, dtype=bool)}),
+    layer("no deterministic", ValueError, r'"deterministic" must be passed', dropout_rate=0.5),
+    ("layer: no rng", lambda: MultiHeadAttention(2, dropout_rate=0.5).apply(
+        ATTENTION.init(KEY,
+                       X), X, deterministic=False),
+     flax.errors.InvalidRngError, r'needs PRNG for "dropout"'),
+    ("layer: other features", lambda: ATTENTION.apply(ATTENTION.init(KEY, X), X[..., :6]),
+     flax.errors.ScopeParamShapeError, r"kernel.*\(8, 2, 4\)"),
+]  # fmt: skip
+
+MODULES: list[Case] = [
+    ("sinusoidal: features", lambda: positions.sinusoidal(4, 0), ValueError,
+     r"features must.*1, got 0"),
+    ("rotary: odd", lambda: positions.rotary(Q[..., :3], IDS), ValueError, r"even.*H=3; choose"),
+    ("rotary: fraction", lambda: positions.rotary(Q, IDS, fraction=1.5), ValueError,
+     r"at most H.*1.5"),
+    ("rotary: rank", lambda: positions.rotary(X[0], IDS), ValueError,
+     r"x must have.*\(4, 8\); split"),
+    ("rotary: dtype", lambda: positions.rotary(Q, ones(4)), TypeError,
+     r"integers, got float32; cast"),
+    ("rotary: integers", lambda: positions.rotary(Q.astype(int), IDS), TypeError,
+     r"x must be floating"),
+    ("rotary: length", lambda: positions.rotary(Q, IDS[:3]), ValueError,
+     r"\[T\] = \(4,\).*got \(3,\)"),
+    module("position: kind", ValueError, r"'learned', 'sinusoidal' or 'none', got 'rope'",
+           PositionEmbedding("rope"), X),
+    module("position: long", ValueError, r"max_length=3 rows, but the input is 4 long; raise",
+           PositionEmbedding(max_length=3), X),
+    module("position: max_length", TypeError, r"max_length must be an int",
+           PositionEmbedding(max_length="9"), X),
+    module("position: shape", ValueError, r"positions must have.*got \(3,\); give",
+           PositionEmbedding(), X, IDS[:3]),
+    module("position: dtype", TypeError, r"positions must be int", PositionEmbedding(), X, ones(4)),
+    module("position: rank", ValueError, r"x must have.*\(8,\); add", PositionEmbedding(), X[0, 0]),
+    module("position: tokens", TypeError, r"x must be floating.*int32; embed", PositionEmbedding(),
+           TOKENS),
+    module("mlp: hidden", ValueError, r"hidden must be at least 1, got 0", MLP(0), X),
+    module("mlp: hidden None", TypeError, r"hidden must be an int, got None", MLP(None), X),
+    module("mlp: activation", ValueError, r"one of \['gelu', 'relu', 'silu'\], got 'tanh'",
+           MLP(4, "tanh"), X),
+    module("mlp: rate", ValueError, r"dropout_rate.*got 1.0; 0 turns", MLP(4, dropout_rate=1.0), X),
+    module("block: norm", ValueError, r"norm must be one of \['layernorm'.*got 'batch'",
+           EncoderBlock(ATTENTION, 16, norm="batch"), X),
+    module("block: attention", TypeError,
+           r"attention must be a flax_mha.MultiHeadAttention, got Multi.*build",
+           EncoderBlock(nn.MultiHeadDotProductAttention(2), 16), X),
+    module("block: features", ValueError,
+           r"keep the shape.*\(2, 4, 8\).*got \(2, 4, 6\); leave out_f",
+           EncoderBlock(MultiHeadAttention(2, out_features=6), 16), X),
+    module("block: rate", ValueError, r"dropout_rate.*got 1.5",
+           EncoderBlock(ATTENTION, 16, dropout_rate=1.5), X),
+    module("encoder: layers", ValueError, r"num_layers must be at least 1, got 0",
+           Encoder(0, BLOCK), X),
+    module("encoder: block", TypeError, r"block must be a flax_mha.EncoderBlock, got Multi",
+           Encoder(1, ATTENTION), X),
+    module("tokens: vocab", ValueError, r"vocab_size must be at least 1, got 0",
+           TokenEmbedding(0, 8), TOKENS),
+    module("tokens: dtype", TypeError, r"tokens must be integer ids, got float32; cast", EMBED, X),
+    module("tokens: list", TypeError, r"tokens must be an array, got list; convert", EMBED,
+           [[1, 2]]),
+    module("patch: size", ValueError, r"multiples of the patch \(4, 4\), got \(2, 4, 6, 1\); pad",
+           PatchEmbedding(4, 8), IMAGES),
+    module("patch: three", ValueError, r"one number, or height and width, got \(2, 2, 1\)",
+           PatchEmbedding((2, 2, 1), 8), IMAGES),
+    module("patch: zero", ValueError, r"patch_width must be at least 1, got 0",
+           PatchEmbedding((2, 0), 8), IMAGES),
+    module("patch: float", TypeError, r"patch_height must be an int, got 2.0",
+           PatchEmbedding(2.0, 8), IMAGES),
+    module("patch: rank", ValueError, r"images must have shape.*got \(4, 6\); pad",
+           PatchEmbedding(2, 8), IMAGES[0, ..., 0]),
+    module("patch: bytes", TypeError, r"images must be floating.*uint8.*cast", PatchEmbedding(2, 8),
+           IMAGES.astype("uint8")),
+    module("classifier: classes", ValueError, r"num_classes must be at least 1, got 0",
+           Classifier(EMBED, ENCODER, 0), TOKENS),
+    module("classifier: positions", ValueError, r"'none', got 'rope'",
+           Classifier(EMBED, ENCODER, 3, "rope"), TOKENS),
+    module("classifier: rate", ValueError, r"dropout_rate.*got 1.0",
+           Classifier(EMBED, ENCODER, 3, dropout_rate=1.0), TOKENS),
+    module("classifier: lengths", ValueError, r"Lengths.kv must.*got \(3,\)",
+           Classifier(EMBED, ENCODER, 3), TOKENS, lengths=IDS[:3]),
+    module("classifier: lengths per query", ValueError,
+           r"lengths must have shape \[\*B\] = \(2,\), got \(2, 4\); give one",
+           Classifier(EMBED, ENCODER, 3), TOKENS, lengths=TOKENS),
+    module("classifier: lengths dtype", TypeError, r"must be integers, got float32",
+           Classifier(EMBED, ENCODER, 3), TOKENS, lengths=ones(2)),
+    ("sharding.of: no mesh", lambda: sharding.of(ATTENTION.init, KEY, X), ValueError,
+     r"need a mesh.*none is set; wrap in"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [pytest.param(*row, id=name) for name,
+     *row in KERNEL + LAYER + MODULES]
+)  # fmt: skip
+def test_message(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"(?s){message}") as raised:
+        call()
+    assert raised.type is error
+
+
+def test_under_optimization() -> None:
+    """`python -O` removes assertions: no check on a user's input may be one."""
+    command = [sys.executable, "-O", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    result = subprocess.run(
+        [*command, __file__, "-k", "test_message", "-W", "ignore::pytest.PytestConfigWarning"],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if result.returncode != 0 or " passed" not in result.stdout:
+        pytest.fail(result.stdout[-3000:] + result.stderr[-1000:])

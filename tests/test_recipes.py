@@ -1,0 +1,154 @@
+"""The page of recipes runs, and each of its systems gives the numbers of its definition."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import oracle
+import pytest
+from oracle import error, float64
+
+Scope = dict[str, Any]
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+# Float32 rounds at 6e-8; the sums here have up to 512 terms.
+OUTPUT = 5e-6
+
+
+@pytest.fixture(scope="module")
+def page() -> Scope:
+    """The variables that the page's code leaves."""
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 5
+    scope: Scope = {"__name__": "recipes"}
+    # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
+    with jax.default_prng_impl("unsafe_rbg"):
+        for block in blocks:
+            exec(compile(block, PAGE.name, "exec"), scope)
+    return scope
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def columns(kernel: Any) -> np.ndarray:
+    """The layer's [D, N, H] as the plain matrix [D, N·H]."""
+    return float64(kernel).reshape(len(kernel), -1)
+
+
+def head_columns(head: int, heads: int, width: int) -> slice:
+    return slice(head * width // heads, (head + 1) * width // heads)
+
+
+def d2l(params: Any, queries: Any, keys: Any, valid_lens: np.ndarray) -> np.ndarray:
+    """Section 11.5 of d2l.ai, row by row, head by head and query by query."""
+    w_q, w_k, w_v = (columns(params[name]["kernel"]) for name in ("query", "key", "value"))
+    w_o = float64(params["out"]["kernel"]).reshape(100, 100)
+    B, T, _ = queries.shape
+    valid_lens = np.broadcast_to(
+        valid_lens[:, None] if valid_lens.ndim == 1 else valid_lens, (B, T)
+    )
+    concatenated = np.zeros((B, T, 100))
+    for b in range(B):
+        q, k, v = float64(queries[b]) @ w_q, float64(keys[b]) @ w_k, float64(keys[b]) @ w_v
+        for h in range(5):
+            part = head_columns(h, 5, 100)
+            for t in range(T):
+                scores = k[:, part] @ q[t, part] / np.sqrt(20)
+                scores[valid_lens[b, t] :] = -1e6
+                concatenated[b, t, part] = softmax(scores) @ v[:, part]
+    return concatenated @ w_o
+
+
+@pytest.mark.parametrize(
+    ("output", "lens"), [("output", "valid_lens"), ("output_per_query", "per_query")]
+)
+def test_d2l(page: Scope, output: str, lens: str) -> None:
+    params = page["params"]["params"]
+    assert sorted(params) == ["key", "out", "query", "value"]
+    assert all(set(leaves) == {"kernel"} for leaves in params.values())
+    assert page[output].shape == (2, 4, 100)
+    expected = d2l(params, page["queries"], page["keys"], np.asarray(page[lens]))
+    assert error(page[output], expected) < OUTPUT
+
+
+def vit(to_qkv: Any, out: Any, x: Any, heads: int) -> np.ndarray:
+    """chunk(to_qkv(x), 3), rearrange 'b n (h d) -> b h n d', softmax, back, to_out."""
+    x = float64(x)
+    q, k, v = np.split(x @ float64(to_qkv), 3, axis=-1)
+    width = q.shape[-1]
+    result = np.zeros_like(q)
+    for h in range(heads):
+        part = head_columns(h, heads, width)
+        scores = q[..., part] @ k[..., part].swapaxes(1, 2) * (width // heads) ** -0.5
+        result[..., part] = softmax(scores) @ v[..., part]
+    if out is None:
+        return result
+    return result @ float64(out["kernel"]).reshape(width, -1) + float64(out["bias"])
+
+
+def test_vit(page: Scope) -> None:
+    x, params = page["image_tokens"], page["vit_params"]
+    params = {**params, "out": oracle.random_like(params["out"])}  # with a bias that is not 0
+    assert set(params["query"]) == {"kernel"}
+    actual = page["vit"].apply({"params": {"attention": params}}, x)
+    assert error(actual, vit(page["to_qkv"], params["out"], x, 4)) < OUTPUT
+    expected = vit(page["to_qkv"], page["vit_params"]["out"], x, 4)
+    assert error(page["image_features"], expected) < OUTPUT
+
+
+def test_vit_of_one_wide_head_has_no_projection(page: Scope) -> None:
+    x = page["image_tokens"]
+    to_qkv = np.random.default_rng(0).normal(size=(32, 96)).astype(np.float32) / 6
+    params = page["split_to_qkv"](to_qkv, heads=1)
+    module = page["ViTAttention"](heads=1, dim_head=32, dropout=0.5)
+    shapes = jax.eval_shape(module.init, page["rng"], x)["params"]["attention"]
+    assert shapes == jax.eval_shape(lambda: params)
+    actual = module.apply({"params": {"attention": params}}, x)
+    assert error(actual, vit(to_qkv, None, x, 1)) < OUTPUT
+
+
+def test_vit_drops_after_its_projection(page: Scope) -> None:
+    module = page["ViTAttention"](heads=4, dim_head=16, dropout=0.5)
+    out = module.apply(
+        {"params": {"attention": page["vit_params"]}}, page["image_tokens"], deterministic=False,
+        rngs={"dropout": jax.random.key(0)},
+    )  # fmt: skip
+    assert 0.4 < np.mean(np.asarray(out) == 0) < 0.6
+
+
+def test_numpy_layer(page: Scope) -> None:
+    p, x = page["layer_params"]["params"], float64(page["x"])
+    q, k, v = (
+        (x @ columns(p[name]["kernel"]) + float64(p[name]["bias"]).reshape(-1))
+        .reshape(2, 10, 8, 64)
+        .transpose(0, 2, 1, 3)
+        for name in ("query", "key", "value")
+    )
+    weights = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(64))
+    heads = (weights @ v).transpose(0, 2, 1, 3).reshape(2, 10, 512)
+    out = heads @ float64(p["out"]["kernel"]).reshape(512, 512) + float64(p["out"]["bias"])
+    assert page["weights"].shape == (2, 8, 10, 10)
+    assert error(page["layer_output"], out) < OUTPUT
+    assert error(page["weights"], weights) < OUTPUT
+    np.testing.assert_allclose(page["weights"].sum(-1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["logits", "causal_logits"])
+def test_transformer(page: Scope, name: str) -> None:
+    p = page["transformer_params"]["params"]
+    # Each layer has parameters of its own.
+    assert set(p) == {"Embed_0", "Encoder_0", "Dense_0"}
+    assert set(p["Encoder_0"]) == {"layers_0", "layers_1", "norm"}
+    x = float64(p["Embed_0"]["embedding"])[page["tokens"]] + oracle.sinusoidal(np.arange(5), 32)
+    allowed = np.tril(np.ones((5, 5), bool)) if name == "causal_logits" else None
+    for i in range(2):
+        x = oracle.encoder_block(
+            p["Encoder_0"][f"layers_{i}"], x, activation="relu", allowed=allowed
+        )
+    x = oracle.layer_norm(p["Encoder_0"]["norm"], x)
+    assert page[name].shape == (2, 5, 11)
+    assert error(page[name], oracle.project(p["Dense_0"], x)) < OUTPUT
