@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ class MultiHeadAttention(nn.Module):
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
-        inputs_k, inputs_v = _resolve_inputs(inputs_q, inputs_k, inputs_v)
+        inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         q, k, v = self._project(inputs_q, inputs_k, inputs_v)
         if self.normalize_qk:
             q, k = self._layer_norm("query_ln")(q), self._layer_norm("key_ln")(k)
@@ -180,10 +181,15 @@ class MultiHeadAttention(nn.Module):
         value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
         x_q, x_k, x_v = inputs
         if x_q is x_k is x_v:
-            return fused(x_q, (query, key, value), groups=K)
-        if x_k is x_v:
-            return [query(x_q), *fused(x_k, (key, value), groups=K)]
-        return [query(x_q), key(x_k), value(x_v)]
+            q, k, v = fused(x_q, (query, key, value), groups=K)
+        elif x_k is x_v:
+            q, (k, v) = query(x_q), fused(x_k, (key, value), groups=K)
+        else:
+            q, k, v = query(x_q), key(x_k), value(x_v)
+        chex.assert_shape(q, (*x_q.shape[:-1], N, H))
+        chex.assert_shape(k, (*x_k.shape[:-1], K, H))
+        chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
+        return [q, k, v]
 
     def _project_out(self, x: jax.Array, features: int) -> jax.Array:
         """The heads' outputs [*B, T, N, Hv] as [*B, T, D_out]."""
@@ -270,21 +276,6 @@ class MultiHeadAttention(nn.Module):
 
 
 _CACHE = ("cached_key", "cached_value", "cache_index")
-
-
-def _resolve_inputs(
-    q: jax.Array, k: jax.Array | None, v: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Fills in and checks the inputs of keys and values."""
-    if k is None:
-        if v is not None:
-            raise ValueError(
-                "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
-            )
-        k = q
-    v = k if v is None else v
-    shapes.check_inputs(q, k, v)
-    return k, v
 
 
 def _rotary_positions(

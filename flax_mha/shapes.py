@@ -81,6 +81,21 @@ def attention_dims(q: jax.Array, k: jax.Array, v: jax.Array) -> Dims:
     return Dims(tuple(B), T, S, N, K, H, Hv)
 
 
+def resolve_inputs(
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in and checks the inputs of keys and values."""
+    if k is None:
+        if v is not None:
+            raise ValueError(
+                "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
+            )
+        k = q
+    v = k if v is None else v
+    check_inputs(q, k, v)
+    return k, v
+
+
 def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
@@ -147,6 +162,8 @@ def check_floating(name: str, x: jax.Array) -> None:
             f"{name} must be real, got {x.dtype}: the softmax of complex scores is not defined; "
             f"give real and imaginary parts as separate features"
         )
+    if x.dtype == jnp.bool_:
+        raise TypeError(f"{name} must be floating point, got bool; a mask goes into mask=")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(
             f"{name} must be floating point, got {x.dtype}; "

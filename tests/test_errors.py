@@ -83,7 +83,7 @@ KERNEL: list[Case] = [
     *kernel("groups", ValueError, r"must divide num_heads=6, got 4; use one of \[1, 2, 3, 6\]",
             Q, Q[:, :, :4], Q[:, :, :4]),
     *kernel("integers", TypeError, r"q must be floating point, got int32; .*cast", Q.astype(int)),
-    *kernel("bool", TypeError, r"v must be floating point, got bool", Q, Q, Q > 0),
+    *kernel("bool", TypeError, r"v must be .* got bool; a mask goes into mask=", Q, Q, Q > 0),
     *kernel("complex", TypeError, r"k must be real, got complex64.*real and imaginary",
             Q, Q.astype(jnp.complex64)),
     *kernel("float mask", TypeError, r"must be bool \(True.*got float32; cast.*bias=",

@@ -100,10 +100,11 @@ def test_initial_values_are_the_same_bits(
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
-@pytest.mark.parametrize("attends", ["self", "cross", "distinct"])
+@pytest.mark.parametrize("attends", ["self", "cross", "distinct", "alike"])
 def test_inputs(batch: tuple[int, ...], attends: str) -> None:
     q, k, v = normal(*batch, 4, 8), normal(*batch, 5, 6, seed=2), normal(*batch, 5, 7, seed=3)
-    inputs = {"self": (q,), "cross": (q, k), "distinct": (q, k, v)}[attends]
+    alike = [normal(*batch, 4, 8, seed=seed) for seed in (1, 2, 3)]
+    inputs = {"self": (q,), "cross": (q, k), "distinct": (q, k, v), "alike": alike}[attends]
     theirs, ours, params = pair(*inputs, num_heads=2)
     if batch == (3,):
         assert_same_gradients(theirs, ours, params, *inputs)

@@ -9,6 +9,7 @@ A kernel is a module with two functions:
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
@@ -88,6 +89,9 @@ def dot_product_attention(
     )  # fmt: skip
     name = _choose(kernel, _refusals(q, k, v, spec))
     out, lse = KERNELS[name].attend(q, k, v, spec)
+    *B, T, N, _ = q.shape
+    chex.assert_shape(out, (*B, T, N, v.shape[-1]))
+    chex.assert_shape(lse, (*B, N, T))
     extras = []
     if return_weights:
         extras.append(reference.weights(q, k, lse, spec).astype(q.dtype))
