@@ -143,6 +143,11 @@ class MultiHeadAttention(nn.Module):
             q_pos = new_pos = cache.next_positions(k.shape[-3])
             # Causality also hides the slots that are not filled yet.
             mask = masks.combine(masks.Causal(), mask)
+        if self.rotary is None and positions is not None:
+            raise ValueError(
+                "positions say where `rotary` turns queries and keys, and rotary is None; set it "
+                "to positions.Rotary(), or drop positions"
+            )
         if self.rotary is not None:
             at_q, at_k = _rotary_positions(positions, q_pos, new_pos)
             q, k = self.rotary(q, at_q), self.rotary(k, at_k)

@@ -153,6 +153,8 @@ LAYER: list[Case] = [
     layer("positions", ValueError,
           r"positions must have shape \[T\] = \(4,\).*got \(5,\); give one",
           rotary=Rotary(), call={"positions": jnp.arange(5)}),
+    layer("positions for nobody", ValueError, r"rotary is None; set it.*or drop positions",
+          call={"positions": IDS}),
     layer("list of positions", TypeError, r"positions must be an array, got list; convert",
           rotary=Rotary(), call={"positions": [0, 1, 2, 3]}),
     layer("three positions", TypeError, r"positions must be an array, got tuple",
