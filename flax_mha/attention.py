@@ -143,14 +143,7 @@ class MultiHeadAttention(nn.Module):
             q_pos = new_pos = cache.next_positions(k.shape[-3])
             # Causality also hides the slots that are not filled yet.
             mask = masks.combine(masks.Causal(), mask)
-        if self.rotary is None and positions is not None:
-            raise ValueError(
-                "positions say where `rotary` turns queries and keys, and rotary is None; set it "
-                "to positions.Rotary(), or drop positions"
-            )
-        if self.rotary is not None:
-            at_q, at_k = _rotary_positions(positions, q_pos, new_pos)
-            q, k = self.rotary(q, at_q), self.rotary(k, at_k)
+        q, k = self._rotate(q, k, positions, q_pos, new_pos)
         if cache is not None:
             cache = cache.append(k, v)
             self._store(cache)
@@ -221,6 +214,29 @@ class MultiHeadAttention(nn.Module):
         }
         return Projection(features, names, name=name, **(defaults | settings))
 
+    def _rotate(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        positions: jax.Array | tuple[jax.Array, jax.Array] | None,
+        q_pos: jax.Array,
+        k_pos: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Turns queries and keys by the positions given, or else by q_pos and k_pos."""
+        if self.rotary is None:
+            if positions is not None:
+                raise ValueError(
+                    "positions say where `rotary` turns queries and keys, and rotary is None; "
+                    "set it to positions.Rotary(), or drop positions"
+                )
+            return q, k
+        if isinstance(positions, tuple) and len(positions) == 2:
+            q_pos, k_pos = positions
+        elif positions is not None:
+            k_pos = positions if len(q_pos) == len(k_pos) else k_pos
+            q_pos = positions
+        return self.rotary(q, q_pos), self.rotary(k, k_pos)
+
     def _sizes(self, features: int) -> tuple[int, int, int, int]:
         """N, K, H and Hv, checked."""
         shapes.check_positive(num_heads=self.num_heads)
@@ -281,14 +297,3 @@ class MultiHeadAttention(nn.Module):
 
 
 _CACHE = ("cached_key", "cached_value", "cache_index")
-
-
-def _rotary_positions(
-    given: jax.Array | tuple[jax.Array, jax.Array] | None, q_pos: jax.Array, k_pos: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The positions of queries and keys: as given, for both or each, or by default."""
-    if given is None:
-        return q_pos, k_pos
-    if isinstance(given, tuple) and len(given) == 2:
-        return given
-    return given, given if len(q_pos) == len(k_pos) else k_pos
