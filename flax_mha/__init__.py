@@ -2,6 +2,7 @@
 
 from flax_mha import masks as masks
 from flax_mha import positions as positions
+from flax_mha import scores as scores
 from flax_mha import sharding as sharding
 from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
 from flax_mha.blocks import MLP as MLP

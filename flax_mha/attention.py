@@ -1,6 +1,6 @@
 """The layer: project → position → cache → kernel → project."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -13,6 +13,7 @@ from flax_mha import masks, shapes, sharding
 from flax_mha.cache import KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.projections import Projection, fused
+from flax_mha.scores import ScoreMod
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -58,6 +59,8 @@ class MultiHeadAttention(nn.Module):
       project_out: if False, there is no output projection: the heads' outputs are concatenated.
       kernel: which attention kernel runs, see `flax_mha.explain`.
       mask: a mask that always holds, such as `masks.Causal()`.
+      scores: functions of the scores that always apply, such as `(scores.SoftCap(50.0),)`.
+      sinks: learn one more score a head, that takes weight in the softmax and gives nothing.
       rotary: turns queries and keys by their position, such as `positions.Rotary()`.
       partitioned: box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
@@ -88,6 +91,8 @@ class MultiHeadAttention(nn.Module):
     project_out: bool = True
     kernel: str = "auto"
     mask: masks.Mask | None = None
+    scores: Sequence[ScoreMod] = ()
+    sinks: bool = False
     rotary: Rotation | None = None
     partitioned: bool = False
 
@@ -100,6 +105,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
+        scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
@@ -115,6 +121,7 @@ class MultiHeadAttention(nn.Module):
           mask: joins the `mask` field; a bool array that broadcasts to [*B, N, T, S] is taken
             too, True where a query may see a key.
           bias: added to the scores; broadcasts to [*B, N, T, S].
+          scores: more functions of the scores, after those of the field.
           positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens
             stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
             the order given, whatever this says.
@@ -157,7 +164,9 @@ class MultiHeadAttention(nn.Module):
             sharding.constrain(v, kv_heads),
             mask=mask,
             bias=bias,
-            q_positions=q_pos,
+            scores=(*self.scores, *scores),
+            sinks=self._sinks(),
+            q_positions=None if cache is None else q_pos,
             kernel=self.kernel,
             precision=self.precision,
             return_weights=with_weights,
@@ -173,7 +182,13 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, *inputs: jax.Array) -> list[jax.Array]:
         """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]."""
-        N, K, H, Hv = self._sizes(inputs[0].shape[-1])
+        N, K, H, Hv = shapes.head_sizes(
+            inputs[0].shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
+            self.head_dim, self.v_head_dim,
+        )  # fmt: skip
+        shapes.check_optional(out_features=self.out_features)
+        shapes.check_rate("dropout_rate", self.dropout_rate)
+        shapes.check_rotation(self.rotary)
         query = self._projection("query", ("embed", "heads", "head_dim"), (N, H))
         key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
         value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
@@ -237,35 +252,11 @@ class MultiHeadAttention(nn.Module):
             q_pos = positions
         return self.rotary(q, q_pos), self.rotary(k, k_pos)
 
-    def _sizes(self, features: int) -> tuple[int, int, int, int]:
-        """N, K, H and Hv, checked."""
-        shapes.check_positive(num_heads=self.num_heads)
-        shapes.check_rotation(self.rotary)
-        shapes.check_optional(
-            qkv_features=self.qkv_features, head_dim=self.head_dim,
-            out_features=self.out_features, num_kv_heads=self.num_kv_heads,
-            v_head_dim=self.v_head_dim,
-        )  # fmt: skip
-        shapes.check_rate("dropout_rate", self.dropout_rate)
-        N = self.num_heads
-        K = N if self.num_kv_heads is None else self.num_kv_heads
-        shapes.check_kv_heads(N, K)
-        qkv_features = features if self.qkv_features is None else self.qkv_features
-        if self.head_dim is None:
-            if qkv_features % N:
-                raise ValueError(
-                    f"num_heads={N} must divide the features of queries and keys, got "
-                    f"{qkv_features}; set head_dim to choose the heads' size freely"
-                )
-            H = qkv_features // N
-        else:
-            H = self.head_dim
-            if self.qkv_features not in (None, N * H):
-                raise ValueError(
-                    f"qkv_features must be num_heads * head_dim = {N} * {H} = {N * H}, got "
-                    f"{self.qkv_features}; give one of head_dim and qkv_features"
-                )
-        return N, K, H, H if self.v_head_dim is None else self.v_head_dim
+    def _sinks(self) -> jax.Array | None:
+        if not self.sinks:
+            return None
+        init = sharding.named(nn.initializers.zeros_init(), ("heads",), self.partitioned)
+        return self.param("sinks", init, (self.num_heads,), self.param_dtype)
 
     def _layer_norm(self, name: str) -> nn.Module:
         return nn.LayerNorm(

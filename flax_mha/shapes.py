@@ -113,6 +113,39 @@ def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
+def head_sizes(
+    features: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    qkv_features: int | None,
+    head_dim: int | None,
+    v_head_dim: int | None,
+) -> tuple[int, int, int, int]:
+    """N, K, H and Hv of a layer with the given fields, for queries of so many features."""
+    check_positive(num_heads=num_heads)
+    check_optional(
+        qkv_features=qkv_features, head_dim=head_dim, num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim,
+    )  # fmt: skip
+    N = num_heads
+    K = N if num_kv_heads is None else num_kv_heads
+    check_kv_heads(N, K)
+    H = head_dim
+    if H is None:
+        H, rest = divmod(features if qkv_features is None else qkv_features, N)
+        if rest:
+            raise ValueError(
+                f"num_heads={N} must divide the features of queries and keys, got "
+                f"{N * H + rest}; set head_dim to choose the heads' size freely"
+            )
+    elif qkv_features not in (None, N * H):
+        raise ValueError(
+            f"qkv_features must be num_heads * head_dim = {N} * {H} = {N * H}, got "
+            f"{qkv_features}; give one of head_dim and qkv_features"
+        )
+    return N, K, H, H if v_head_dim is None else v_head_dim
+
+
 def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
     """Query heads must come in equal groups, one for each key/value head."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
@@ -188,6 +221,12 @@ def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: s
         raise ValueError(f"{name} must broadcast to {letters} = {to}, got {shape}; {remedy}")
 
 
-def lead(x: jax.Array, rank: int) -> jax.Array:
+def wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of scores, sums and the softmax: float32, or float64 for float64."""
+    # bfloat16 has 8 significand bits, too few for long sums.
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def lead(x: Any, rank: int) -> Any:
     """Adds leading axes of size 1 up to the rank (never left to implicit broadcasting)."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)

@@ -49,6 +49,8 @@ def attention(
     *,
     allowed: Array | None = None,
     bias: Array | None = None,
+    cap: float | None = None,
+    sinks: Array | None = None,
     scale: float | None = None,
     keep: Array | None = None,
     rate: float = 0.0,
@@ -61,6 +63,8 @@ def attention(
       v: [*B, S, K, Hv].
       allowed: bool, broadcastable to [*B, N, T, S].
       bias: added to the scores, broadcastable likewise.
+      cap: c·tanh(score/c), before the bias.
+      sinks: [N], a score more for each head, whose weight goes to nothing.
       scale: of the scores, 1/√H by default.
       keep: bool [*B, N, T, S], the weights that dropout leaves.
       rate: of dropout.
@@ -72,14 +76,20 @@ def attention(
     k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
     scores = np.einsum("...tnh,...snh->...nts", q, k)
     scores = scores * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if cap is not None:
+        scores = cap * np.tanh(scores / cap)
     if bias is not None:
         scores = scores + float64(bias)
     if allowed is not None:
         scores = np.where(allowed, scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, float64(sinks)[:, None, None])
     top = np.where(np.isneginf(top), 0.0, top)
     exponentials = np.exp(scores - top)
     total = exponentials.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(float64(sinks)[:, None, None] - top)
     weights = np.divide(exponentials, total, out=np.zeros_like(exponentials), where=total > 0)
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[..., 0]
@@ -96,6 +106,7 @@ class Gradients(NamedTuple):
     k: Array
     v: Array
     bias: Array | None
+    sinks: Array | None
 
 
 def attention_gradients(
@@ -106,23 +117,33 @@ def attention_gradients(
     cotangent: Array,
     allowed: Array | None = None,
     bias: Array | None = None,
+    cap: float | None = None,
+    sinks: Array | None = None,
     scale: float | None = None,
     keep: Array | None = None,
     rate: float = 0.0,
 ) -> Gradients:
     """The gradients of Σ out·cotangent, by the chain rule; arguments as for `attention`."""
-    _, _, p = attention(q, k, v, allowed=allowed, bias=bias, scale=scale)
+    _, lse, p = attention(q, k, v, allowed=allowed, bias=bias, cap=cap, sinks=sinks, scale=scale)
     q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[-2] // k.shape[-2]
     k_all, v_all = (np.repeat(x, group, axis=-2) for x in (k, v))
     dv = np.einsum("...nts,...tnh->...snh", dropped(p, keep, rate), cotangent)
     dp = dropped(np.einsum("...tnh,...snh->...nts", cotangent, v_all), keep, rate)
-    ds = p * (dp - (dp * p).sum(-1, keepdims=True))
+    mean = (dp * p).sum(-1, keepdims=True)
+    ds = p * (dp - mean)
+    dbias = None if bias is None else summed_to(ds, np.shape(bias))
+    dsinks = None
+    if sinks is not None:
+        weight = np.exp(float64(sinks)[:, None] - lse)
+        dsinks = -(weight * mean[..., 0]).sum(-1).reshape(-1, len(sinks)).sum(0)
+    if cap is not None:
+        raw = np.einsum("...tnh,...snh->...nts", q, k_all) * scale
+        ds = ds * (1 - np.tanh(raw / cap) ** 2)
     dq = np.einsum("...nts,...snh->...tnh", ds, k_all) * scale
     dk = np.einsum("...nts,...tnh->...snh", ds, q) * scale
-    dbias = None if bias is None else summed_to(ds, np.shape(bias))
-    return Gradients(dq, grouped(dk, group), grouped(dv, group), dbias)
+    return Gradients(dq, grouped(dk, group), grouped(dv, group), dbias, dsinks)
 
 
 def grouped(x: Array, group: int) -> Array:

@@ -12,11 +12,14 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import those before it, and none after.
 LAYERS = [
     {"shapes"},
-    {"masks", "sharding"},
-    {"positions", "projections"},
+    {"grid", "sharding"},
+    {"masks.base", "scores"},
+    {"masks.rules"},
+    {"masks", "positions", "projections"},
     {"kernels.dropout"},
     {"kernels.spec"},
-    {"kernels.reference"},
+    {"kernels.tiling"},
+    {"kernels.reference", "kernels.blockwise"},
     {"kernels"},
     {"cache"},
     {"attention"},

@@ -10,8 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_mha import masks
-from flax_mha.kernels.spec import place_keys, place_queries
-from flax_mha.masks import Causal, Dense, Lengths, Mask
+from flax_mha.grid import At, tiles_of, whole
+from flax_mha.masks import (
+    EMPTY,
+    FULL,
+    Causal,
+    Dense,
+    Lengths,
+    Mask,
+    PerHead,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
 from flax_mha.shapes import Dims
 
 B, N, T, S = 2, 3, 5, 6
@@ -21,10 +33,33 @@ Rule = Callable[[int, int, int, int], bool]
 KV = np.array([3, 0])
 KV_PER_QUERY = np.array([[1, 2, 3, 4, 6], [0, 6, 2, 2, 1]])
 Q = np.array([4, 5])
+SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
+PREFIX = np.array([2, 4])
 TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.5
 
 ATOMS: dict[str, tuple[Mask, Rule]] = {
     "causal": (Causal(), lambda b, n, i, j: j <= i),
+    "window": (Window(2, 1), lambda b, n, i, j: i - 2 <= j <= i + 1),
+    "window_left": (Window(left=1), lambda b, n, i, j: j >= i - 1),
+    "window_right": (Window(right=0), lambda b, n, i, j: j <= i),
+    "segments": (
+        Segments(SEGMENTS[:, :T], SEGMENTS),
+        lambda b, n, i, j: SEGMENTS[b, i] == SEGMENTS[b, j],
+    ),
+    "segments_traced": (
+        Segments(jnp.asarray(SEGMENTS[0, :T]), jnp.asarray(SEGMENTS[1])),
+        lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[1, j],
+    ),
+    "prefix": (Prefix(2), lambda b, n, i, j: j < 2 or j <= i),
+    "prefix_per_row": (Prefix(PREFIX), lambda b, n, i, j: j < PREFIX[b] or j <= i),
+    "predicate": (
+        Predicate(lambda b, n, i, j, m: (i + j + n + b) % m == 0, (jnp.array(3),)),
+        lambda b, n, i, j: (i + j + n + b) % 3 == 0,
+    ),
+    "per_head": (
+        PerHead([Causal(), Window(1, 1), ~Causal()]),
+        lambda b, n, i, j: (j <= i, abs(i - j) <= 1, j > i)[n],
+    ),
     "lengths": (Lengths(KV), lambda b, n, i, j: j < KV[b]),
     "lengths_per_query": (Lengths(KV_PER_QUERY), lambda b, n, i, j: j < KV_PER_QUERY[b, i]),
     "lengths_of_both": (Lengths(KV, q=Q), lambda b, n, i, j: j < KV[b] and i < Q[b]),
@@ -35,7 +70,7 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
 
 
 def table(mask: Mask, dims: Dims = DIMS) -> np.ndarray:
-    allowed = mask.bind(dims).allowed(place_queries(None, dims), place_keys(None, dims))
+    allowed = mask.bind(dims).allowed(whole(dims))
     return np.broadcast_to(allowed, dims.logits)
 
 
@@ -83,6 +118,54 @@ def test_algebra(expression: str | tuple) -> None:
     np.testing.assert_array_equal(table(mask), definition(rule))
 
 
+@given(expressions, st.integers(1, 4), st.integers(1, 4))
+def test_tiles_never_lie(expression: str | tuple, block_q: int, block_k: int) -> None:
+    """EMPTY and FULL are what they say, for every tile."""
+    mask, rule = evaluate(expression)
+    at = whole(DIMS)
+    verdict = mask.bind(DIMS).tiles(tiles_of(at.q, at.k, block_q, block_k))
+    nq, nk = -(-T // block_q), -(-S // block_k)
+    verdict = np.broadcast_to(verdict, (B, N, nq, nk))
+    expected = definition(rule)
+    for q, k in np.ndindex(nq, nk):
+        rows, columns = (
+            slice(x * size, (x + 1) * size) for x, size in ((q, block_q), (k, block_k))
+        )
+        tile = expected[:, :, rows, columns]
+        assert not tile[verdict[:, :, q, k] == EMPTY].any()
+        assert tile[verdict[:, :, q, k] == FULL].all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "empty", "full"),
+    [
+        (Causal(), 6, 6),
+        (Window(4, 0), 9, 0),
+        (Causal() & Window(left=4), 9, 0),
+        (Prefix(8), 5, 9),
+        (Segments(np.arange(16) // 8), 8, 8),
+        (Lengths(np.array(8)), 8, 8),
+        (Dense(np.arange(16) < 4), 12, 4),
+        (~Causal(), 6, 6),
+        (Predicate(lambda b, n, i, j: i == j), 0, 0),
+    ],
+)
+def test_tiles_are_known_before_tracing(mask: Mask, empty: int, full: int) -> None:
+    """How many of the 4 × 4 tiles of 16 × 16 scores need no work, and no mask."""
+    dims = Dims((), 16, 16, 1, 1, 1, 1)
+    at = whole(dims)
+    verdict = mask.bind(dims).tiles(tiles_of(at.q, at.k, 4, 4))
+    assert isinstance(verdict, np.ndarray | np.generic)
+    verdict = np.broadcast_to(verdict, (1, 4, 4))
+    assert ((verdict == EMPTY).sum(), (verdict == FULL).sum()) == (empty, full)
+
+
+def test_dense_and_show() -> None:
+    np.testing.assert_array_equal(Causal().dense(3)[0], np.tri(3, dtype=bool))
+    assert Window(1, 0).show(3, 4) == "█···\n██··\n·██·"
+    assert (Causal() & Lengths(np.array([2, 1]))).dense(3, batch=(2,)).shape == (2, 1, 3, 3)
+
+
 @pytest.mark.parametrize("array", [TABLE, jnp.asarray(TABLE)], ids=["numpy", "jax"])
 def test_arrays_join_the_algebra_on_either_side(array: np.ndarray | jax.Array) -> None:
     causal = table(Causal())
@@ -115,14 +198,14 @@ def test_masks_pass_through_transformations() -> None:
 
 
 def table_of(mask: Mask, dims: Dims = DIMS) -> jax.Array:
-    allowed = mask.bind(dims).allowed(place_queries(None, dims), place_keys(None, dims))
+    allowed = mask.bind(dims).allowed(whole(dims))
     return jnp.broadcast_to(allowed, dims.logits)
 
 
 def test_positions_shift_the_meaning() -> None:
     """Queries at positions 7 and 8 see the keys up to there."""
     dims = Dims((), 2, 10, 1, 1, 4, 4)
-    allowed = Causal().allowed(place_queries(jnp.array([7, 8]), dims), place_keys(None, dims))
+    allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
     np.testing.assert_array_equal(allowed[0].sum(-1), [8, 9])
 
 
@@ -136,8 +219,8 @@ def test_combine() -> None:
 
 def test_a_mask_of_ones_own() -> None:
     class Even(Mask):
-        def allowed(self, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
-            return (q_pos + k_pos) % 2 == 0
+        def allowed(self, at: At) -> jax.Array:
+            return (at.q + at.k) % 2 == 0
 
     np.testing.assert_array_equal(
         table(Even() & Causal()), definition(lambda b, n, i, j: (i + j) % 2 == 0 and j <= i)

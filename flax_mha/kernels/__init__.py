@@ -6,21 +6,26 @@ A kernel is a module with two functions:
 - `refuses(q, k, v, spec, platform) -> str | None`, the reason why it can't.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
-from flax_mha.kernels import reference
+from flax_mha.grid import Array, Grid
+from flax_mha.kernels import blockwise, reference
 from flax_mha.kernels.dropout import Dropout
-from flax_mha.kernels.spec import AttentionSpec, place_keys, place_queries
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.scores import Bias, ScoreMod
+from flax_mha.shapes import Dims
 
-# In order of preference: kernel="auto" takes the first that does not refuse.
-KERNELS: dict[str, ModuleType] = {"reference": reference}
+# In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
+KERNELS: dict[str, ModuleType] = {"blockwise": blockwise, "reference": reference}
 
 
 def dot_product_attention(
@@ -30,12 +35,14 @@ def dot_product_attention(
     *,
     mask: masks.MaskLike | None = None,
     bias: jax.Array | None = None,
+    scores: Sequence[ScoreMod] = (),
+    sinks: jax.Array | None = None,
     scale: float | jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
+    q_positions: Array | int | None = None,
+    kv_positions: Array | int | None = None,
     kernel: str = "auto",
     precision: jax.lax.PrecisionLike = None,
     return_weights: bool = False,
@@ -43,7 +50,7 @@ def dot_product_attention(
 ) -> Any:
     """Scaled dot-product attention.
 
-        out = softmax(q·kᵀ·scale + bias, over the keys that the mask allows)·v
+        out = softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows)·v
 
     A query that may see no key gives exactly 0, with zero weights and gradients. What a masked
     key or value holds, NaN included, has no effect. The softmax is computed in float32 at least.
@@ -57,14 +64,17 @@ def dot_product_attention(
       v: [*B, S, K, Hv]. The three are promoted to one dtype.
       mask: a `flax_mha.masks.Mask`, or a bool array that broadcasts to [*B, N, T, S], True where
         a query may see a key.
-      bias: added to the scores; broadcasts to [*B, N, T, S].
+      bias: added to the scores, after `scores`; broadcasts to [*B, N, T, S].
+      scores: functions of the scores, applied in order; see `flax_mha.scores`.
+      sinks: [N], one more score a head, that takes weight in the softmax and gives nothing.
       scale: of the scores (default: 1/√H).
       dropout_rate: the share of weights set to 0, the others scaled to keep the expectation.
       dropout_rng: a JAX key, needed if dropout_rate > 0.
       broadcast_dropout: one dropout pattern for all rows of the batch and heads.
-      q_positions: int [T] or [*B, T], where the queries stand for masks and dropout
-        (default: 0 … T−1).
-      kv_positions: int [S] or [*B, S], likewise (default: 0 … S−1).
+      q_positions: int [T] or [*B, T], where the queries stand for masks, scores and dropout; a
+        number stands for positions that count from it (default: 0). NumPy arrays and numbers are
+        known before tracing, so that kernels can skip what a mask excludes.
+      kv_positions: int [S] or [*B, S], or a number, likewise.
       kernel: the name of a kernel, or "auto" (see `explain`).
       precision: of the matrix products, see `jax.lax.Precision`.
       return_weights: also return the weights [*B, N, T, S], as before dropout.
@@ -83,11 +93,11 @@ def dot_product_attention(
     "GQA", 2023.
     """
     q, k, v, spec = _prepare(
-        q, k, v, mask=mask, bias=bias, scale=scale, dropout_rate=dropout_rate,
-        dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout, q_positions=q_positions,
-        kv_positions=kv_positions, precision=precision,
+        q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
+        dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
+        q_positions=q_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
-    name = _choose(kernel, _refusals(q, k, v, spec))
+    name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
     out, lse = KERNELS[name].attend(q, k, v, spec)
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
@@ -147,12 +157,17 @@ def explain(
     _check_known(kernel)
     refused: dict[str, str] = {}
 
+    preference: list[str] = []
+
     def trace(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-        refused.update(_refusals(*_prepare(q, k, v, **call)))
+        q, k, v, spec = _prepare(q, k, v, **call)
+        refused.update(_refusals(q, k, v, spec))
+        preference.extend(_preference(q, k))
 
     jax.eval_shape(trace, q, k, v)
-    candidates = KERNELS if kernel == "auto" else [kernel]
-    return Explanation(next((name for name in candidates if name not in refused), None), refused)
+    candidates = preference if kernel == "auto" else [kernel]
+    chosen = next((name for name in candidates if name not in refused), None)
+    return Explanation(chosen, refused)
 
 
 def _prepare(
@@ -162,12 +177,14 @@ def _prepare(
     *,
     mask: masks.MaskLike | None = None,
     bias: jax.Array | None = None,
+    scores: Sequence[ScoreMod] = (),
+    sinks: jax.Array | None = None,
     scale: float | jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
-    q_positions: jax.Array | None = None,
-    kv_positions: jax.Array | None = None,
+    q_positions: Array | int | None = None,
+    kv_positions: Array | int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
@@ -175,13 +192,11 @@ def _prepare(
     dims = shapes.attention_dims(q, k, v)
     q, k, v = promote_dtype(q, k, v, dtype=None)
     if bias is not None:
-        bias = jnp.asarray(bias)
-        shapes.check_floating("bias", bias)
-        shapes.check_broadcasts(
-            "bias", bias.shape, dims.logits, "[*B, N, T, S]",
-            "a bias without heads needs the axis: bias[..., None, :, :]",
-        )  # fmt: skip
-        bias = shapes.lead(bias, len(dims.logits))
+        scores = (*scores, Bias(bias))
+    if sinks is not None:
+        shapes.check_floating("sinks", sinks)
+        if sinks.shape != (dims.N,):
+            raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
     shapes.check_rate("dropout_rate", dropout_rate)
     dropout = None
     if dropout_rate:
@@ -193,14 +208,35 @@ def _prepare(
         dropout = Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
     spec = AttentionSpec(
         mask=None if mask is None else masks.as_mask(mask).bind(dims),
-        bias=bias,
+        scores=tuple(mod.bind(dims) for mod in scores),
+        sinks=sinks,
         dropout=dropout,
-        q_pos=place_queries(q_positions, dims),
-        k_pos=place_keys(kv_positions, dims),
+        q_pos=_place("q_positions", q_positions, dims.T, (-3, -1), dims),
+        k_pos=_place("kv_positions", kv_positions, dims.S, (-3, -2), dims),
         scale=dims.H**-0.5 if scale is None else scale,
         precision=precision,
     )
     return q, k, v, spec
+
+
+def _place(
+    name: str, positions: Array | int | None, length: int, axes: tuple[int, int], dims: Dims
+) -> Grid | None:
+    """Positions [length] or [*B, length], or the first of them, over the scores."""
+    if positions is None:
+        return None
+    if isinstance(positions, int):
+        positions = positions + np.arange(length)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast with .astype(int)")
+    if positions.shape not in {(length,), (*dims.B, length)}:
+        raise ValueError(
+            f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "
+            f"got {positions.shape}; give one position for each token"
+        )
+    xp = np if isinstance(positions, np.ndarray) else jnp
+    positions = shapes.lead(positions.astype(np.int32), len(dims.B) + 1)
+    return Grid(xp.expand_dims(positions, axes))
 
 
 def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:
@@ -209,11 +245,21 @@ def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> 
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _choose(kernel: str, refused: dict[str, str]) -> str:
+def _preference(q: jax.Array, k: jax.Array) -> list[str]:
+    """The kernels, best first, for a call of this size."""
+    scores = q.shape[-3] * k.shape[-3]
+    # On CPU plain einsums are as fast up to this size, and compile sooner. Elsewhere they are
+    # one large product each, until the scores no longer fit.
+    small = 256**2 if jax.default_backend() == "cpu" else 2048**2
+    first = ["reference"] if scores <= small else []
+    return first + [name for name in KERNELS if name not in first]
+
+
+def _choose(kernel: str, preference: list[str], refused: dict[str, str]) -> str:
     _check_known(kernel)
     if kernel == "auto":
         # The reference kernel refuses nothing, so there is always one.
-        return next(name for name in KERNELS if name not in refused)
+        return next(name for name in preference if name not in refused)
     if kernel in refused:
         raise ValueError(
             f"kernel={kernel!r} can't run this call: {refused[kernel]}; "

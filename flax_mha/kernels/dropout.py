@@ -14,9 +14,13 @@ simple enough (add, multiply, shift, xor) for any accelerator:
 own, and (s₀, s₁) come from the JAX key.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from flax_mha.grid import Array
 
 
 class Dropout(struct.PyTreeNode):
@@ -37,9 +41,7 @@ class Dropout(struct.PyTreeNode):
         """Draws the seed from a JAX PRNG key, of either style."""
         return cls(jax.random.bits(key, (2,), jnp.uint32), rate, broadcast)
 
-    def keep(
-        self, row: jax.Array, head: jax.Array, q_pos: jax.Array, k_pos: jax.Array
-    ) -> jax.Array:
+    def keep(self, row: Array, head: Array, q_pos: Array, k_pos: Array) -> jax.Array:
         """Tells which weights stay.
 
         Args:
@@ -64,17 +66,17 @@ class Dropout(struct.PyTreeNode):
     def __call__(
         self,
         weights: jax.Array,
-        row: jax.Array,
-        head: jax.Array,
-        q_pos: jax.Array,
-        k_pos: jax.Array,
+        row: Array,
+        head: Array,
+        q_pos: Array,
+        k_pos: Array,
     ) -> jax.Array:
         """Zeroes the dropped weights, and scales the others to keep their expectation."""
         keep = self.keep(row, head, q_pos, k_pos)
         return jnp.where(keep, weights * (1 / (1 - self.rate)), jnp.zeros_like(weights))
 
 
-def _mix(x: jax.Array) -> jax.Array:
+def _mix(x: Array) -> Any:
     """A bijection of uint32 of low bias (Wellons, "Prospecting for Hash Functions", 2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

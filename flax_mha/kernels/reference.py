@@ -6,7 +6,10 @@ Memory grows with T·S. Gradients of any order come from JAX.
 import jax
 import jax.numpy as jnp
 
+from flax_mha import shapes
+from flax_mha.grid import At
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.shapes import Dims
 
 
 def refuses(
@@ -34,21 +37,30 @@ def attend(
       (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
       exponentials of the scores, −∞ where no key is seen).
     """
-    N = q.shape[-2]
+    S, K, Hv = v.shape[-3:]
+    *B, T, N, _ = q.shape
     poison = None
     if spec.mask is not None:
         q, (k, v), poison = _isolate(q, k, v)
-    logits = _scores(q, k, spec, poison)
+    dims = Dims(tuple(B), T, S, N, K, q.shape[-1], Hv)
+    at = spec.at(dims)
+    logits = _scores(q, k, spec, at, poison)
     # Any finite shift gives the same weights; the maximum of an empty row is not finite.
-    top = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    if spec.sinks is not None:
+        sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
+        top = jnp.maximum(top, sinks)
+    top = jax.lax.stop_gradient(top)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     unnormalized = jnp.exp(logits - top)
     total = jnp.sum(unnormalized, axis=-1, keepdims=True)
+    if spec.sinks is not None:
+        total = total + jnp.exp(sinks - top)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
-    kept = spec.drop(unnormalized).astype(v.dtype)
+    kept = spec.drop(unnormalized, at).astype(v.dtype)
     out = jnp.einsum(
         "...nts,...snh->...tnh", kept, _per_head(v, N),
         precision=spec.precision, preferred_element_type=total.dtype,
@@ -63,24 +75,23 @@ def weights(q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec) -> 
     if spec.mask is not None:
         q, (k,), poison = _isolate(q, k)
     lse = jnp.where(lse == -jnp.inf, 0.0, lse)
-    return jnp.exp(_scores(q, k, spec, poison) - lse[..., None])
+    dims = Dims(q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], 0)
+    return jnp.exp(_scores(q, k, spec, spec.at(dims), poison) - lse[..., None])
 
 
-def _scores(q: jax.Array, k: jax.Array, spec: AttentionSpec, poison: jax.Array | None) -> jax.Array:
+def _scores(
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, poison: jax.Array | None
+) -> jax.Array:
     """The scores [*B, N, T, S] in float32 at least; −∞ where the mask forbids."""
-    # Softmax in float32: bfloat16 has 8 significand bits, too few for long sums.
-    dtype = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    dtype = shapes.wide(q.dtype)
     logits = jnp.einsum(
         "...tnh,...snh->...nts", q, _per_head(k, q.shape[-2]),
         precision=spec.precision, preferred_element_type=dtype,
     )  # fmt: skip
     logits = logits * jnp.asarray(spec.scale, dtype)
-    if spec.bias is not None:
-        logits = logits + spec.bias.astype(dtype)
     if poison is not None:
         logits = logits + poison.astype(dtype)
-    allowed = spec.allowed()
-    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+    return spec.apply(logits, at)
 
 
 def _per_head(x: jax.Array, N: int) -> jax.Array:

@@ -1,0 +1,294 @@
+"""Attention in memory of O(T + S), on any platform, forward and backward.
+
+Scores are computed tile by tile, with the running maximum and sum of an online softmax, and again
+in the backward pass from the saved lse. What the mask says of each tile is known before the loop
+runs: tiles it excludes are skipped, and it is evaluated only in those it splits.
+
+The loops: rows of the batch and key/value heads → query heads of the group and blocks of queries →
+tiles of keys, first the full ones, then those to be masked.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Rabe and Staats,
+"Self-attention Does Not Need O(n²) Memory", 2021; Dao, "FlashAttention-2", 2023.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mha import shapes
+from flax_mha.grid import Array, At
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tiling import Form, Place, Plan, Tables, Tree, lay, map_grids, plan_call, rows
+from flax_mha.shapes import Dims
+
+
+def refuses(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
+) -> str | None:
+    """The reason why this kernel can't run the call: there is none."""
+    del q, k, v, spec, platform
+    return None
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `reference.attend`. First derivatives only."""
+    *B, T, N, H = q.shape
+    S, K, Hv = v.shape[-3:]
+    dims = Dims(tuple(B), T, S, N, K, H, Hv)
+    dtype = q.dtype
+    if 0 in q.shape or S == 0:
+        return _nothing(dims, dtype, spec.sinks)
+    plan, tables = plan_call(spec, dims)
+    if jax.default_backend() == "cpu":
+        # No CPU multiplies 16-bit floats as fast as it converts them once.
+        q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
+    q = q * jnp.asarray(spec.scale, q.dtype)
+    if spec.mask is not None:
+        # NaN in a value moves to its key: where the mask allows the pair it spreads through the
+        # score, elsewhere it must not meet a weight of 0. See `_backward` for the keys.
+        k = jnp.where(jnp.isfinite(v).all(-1, keepdims=True), k, jnp.nan)
+        v = _finite(v)
+    sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
+    spec = lay(spec.replace(scale=None, sinks=None), plan)
+    static = Form.of(plan, spec)
+    learned, rest = static.split(spec)
+    out, lse = _core(
+        static,
+        rows(q, plan.block_q, K),
+        rows(k, plan.block_k, K),
+        rows(v, plan.block_k, K),
+        learned,
+        sinks,
+        rest,
+        tables,
+    )
+    out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
+    lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
+    return jnp.swapaxes(out, -3, -2).astype(dtype), lse
+
+
+def _tile(static: Form, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
+    """The spec and the coordinates of one tile, all of rank 2."""
+    plan = static.plan
+    spec = map_grids(place.take, spec)
+    q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
+    k = (place.tile * plan.block_k + np.arange(plan.block_k, dtype=np.int32))[None]
+    q = q if spec.q_pos is None else spec.q_pos.array
+    k = k if spec.k_pos is None else spec.k_pos.array
+    return spec, At(place.row.reshape(1, 1), place.head.reshape(1, 1), q, k)
+
+
+def _score(
+    static: Form, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array
+) -> jax.Array:
+    """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
+    s = (spec if masked else spec.replace(mask=None)).apply(s, at)
+    plan = static.plan
+    if masked and plan.dims.S % plan.block_k:
+        index = place.tile * plan.block_k + np.arange(plan.block_k, dtype=np.int32)
+        s = jnp.where(index[None] < plan.dims.S, s, -jnp.inf)
+    return s
+
+
+def _for_tiles(
+    static: Form, tables: Tables, place: Place, step: Callable[..., Tree], carry: Tree
+) -> Tree:
+    """Runs carry = step(masked, place, carry) over the tiles that the block of queries visits."""
+    plan = static.plan
+
+    def entry(x: Array) -> jax.Array:
+        at = (0 if x.shape[0] == 1 else place.row, 0 if x.shape[1] == 1 else place.head, place.i)
+        return jnp.asarray(x)[at]
+
+    if plan.nk == 1 and not plan.partial:
+        return step(False, place, carry)
+    order, full, some = map(entry, tables)
+
+    def body(masked: bool, t: jax.Array, carry: Tree) -> Tree:
+        return step(masked, place._replace(tile=order[t]), carry)
+
+    if plan.full:
+        carry = lax.fori_loop(0, full, functools.partial(body, False), carry)
+    if plan.partial:
+        carry = lax.fori_loop(full, some, functools.partial(body, True), carry)
+    return carry
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(
+    static: Form, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
+    sinks: jax.Array | None, rest: list[jax.Array], tables: Tables,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The loops.
+
+    Args:
+      static: see `Form`.
+      q: [R, J, bq, H] for R rows × key/value heads and J query heads of a group × blocks; scaled.
+      k: [R, nk, bk, H].
+      v: [R, nk, bk, Hv].
+      learned: see `Form.spec`.
+      sinks: [N] or None.
+      rest: likewise.
+      tables: the tiles to visit.
+
+    Returns:
+      out [R, J, bq, Hv], lse [R, J, bq].
+    """
+    plan, spec = static.plan, static.spec(learned, rest)
+    acc = shapes.wide(q.dtype)
+
+    def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        r, q, k, v = x
+
+        def job(x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            j, q = x
+            at_block = Place.of(plan, r, j)
+
+            def step(masked: bool, place: Place, carry: Tree) -> Tree:
+                top, total, out = carry
+                tile, at = _tile(static, spec, place)
+                s = _dot(q, k[place.tile], 1, 1, spec, acc)
+                s = _score(static, masked, place, tile, at, s)
+                new = jnp.maximum(top, s.max(-1, keepdims=True))
+                # Any finite shift will do while nothing has been seen.
+                shift = jnp.where(new == -jnp.inf, 0.0, new)
+                p, old = jnp.exp(s - shift), jnp.exp(top - shift)
+                total = total * old + p.sum(-1, keepdims=True)
+                p = tile.drop(p, at).astype(v.dtype)
+                return new, total, out * old + _dot(p, v[place.tile], 1, 0, spec, acc)
+
+            total = jnp.zeros((plan.block_q, 1), acc)
+            top = total - jnp.inf
+            if sinks is not None:
+                top, total = total + sinks[at_block.head], total + 1
+            out = jnp.zeros((plan.block_q, v.shape[-1]), acc)
+            top, total, out = _for_tiles(static, tables, at_block, step, (top, total, out))
+            empty = total == 0
+            total = jnp.where(empty, 1.0, total)
+            lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+            return (out / total).astype(q.dtype), lse[:, 0]
+
+        return lax.map(job, (jnp.arange(q.shape[0], dtype=jnp.int32), q))
+
+    return lax.map(group, (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v))
+
+
+def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
+    out, lse = _core(static, *args)
+    return (out, lse), (args, out, lse)
+
+
+def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    (q, k, v, learned, sinks, rest, tables), out, lse = residuals
+    plan, spec = static.plan, static.spec(learned, rest)
+    acc = lse.dtype
+    dout, dlse = cotangents
+    # d score = p·(dp − δ), with p of the lse and δ = Σ dout·out, less what lse itself is asked.
+    delta = jnp.sum(dout.astype(acc) * out.astype(acc), -1) - dlse
+    shift = jnp.where(lse == -jnp.inf, 0.0, lse)
+
+    def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        r, q, k, v, dout, shift, delta = x
+        # Keys and queries as factors of a gradient that is 0 where masked must be finite.
+        factor_q, factor_k = (q, k) if spec.mask is None else (_finite(q), _finite(k))
+
+        def job(carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+            j, q, qT, dout, doutT, shift, delta = x
+
+            def step(masked: bool, place: Place, carry: Tree) -> Tree:
+                grads, dq, dkT, dvT = carry
+                p, ds, dleaves = _tile_gradient(
+                    static, masked, place, spec,
+                    q, k[place.tile], v[place.tile], dout, shift[:, None], delta[:, None],
+                )  # fmt: skip
+                # Without the barrier XLA:CPU computes p and ds anew for each product.
+                p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
+                dq = dq + _dot(ds, factor_k[place.tile], 1, 0, spec, acc)
+                # The small factor is the transposed one: XLA:CPU is slow at the other.
+                dkT = _add(dkT, place.tile, _dot(qT, ds, 1, 0, spec, acc))
+                dvT = _add(dvT, place.tile, _dot(doutT, p, 1, 0, spec, acc))
+                grads = [
+                    place.add(g, d.astype(g.dtype)) if grid else g + d.astype(g.dtype)
+                    for g, d, grid in zip(grads, dleaves, static.learned_grids, strict=True)
+                ]
+                return grads, dq, dkT, dvT
+
+            grads, dkT, dvT = carry
+            carry = (grads, jnp.zeros(q.shape, acc), dkT, dvT)
+            grads, dq, dkT, dvT = _for_tiles(static, tables, Place.of(plan, r, j), step, carry)
+            return (grads, dkT, dvT), dq.astype(q.dtype)
+
+        nk, bk = k.shape[:2]
+        zeros = jnp.zeros((nk, k.shape[-1], bk), acc), jnp.zeros((nk, v.shape[-1], bk), acc)
+        qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
+        xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, qT, dout, doutT, shift, delta)
+        (grads, dkT, dvT), dq = lax.scan(job, (grads, *zeros), xs)
+        dk, dv = (jnp.swapaxes(x, -1, -2) for x in (dkT, dvT))
+        return grads, (dq, dk.astype(k.dtype), dv.astype(v.dtype))
+
+    zeros = [jnp.zeros(x.shape, acc) for x in learned]
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, shift, delta)
+    grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
+    grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
+    dsinks = None if sinks is None else _sink_gradient(plan, sinks, shift, delta)
+    return dq, dk, dv, grads, dsinks, None, None
+
+
+def _sink_gradient(plan: Plan, sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head."""
+    by_head = (-1, plan.dims.N, plan.nq * plan.block_q)
+    p = jnp.exp(sinks[None, :, None] - lse.reshape(by_head))
+    return -jnp.sum(p * delta.reshape(by_head), (0, 2))
+
+
+def _tile_gradient(
+    static: Form, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
+    v: jax.Array, dout: jax.Array, shift: jax.Array, delta: jax.Array,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
+    """The dropped weights of a tile, and the gradients of q·kᵀ and of the learned leaves."""
+    tile, at = _tile(static, spec, place)
+    leaves, others = static.split(tile)
+
+    def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        return _score(static, masked, place, static.spec(leaves, others), at, s)
+
+    s, pull = jax.vjp(score, _dot(q, k, 1, 1, spec, shift.dtype), leaves)
+    p = jnp.exp(s - shift)
+    dp = tile.drop(_dot(dout, v, 1, 1, spec, shift.dtype), at)
+    return tile.drop(p, at), *pull(p * (dp - delta))
+
+
+_core.defvjp(_forward, _backward)
+
+
+def _nothing(dims: Dims, dtype: jnp.dtype, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """What there is to say where there is no query or no key."""
+    B, T, _, N, _, _, Hv = dims
+    lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
+    if sinks is not None:
+        lse = jnp.broadcast_to(shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim), lse.shape)
+    return jnp.zeros((*B, T, N, Hv), dtype), lse
+
+
+def _dot(
+    a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, spec: AttentionSpec, dtype: Any
+) -> jax.Array:
+    return lax.dot_general(
+        a, b, (((axis_a,), (axis_b,)), ((), ())),
+        precision=spec.precision, preferred_element_type=dtype,
+    )  # fmt: skip
+
+
+def _add(x: jax.Array, index: jax.Array | int, block: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(x, x[index] + block, index, 0)
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))

@@ -1,0 +1,45 @@
+"""Which keys a query may see.
+
+A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed to the layer or to
+`dot_product_attention`; the kernels ask it about blocks of positions:
+
+>>> mask = Causal() & Window(left=128) & Segments(ids)
+
+| mask | the query at position i sees the key at position j when |
+|---|---|
+| `Causal()` | j ≤ i |
+| `Window(left, right)` | i − left ≤ j ≤ i + right |
+| `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
+| `Segments(q, kv=None)` | their segment ids are equal |
+| `Prefix(length)` | j < length or j ≤ i |
+| `Dense(array)` | the array says so |
+| `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
+| `PerHead(masks)` | the head's mask says so |
+
+Positions count from 0 at the first query and at the first key (top-left aligned when T ≠ S),
+unless the caller gives them: `q_positions=S - T` aligns the ends. Arrays (segment ids, lengths
+for each query, tables) are in the order of the queries and keys as given.
+
+A bool array is taken wherever a mask is, as `Dense`: True = may see. Masks are pytrees: their
+arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of your own is a subclass
+with an `allowed` method, and a `tiles` method if kernels are to skip what it excludes.
+"""
+
+from flax_mha.masks.base import EMPTY as EMPTY
+from flax_mha.masks.base import FULL as FULL
+from flax_mha.masks.base import PARTIAL as PARTIAL
+from flax_mha.masks.base import And as And
+from flax_mha.masks.base import Dense as Dense
+from flax_mha.masks.base import Mask as Mask
+from flax_mha.masks.base import MaskLike as MaskLike
+from flax_mha.masks.base import Not as Not
+from flax_mha.masks.base import Or as Or
+from flax_mha.masks.base import as_mask as as_mask
+from flax_mha.masks.base import combine as combine
+from flax_mha.masks.rules import Causal as Causal
+from flax_mha.masks.rules import Lengths as Lengths
+from flax_mha.masks.rules import PerHead as PerHead
+from flax_mha.masks.rules import Predicate as Predicate
+from flax_mha.masks.rules import Prefix as Prefix
+from flax_mha.masks.rules import Segments as Segments
+from flax_mha.masks.rules import Window as Window

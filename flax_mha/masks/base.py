@@ -1,0 +1,202 @@
+"""What a mask is, and the algebra of masks."""
+
+import functools
+import operator
+from typing import Any, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha import shapes
+from flax_mha.grid import Array, At, Grid, Tiles, whole
+from flax_mha.shapes import Dims
+
+# What a mask says of a tile. In this order `&` is the minimum, `|` the maximum, `~` 2 − x.
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+
+class Mask(struct.PyTreeNode):
+    """The base of all masks, and their algebra."""
+
+    # So that `ndarray & mask` asks the mask, not NumPy, what `&` means.
+    __array_ufunc__ = None
+
+    def bind(self, dims: Dims) -> Self:
+        """Checks the mask's arrays against a call, and gives each the rank of the logits.
+
+        A bound mask's arrays have shape [*B|1, N|1, T|1, S|1]. Axes of size 1 stand for all.
+        """
+        del dims
+        return self
+
+    def allowed(self, at: At) -> Array:
+        """Tells which pairs may attend: bool, broadcastable to the scores at those places."""
+        raise NotImplementedError(f"{type(self).__name__} must define allowed(at)")
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """Tells of each tile whether none (EMPTY), all (FULL) or some (PARTIAL) may attend.
+
+        Where in doubt, PARTIAL is always right.
+
+        Returns:
+          int, broadcastable to [*B, N, nq, nk]; a NumPy array if it is known before tracing.
+        """
+        del tiles
+        return judge(np.True_, np.False_)
+
+    def dense(
+        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
+    ) -> jax.Array:
+        """The whole table, bool [*batch, num_heads, T, S]; S is T unless given."""
+        dims = Dims(tuple(batch), T, T if S is None else S, num_heads, num_heads, 1, 1)
+        allowed = self.bind(dims).allowed(whole(dims))
+        return jnp.broadcast_to(allowed, dims.logits)
+
+    def show(
+        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
+    ) -> str:
+        """A picture of the first row's first head: one line a query, █ where it may see the key."""
+        table = np.asarray(self.dense(T, S, batch, num_heads))
+        table = table.reshape(-1, *table.shape[-2:])[0]
+        return "\n".join("".join("█" if seen else "·" for seen in line) for line in table)
+
+    def __and__(self, other: "MaskLike") -> "Mask":
+        return And((self, as_mask(other)))
+
+    def __rand__(self, other: "MaskLike") -> "Mask":
+        return And((as_mask(other), self))
+
+    def __or__(self, other: "MaskLike") -> "Mask":
+        return Or((self, as_mask(other)))
+
+    def __ror__(self, other: "MaskLike") -> "Mask":
+        return Or((as_mask(other), self))
+
+    def __invert__(self) -> "Mask":
+        return Not(self)
+
+
+MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
+
+
+class _Combined(Mask):
+    """Several masks joined by one operator."""
+
+    masks: tuple[Mask, ...]
+
+    def bind(self, dims: Dims) -> Self:
+        return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
+
+
+class And(_Combined):
+    """Allowed where every one of its masks allows."""
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return functools.reduce(operator.and_, (mask.allowed(at) for mask in self.masks))
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        return functools.reduce(both, (mask.tiles(tiles) for mask in self.masks))
+
+
+class Or(_Combined):
+    """Allowed where any of its masks allows."""
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return functools.reduce(operator.or_, (mask.allowed(at) for mask in self.masks))
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        return functools.reduce(either, (mask.tiles(tiles) for mask in self.masks))
+
+
+class Not(Mask):
+    """Allowed where its mask forbids."""
+
+    mask: Mask
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`."""
+        return self.replace(mask=self.mask.bind(dims))
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return ~self.mask.allowed(at)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        return FULL - self.mask.tiles(tiles)
+
+
+class Dense(Mask):
+    """An explicit table, True where the query may see the key.
+
+    Attributes:
+      array: bool, broadcastable to [*B, N, T, S]. A NumPy array is known before tracing, so that
+        kernels skip what it excludes.
+    """
+
+    array: Any
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`."""
+        if self.array.dtype != bool:
+            raise TypeError(
+                f"a mask must be bool (True = may attend), got {self.array.dtype}; "
+                f"cast with .astype(bool), or give additive scores as bias="
+            )
+        shapes.check_broadcasts(
+            "mask", self.array.shape, dims.logits, "[*B, N, T, S]",
+            "a mask without heads needs the axis: mask[..., None, :, :]",
+        )  # fmt: skip
+        return self.replace(array=Grid(shapes.lead(self.array, len(dims.logits))))
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return jnp.asarray(self.array.array)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        array = self.array.array
+        return judge(tiles.greatest(array), tiles.least(array))
+
+
+def as_mask(mask: MaskLike) -> Mask:
+    """A mask as it is; an array as `Dense`."""
+    if isinstance(mask, Mask):
+        return mask
+    if hasattr(mask, "dtype") and hasattr(mask, "shape"):
+        return Dense(mask)
+    raise TypeError(
+        f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}"
+    )
+
+
+def combine(*masks: MaskLike | None) -> Mask | None:
+    """The conjunction of those that are not None; None if there is none."""
+    given = tuple(as_mask(mask) for mask in masks if mask is not None)
+    return And(given) if len(given) > 1 else next(iter(given), None)
+
+
+def judge(some: Any, every: Any) -> Array:
+    """EMPTY, PARTIAL or FULL from whether some and whether all pairs of a tile may attend."""
+    return some.astype(np.int8) + every.astype(np.int8)
+
+
+def both(x: Array, y: Array) -> Array:
+    """What two masks say together: of EMPTY, PARTIAL and FULL the least."""
+    return np.minimum(x, y) if known(x, y) else jnp.minimum(x, y)
+
+
+def either(x: Array, y: Array) -> Array:
+    """What either of two masks says: the greatest."""
+    return np.maximum(x, y) if known(x, y) else jnp.maximum(x, y)
+
+
+def known(*arrays: Array) -> bool:
+    """Whether all are known before tracing."""
+    return all(isinstance(x, np.ndarray | np.generic) for x in arrays)

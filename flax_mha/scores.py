@@ -1,0 +1,190 @@
+"""What happens to a score between q·kᵀ·scale and the mask.
+
+>>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
+
+Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha import shapes
+from flax_mha.grid import Array, At, Grid
+from flax_mha.shapes import Dims
+
+
+class ScoreMod(struct.PyTreeNode):
+    """The base of all: a function of a score and of where it stands."""
+
+    def bind(self, dims: Dims) -> Self:
+        """Checks the arrays against a call; those that lie over the scores become a `Grid`."""
+        del dims
+        return self
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """The new score, of the same shape and dtype."""
+        raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
+
+
+class Bias(ScoreMod):
+    """score + array.
+
+    Attributes:
+      array: broadcastable to [*B, N, T, S].
+    """
+
+    array: Any
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        array = jnp.asarray(self.array)
+        shapes.check_floating("bias", array)
+        shapes.check_broadcasts(
+            "bias", array.shape, dims.logits, "[*B, N, T, S]",
+            "a bias without heads needs the axis: bias[..., None, :, :]",
+        )  # fmt: skip
+        return self.replace(array=Grid(shapes.lead(array, len(dims.logits))))
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        return score + self.array.array.astype(score.dtype)
+
+
+class SoftCap(ScoreMod):
+    """c·tanh(score / c): no score beyond ±c.
+
+    Source: Gemma Team, "Gemma 2", 2024.
+    """
+
+    cap: float = struct.field(pytree_node=False)
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        if not self.cap > 0:
+            raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
+        return self
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        return self.cap * jnp.tanh(score / self.cap)
+
+
+class Alibi(ScoreMod):
+    """score − slope[head]·|i − j|.
+
+    Attributes:
+      slopes: [N]; by default the geometric sequence of the paper.
+
+    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2022.
+    """
+
+    slopes: Any = None
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
+        return self.replace(slopes=_per_head("Alibi.slopes", slopes, dims))
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        slope = jnp.take(self.slopes.astype(score.dtype), at.head)
+        return score - slope * jnp.abs(at.q - at.k).astype(score.dtype)
+
+
+class RelativeBias(ScoreMod):
+    """score + table[head, bucket(j − i)], the relative position bias of T5.
+
+    Half of the buckets are exact distances; the others grow logarithmically up to max_distance.
+
+    Attributes:
+      table: [N, buckets], learned.
+      bidirectional: whether keys before and after the query have buckets of their own; if not,
+        keys after it share that of distance 0.
+      max_distance: from which all distances share the last bucket.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
+    """
+
+    table: Any
+    bidirectional: bool = struct.field(pytree_node=False, default=True)
+    max_distance: int = struct.field(pytree_node=False, default=128)
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        table = jnp.asarray(self.table)
+        shapes.check_floating("RelativeBias.table", table)
+        if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
+            raise ValueError(
+                f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
+                f"buckets, got {table.shape}"
+            )
+        return self.replace(table=table)
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        bucket = relative_bucket(
+            at.k - at.q, self.table.shape[1], self.bidirectional, self.max_distance
+        )
+        table = self.table.astype(score.dtype).reshape(-1)
+        return score + jnp.take(table, at.head * self.table.shape[1] + bucket)
+
+
+class Score(ScoreMod):
+    """Any rule: fn(score, row, head, i, j, *args).
+
+    Attributes:
+      fn: a function of the score, of four integer arrays that broadcast to it (the index of the
+        batch row and the head, the positions of query and key) and of args; returns the new score.
+      args: arrays that fn needs; they take gradients. Traced arrays must be given here, not in
+        fn's closure.
+    """
+
+    fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
+    args: tuple[jax.Array, ...] = ()
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        return self.fn(score, at.row, at.head, at.q, at.k, *self.args)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """The slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
+
+    For other numbers of heads, those of the power below, then every other of the power above.
+    """
+    n = 2 ** (num_heads.bit_length() - 1)
+    first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
+    between = 2.0 ** (-8.0 * np.arange(1, 2 * n + 1, 2) / (2 * n))
+    return np.concatenate([first, between])[:num_heads].astype(np.float32)
+
+
+def relative_bucket(
+    distance: Array, buckets: int, bidirectional: bool = True, max_distance: int = 128
+) -> jax.Array:
+    """The bucket, int32, of each distance j − i; see `RelativeBias`."""
+    first = jnp.zeros_like(distance)
+    if bidirectional:
+        buckets //= 2
+        first = jnp.where(distance > 0, buckets, 0)
+        distance = jnp.abs(distance)
+    else:
+        distance = jnp.maximum(-distance, 0)
+    exact = buckets // 2
+    # The argument stays above 0: the branch not taken must be finite too.
+    far = jnp.maximum(distance, exact).astype(jnp.float32) / exact
+    steps = jnp.log(far) / np.log(max_distance / exact) * (buckets - exact)
+    far_bucket = jnp.minimum(exact + steps.astype(jnp.int32), buckets - 1)
+    return first + jnp.where(distance < exact, distance, far_bucket)
+
+
+def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
+    x = jnp.asarray(x)
+    shapes.check_floating(name, x)
+    if x.shape != (dims.N,):
+        raise ValueError(f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}")
+    return x
