@@ -1,4 +1,4 @@
-"""Multi-head attention for Flax: one layer, any mask, every kernel, any mesh."""
+"""Multi-head attention for Flax: masks as values, sharded heads, linear memory."""
 
 from flax_mha import masks as masks
 from flax_mha import positions as positions
