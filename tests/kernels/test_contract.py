@@ -96,14 +96,14 @@ def test_masks(kernel: str, mask: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("mask", ["none", "causal", "segments"])
+@pytest.mark.parametrize("mask", ["causal", "segments"])
 def test_half_precision(kernel: str, dtype: str, mask: str) -> None:
     known = {"allowed": table(MASKS[mask], T, S)}
     check(kernel, arrays(T, S, 2, dtype), known, lambda _: {"mask": MASKS[mask]}, {})
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize(("t", "s"), [(1, 1), (7, 64), (129, 257), (520, 260), (1, 600)])
 def test_sizes(kernel: str, K: int, t: int, s: int) -> None:
     """No multiple of anything is asked for."""
