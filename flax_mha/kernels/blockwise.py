@@ -47,7 +47,7 @@ def attend(
         return _nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims)
     if jax.default_backend() == "cpu":
-        # No CPU multiplies 16-bit floats as fast as it converts them once.
+        # Converted once here, not in every tile.
         q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
     q = q * jnp.asarray(spec.scale, q.dtype)
     if spec.mask is not None:
