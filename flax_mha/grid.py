@@ -83,6 +83,15 @@ def blocks(x: Array, axis: int, size: int) -> Array:
     return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
 
 
+def flat_batch(x: Array, dims: Dims) -> Array:
+    """[*B|1, ...] as [rows|1, ...], for the four axes over the scores."""
+    batch = x.shape[:-3]
+    if all(size == 1 for size in batch):
+        return x.reshape(1, *x.shape[-3:])
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+
+
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
     """Tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
     empty = Tiles(block_q, block_k, q_pos, q_pos, k_pos, k_pos)

@@ -22,8 +22,9 @@ from jax import lax
 
 from flax_mha import shapes
 from flax_mha.grid import Array, At
+from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tiling import Form, Place, Plan, Tables, Tree, lay, map_grids, plan_call, rows
+from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, map_grids, rows
 from flax_mha.shapes import Dims
 
 
@@ -62,8 +63,8 @@ def attend(
     out, lse = _core(
         static,
         rows(q, plan.block_q, K),
-        rows(k, plan.block_k, K),
-        rows(v, plan.block_k, K),
+        rows(k, plan.block_k, K)[:, 0],
+        rows(v, plan.block_k, K)[:, 0],
         learned,
         sinks,
         rest,
@@ -79,10 +80,15 @@ def _tile(static: Form, spec: AttentionSpec, place: Place) -> tuple[AttentionSpe
     plan = static.plan
     spec = map_grids(place.take, spec)
     q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
-    k = (place.tile * plan.block_k + np.arange(plan.block_k, dtype=np.int32))[None]
+    k = _keys_of(plan, place)[None]
     q = q if spec.q_pos is None else spec.q_pos.array
     k = k if spec.k_pos is None else spec.k_pos.array
     return spec, At(place.row.reshape(1, 1), place.head.reshape(1, 1), q, k)
+
+
+def _keys_of(plan: Plan, place: Place) -> jax.Array:
+    """Indices of the keys [width·bk]."""
+    return place.tile * plan.block_k + np.arange(place.width * plan.block_k, dtype=np.int32)
 
 
 def _score(
@@ -92,23 +98,22 @@ def _score(
     s = (spec if masked else spec.replace(mask=None)).apply(s, at)
     plan = static.plan
     if masked and plan.dims.S % plan.block_k:
-        index = place.tile * plan.block_k + np.arange(plan.block_k, dtype=np.int32)
-        s = jnp.where(index[None] < plan.dims.S, s, -jnp.inf)
+        s = jnp.where(_keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
     return s
 
 
-def _for_tiles(
-    static: Form, tables: Tables, place: Place, step: Callable[..., Tree], carry: Tree
-) -> Tree:
+def _visit(
+    stripe: Stripe, plan: Plan, tables: Tables | None, place: Place, step: Callable[..., Tree],
+    carry: Tree,
+) -> Tree:  # fmt: skip
     """Runs carry = step(masked, place, carry) over the tiles that the block of queries visits."""
-    plan = static.plan
+    if tables is None:
+        return step(stripe.masked, place, carry)
 
     def entry(x: Array) -> jax.Array:
         at = (0 if x.shape[0] == 1 else place.row, 0 if x.shape[1] == 1 else place.head, place.i)
         return jnp.asarray(x)[at]
 
-    if plan.nk == 1 and not plan.partial:
-        return step(False, place, carry)
     order, full, some = map(entry, tables)
 
     def body(masked: bool, t: jax.Array, carry: Tree) -> Tree:
@@ -124,58 +129,66 @@ def _for_tiles(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(
     static: Form, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
-    sinks: jax.Array | None, rest: list[jax.Array], tables: Tables,
+    sinks: jax.Array | None, rest: list[jax.Array], tables: Tables | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The loops.
 
     Args:
       static: see `Form`.
-      q: [R, J, bq, H] for R rows × key/value heads and J query heads of a group × blocks; scaled.
+      q: [R, G, nq, bq, H] for R rows × key/value heads and G query heads of each; scaled.
       k: [R, nk, bk, H].
       v: [R, nk, bk, Hv].
       learned: see `Form.spec`.
       sinks: [N] or None.
       rest: likewise.
-      tables: the tiles to visit.
+      tables: the tiles to visit, or None for the plan's stripes.
 
     Returns:
-      out [R, J, bq, Hv], lse [R, J, bq].
+      out [R, G, nq, bq, Hv], lse [R, G, nq, bq].
     """
     plan, spec = static.plan, static.spec(learned, rest)
     acc = shapes.wide(q.dtype)
 
-    def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def attend_block(
+        stripe: Stripe, place: Place, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        def step(masked: bool, place: Place, carry: Tree) -> Tree:
+            top, total, out = carry
+            tile, at = _tile(static, spec, place)
+            s = _dot(q, place.keys(k), 1, 1, spec, acc)
+            s = _score(static, masked, place, tile, at, s)
+            new = jnp.maximum(top, s.max(-1, keepdims=True))
+            # Any finite shift will do while nothing has been seen.
+            shift = jnp.where(new == -jnp.inf, 0.0, new)
+            p, old = jnp.exp(s - shift), jnp.exp(top - shift)
+            total = total * old + p.sum(-1, keepdims=True)
+            p = tile.drop(p, at).astype(v.dtype)
+            return new, total, out * old + _dot(p, place.keys(v), 1, 0, spec, acc)
+
+        total = jnp.zeros((plan.block_q, 1), acc)
+        top = total - jnp.inf
+        if sinks is not None:
+            top, total = total + sinks[place.head], total + 1
+        out = jnp.zeros((plan.block_q, v.shape[-1]), acc)
+        top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
+        empty = total == 0
+        total = jnp.where(empty, 1.0, total)
+        lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+        return (out / total).astype(q.dtype), lse[:, 0]
+
+    def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         r, q, k, v = x
 
-        def job(x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             j, q = x
-            at_block = Place.of(plan, r, j)
+            return attend_block(stripe, Place.of(plan, stripe, r, j), q, k, v)
 
-            def step(masked: bool, place: Place, carry: Tree) -> Tree:
-                top, total, out = carry
-                tile, at = _tile(static, spec, place)
-                s = _dot(q, k[place.tile], 1, 1, spec, acc)
-                s = _score(static, masked, place, tile, at, s)
-                new = jnp.maximum(top, s.max(-1, keepdims=True))
-                # Any finite shift will do while nothing has been seen.
-                shift = jnp.where(new == -jnp.inf, 0.0, new)
-                p, old = jnp.exp(s - shift), jnp.exp(top - shift)
-                total = total * old + p.sum(-1, keepdims=True)
-                p = tile.drop(p, at).astype(v.dtype)
-                return new, total, out * old + _dot(p, v[place.tile], 1, 0, spec, acc)
-
-            total = jnp.zeros((plan.block_q, 1), acc)
-            top = total - jnp.inf
-            if sinks is not None:
-                top, total = total + sinks[at_block.head], total + 1
-            out = jnp.zeros((plan.block_q, v.shape[-1]), acc)
-            top, total, out = _for_tiles(static, tables, at_block, step, (top, total, out))
-            empty = total == 0
-            total = jnp.where(empty, 1.0, total)
-            lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-            return (out / total).astype(q.dtype), lse[:, 0]
-
-        return lax.map(job, (jnp.arange(q.shape[0], dtype=jnp.int32), q))
+        parts = []
+        for stripe in plan.parts:
+            block = cut(q, stripe)
+            jobs = jnp.arange(len(block), dtype=jnp.int32)
+            parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
+        return tuple(join(x, plan.dims.G) for x in zip(*parts, strict=True))
 
     return lax.map(group, (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v))
 
@@ -199,21 +212,21 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (_finite(q), _finite(k))
 
-        def job(carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        def job(stripe: Stripe, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             j, q, qT, dout, doutT, shift, delta = x
 
             def step(masked: bool, place: Place, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
                 p, ds, dleaves = _tile_gradient(
                     static, masked, place, spec,
-                    q, k[place.tile], v[place.tile], dout, shift[:, None], delta[:, None],
+                    q, place.keys(k), place.keys(v), dout, shift[:, None], delta[:, None],
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = dq + _dot(ds, factor_k[place.tile], 1, 0, spec, acc)
+                dq = dq + _dot(ds, place.keys(factor_k), 1, 0, spec, acc)
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
-                dkT = _add(dkT, place.tile, _dot(qT, ds, 1, 0, spec, acc))
-                dvT = _add(dvT, place.tile, _dot(doutT, p, 1, 0, spec, acc))
+                dkT = place.add_keys(dkT, _dot(qT, ds, 1, 0, spec, acc))
+                dvT = place.add_keys(dvT, _dot(doutT, p, 1, 0, spec, acc))
                 grads = [
                     place.add(g, d.astype(g.dtype)) if grid else g + d.astype(g.dtype)
                     for g, d, grid in zip(grads, dleaves, static.learned_grids, strict=True)
@@ -222,16 +235,21 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
             grads, dkT, dvT = carry
             carry = (grads, jnp.zeros(q.shape, acc), dkT, dvT)
-            grads, dq, dkT, dvT = _for_tiles(static, tables, Place.of(plan, r, j), step, carry)
+            place = Place.of(plan, stripe, r, j)
+            grads, dq, dkT, dvT = _visit(stripe, plan, tables, place, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
-        nk, bk = k.shape[:2]
-        zeros = jnp.zeros((nk, k.shape[-1], bk), acc), jnp.zeros((nk, v.shape[-1], bk), acc)
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
-        xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, qT, dout, doutT, shift, delta)
-        (grads, dkT, dvT), dq = lax.scan(job, (grads, *zeros), xs)
-        dk, dv = (jnp.swapaxes(x, -1, -2) for x in (dkT, dvT))
-        return grads, (dq, dk.astype(k.dtype), dv.astype(v.dtype))
+        carry = (grads, *(jnp.zeros((x.shape[-1], x.size // x.shape[-1]), acc) for x in (k, v)))
+        parts = []
+        for stripe in plan.parts:
+            block = [cut(x, stripe) for x in (q, qT, dout, doutT, shift, delta)]
+            jobs = jnp.arange(len(block[0]), dtype=jnp.int32)
+            carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
+            parts.append(dq)
+        grads, dkT, dvT = carry
+        dk, dv = (dT.T.reshape(x.shape).astype(x.dtype) for dT, x in ((dkT, k), (dvT, v)))
+        return grads, (join(parts, plan.dims.G), dk, dv)
 
     zeros = [jnp.zeros(x.shape, acc) for x in learned]
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, shift, delta)
@@ -284,10 +302,6 @@ def _dot(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
         precision=spec.precision, preferred_element_type=dtype,
     )  # fmt: skip
-
-
-def _add(x: jax.Array, index: jax.Array | int, block: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x, x[index] + block, index, 0)
 
 
 def _finite(x: jax.Array) -> jax.Array:

@@ -1,140 +1,61 @@
-"""How a call is divided into tiles: sizes, which to visit, and the arrays laid out for it."""
+"""The arrays of a call laid out in tiles, and where each of them is."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from flax_mha.grid import Array, At, Grid, blocks, tiles_of
+from flax_mha.grid import Array, Grid, blocks, flat_batch
+from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.base import known
-from flax_mha.shapes import Dims
 
 Tree = Any
 
 
-class Plan(NamedTuple):
-    """How a call is divided. Hashable: all of it is known before tracing.
-
-    Attributes:
-      dims: of the call.
-      block_q: queries of a tile.
-      block_k: keys of a tile.
-      full: whether there may be tiles that need no mask.
-      partial: whether there may be tiles that do.
-    """
-
-    dims: Dims
-    block_q: int
-    block_k: int
-    full: bool = True
-    partial: bool = True
-
-    @property
-    def nq(self) -> int:
-        """Blocks of queries."""
-        return -(-self.dims.T // self.block_q)
-
-    @property
-    def nk(self) -> int:
-        """Tiles of keys for each."""
-        return -(-self.dims.S // self.block_k)
-
-
-class Tables(NamedTuple):
-    """Which tiles each block of queries visits, int32 [rows|1, N|1, nq, ·].
-
-    Attributes:
-      order: tiles of keys [nk], the full ones first, then the partial, then the empty.
-      full: how many are full [].
-      some: how many are not empty [].
-    """
-
-    order: Array
-    full: Array
-    some: Array
-
-
-def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables]:
-    """Divides the call, and asks the mask about each tile."""
-    if spec.mask is None:
-        plan = Plan(dims, even(dims.T, 256), even(dims.S, 4096))
-        return _tables(plan, np.full((1, 1, plan.nq, plan.nk), FULL))
-    choices = []
-    for size in _COST:
-        plan = Plan(dims, even(dims.T, size), even(dims.S, size))
-        verdict = _ask(spec.mask, spec.at(dims), plan)
-        if not known(verdict):
-            # What will be visited is not known yet: the fastest tiles.
-            return _tables(plan, verdict)
-        visited = (verdict > EMPTY).mean() * plan.nq * plan.nk
-        cost = visited * plan.block_q * plan.block_k * _COST[size]
-        choices.append((cost, plan, verdict))
-    _, plan, verdict = min(choices, key=lambda choice: choice[0])
-    return _tables(plan, verdict)
-
-
-# Time for each score in tiles of that size, relative to the fastest: XLA:CPU runs a product of
-# 512 × 64 × 512 on several cores, and one of 256 × 64 × 256 on one (measured on two cores).
-_COST = {512: 1.0, 256: 1.5, 128: 1.55}
-
-
-def even(length: int, most: int) -> int:
-    """The size of the fewest equal blocks of at most that many."""
-    return -(-length // -(-length // most))
-
-
-def _ask(mask: Mask, at: At, plan: Plan) -> Array:
-    """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
-    verdict = mask.tiles(tiles_of(at.q, at.k, plan.block_q, plan.block_k))
-    xp = np if known(verdict) else jnp
-    whole = np.broadcast_shapes(verdict.shape, (1, 1, plan.nq, plan.nk))
-    verdict = flat_batch(xp.broadcast_to(verdict, whole), plan.dims)
-    if plan.dims.S % plan.block_k:
-        # The last tile of keys reaches beyond the last key.
-        last = (np.arange(plan.nk) == plan.nk - 1) & (verdict == FULL)
-        verdict = xp.where(last, np.int8(PARTIAL), verdict)
-    return verdict
-
-
-def _tables(plan: Plan, verdict: Array) -> tuple[Plan, Tables]:
-    if known(verdict):
-        full, partial = ((verdict == kind).any() for kind in (FULL, PARTIAL))
-        plan = plan._replace(full=bool(full), partial=bool(partial))
-    xp = np if known(verdict) else jnp
-    order = xp.argsort(-verdict.astype(np.int32), axis=-1, stable=True)
-    tables = (order, (verdict == FULL).sum(-1), (verdict > EMPTY).sum(-1))
-    return plan, Tables(*(x.astype(np.int32) for x in tables))
-
-
 class Place(NamedTuple):
-    """Where a block of queries, or one of its tiles, is."""
+    """Where a block of queries, and some consecutive tiles of its keys, are."""
 
     row: jax.Array
     head: jax.Array
-    i: jax.Array
-    tile: jax.Array | int = 0
+    i: jax.Array | int
+    tile: jax.Array | int
+    width: int = 1
 
     @classmethod
-    def of(cls, plan: Plan, r: jax.Array, j: jax.Array) -> "Place":
-        """The place of job j of row-and-key/value-head r, see `rows`."""
+    def of(cls, plan: Plan, stripe: Stripe, r: jax.Array, j: jax.Array) -> "Place":
+        """The place of job j of a stripe for row-and-key/value-head r, see `rows`."""
         G, K = plan.dims.G, plan.dims.K
-        return cls(r // K, (r % K) * G + j // plan.nq, j % plan.nq)
+        count = len(stripe.starts)
+        block = 0 if count == 1 else j % count
+        tile = stripe.starts[0] if count == 1 else jnp.asarray(stripe.starts, jnp.int32)[block]
+        return cls(r // K, (r % K) * G + j // count, stripe.first + block, tile, stripe.width)
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """The tiles [width·bk, F] of x [nk, bk, F]."""
+        x = lax.dynamic_slice_in_dim(x, self.tile, self.width)
+        return x.reshape(-1, x.shape[-1])
+
+    def add_keys(self, x: jax.Array, block: jax.Array) -> jax.Array:
+        """Gives x [F, nk·bk] with the block [F, width·bk] added."""
+        start = self.tile * (block.shape[1] // self.width)
+        block = block + lax.dynamic_slice_in_dim(x, start, block.shape[1], axis=1)
+        return lax.dynamic_update_slice_in_dim(x, block, start, axis=1)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The block [bq|1, bk|1] of x [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
-        sizes = (1, 1, 1, x.shape[3], 1, x.shape[5])
-        return lax.dynamic_slice(x, self._starts(x), sizes).reshape(x.shape[3], x.shape[5])
+        """The block [bq|1, width·bk|1] of x [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
+        sizes = self._sizes(x)
+        return lax.dynamic_slice(x, self._starts(x), sizes).reshape(sizes[3], sizes[4] * sizes[5])
 
     def add(self, x: jax.Array, block: jax.Array) -> jax.Array:
         """Gives x with the block added."""
-        block = (self.take(x) + block).reshape(1, 1, 1, x.shape[3], 1, x.shape[5])
+        block = (self.take(x) + block).reshape(self._sizes(x))
         return lax.dynamic_update_slice(x, block, self._starts(x))
+
+    def _sizes(self, x: jax.Array) -> tuple[int, ...]:
+        return (1, 1, 1, x.shape[3], min(x.shape[4], self.width), x.shape[5])
 
     def _starts(self, x: jax.Array) -> list[jax.Array | int]:
         at = (self.row, self.head, self.i, 0, self.tile, 0)
@@ -144,11 +65,23 @@ class Place(NamedTuple):
 
 
 def rows(x: jax.Array, block: int, K: int) -> jax.Array:
-    """[*B, L, K·g, F] as [rows·K, g·(number of blocks), block, F]; the last block filled with 0."""
+    """[*B, L, K·g, F] as [rows·K, g, number of blocks, block, F]; the last block filled with 0."""
     *B, L, M, F = x.shape
     x = jnp.swapaxes(x, -3, -2).reshape(math.prod(B) * K, M // K, L, F)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, -L % block), (0, 0)))
-    return x.reshape(x.shape[0], -1, block, F)
+    return x.reshape(x.shape[0], M // K, -1, block, F)
+
+
+def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
+    """A stripe of x [G, nq, ...], as one axis of jobs."""
+    x = x[:, stripe.first : stripe.first + len(stripe.starts)]
+    return x.reshape(-1, *x.shape[2:])
+
+
+def join(stripes: Sequence[jax.Array], G: int) -> jax.Array:
+    """What `cut` was given."""
+    parts = [x.reshape(G, -1, *x.shape[1:]) for x in stripes]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def lay(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
@@ -159,15 +92,6 @@ def lay(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
         return blocks(by_query, -1, plan.block_k)
 
     return map_grids(divide, spec)
-
-
-def flat_batch(x: Array, dims: Dims) -> Array:
-    """[*B|1, ...] as [rows|1, ...], for the four axes over the scores."""
-    batch = x.shape[:-3]
-    if all(size == 1 for size in batch):
-        return x.reshape(1, *x.shape[-3:])
-    xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
 def map_grids(fn: Callable, tree: Tree, other: Callable = lambda x: x) -> Tree:
