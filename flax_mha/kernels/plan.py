@@ -86,7 +86,7 @@ class Tables(NamedTuple):
 
 # Measured on two cores: XLA:CPU takes for a product of scores, with what is done to them, the time
 # of that many scores more than it has, and for the mask a quarter of the time of the scores.
-_PRODUCT = 100_000
+_PRODUCT = 50_000
 _MASKED = 1.25
 # Visiting tiles one by one rescales what was summed so far.
 _ONLINE = 1.1
