@@ -243,12 +243,13 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
         carry = (grads, *(jnp.zeros((x.shape[-1], x.size // x.shape[-1]), acc) for x in (k, v)))
-        parts = []
-        for stripe in plan.parts:
+        parts: list[jax.Array] = []
+        # The widest come last where there are several: from there, dk and dv begin as a whole.
+        for stripe in reversed(plan.parts):
             block = [cut(x, stripe) for x in (q, qT, dout, doutT, shift, delta)]
             jobs = jnp.arange(len(block[0]), dtype=jnp.int32)
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
-            parts.append(dq)
+            parts.insert(0, dq)
         grads, dkT, dvT = carry
         dk, dv = (dT.T.reshape(x.shape).astype(x.dtype) for dT, x in ((dkT, k), (dvT, v)))
         return grads, (join(parts, plan.dims.G), dk, dv)
