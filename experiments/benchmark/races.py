@@ -9,6 +9,8 @@ from experiments.benchmark.cases import Case
 from experiments.benchmark.contestants import BASELINES, CONTESTANTS
 
 CANONICAL = (128, 1024, 4096)
+QUICK = {"layer": ("ours", "linen", "torch-sdpa"), "core": ("ours", "jax-xla", "torch-sdpa")}
+QUICK_MEMORY = ("layer", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Settings:
       batch: B; None for about 2,048 tokens.
       contestants: who takes part, by part.
       memory: the lengths at which peak memory and compile time are measured.
+      quick: attention alone only where it weighs, and memory only of whole layers' backward.
       extras: also the races beyond the cases: a window, bfloat16, a long sequence.
     """
 
@@ -35,6 +38,7 @@ class Settings:
     window: int = 0
     contestants: Sequence[str] | None = None
     memory: Sequence[int] = (128, 1024, 4096, 16384)
+    quick: bool = False
     extras: bool = True
 
 
@@ -71,21 +75,26 @@ def plan(settings: Settings) -> list[Race]:
             str(case),
             tuple(Entry(name, name, case) for name in _names(settings, part)),
             BASELINES[part],
-            T in settings.memory,
+            T in settings.memory and not (settings.quick and (part, passes) != QUICK_MEMORY),
         )
         for T in sorted(settings.lengths)
         for part in settings.parts
         for dtype in settings.dtypes
         for mask in settings.masks
         for passes in settings.passes
-        if _names(settings, part)
+        if _names(settings, part) and not (settings.quick and part == "core" and T < 1024)
         for case in [_case(settings, part, passes, T, mask, dtype)]
     ]
     return found + (_extras(settings) if settings.extras else [])
 
 
 def _names(settings: Settings, part: str) -> list[str]:
-    return [n for n in CONTESTANTS[part] if not settings.contestants or n in settings.contestants]
+    names = list(CONTESTANTS[part])
+    if settings.contestants:
+        names = [name for name in names if name in settings.contestants]
+    elif settings.quick:
+        names = [name for name in names if name in QUICK[part]]
+    return names
 
 
 def _case(

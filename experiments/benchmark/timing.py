@@ -36,7 +36,7 @@ def interleave(
     Args:
       works: by name.
       rounds: at most.
-      seconds: after which no new round begins; slow works have one round at least.
+      seconds: for the rounds. Each has an equal share, and sits out once that is spent.
       queue: whether the calls of a turn may be started together, as on a GPU, where they run
         one after another. A CPU would run them side by side.
 
@@ -51,25 +51,25 @@ def interleave(
             usual[name] = _turn(work, 1, queue)
         except Exception as error:  # of a peer: anything
             results[name] = Failure(reason(error))
-    if sum(usual.values()) > seconds:  # one call of each is all that there is time for
-        return results | {name: summary([usual[name]]) for name in usual}
-    samples: dict[str, list[float]] = {name: [] for name in usual}
-    calls = {name: max(1, min(100, round(TURN / t))) for name, t in usual.items()}
+    share = seconds / max(1, len(usual))
+    # A call that takes more than its share is all that there is time for: it counts.
+    samples = {name: [t] if t > share else [] for name, t in usual.items()}
+    spent = {name: t if t > share else 0.0 for name, t in usual.items()}
     gc.collect()
-    end = time.perf_counter() + seconds
     for done in range(rounds):
-        if done and time.perf_counter() > end:
-            break
-        order = list(samples)
+        order = [name for name in samples if spent[name] < share]
         shift = done % max(1, len(order))  # each begins a round, each ends one
         for name in order[shift:] + order[:shift]:
+            calls = max(1, min(100, round(TURN / usual[name])))
+            start = time.perf_counter()
             try:
                 if usual[name] < WARM:
                     _turn(works[name], 1, queue)
-                samples[name].append(_turn(works[name], calls[name], queue))
+                samples[name].append(_turn(works[name], calls, queue))
             except Exception as error:
                 results[name] = Failure(reason(error))
                 del samples[name]
+            spent[name] += time.perf_counter() - start
     return results | {name: summary(times) for name, times in samples.items()}
 
 
