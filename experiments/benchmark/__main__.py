@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+from rich.console import Console
 
 from experiments import runs
 from experiments.benchmark import cases, contestants, fresh, machine, picture, races, report, timing
@@ -47,12 +48,15 @@ def main(argv: Sequence[str]) -> None:
     started, console = time.perf_counter(), report.console()
     folder.mkdir(parents=True, exist_ok=True)
     end = started + flags["total"]
-    header = _header(settings)
-    console.print(f"{header['machine']['cpu']}, {header['machine']['cores']} cores", style="dim")
+    header = _header()
+    _introduce(console, header["machine"])
     rows: list[report.Row] = []
     for race in races.plan(settings):
-        found = run(race, flags["repeats"], flags["seconds"], end, header["ceilings"])
+        dtypes = {entry.case.dtype for entry in race.entries}
+        header["ceilings"] |= machine.ceilings(sorted(dtypes), header["ceilings"])
+        found = run(race, flags["repeats"], flags["seconds"], end)
         rows += found
+        report.compare(rows, header["ceilings"])
         console.print(report.table(found, race.baseline))
         header["seconds"] = time.perf_counter() - started
         report.write(folder / "results.json", header, rows)
@@ -61,9 +65,7 @@ def main(argv: Sequence[str]) -> None:
     console.print(f"{header['seconds']:.0f} s; results.json and times.png are in {folder}")
 
 
-def run(
-    race: races.Race, repeats: int, seconds: float, end: float, ceilings: dict[str, float]
-) -> list[report.Row]:
+def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[report.Row]:
     """Times a race, then weighs its entries one by one.
 
     Args:
@@ -71,7 +73,6 @@ def run(
       repeats: rounds at most.
       seconds: for the rounds.
       end: the time after which nothing new is begun.
-      ceilings: FLOP/s by dtype.
     """
     works, skipped = {}, {}
     times: dict[str, timing.Timing | timing.Failure] = {}
@@ -98,7 +99,7 @@ def run(
             if left > 0
             else timing.Failure("no time left; raise --total")
         )
-    return report.rows(race, times, weights, skipped, ceilings)
+    return report.rows(race, times, weights, skipped)
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:
@@ -154,14 +155,24 @@ def _folder(path: Path | None) -> Path:
     return path
 
 
-def _header(settings: races.Settings) -> dict[str, Any]:
+def _header() -> dict[str, Any]:
     return {
         "program": PROGRAM,
         "command": sys.argv,
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "machine": machine.describe(),
-        "ceilings": machine.ceilings(cases.DTYPES if settings.extras else settings.dtypes),
+        "ceilings": {},
     }
+
+
+def _introduce(console: Console, found: dict[str, Any]) -> None:
+    console.print(f"{found['device']}, {found['cpu']}, {found['cores']} cores", style="dim")
+    if found["load"] > 0.25 * found["cores"]:
+        console.print(
+            f"others load this machine ({found['load']:.1f} of {found['cores']} cores on average): "
+            "expect slower and uneven times, most of all those of torch",
+            style="bold",
+        )
 
 
 def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
+from absl import flags
 
 import flax_mha
 from experiments.benchmark.cases import Case
@@ -58,6 +59,8 @@ def tokamax(case: Case) -> Work:
     """`tokamax.dot_product_attention`, by the implementation that it chooses."""
     import tokamax
 
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmark"])  # tokamax would take the flags of this program for its own
     attend = functools.partial(tokamax.dot_product_attention, is_causal=case.causal)
     reach = case.window - 1
     if case.window:

@@ -27,13 +27,15 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     columns.sort(key=lambda column: column[0] == "backward")
     if not timed:
         return
+    ticks = sorted({row["T"] for row in timed})
     size = (3.3 * len(columns) + 2.0, 3.1 * len(lines) + 0.4)
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(lines), len(columns), squeeze=False, sharex=True, sharey="row")
     for line, panels in zip(lines, grid, strict=True):
         here = [row for row in timed if (row["part"], row["dtype"]) == line]
         for column, axes in zip(columns, panels, strict=True):
-            _panel(axes, [row for row in here if (row["passes"], row["mask"]) == column])
+            mine = [row for row in here if (row["passes"], row["mask"]) == column]
+            _panel(axes, mine, ticks)
             axes.set_title(f"{column[0].replace('backward', 'forward + backward')}, {column[1]}")
         panels[0].set_ylabel(f"{line[0]}, {line[1]}\nseconds")
         handles = {
@@ -50,7 +52,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _panel(axes: Axes, rows: Sequence[Row], ticks: Sequence[int]) -> None:
     """The lines of one pass and mask."""
     for order, name in enumerate(dict.fromkeys(row["label"] for row in rows)):
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["T"])
@@ -64,7 +66,6 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
             zorder=100 - order,  # ours on top
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
-    ticks = sorted({row["T"] for row in rows})
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels(

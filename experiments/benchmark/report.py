@@ -22,7 +22,6 @@ def rows(
     times: Mapping[str, Timing | Failure],
     weights: Mapping[str, Weight | Failure],
     skipped: Mapping[str, str],
-    ceilings: Mapping[str, float],
 ) -> list[Row]:
     """One row for each entry of a race, whatever became of it.
 
@@ -31,7 +30,6 @@ def rows(
       times: by label, of those that were tried.
       weights: by label, of those that were weighed.
       skipped: by label, why an entry was not tried.
-      ceilings: FLOP/s of a large matrix product, by dtype.
     """
     base = times.get(race.baseline)
     found = []
@@ -52,7 +50,6 @@ def rows(
             row |= {
                 "status": "ok", "seconds": time._asdict(), "flops_per_second": rate,
                 "ratio": base.median / time.median if isinstance(base, Timing) else None,
-                "of_ceiling": rate / ceilings[case.dtype] if case.dtype in ceilings else None,
             }  # fmt: skip
         weight = weights.get(label)
         if isinstance(weight, Failure):
@@ -61,6 +58,13 @@ def rows(
             row |= {"memory_bytes": weight.bytes, "compile_seconds": weight.compile}
         found.append(row)
     return found
+
+
+def compare(found: Sequence[Row], ceilings: Mapping[str, float]) -> None:
+    """Sets the share of the ceiling, which a later product may have raised."""
+    for row in found:
+        if row["flops_per_second"] is not None and row["dtype"] in ceilings:
+            row["of_ceiling"] = row["flops_per_second"] / ceilings[row["dtype"]]
 
 
 def table(found: Sequence[Row], baseline: str) -> Table:

@@ -85,9 +85,10 @@ def outcome(name: str, case: Case) -> Outcome:
     return work.outcome(result)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("causal", "window"), [(True, 0), (False, 0), (True, 5)], ids=["causal", "full", "window"]
+    ("causal", "window", "dtype"),
+    [(True, 0, "float32"), (False, 0, "float32"), (True, 5, "float32"), (True, 0, "bfloat16")],
+    ids=["causal", "full", "window", "bfloat16"],
 )
 @pytest.mark.parametrize(
     ("part", "name"), [(part, name) for part, group in CONTESTANTS.items() for name in group]
@@ -172,7 +173,7 @@ def test_what_does_not_fit_is_not_tried() -> None:
 def test_without_time_nothing_is_begun() -> None:
     settings = races.Settings(lengths=(16,), extras=False)
     race = races.plan(settings)[0]
-    rows = benchmark.run(race, 1, 1.0, 0.0, {})
+    rows = benchmark.run(race, 1, 1.0, 0.0)
     assert {row["reason"] for row in rows} == {"no time left; raise --total"}
     assert len(rows) == len(CONTESTANTS["layer"])
 
