@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> None:
     for race in races.plan(settings):
         dtypes = {entry.case.dtype for entry in race.entries}
         header["ceilings"] |= machine.ceilings(sorted(dtypes), header["ceilings"])
-        found = run(race, flags["repeats"], flags["seconds"], end)
+        with console.status(race.title):
+            found = run(race, flags["repeats"], flags["seconds"], end)
         rows += found
         report.compare(rows, header["ceilings"])
         console.print(report.table(found, race.baseline))
