@@ -67,8 +67,8 @@ def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | F
 def growth(call: Callable[[], Any]) -> int:
     """Bytes by which the most memory held during a call exceeds what was held before.
 
-    On a GPU, of the device; elsewhere, the resident size of this process: XLA's own account of a
-    CPU program leaves out the scratch memory of its kernels.
+    On a GPU, of the device, where compiling may have held as much before. Elsewhere, the resident
+    size of this process: XLA's own account of a CPU program leaves out its kernels' scratch memory.
     """
     device = jax.local_devices()[0]
     if device.platform != "cpu":
@@ -111,7 +111,7 @@ def _measure(name: str, case: Case, free: int | None) -> Weight:
         work.wait(result)
         return result
 
-    return Weight(growth(run), seconds)
+    return Weight((work.growth or growth)(run), seconds)
 
 
 def main(name: str, case: str, free: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from experiments.benchmark.work import cores
+
 PACKAGES = (
     "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
     "tokamax",
@@ -25,7 +27,7 @@ def describe() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "load": os.getloadavg()[0],
         "memory_bytes": _kibibytes("MemTotal"),
         "platform": device.platform,

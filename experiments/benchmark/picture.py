@@ -16,7 +16,7 @@ STYLES = {
     "torch-mha": ("tab:orange", ">"), "equinox": ("tab:green", "h"), "haiku": ("tab:olive", "p"),
     "keras": ("tab:brown", "*"), "tokamax": ("gold", "d"),
 }  # fmt: skip
-OTHER = ("darkgreen", "x")  # of a kernel that is not named above
+OTHERS = (("navy", "x"), ("darkgreen", "+"), ("maroon", "1"))  # of kernels not named above
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -56,7 +56,7 @@ def _panel(axes: Axes, rows: Sequence[Row], ticks: Sequence[int]) -> None:
     """The lines of one pass and mask."""
     for order, name in enumerate(dict.fromkeys(row["label"] for row in rows)):
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["T"])
-        color, marker = STYLES.get(name, OTHER)
+        color, marker = STYLES.get(name) or OTHERS[order % len(OTHERS)]
         lengths = [row["T"] for row in mine]
         low, high = ([row["seconds"][q] for row in mine] for q in ("q1", "q3"))
         axes.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0)

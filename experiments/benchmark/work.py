@@ -1,5 +1,6 @@
 """A contestant's computation of a case, in the one form that is timed, weighed and compared."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,12 +37,15 @@ class Work(NamedTuple):
       wait: until a result is there.
       outcome: a result in the layout of the case.
       compile: traces and compiles anew; gives a `call`. None if nothing is compiled.
+      growth: bytes that a function held at most, if its memory is not to be seen as JAX's or as
+        this process's.
     """
 
     call: Callable[[], Any]
     wait: Callable[[Any], None]
     outcome: Callable[[Any], Outcome]
     compile: Callable[[], Callable[[], Any]] | None = None
+    growth: Callable[[Callable[[], Any]], int] | None = None
 
 
 def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
@@ -80,6 +84,13 @@ def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
         return Outcome(float32(out), tuple(map(float32, grads)), norm(flat))
 
     return Work(lambda: compiled(*args), wait, outcome, compile)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def float32(x: Any) -> np.ndarray:
