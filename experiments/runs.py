@@ -71,7 +71,7 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
     if workdir is None:
         if jax.process_count() > 1:
             raise RunError("several processes need one folder: give each the same --workdir")
-        path = _new_folder(config.task)
+        path = new_folder(config.task)
     else:
         path = Path(workdir).absolute()
     resumed = _is_ours(path)
@@ -118,7 +118,8 @@ def _wait_for_all(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _new_folder(task: str) -> Path:
+def new_folder(task: str) -> Path:
+    """A folder under `runs/` that does not exist yet, by name and time."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path, again = Path("runs", f"{task}-{stamp}").absolute(), 2
     while path.exists():

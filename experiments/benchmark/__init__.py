@@ -1,0 +1,1 @@
+"""The command python -m experiments.benchmark: attention, timed beside its peers."""

@@ -1,0 +1,217 @@
+"""Times attention beside its peers, and weighs it.
+
+    python -m experiments.benchmark --quick
+    python -m experiments.benchmark --parts=core --lengths=1024,4096 --contestants=ours,jax-xla
+    python -m experiments.benchmark --parts=layer --dtypes=bfloat16 --workdir=runs/mine
+
+Every race is interleaved: its contestants are called in turns, and medians are compared. Tables go
+to the terminal, results.json and times.png to --workdir (default: a new folder under runs/).
+"""
+
+import argparse
+import dataclasses
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Before jax starts: other libraries want memory of the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+from rich.console import Console
+
+from experiments import runs
+from experiments.benchmark import cases, contestants, fresh, machine, picture, races, report, timing
+
+PROGRAM = "experiments.benchmark"
+QUICK = {
+    "lengths": races.CANONICAL, "masks": ("causal",), "dtypes": ("float32",),
+    "memory": (4096,), "extras": False, "seconds": 1.5, "total": 80.0,
+}  # fmt: skip
+FULL = {"seconds": 10.0, "total": 6 * 3600.0, "repeats": 200}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures race after race, and reports each as it ends."""
+    try:
+        flags = parse(argv)
+        fields = {field.name for field in dataclasses.fields(races.Settings)}
+        settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
+        _check(settings)
+        folder = _folder(flags.get("workdir"))
+    except runs.RunError as error:
+        sys.exit(f"error: {error}")
+    started, console = time.perf_counter(), report.console()
+    folder.mkdir(parents=True, exist_ok=True)
+    end = started + flags["total"]
+    header = _header()
+    _introduce(console, header["machine"])
+    rows: list[report.Row] = []
+    for race in races.plan(settings):
+        dtypes = {entry.case.dtype for entry in race.entries}
+        header["ceilings"] |= machine.ceilings(sorted(dtypes), header["ceilings"])
+        with console.status(race.title):
+            found = run(race, flags["repeats"], flags["seconds"], end)
+        rows += found
+        report.compare(rows, header["ceilings"])
+        console.print(report.table(found, race.baseline))
+        header["seconds"] = time.perf_counter() - started
+        report.write(folder / "results.json", header, rows)
+    console.print(report.ratios(rows))
+    picture.draw(folder / "times.png", rows)
+    console.print(f"{header['seconds']:.0f} s; results.json and times.png are in {folder}")
+
+
+def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[report.Row]:
+    """Times a race, then weighs its entries one by one.
+
+    Args:
+      race: what runs.
+      repeats: rounds at most.
+      seconds: for the rounds.
+      end: the time after which nothing new is begun.
+    """
+    works, skipped = {}, {}
+    times: dict[str, timing.Timing | timing.Failure] = {}
+    weights: dict[str, fresh.Weight | timing.Failure] = {}
+    late = time.perf_counter() > end
+    for label, name, case in race.entries:
+        try:
+            if late:
+                raise contestants.RefusalError("no time left; raise --total")
+            works[label] = contestants.build(name, case, machine.free_bytes())
+        except contestants.RefusalError as refusal:
+            skipped[label] = str(refusal)
+        except Exception as error:  # of a peer: anything
+            times[label] = timing.Failure(timing.reason(error))
+    queue = jax.default_backend() != "cpu"
+    times |= timing.interleave(works, repeats, seconds, queue)
+    works.clear()  # gives the memory back
+    for label, name, case in race.entries if race.weigh else ():
+        if not isinstance(times.get(label), timing.Timing):
+            continue
+        left = end - time.perf_counter()
+        weights[label] = (
+            fresh.weigh(name, case, machine.free_bytes(), max(left, 5.0))
+            if left > 0
+            else timing.Failure("no time left; raise --total")
+        )
+    return report.rows(race, times, weights, skipped)
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+    """The flags, those of --quick or of a full run where nothing is said."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {PROGRAM}", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few cases, within 2 minutes")
+    add("--parts", type=_among(cases.PARTS), help="layer, core")
+    add("--passes", type=_among(cases.PASSES), help="forward, backward (forward and backward)")
+    add("--masks", type=_among(cases.MASKS), help="causal, full")
+    add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16")
+    add("--contestants", type=_among(contestants.names()), help=", ".join(contestants.names()))
+    add("--lengths", type=_counts, help="tokens of a sequence, such as 128,1024")
+    add("--batch", type=_count, help="sequences; unless said, for 2,048 tokens")
+    add("--heads", type=_count, help="8 unless said")
+    add("--features", type=_count, help="512 unless said")
+    add("--window", type=_count, help="a query sees so many tokens near it")
+    add("--memory", type=_lengths, help="lengths at which memory and compiling are measured; none")
+    add("--extras", action=argparse.BooleanOptionalAction, help="a window, bfloat16, long T")
+    add("--repeats", type=_count, help="rounds of a race at most")
+    add("--seconds", type=_seconds, help="for the rounds of a race")
+    add("--total", type=_seconds, help="seconds, after which nothing new is begun")
+    add("--workdir", type=Path, help="a new or empty folder for the results")
+    said = vars(parser.parse_args(argv))
+    return FULL | (QUICK if said.get("quick") else {}) | said
+
+
+def _check(settings: races.Settings) -> None:
+    if settings.features % settings.heads:
+        raise runs.RunError(
+            f"--features must be a multiple of --heads, got {settings.features} and "
+            f"{settings.heads}; choose another number of heads"
+        )
+    known = dict.fromkeys(n for part in settings.parts for n in contestants.CONTESTANTS[part])
+    if not known.keys() & set(settings.contestants or known):
+        raise runs.RunError(
+            f"--contestants must name one that takes part in --parts={','.join(settings.parts)}, "
+            f"got {','.join(settings.contestants or ())}; choose among {', '.join(known)}"
+        )
+
+
+def _folder(path: Path | None) -> Path:
+    if path is None:
+        return runs.new_folder("benchmark")
+    path = path.absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise runs.RunError(
+            f"--workdir must be a new or empty folder, and {path} is not; choose another"
+        )
+    return path
+
+
+def _header() -> dict[str, Any]:
+    return {
+        "program": PROGRAM,
+        "command": sys.argv,
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "machine": machine.describe(),
+        "ceilings": {},
+    }
+
+
+def _introduce(console: Console, found: dict[str, Any]) -> None:
+    console.print(f"{found['device']}, {found['cpu']}, {found['cores']} cores", style="dim")
+    if found["load"] > 0.25 * found["cores"]:
+        console.print(
+            f"others load this machine ({found['load']:.1f} of {found['cores']} cores on average): "
+            "expect slower and uneven times, most of all those of torch",
+            style="bold",
+        )
+
+
+def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(text.split(","))
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(
+                    f"must be among {', '.join(known)}, with commas between, got {word!r}"
+                )
+        return words
+
+    return parse
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1, got {text!r}")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(word) for word in text.split(","))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return () if text == "none" else _counts(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Attention alone, on queries, keys and values."""
+
+import functools
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+from absl import flags
+
+import flax_mha
+from experiments.benchmark.cases import Case
+from experiments.benchmark.work import RefusalError, Work, jitted, visible
+from flax_mha import masks
+
+
+def ours(case: Case, kernel: str = "auto") -> Work:
+    """`flax_mha.dot_product_attention`, by a named kernel unless it refuses."""
+    mask = our_mask(case)
+    if kernel != "auto":
+        shape = (case.B, case.T, case.N, case.H)
+        like = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(case.dtype))
+        refused = flax_mha.explain(like, like, like, kernel=kernel, mask=mask).refused
+        if kernel in refused:
+            raise RefusalError(refused[kernel])
+
+    def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out: jax.Array = flax_mha.dot_product_attention(q, k, v, mask=mask, kernel=kernel)
+        return out
+
+    return jitted(case, apply)
+
+
+def jax_nn(case: Case, implementation: Literal["xla", "cudnn"]) -> Work:
+    """`jax.nn.dot_product_attention`."""
+    if implementation == "cudnn" and jax.default_backend() != "gpu":
+        raise RefusalError(f"needs an NVIDIA GPU; this is {jax.default_backend()}")
+    reach = case.window - 1
+
+    def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=case.causal, implementation=implementation,
+            local_window_size=(reach, 0 if case.causal else reach) if case.window else None,
+        )  # fmt: skip
+
+    return jitted(case, apply)
+
+
+def linen(case: Case) -> Work:
+    """`flax.linen.dot_product_attention`."""
+
+    def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mask = visible(case)
+        return nn.dot_product_attention(q, k, v, mask=None if mask is None else mask[None, None])
+
+    return jitted(case, apply)
+
+
+def tokamax(case: Case) -> Work:
+    """`tokamax.dot_product_attention`, by the implementation that it chooses."""
+    import tokamax
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(["benchmark"])  # tokamax would take the flags of this program for its own
+    attend = functools.partial(tokamax.dot_product_attention, is_causal=case.causal)
+    reach = case.window - 1
+    if case.window:
+        attend = functools.partial(attend, local_window_size=(reach, 0 if case.causal else reach))
+
+    def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out: jax.Array = attend(q, k, v)
+        return out
+
+    return jitted(case, apply)
+
+
+def our_mask(case: Case) -> masks.Mask | None:
+    """What a query may see, as a value."""
+    reach = case.window - 1
+    window = masks.Window(reach, None if case.causal else reach) if case.window else None
+    return masks.combine(masks.Causal() if case.causal else None, window)

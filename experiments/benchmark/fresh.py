@@ -1,0 +1,124 @@
+"""Peak memory and compile time of one contestant at one case, in a process of its own.
+
+python -m experiments.benchmark.fresh NAME CASE-AS-JSON FREE-BYTES
+"""
+
+import ctypes
+import dataclasses
+import gc
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments.benchmark import contestants, timing
+from experiments.benchmark.cases import Case
+from experiments.benchmark.timing import Failure
+
+ROOT = Path(__file__).parent.parent.parent
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Weight(NamedTuple):
+    """What a fresh process saw.
+
+    Attributes:
+      bytes: the most that a call held beyond inputs, parameters and compiled code.
+      compile: seconds to trace and compile; None if nothing is compiled.
+    """
+
+    bytes: int
+    compile: float | None
+
+
+def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | Failure:
+    """Runs one contestant in a fresh process.
+
+    Args:
+      name: of the contestant.
+      case: what it computes.
+      free: bytes of memory that it may take, see `contestants.build`.
+      seconds: to wait for it.
+    """
+    command = [sys.executable, "-m", "experiments.benchmark.fresh", name]
+    command += [json.dumps(dataclasses.asdict(case)), json.dumps(free)]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Failure(f"took more than {seconds:.0f} s")
+    if done.returncode < 0:
+        return Failure(f"killed by signal {-done.returncode}; 9 is what lack of memory looks like")
+    try:
+        answer = json.loads(done.stdout.splitlines()[-1])
+        return Failure(answer["reason"]) if "reason" in answer else Weight(**answer)
+    except (IndexError, ValueError, TypeError):
+        last = done.stderr.strip().splitlines()[-1:]
+        return Failure(f"exited with {done.returncode}: {''.join(last)}")
+
+
+def growth(call: Callable[[], Any]) -> int:
+    """Bytes by which the most memory held during a call exceeds what was held before.
+
+    On a GPU, of the device, where compiling may have held as much before. Elsewhere, the resident
+    size of this process: XLA's own account of a CPU program leaves out its kernels' scratch memory.
+    """
+    device = jax.local_devices()[0]
+    if device.platform != "cpu":
+        before = device.memory_stats()["bytes_in_use"]
+        call()
+        return int(device.memory_stats()["peak_bytes_in_use"] - before)
+    gc.collect()
+    if not STATUS.exists():
+        unit = 1 if sys.platform == "darwin" else 1024
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        call()
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) * unit
+    ctypes.CDLL(None).malloc_trim(0)  # memory freed but kept would hide growth
+    RESET.write_text("5")  # the high-water mark falls to what is held now
+    before = _status("VmRSS")
+    result = call()
+    peak = _status("VmHWM")
+    del result
+    return max(0, peak - before)
+
+
+def _status(key: str) -> int:
+    (line,) = [line for line in STATUS.read_text().splitlines() if line.startswith(f"{key}:")]
+    return 1024 * int(line.split()[1])
+
+
+def _measure(name: str, case: Case, free: int | None) -> Weight:
+    # Loads the libraries' code, which would count as memory of the call.
+    small = contestants.build(name, dataclasses.replace(case, B=1, T=16, window=0))
+    small.wait(small.call())
+    work = contestants.build(name, case, free)
+    call, seconds = work.call, None
+    if work.compile:
+        start = time.perf_counter()
+        call = work.compile()
+        seconds = time.perf_counter() - start
+
+    def run() -> Any:
+        result = call()
+        work.wait(result)
+        return result
+
+    return Weight((work.growth or growth)(run), seconds)
+
+
+def main(name: str, case: str, free: str) -> None:
+    """Prints the weight, or the reason why there is none, as the last line."""
+    result = timing.attempt(lambda: _measure(name, Case(**json.loads(case)), json.loads(free)))
+    print(json.dumps(result._asdict()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

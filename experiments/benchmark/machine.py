@@ -1,0 +1,95 @@
+"""What the figures were measured on."""
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmark.work import cores
+
+PACKAGES = (
+    "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
+    "tokamax",
+)  # fmt: skip
+
+
+_product = jax.jit(jnp.matmul)
+
+
+def describe() -> dict[str, Any]:
+    """CPU, load, device, memory and versions."""
+    device = jax.devices()[0]
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "cores": cores(),
+        "load": os.getloadavg()[0],
+        "memory_bytes": _kibibytes("MemTotal"),
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def free_bytes() -> int | None:
+    """Memory that a computation may still take, or None if nobody says."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return _kibibytes("MemAvailable")
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return None if limit is None else int(limit - stats.get("bytes_in_use", 0))
+
+
+def ceilings(dtypes: Sequence[str], before: Mapping[str, float]) -> dict[str, float]:
+    """FLOP/s of the best large matrix product, for each dtype.
+
+    Args:
+      dtypes: of the factors.
+      before: what was reached earlier. The best counts: others may have had the machine then, or
+        may have it now.
+    """
+    n = 2048 if jax.default_backend() == "cpu" else 8192
+    return {dtype: max(before.get(dtype, 0.0), 2.0 * n**3 / _fastest(n, dtype)) for dtype in dtypes}
+
+
+def _fastest(n: int, dtype: str) -> float:
+    x = jnp.ones((n, n), jnp.dtype(dtype))
+    jax.block_until_ready(_product(x, x))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        jax.block_until_ready(_product(x, x))
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _kibibytes(key: str) -> int | None:
+    value = _field("/proc/meminfo", key)
+    return None if value is None else 1024 * int(value.split()[0])
+
+
+def _field(path: str, key: str) -> str | None:
+    if not Path(path).exists():
+        return None
+    for line in Path(path).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return None

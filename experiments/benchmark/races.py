@@ -1,0 +1,146 @@
+"""Which contestants run against each other, at which cases."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from experiments.benchmark import cases
+from experiments.benchmark.cases import Case
+from experiments.benchmark.contestants import BASELINES, CONTESTANTS
+
+CANONICAL = (128, 1024, 4096)
+QUICK = {"layer": ("ours", "linen", "torch-sdpa"), "core": ("ours", "jax-xla", "torch-sdpa")}
+QUICK_MEMORY = ("layer", "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the flags say.
+
+    Attributes:
+      parts: see `cases`; likewise masks, passes and dtypes.
+      lengths: T.
+      batch: B; None for about 2,048 tokens.
+      contestants: who takes part, by part.
+      memory: the lengths at which peak memory and compile time are measured.
+      quick: attention alone only where it weighs, and memory only of whole layers' backward.
+      extras: also the races beyond the cases: a window, bfloat16, a long sequence.
+    """
+
+    parts: Sequence[str] = cases.PARTS
+    passes: Sequence[str] = cases.PASSES
+    masks: Sequence[str] = cases.MASKS
+    dtypes: Sequence[str] = cases.DTYPES
+    lengths: Sequence[int] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    batch: int | None = None
+    heads: int = 8
+    features: int = 512
+    window: int = 0
+    contestants: Sequence[str] | None = None
+    memory: Sequence[int] = (128, 1024, 4096, 16384)
+    quick: bool = False
+    extras: bool = True
+
+
+class Entry(NamedTuple):
+    """A contestant at a case, and what the tables call it."""
+
+    label: str
+    contestant: str
+    case: Case
+
+
+class Race(NamedTuple):
+    """Entries that run in turns.
+
+    Attributes:
+      title: for the table.
+      entries: who runs.
+      baseline: the label of the entry that the others are compared with.
+      weigh: also measure memory and compile time.
+      extra: beyond the cases that the flags ask for.
+    """
+
+    title: str
+    entries: tuple[Entry, ...]
+    baseline: str
+    weigh: bool = False
+    extra: bool = False
+
+
+def plan(settings: Settings) -> list[Race]:
+    """The races, short ones first."""
+    found = [
+        Race(
+            str(case),
+            tuple(Entry(name, name, case) for name in _names(settings, part)),
+            BASELINES[part],
+            T in settings.memory and not (settings.quick and (part, passes) != QUICK_MEMORY),
+        )
+        for T in sorted(settings.lengths)
+        for part in settings.parts
+        for dtype in settings.dtypes
+        for mask in settings.masks
+        for passes in settings.passes
+        if _names(settings, part) and not (settings.quick and part == "core" and T < 1024)
+        for case in [_case(settings, part, passes, T, mask, dtype)]
+    ]
+    return found + (_extras(settings) if settings.extras else [])
+
+
+def _names(settings: Settings, part: str) -> list[str]:
+    names = list(CONTESTANTS[part])
+    if settings.contestants:
+        names = [name for name in names if name in settings.contestants]
+    elif settings.quick:
+        names = [name for name in names if name in QUICK[part]]
+    return names
+
+
+def _case(
+    settings: Settings,
+    part: str,
+    passes: str,
+    T: int,
+    mask: str = "causal",
+    dtype: str = "float32",
+    window: int | None = None,
+) -> Case:
+    return Case(
+        part=part,
+        backward=passes == "backward",
+        causal=mask == "causal",
+        B=settings.batch or cases.batch_for(T),
+        T=T,
+        dtype=dtype,
+        N=settings.heads,
+        D=settings.features,
+        window=settings.window if window is None else window,
+    )
+
+
+def _extras(settings: Settings) -> list[Race]:
+    """What is asked beside the comparison with others."""
+    races = []
+    longest = max(CANONICAL)
+    for passes in settings.passes:
+        alone, window = (
+            Entry(label, "ours-blockwise", _case(settings, "core", passes, longest, window=w))
+            for label, w in (("causal", 0), ("window 256", 256))
+        )
+        races.append(_extra("a window against causal alone", (alone, window)))
+        for T in CANONICAL:
+            entries = tuple(
+                Entry(dtype, "ours", _case(settings, "layer", passes, T, dtype=dtype, window=0))
+                for dtype in cases.DTYPES
+            )
+            races.append(_extra("ours in bfloat16", entries))
+    case = _case(settings, "core", "forward", 8 * longest, window=0)
+    races.append(_extra("a long sequence", (Entry("ours", "ours", case),)))
+    return races
+
+
+def _extra(title: str, entries: tuple[Entry, ...]) -> Race:
+    case = entries[0].case
+    what = f"{title}: {case.part}, {case.passes}, B={case.B} T={case.T}"
+    return Race(what, entries, entries[0].label, weigh=True, extra=True)

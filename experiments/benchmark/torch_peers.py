@@ -1,0 +1,166 @@
+"""PyTorch's attention, eager, with a thread for each core."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.benchmark.cases import Case
+from experiments.benchmark.work import Outcome, RefusalError, Work, cores, norm
+
+
+def core(case: Case) -> Work:
+    """`scaled_dot_product_attention` on contiguous [B, N, T, H], as it likes them best."""
+    torch, device = _torch()
+    dtype = getattr(torch, case.dtype)
+    q, k, v, cotangent = (
+        torch.from_numpy(x).to(device, dtype).transpose(1, 2).contiguous()
+        for x in (*case.inputs(), case.cotangent())
+    )
+    mask = _mask(case, torch, device)
+    return _work(
+        case, torch, lambda: _sdpa(case, torch, q, k, v, mask), [q, k, v], [], cotangent,
+        lambda x: x.transpose(1, 2),
+    )  # fmt: skip
+
+
+def linear_sdpa(case: Case) -> Work:
+    """Four `Linear` around `scaled_dot_product_attention`."""
+    torch, device = _torch()
+    dtype = getattr(torch, case.dtype)
+    names = ("query", "key", "value", "out")
+    layers = [torch.nn.Linear(case.D, case.D, device=device, dtype=dtype) for _ in names]
+    given = case.parameters()
+    with torch.no_grad():
+        for layer, name in zip(layers, names, strict=True):
+            layer.weight.copy_(_weight(torch, given[name]["kernel"], case.D))
+            layer.bias.copy_(torch.from_numpy(given[name]["bias"].reshape(-1)))
+    x, cotangent = _layer_arrays(case, torch, device)
+    mask = _mask(case, torch, device)
+
+    def forward() -> Any:
+        q, k, v = (f(x).view(case.B, case.T, case.N, -1).transpose(1, 2) for f in layers[:3])
+        out = _sdpa(case, torch, q, k, v, mask)
+        return layers[3](out.transpose(1, 2).reshape(case.B, case.T, case.D))
+
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    return _work(case, torch, forward, [x], parameters, cotangent)
+
+
+def multihead_attention(case: Case) -> Work:
+    """`nn.MultiheadAttention`, asked for no weights."""
+    torch, device = _torch()
+    dtype = getattr(torch, case.dtype)
+    # In training mode also forward: without dropout the numbers are the same, and what eval()
+    # takes instead was 2 to 5 times slower on CPU, and holds all scores.
+    layer = torch.nn.MultiheadAttention(
+        case.D, case.N, batch_first=True, device=device, dtype=dtype
+    )
+    given = case.parameters()
+    three = [given[name] for name in ("query", "key", "value")]
+    with torch.no_grad():
+        layer.in_proj_weight.copy_(
+            torch.cat([_weight(torch, each["kernel"], case.D) for each in three])
+        )
+        layer.in_proj_bias.copy_(torch.cat([torch.from_numpy(p["bias"].ravel()) for p in three]))
+        layer.out_proj.weight.copy_(_weight(torch, given["out"]["kernel"], case.D))
+        layer.out_proj.bias.copy_(torch.from_numpy(given["out"]["bias"]))
+    x, cotangent = _layer_arrays(case, torch, device)
+    mask = _mask(case, torch, device)
+    if case.causal and mask is None:  # it wants the mask beside the hint
+        mask = torch.ones(case.T, case.T, dtype=torch.bool, device=device).tril()
+    hidden = None if mask is None else ~mask  # True where a query may not see
+
+    def forward() -> Any:
+        return layer(
+            x, x, x, need_weights=False, attn_mask=hidden,
+            is_causal=case.causal and not case.window,
+        )[0]  # fmt: skip
+
+    return _work(case, torch, forward, [x], list(layer.parameters()), cotangent)
+
+
+def _torch() -> tuple[Any, str]:
+    """The module, and the device that matches JAX's."""
+    import torch
+
+    if jax.default_backend() == "cpu":
+        torch.set_num_threads(cores())
+        return torch, "cpu"
+    if not torch.cuda.is_available():
+        raise RefusalError(f"torch has no GPU, and JAX runs on {jax.default_backend()}")
+    # As JAX does unless told otherwise.
+    torch.set_float32_matmul_precision("high")
+    return torch, "cuda"
+
+
+def _weight(torch: Any, kernel: np.ndarray, D: int) -> Any:
+    """A kernel [in, out] of any number of axes as torch's [out, in]."""
+    return torch.from_numpy(kernel.reshape(D, D).T.copy())
+
+
+def _layer_arrays(case: Case, torch: Any, device: str) -> tuple[Any, Any]:
+    arrays = (*case.inputs(), case.cotangent())
+    x, cotangent = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in arrays)
+    return x, cotangent
+
+
+def _mask(case: Case, torch: Any, device: str) -> Any:
+    """A window as bool [T, T]; None where `is_causal` says it all."""
+    if not case.window:
+        return None
+    ones = torch.ones(case.T, case.T, dtype=torch.bool, device=device)
+    reach = case.window - 1
+    return ones.tril(0 if case.causal else reach).triu(-reach)
+
+
+def _sdpa(case: Case, torch: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+    causal = case.causal and mask is None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def _work(
+    case: Case,
+    torch: Any,
+    forward: Callable[[], Any],
+    inputs: Sequence[Any],
+    parameters: Sequence[Any],
+    cotangent: Any,
+    layout: Callable[[Any], Any] = lambda x: x,
+) -> Work:
+    """Forward without gradients, or forward and `autograd.grad` of all."""
+    leaves = [*inputs, *parameters]
+    for leaf in leaves:
+        leaf.requires_grad_(case.backward)
+
+    def call() -> Any:
+        if not case.backward:
+            with torch.no_grad():
+                return forward(), ()
+        out = forward()
+        return out, torch.autograd.grad(out, leaves, cotangent)
+
+    def wait(_: Any) -> None:
+        if cotangent.is_cuda:
+            torch.cuda.synchronize()
+
+    def outcome(result: Any) -> Outcome:
+        out, grads = result
+        flat = [_float32(grad) for grad in grads[len(inputs) :]]
+        ours = tuple(_float32(layout(grad)) for grad in grads[: len(inputs)])
+        return Outcome(_float32(layout(out)), ours, norm(flat))
+
+    def growth(function: Callable[[], Any]) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    return Work(call, wait, outcome, growth=growth if cotangent.is_cuda else None)
+
+
+def _float32(x: Any) -> np.ndarray:
+    array: np.ndarray = x.detach().float().cpu().numpy()
+    return array

@@ -1,0 +1,113 @@
+"""A contestant's computation of a case, in the one form that is timed, weighed and compared."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmark.cases import Case
+
+
+class RefusalError(Exception):
+    """Why a contestant does not take a case."""
+
+
+class Outcome(NamedTuple):
+    """What came out, in the layout of the case, in float32: equal for all contestants.
+
+    Attributes:
+      out: [B, T, D], or [B, T, N, H] of a core.
+      grads: of the inputs; empty for forward.
+      norm: of all gradients of the parameters together, whatever their layout.
+    """
+
+    out: np.ndarray
+    grads: tuple[np.ndarray, ...]
+    norm: float
+
+
+class Work(NamedTuple):
+    """One contestant at one case.
+
+    Attributes:
+      call: starts one computation; the result may still be on its way.
+      wait: until a result is there.
+      outcome: a result in the layout of the case.
+      compile: traces and compiles anew; gives a `call`. None if nothing is compiled.
+      growth: bytes that a function held at most, if its memory is not to be seen as JAX's or as
+        this process's.
+    """
+
+    call: Callable[[], Any]
+    wait: Callable[[Any], None]
+    outcome: Callable[[Any], Outcome]
+    compile: Callable[[], Callable[[], Any]] | None = None
+    growth: Callable[[Callable[[], Any]], int] | None = None
+
+
+def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
+    """The work of a function (params, *inputs) → out under `jax.jit`.
+
+    Args:
+      case: what to compute.
+      apply: traced once.
+      params: a tree of arrays, cast to the dtype of the case; differentiated if backward.
+    """
+    dtype = jnp.dtype(case.dtype)
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    inputs = [jnp.asarray(x, dtype) for x in case.inputs()]
+    args = [params, *inputs]
+
+    def both(cotangent: jax.Array, params: Any, *inputs: jax.Array) -> Any:
+        out, pull = jax.vjp(apply, params, *inputs)
+        return out, pull(cotangent)
+
+    if case.backward:
+        args = [jnp.asarray(case.cotangent(), dtype), *args]
+    function = both if case.backward else apply
+    compiled = jax.jit(function)
+
+    def compile() -> Callable[[], Any]:
+        # A new function: jax remembers those that it has traced.
+        fresh = jax.jit(lambda *args: function(*args)).lower(*args).compile()
+        return lambda: fresh(*args)
+
+    def wait(result: Any) -> None:
+        jax.block_until_ready(result)
+
+    def outcome(result: Any) -> Outcome:
+        out, (params, *grads) = result if case.backward else (result, (None,))
+        flat = [float32(leaf) for leaf in jax.tree.leaves(params)]
+        return Outcome(float32(out), tuple(map(float32, grads)), norm(flat))
+
+    return Work(lambda: compiled(*args), wait, outcome, compile)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def float32(x: Any) -> np.ndarray:
+    """An array on the host."""
+    return np.asarray(x).astype(np.float32)
+
+
+def norm(arrays: Sequence[np.ndarray]) -> float:
+    """√ of the sum of all squares."""
+    return float(np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in arrays)))
+
+
+def visible(case: Case) -> jax.Array | None:
+    """What queries (rows) may see, as bool [T, T]; None where they may see all. Traced."""
+    if not (case.causal or case.window):
+        return None
+    q, k = jnp.arange(case.T)[:, None], jnp.arange(case.T)[None]
+    reach = case.window or case.T
+    seen = k > q - reach
+    return seen & (k <= q if case.causal else k < q + reach)

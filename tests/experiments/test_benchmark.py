@@ -1,0 +1,266 @@
+"""The command, what it measures with, and that all contestants compute the same."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.image
+import numpy as np
+import pytest
+from oracle import error
+
+from experiments.benchmark import __main__ as benchmark
+from experiments.benchmark import contestants, fresh, races, timing
+from experiments.benchmark.cases import Case
+from experiments.benchmark.contestants import CONTESTANTS, Contestant
+from experiments.benchmark.work import Outcome, RefusalError, Work, visible
+
+MIB = 2**20
+TINY = ("--lengths=16,32", "--heads=2", "--features=16", "--batch=2", "--seconds=0.02")
+SMALL = Case("layer", backward=True, causal=True, B=2, T=12, N=2, D=16)
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run() -> Iterator[None]:
+    """Other libraries rely on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ceiling takes a large product; any will do here."""
+    monkeypatch.setattr(benchmark.machine, "_fastest", lambda n, dtype: 1.0)
+
+
+@pytest.mark.usefixtures("wide")
+def test_the_command_leaves_tables_json_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "results"
+    names = ("ours", "linen", "jax-xla", "jax-cudnn")
+    benchmark.main(
+        [*TINY, f"--contestants={','.join(names)}", "--dtypes=float32", "--memory=none",
+         "--masks=full", "--no-extras", f"--workdir={folder}"]
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "layer: times faster than linen" in shown
+    assert "core: times faster than jax-xla" in shown
+    assert str(folder) in shown.replace("\n", "")
+
+    result = json.loads((folder / "results.json").read_text())
+    assert result["machine"]["cores"] >= 1
+    assert result["machine"]["versions"]["jax"] == jax.__version__
+    assert result["ceilings"]["float32"] > 0
+    rows = result["rows"]
+    # Two lengths and passes; of the layer 2 contestants, of the core 4.
+    assert len(rows) == 4 * (2 + 4)
+    for row in rows:
+        assert {row["T"], row["B"], row["D"]} <= {16, 32, 2}
+        if row["contestant"] == "jax-cudnn":
+            assert row["status"] == "skipped"
+            assert "needs an NVIDIA GPU" in row["reason"]
+        else:
+            time = row["seconds"]
+            assert row["status"] == "ok"
+            assert 0 < time["q1"] <= time["median"] <= time["q3"]
+            assert time["rounds"] >= 1
+            assert row["flops_per_second"] > 0
+            base = {"layer": "linen", "core": "jax-xla"}[row["part"]]
+            assert (row["ratio"] == 1) if row["label"] == base else row["ratio"] > 0
+    assert matplotlib.image.imread(folder / "times.png").std() > 0.05
+
+
+@functools.lru_cache
+def outcome(name: str, case: Case) -> Outcome:
+    work = contestants.build(name, case)
+    result = work.call()
+    work.wait(result)
+    return work.outcome(result)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "dtype"),
+    [(True, 0, "float32"), (False, 0, "float32"), (True, 5, "float32"), (True, 0, "bfloat16")],
+    ids=["causal", "full", "window", "bfloat16"],
+)
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part, group in CONTESTANTS.items() for name in group]
+)
+def test_contestants_agree(part: str, name: str, causal: bool, window: int, dtype: str) -> None:
+    """Outputs and gradients are the same: what is timed is the same."""
+    module = CONTESTANTS[part][name].module
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    case = dataclasses.replace(SMALL, part=part, causal=causal, window=window, dtype=dtype)
+    try:
+        actual = outcome(name, case)
+    except RefusalError as refusal:
+        pytest.skip(str(refusal))
+    expected = outcome(contestants.BASELINES[part], case)
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    assert error(actual.out, expected.out) < tolerance
+    assert len(actual.grads) == len(expected.grads) == len(case.inputs())
+    for grad, wanted in zip(actual.grads, expected.grads, strict=True):
+        assert error(grad, wanted) < tolerance
+    assert actual.norm == pytest.approx(expected.norm, rel=tolerance)
+    assert (expected.norm > 0) == (part == "layer")
+    if dtype == "float32":
+        forward = outcome(name, dataclasses.replace(case, backward=False))
+        assert error(forward.out, expected.out) < tolerance
+        assert forward.grads == ()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 5, 12, 20])
+def test_flops_are_those_of_the_scores_that_are_seen(causal: bool, window: int) -> None:
+    case = dataclasses.replace(SMALL, part="core", backward=False, causal=causal, window=window)
+    mask = visible(case)
+    seen = 12 * 12 if mask is None else int(np.asarray(mask).sum())
+    assert case.flops() == 4 * 2 * seen * 16
+
+
+def broken(case: Case) -> Work:
+    raise ImportError("no such symbol\nin this version")
+
+
+def fragile(case: Case) -> Work:
+    """Fails when it is called the second time."""
+    calls = iter([1])
+    return Work(lambda: next(calls), lambda _: None, lambda _: pytest.fail("unused"))
+
+
+@pytest.mark.usefixtures("wide")
+def test_who_can_not_run_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = {
+        "jax-xla": CONTESTANTS["core"]["jax-xla"],
+        "broken": Contestant(broken),
+        "fragile": Contestant(fragile),
+        "absent": Contestant(broken, module="no_such_module"),
+    }
+    monkeypatch.setitem(CONTESTANTS, "core", group)
+    benchmark.main([
+        *TINY, "--parts=core", "--passes=forward", "--masks=causal", "--dtypes=float32",
+        "--no-extras", "--memory=none", f"--workdir={tmp_path}",
+    ])  # fmt: skip
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    found = {row["label"]: (row["status"], row["reason"]) for row in rows}
+    assert found == {
+        "jax-xla": ("ok", None),
+        "broken": ("failed", "ImportError: no such symbol"),
+        "fragile": ("failed", "StopIteration"),
+        "absent": ("skipped", "no_such_module is not installed"),
+    }
+    shown = capsys.readouterr().out
+    for _, reason in found.values():
+        assert reason is None or reason in shown
+
+
+def test_what_does_not_fit_is_not_tried() -> None:
+    long = Case("layer", backward=True, causal=True, B=1, T=16384)
+    with pytest.raises(RefusalError, match=r"needs about 64 GiB, 24 are free"):
+        contestants.build("linen", long, 24 * 2**30)
+
+
+def test_without_time_nothing_is_begun() -> None:
+    settings = races.Settings(lengths=(16,), extras=False)
+    race = races.plan(settings)[0]
+    rows = benchmark.run(race, 1, 1.0, 0.0)
+    assert {row["reason"] for row in rows} == {"no time left; raise --total"}
+    assert len(rows) == len(CONTESTANTS["layer"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lengths=12,x"], "--lengths: must be a whole number from 1, got 'x'"),
+        (["--heads=0"], "--heads: must be a whole number from 1, got '0'"),
+        (["--dtypes=float64"], "--dtypes: must be among float32, bfloat16"),
+        (["--contestants=our"], "must be among ours, linen, .* got 'our'"),
+        (["--seconds=-1"], "--seconds: must be a number of seconds above 0, got '-1'"),
+        (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
+        (["--parts=core", "--contestants=keras"], "--contestants must name one that takes part"),
+        (["--workdir=tests"], "must be a new or empty folder, and .*tests is not; choose another"),
+        (["--length=16"], "unrecognized arguments: --length=16"),
+    ],
+)
+def test_bad_flags_are_answered_plainly(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        benchmark.main(flags)
+    assert stop.value.code
+    assert re.search(message, f"{stop.value.code} {capsys.readouterr().err}")
+
+
+def test_quick_is_a_part_of_everything() -> None:
+    said = benchmark.parse(["--quick", "--lengths=128"])
+    assert (said["lengths"], said["extras"], said["total"] < 120) == ((128,), False, True)
+    settings = races.Settings(quick=True, lengths=races.CANONICAL, masks=("causal",), extras=False)
+    assert {len(race.entries) for race in races.plan(settings)} == {3}
+    full = races.plan(races.Settings())
+    assert len([race for race in full if not race.extra]) == 8 * 2 * 2 * 2 * 2
+    assert {race.title.split(":")[0] for race in full if race.extra} == {
+        "a window against causal alone", "ours in bfloat16", "a long sequence",
+    }  # fmt: skip
+
+
+def sleeping(seconds: float, log: list[str], name: str) -> Work:
+    def call() -> None:
+        log.append(name)
+        timing.time.sleep(seconds)
+
+    return Work(call, lambda _: None, lambda _: pytest.fail("unused"))
+
+
+def test_contestants_take_turns() -> None:
+    log: list[str] = []
+    works = {name: sleeping(0.03, log, name) for name in "abc"}
+    found = timing.interleave(works, rounds=3, seconds=10.0, queue=False)
+    # Two calls each to compile and to see how long they take; then each leads a round.
+    assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
+    for time in found.values():
+        assert isinstance(time, timing.Timing)
+        assert time.rounds == 3
+        assert 0.03 <= time.median < 0.3
+
+
+def test_a_slow_contestant_leaves_time_to_the_others() -> None:
+    works = {"slow": sleeping(0.3, [], ""), "fast": sleeping(0.03, [], "")}
+    found: dict[str, Any] = timing.interleave(works, rounds=50, seconds=0.4, queue=False)
+    assert found["slow"].rounds == 1
+    assert 2 <= found["fast"].rounds < 50
+    assert found["slow"].median > found["fast"].median
+
+
+def test_growth_sees_what_a_call_holds_in_passing() -> None:
+    def call() -> float:
+        return float(np.ones(256 * MIB // 8).sum())
+
+    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB
+    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB  # freed memory hides nothing
+    assert fresh.growth(lambda: 0) < 4 * MIB
+
+
+def test_a_fresh_process_weighs_and_compiles() -> None:
+    case = Case("core", backward=False, causal=True, B=1, T=2048)
+    scores = 4 * 8 * 2048**2
+    found = fresh.weigh("jax-xla", case, None, 120.0)
+    assert isinstance(found, fresh.Weight), found
+    assert scores <= found.bytes <= 6 * scores
+    assert found.compile is not None
+    assert 0 < found.compile < 60
+    ours = fresh.weigh("ours-blockwise", case, None, 120.0)
+    assert isinstance(ours, fresh.Weight), ours
+    assert ours.bytes < scores / 2
+    assert fresh.weigh("linen", case, 1, 120.0) == timing.Failure(
+        "RefusalError: needs about 0 GiB, 0 are free"
+    )
