@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from flax_mha import shapes
@@ -25,7 +24,7 @@ from flax_mha.grid import Array, At
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, map_grids, rows
+from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, keys_of, lay, rows, tile_of
 from flax_mha.shapes import Dims
 
 
@@ -52,11 +51,6 @@ def attend(
         # Converted once here, not in every tile.
         q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
     q = q * jnp.asarray(spec.scale, q.dtype)
-    if spec.mask is not None:
-        # NaN in a value moves to its key: where the mask allows the pair it spreads through the
-        # score, elsewhere it must not meet a weight of 0. See `_backward` for the keys.
-        k = k + poison(v)[..., None]
-        v = finite(v)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = lay(spec.replace(scale=None, sinks=None), plan)
     static = Form.of(plan, spec)
@@ -76,22 +70,6 @@ def attend(
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
 
 
-def _tile(static: Form, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
-    """The spec and the coordinates of one tile, all of rank 2."""
-    plan = static.plan
-    spec = map_grids(place.take, spec)
-    q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
-    k = _keys_of(plan, place)[None]
-    q = q if spec.q_pos is None else spec.q_pos.array
-    k = k if spec.k_pos is None else spec.k_pos.array
-    return spec, At(place.row.reshape(1, 1), place.head.reshape(1, 1), q, k)
-
-
-def _keys_of(plan: Plan, place: Place) -> jax.Array:
-    """Indices of the keys [width·bk]."""
-    return place.tile * plan.block_k + np.arange(place.width * plan.block_k, dtype=np.int32)
-
-
 def _score(
     static: Form, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array
 ) -> jax.Array:
@@ -99,7 +77,7 @@ def _score(
     s = (spec if masked else spec.replace(mask=None)).apply(s, at)
     plan = static.plan
     if masked and plan.dims.S % plan.block_k:
-        s = jnp.where(_keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
+        s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
     return s
 
 
@@ -155,7 +133,7 @@ def _core(
     ) -> tuple[jax.Array, jax.Array]:
         def step(masked: bool, place: Place, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = _tile(static, spec, place)
+            tile, at = tile_of(plan, spec, place)
             s = _dot(q, place.keys(k), 1, 1, spec, acc)
             s = _score(static, masked, place, tile, at, s)
             new = jnp.maximum(top, s.max(-1, keepdims=True))
@@ -179,6 +157,7 @@ def _core(
 
     def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         r, q, k, v = x
+        k, v = _guard(spec, k, v)
 
         def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
             j, q = x
@@ -211,6 +190,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, k, v, dout, shift, delta = x
+        k, v = _guard(spec, k, v)
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
@@ -229,11 +209,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
                 dkT = place.add_keys(dkT, _dot(qT, ds, 1, 0, spec, acc))
                 dvT = place.add_keys(dvT, _dot(doutT, p, 1, 0, spec, acc))
-                grads = [
-                    place.add(g, d.astype(g.dtype)) if grid else g + d.astype(g.dtype)
-                    for g, d, grid in zip(grads, dleaves, static.learned_grids, strict=True)
-                ]
-                return grads, dq, dkT, dvT
+                return static.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
             carry = (grads, jnp.zeros(q.shape, acc), dkT, dvT)
@@ -242,7 +218,8 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
-        carry = (grads, *(jnp.zeros((x.shape[-1], x.size // x.shape[-1]), acc) for x in (k, v)))
+        zeros = (jnp.zeros((x.shape[-1], x.size // x.shape[-1]), acc) for x in (k, v))
+        carry: Tree = (grads, *zeros)
         parts: list[jax.Array] = []
         # The widest come last where there are several: from there, dk and dv begin as a whole.
         for stripe in reversed(plan.parts):
@@ -274,7 +251,7 @@ def _tile_gradient(
     v: jax.Array, dout: jax.Array, shift: jax.Array, delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
     """The dropped weights of a tile, and the gradients of q·kᵀ and of the learned leaves."""
-    tile, at = _tile(static, spec, place)
+    tile, at = tile_of(static.plan, spec, place)
     leaves, others = static.split(tile)
 
     def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
@@ -290,6 +267,14 @@ def _tile_gradient(
 
 
 _core.defvjp(_forward, _backward)
+
+
+def _guard(spec: AttentionSpec, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """NaN of a value moves to its key: there it spreads through the scores that the mask allows.
+
+    In the values themselves it would meet weights of 0.
+    """
+    return (k, v) if spec.mask is None else (k + poison(v)[..., None], finite(v))
 
 
 def _nothing(dims: Dims, dtype: jnp.dtype, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -99,11 +99,11 @@ _STRIPES = 4
 def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     """Divides the call in the way that should be fastest."""
     at = spec.at(dims)
-    choices: list[tuple[float, Plan, Array]] = []
+    choices: list[tuple[float, Plan, np.ndarray]] = []
     for sizes in ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128)):
         plan = Plan.of(dims, *sizes)
         verdict = _ask(spec.mask, at, plan)
-        if not known(verdict):
+        if not isinstance(verdict, np.ndarray):
             # What will be visited is not known yet.
             return plan, _tables(verdict)
         stripes = _stripes(plan, verdict)
@@ -147,7 +147,7 @@ def _tables(verdict: Array) -> Tables:
 
 def _stripes(plan: Plan, verdict: np.ndarray) -> tuple[Stripe, ...]:
     """Each block's keys from the first to the last that any row or head sees."""
-    seen = (verdict > EMPTY).any((0, 1))
+    seen = verdict.max((0, 1)) > EMPTY
     first = np.where(seen.any(-1), seen.argmax(-1), 0)
     last = np.where(seen.any(-1), plan.nk - seen[:, ::-1].argmax(-1), 1)
     runs = [(int(width), len(list(blocks))) for width, blocks in itertools.groupby(last - first)]
@@ -158,7 +158,7 @@ def _stripes(plan: Plan, verdict: np.ndarray) -> tuple[Stripe, ...]:
         i = int(np.argmin(added))
         a, b = pairs[i]
         runs[i : i + 2] = [(max(a[0], b[0]), a[1] + b[1])]
-    full = (verdict == FULL).all((0, 1))
+    full = verdict.min((0, 1)) == FULL
     stripes, block = [], 0
     for width, count in runs:
         starts = np.minimum(first[block : block + count], plan.nk - width)

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from flax_mha.grid import Array, Grid, blocks, flat_batch
+from flax_mha.grid import Array, At, Grid, blocks, flat_batch
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
 
@@ -103,6 +104,21 @@ def map_grids(fn: Callable, tree: Tree, other: Callable = lambda x: x) -> Tree:
     )
 
 
+def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
+    """The spec and the coordinates of one place, all of rank 2."""
+    spec = map_grids(place.take, spec)
+    q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
+    k = keys_of(plan, place)[None]
+    q = q if spec.q_pos is None else spec.q_pos.array
+    k = k if spec.k_pos is None else spec.k_pos.array
+    return spec, At(place.row.reshape(1, 1), place.head.reshape(1, 1), q, k)
+
+
+def keys_of(plan: Plan, place: Place) -> Array:
+    """Indices of the keys [width·bk]."""
+    return place.tile * plan.block_k + np.arange(place.width * plan.block_k, dtype=np.int32)
+
+
 class Form(NamedTuple):
     """How a call is divided, and how its spec is taken apart and put together again.
 
@@ -137,7 +153,12 @@ class Form(NamedTuple):
         leaves = list(zip(jax.tree.leaves(spec), self.floating, strict=True))
         return [x for x, f in leaves if f], [x for x, f in leaves if not f]
 
-    @property
-    def learned_grids(self) -> list[bool]:
-        """Which of the learned leaves lie over the scores."""
-        return [g for g, f in zip(self.grids, self.floating, strict=True) if f]
+    def accumulate(
+        self, place: Place, grads: list[jax.Array], tile: list[jax.Array]
+    ) -> list[jax.Array]:
+        """The gradients of the learned leaves with those of a tile added."""
+        grids = (g for g, f in zip(self.grids, self.floating, strict=True) if f)
+        return [
+            place.add(g, d.astype(g.dtype)) if grid else g + d.astype(g.dtype)
+            for g, d, grid in zip(grads, tile, grids, strict=True)
+        ]
