@@ -46,11 +46,11 @@ def results(kernel: str, *operands: Any, **call: Any) -> tuple[jax.Array, ...]:
 def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
     """Of integers, which no dtype rounds: so the results are as exact as ever."""
     rng = np.random.default_rng(5)
-    q, k = rng.integers(-50, 51, (B, T, N, H)), rng.integers(-50, 51, (B, S, K, H))
-    # Near ties, at both ends: each key has one that differs by 1 in one feature.
-    k[:, 1::2] = k[:, ::2]
+    q, k = rng.integers(-80, 81, (B, T, N, H)), rng.integers(-80, 81, (B, S, K, H))
+    # Pairs of keys between whose scores there is at most 1, and much between their gradients.
+    k[:, 1::2, :, :-2] = k[:, ::2, :, :-2]
     k[:, 1::2, :, 0] += 1
-    q[:, :, :, 0] = rng.integers(-1, 2, (B, T, N))
+    q[..., 0], q[..., -2:] = rng.integers(-1, 2, (B, T, N)), 0
     allowed = np.arange(S) <= np.arange(T)[:, None]
     known: dict[str, Any] = {"scale": 1.0} | ({"allowed": allowed} if limited else {})
     call: dict[str, Any] = {"scale": 1.0} | ({"mask": Causal()} if limited else {})
@@ -62,9 +62,13 @@ def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
     expected, lse, _ = oracle.attention(*operands[:3], **known)
     assert np.abs(lse).max() > 1e4
     exact = oracle.attention_gradients(*operands[:3], cotangent=operands[3], **known)
+    out, *grads = results(kernel, *operands, **call)
     eps = float(jnp.finfo(dtype).eps)
-    for got, want in zip(results(kernel, *operands, **call), (expected, *exact), strict=False):
-        assert oracle.error(got, want) < max(1e-5, 4 * eps)
+    assert oracle.error(out, expected) < max(2e-6, eps)
+    # Weights rebuilt from a float32 lse carry the rounding of the lse, half a unit of it.
+    rebuilt = 0.0 if kernel == "reference" else 2.0**-24 * float(np.abs(lse).max())
+    for got, want in zip(grads, exact, strict=False):
+        assert oracle.error(got, want) < max(1e-5, 4 * eps, rebuilt)
 
 
 @kernels
