@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 FACTORS: dict[str, tuple[str, ...]] = {
     "mask": (
-        "none", "causal", "window", "lengths", "lengths_of_both", "lengths_per_query",
-        "segments", "packed", "prefix", "prefix_per_row", "dense", "dense_of_keys",
-        "dense_in_blocks", "predicate", "per_head", "mixed",
+        "none", "causal", "window", "window_left", "lengths", "lengths_of_both",
+        "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row", "dense",
+        "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed",
     ),
     # Batch, then T and S.
     "size": (

@@ -146,6 +146,7 @@ def mixed(at: Scene) -> tuple[Mask, np.ndarray]:
 MASKS: dict[str, Callable[[Scene], tuple[Mask, np.ndarray]]] = {
     "causal": lambda at: (Causal(), at.j <= at.i),
     "window": lambda at: (Near(20, 3), (at.i - 20 <= at.j) & (at.j <= at.i + 3)),
+    "window_left": lambda at: (Near(left=100), at.i - 100 <= at.j),
     "lengths": lengths, "lengths_of_both": lengths_of_both,
     "lengths_per_query": lengths_per_query, "segments": segments, "packed": packed,
     "prefix": prefix, "prefix_per_row": prefix_per_row, "dense": dense,
