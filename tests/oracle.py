@@ -115,6 +115,7 @@ def attention_gradients(
     v: Array,
     *,
     cotangent: Array,
+    lse_cotangent: Array | None = None,
     allowed: Array | None = None,
     bias: Array | None = None,
     cap: float | None = None,
@@ -123,7 +124,10 @@ def attention_gradients(
     keep: Array | None = None,
     rate: float = 0.0,
 ) -> Gradients:
-    """The gradients of Σ out·cotangent, by the chain rule; arguments as for `attention`."""
+    """The gradients of Σ out·cotangent + Σ lse·lse_cotangent; arguments as for `attention`.
+
+    By the chain rule; the cotangents are [*B, T, N, Hv] and [*B, N, T].
+    """
     _, lse, p = attention(q, k, v, allowed=allowed, bias=bias, cap=cap, sinks=sinks, scale=scale)
     q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -132,6 +136,9 @@ def attention_gradients(
     dv = np.einsum("...nts,...tnh->...snh", dropped(p, keep, rate), cotangent)
     dp = dropped(np.einsum("...tnh,...snh->...nts", cotangent, v_all), keep, rate)
     mean = (dp * p).sum(-1, keepdims=True)
+    if lse_cotangent is not None:
+        # d lse / d score = p.
+        mean = mean - float64(lse_cotangent)[..., None]
     ds = p * (dp - mean)
     dbias = None if bias is None else summed_to(ds, np.shape(bias))
     dsinks = None

@@ -25,6 +25,7 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.shapes import Dims
+from tests.algebra import Expression, evaluate, expressions
 
 B, N, T, S = 2, 3, 5, 6
 DIMS = Dims((B,), T, S, N, N, 4, 4)
@@ -89,44 +90,28 @@ def test_definition(name: str) -> None:
     np.testing.assert_array_equal(table(mask), definition(rule))
 
 
-expressions = st.recursive(
-    st.sampled_from(sorted(ATOMS)),
-    lambda inner: st.one_of(
-        st.tuples(st.just("~"), inner), st.tuples(st.sampled_from("&|"), inner, inner)
-    ),
-    max_leaves=6,
-)
+random_masks = expressions(ATOMS)
 
 
-def evaluate(expression: str | tuple) -> tuple[Mask, Rule]:
-    """The mask an expression builds with operators, and its meaning in Python's logic."""
-    if isinstance(expression, str):
-        return ATOMS[expression]
-    operator, *operands = expression
-    (mask, rule), *rest = map(evaluate, operands)
-    if operator == "~":
-        return ~mask, lambda *at: not rule(*at)
-    other, other_rule = rest[0]
-    if operator == "&":
-        return mask & other, lambda *at: rule(*at) and other_rule(*at)
-    return mask | other, lambda *at: rule(*at) or other_rule(*at)
+def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
+    """The mask that an expression builds with operators, and its table."""
+    return evaluate(expression, lambda name: (ATOMS[name][0], definition(ATOMS[name][1])))
 
 
-@given(expressions)
-def test_algebra(expression: str | tuple) -> None:
-    mask, rule = evaluate(expression)
-    np.testing.assert_array_equal(table(mask), definition(rule))
+@given(random_masks)
+def test_algebra(expression: Expression) -> None:
+    mask, expected = meant(expression)
+    np.testing.assert_array_equal(table(mask), expected)
 
 
-@given(expressions, st.integers(1, 4), st.integers(1, 4))
-def test_tiles_never_lie(expression: str | tuple, block_q: int, block_k: int) -> None:
+@given(random_masks, st.integers(1, 4), st.integers(1, 4))
+def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> None:
     """EMPTY and FULL are what they say, for every tile."""
-    mask, rule = evaluate(expression)
+    mask, expected = meant(expression)
     at = whole(DIMS)
     verdict = mask.bind(DIMS).tiles(tiles_of(at.q, at.k, block_q, block_k))
     nq, nk = -(-T // block_q), -(-S // block_k)
     verdict = np.broadcast_to(verdict, (B, N, nq, nk))
-    expected = definition(rule)
     for q, k in np.ndindex(nq, nk):
         rows, columns = (
             slice(x * size, (x + 1) * size) for x, size in ((q, block_q), (k, block_k))

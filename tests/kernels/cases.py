@@ -1,0 +1,113 @@
+"""Which calls the contract is held on: a table of factors, and rows that cover it.
+
+The product of the factors has far more rows than could be run. Mistakes need two or three
+factors to meet, so the ordinary suite covers every pair of values, and the grid every triple.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+FACTORS: dict[str, tuple[str, ...]] = {
+    "mask": (
+        "none", "causal", "window", "window_left", "lengths", "lengths_of_both",
+        "lengths_per_query", "segments", "packed", "prefix", "prefix_per_row", "dense",
+        "dense_of_keys", "dense_in_blocks", "predicate", "per_head", "mixed",
+    ),
+    # Batch, then T and S.
+    "size": (
+        "2x1x1", "2x7x7", "2x64x64", "2x129x129", "2x257x257", "1x600x600",
+        "2x257x129", "2x100x300", "2x1x300", "x300x7", "2x2x64x129",
+    ),
+    "score": (
+        "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
+        "sinks", "all_scores",
+    ),
+    "heads": ("mha", "gqa", "mqa", "dv"),
+    "dtype": ("float32", "bfloat16", "float16"),
+    "dropout": ("no_dropout", "dropout", "dropout_broadcast"),
+    # Where queries and keys stand: from 0, with their ends aligned, or anywhere.
+    "place": ("from_0", "aligned", "scattered"),
+    # Whether masks and positions are known before tracing.
+    "given": ("known", "traced"),
+}  # fmt: skip
+
+# Rows of the ordinary suite, for each kernel.
+ORDINARY = 260
+
+
+class Case(NamedTuple):
+    """One value of each factor."""
+
+    mask: str
+    size: str
+    score: str
+    heads: str
+    dtype: str
+    dropout: str
+    place: str
+    given: str
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+Tuples = set[tuple[tuple[int, str], ...]]
+
+
+def tuples_of(row: Sequence[str], strength: int) -> Iterator[tuple[tuple[int, str], ...]]:
+    """The combinations of that many values in a row, each with the index of its factor."""
+    return itertools.combinations(enumerate(row), strength)
+
+
+def all_tuples(factors: Mapping[str, Sequence[str]], strength: int) -> Tuples:
+    """The combinations that some row has."""
+    columns = [[(n, value) for value in values] for n, values in enumerate(factors.values())]
+    return {
+        combination
+        for some in itertools.combinations(columns, strength)
+        for combination in itertools.product(*some)
+    }
+
+
+def rows() -> Iterator[Case]:
+    """Rows that cover all pairs, as few as a greedy choice finds; then all triples likewise."""
+    draw = random.Random(0)
+    pairs, triples = (all_tuples(FACTORS, strength) for strength in (2, 3))
+    for missing, strength in ((pairs, 2), (triples, 3)):
+        # In an order that does not depend on hashes.
+        for seed in sorted(missing):
+            while seed in missing:
+                row = _best(dict(seed), missing, strength, draw)
+                pairs.difference_update(tuples_of(row, 2))
+                triples.difference_update(tuples_of(row, 3))
+                yield Case(*row)
+
+
+def _best(row: dict[int, str], missing: Tuples, strength: int, draw: random.Random) -> list[str]:
+    """Fills a row up, each factor with the value that covers most of what is missing."""
+    columns = list(FACTORS.values())
+    free = [n for n in range(len(columns)) if n not in row]
+    draw.shuffle(free)
+    for n in free:
+        others = list(itertools.combinations(sorted(row.items()), strength - 1))
+
+        def gain(value: str, n: int = n, others: list = others) -> int:
+            return sum(tuple(sorted((*other, (n, value)))) in missing for other in others)
+
+        row[n] = max(draw.sample(columns[n], len(columns[n])), key=gain)
+    return [row[n] for n in range(len(columns))]
+
+
+@functools.cache
+def ordinary() -> list[Case]:
+    """The rows of the ordinary suite: every pair of values."""
+    return list(itertools.islice(rows(), ORDINARY))
+
+
+@functools.cache
+def grid() -> list[Case]:
+    """The other rows: with the ordinary ones, every triple of values."""
+    return list(rows())[ORDINARY:]

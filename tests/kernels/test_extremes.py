@@ -1,0 +1,242 @@
+"""Kernels where numbers overflow, vanish or are none: several tiles each, with gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.kernels import KERNELS
+from flax_mha.masks import Causal, Lengths, Mask, Segments, Window
+from flax_mha.scores import Alibi
+from tests import oracle
+from tests.kernels.problems import SINKS
+
+B, N, K, H = 2, 4, 2, 8
+T, S = 150, 280
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(5)}
+
+
+def arrays(t: int = T, s: int = S) -> list[jax.Array]:
+    """q, k, v and a cotangent."""
+    rng = np.random.default_rng(4)
+    sizes = [(t, N, H), (s, K, H), (s, K, H), (t, N, H)]
+    return [jnp.asarray(rng.normal(size=(B, *size)), jnp.float32) for size in sizes]
+
+
+def pulled(kernel: str, **call: Any) -> Any:
+    """A function of q, k, v and a cotangent that gives out and the gradients."""
+
+    @jax.jit
+    def run(q, k, v, cotangent):
+        out, pull = jax.vjp(
+            lambda *qkv: dot_product_attention(*qkv, kernel=kernel, **call), q, k, v
+        )
+        return out, *pull(cotangent)
+
+    return run
+
+
+@kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("limited", [False, True])
+def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
+    """Of integers, which no dtype rounds: so the results are as exact as ever."""
+    rng = np.random.default_rng(5)
+    q, k = rng.integers(-80, 81, (B, T, N, H)), rng.integers(-80, 81, (B, S, K, H))
+    # Pairs of keys between whose scores there is at most 1, and much between their gradients.
+    k[:, 1::2, :, :-2] = k[:, ::2, :, :-2]
+    k[:, 1::2, :, 0] += 1
+    q[..., 0], q[..., -2:] = rng.integers(-1, 2, (B, T, N)), 0
+    allowed = np.arange(S) <= np.arange(T)[:, None]
+    known: dict[str, Any] = {"scale": 1.0} | ({"allowed": allowed} if limited else {})
+    call: dict[str, Any] = {"scale": 1.0} | ({"mask": Causal()} if limited else {})
+    if limited:
+        known["sinks"] = np.array([1e4, -1e4, 5e3, 0.0], np.float32)
+        call["sinks"] = jnp.asarray(known["sinks"])
+    _, _, v, cotangent = arrays()
+    operands = [jnp.asarray(x, dtype) for x in (q, k, v, cotangent)]
+    expected, lse, _ = oracle.attention(*operands[:3], **known)
+    assert np.abs(lse).max() > 1e4
+    exact = oracle.attention_gradients(*operands[:3], cotangent=operands[3], **known)
+    out, *grads = pulled(kernel, **call)(*operands)
+    eps = float(jnp.finfo(dtype).eps)
+    assert oracle.error(out, expected) < max(2e-6, eps)
+    # Weights rebuilt from a float32 lse carry the rounding of the lse, half a unit of it.
+    rebuilt = 0.0 if kernel == "reference" else 2.0**-24 * float(np.abs(lse).max())
+    for got, want in zip(grads, exact, strict=False):
+        assert oracle.error(got, want) < max(1e-5, 4 * eps, rebuilt)
+
+
+@kernels
+@pytest.mark.parametrize("call", [
+    {"mask": np.zeros((T, S), bool)},
+    {"mask": Lengths(jnp.array([0, 0]))},
+    {"bias": jnp.full((T, S), -jnp.inf)},
+], ids=["dense", "lengths", "bias"])  # fmt: skip
+@pytest.mark.parametrize("more", [{}, DROPOUT | {"scores": (Alibi(),)}], ids=["plain", "more"])
+def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
+    """Exactly 0 and no gradient, whichever way it was forbidden."""
+    q, k, v, _ = arrays()
+
+    @jax.jit
+    def run(q, k, v):
+        out, pull = jax.vjp(
+            lambda *qkv: dot_product_attention(
+                *qkv, kernel=kernel, return_weights=True, return_residuals=True, **call, **more
+            ),
+            q, k, v,
+        )  # fmt: skip
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    (out, weights, lse), grads = run(q, k, v)
+    np.testing.assert_array_equal(lse, -np.inf)
+    for x in (out, weights, *grads):
+        np.testing.assert_array_equal(x, 0)
+
+
+@kernels
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+def test_some_queries_that_see_nothing(kernel: str, sinks: np.ndarray | None) -> None:
+    """Their neighbours in a tile do not change that."""
+    lengths = np.random.default_rng(6).integers(0, 3, (B, T)) * 90
+    sinks = None if sinks is None else jnp.asarray(sinks)
+    for traced in (False, True):
+        mask = Lengths(jnp.asarray(lengths) if traced else lengths)
+        out, dq, _, _ = pulled(kernel, mask=mask, sinks=sinks)(*arrays())
+        for x in (out, dq):
+            np.testing.assert_array_equal(x[lengths == 0], 0)
+            assert np.abs(x[lengths > 0]).sum((-1, -2)).all()
+
+
+SEGMENTS = Segments(np.arange(T) // 50, np.arange(S) // 50)
+# A mask, and the queries and keys that nobody sees.
+UNSEEN: dict[str, tuple[Mask | np.ndarray, list[int], list[int]]] = {
+    "dense": ((np.arange(S) != 4)[None] & (np.arange(T) != 2)[:, None], [2], [4]),
+    "lengths": (Lengths(jnp.array([100, 139])), [], [139, 200, S - 1]),
+    "lengths_of_both": (Lengths(np.array([40, 70]), q=np.array([9, 99])), [99, 149], [70, S - 1]),
+    "segments": (SEGMENTS, [], [150, 200, S - 1]),
+    "causal": (Causal(), [], [T, S - 1]),
+    "window": (Window(3, 3), [], [T + 3, S - 1]),
+}
+
+
+@kernels
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
+    """What a masked key, value or query holds changes nothing, forward and backward."""
+    mask, queries, keys = UNSEEN[name]
+    q, k, v, cotangent = arrays()
+    at_q, at_k = (jnp.array(x, int) for x in (queries, keys))
+    run = pulled(kernel, mask=mask, scores=(Alibi(),), **DROPOUT)
+    clean = run(q, k, v, cotangent)
+    for poison in (np.nan, np.inf, -np.inf):
+        dirty = (q.at[:, at_q].set(poison), k.at[:, at_k].set(poison), v.at[:, at_k].set(poison))
+        for got, want in zip(run(*dirty, cotangent), clean, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@kernels
+@pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
+def test_visible_nans_are_seen(kernel: str, operand: int) -> None:
+    """A NaN reaches the queries that may see it, and only those."""
+    operands = arrays()
+    operands[operand] = operands[operand].at[:, 130].set(jnp.nan)
+    out, *_ = pulled(kernel, mask=Causal())(*operands)
+    seen = np.arange(T) == 130 if operand == 0 else np.arange(T) >= 130
+    assert np.isnan(out[:, seen]).all()
+    assert np.isfinite(out[:, ~seen]).all()
+
+
+@kernels
+@pytest.mark.parametrize("call", [
+    {}, {"mask": Causal()}, {"mask": Causal(), "scores": (Alibi(),), **DROPOUT},
+], ids=["plain", "causal", "more"])  # fmt: skip
+@pytest.mark.parametrize(("t", "s"), [(0, 0), (0, 3), (3, 0), (0, 300), (300, 0)])
+def test_no_queries_and_no_keys(kernel: str, call: dict, t: int, s: int) -> None:
+    out, *grads = pulled(kernel, **call)(*arrays(t, s))
+    assert out.shape == (B, t, N, H)
+    for x in (out, *grads):
+        np.testing.assert_array_equal(x, 0)
+
+
+@kernels
+def test_sinks_without_keys(kernel: str) -> None:
+    """The lse is the sink, and takes its gradient."""
+    q, k, v, _ = arrays(3, 0)
+
+    def total(sinks):
+        out, lse = dot_product_attention(q, k, v, sinks=sinks, kernel=kernel, return_residuals=True)
+        return out.sum() + lse.sum()
+
+    value, gradient = jax.value_and_grad(total)(jnp.asarray(SINKS))
+    np.testing.assert_allclose(value, B * 3 * SINKS.sum())
+    np.testing.assert_array_equal(gradient, B * 3)
+
+
+@kernels
+def test_repeats_are_bit_equal(kernel: str) -> None:
+    run = pulled(kernel, mask=Causal() & SEGMENTS, **DROPOUT)
+    one, other = (run(*arrays()) for _ in range(2))
+    for x, y in zip(one, other, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_kernels_drop_the_same_weights() -> None:
+    """Bit by bit: with values that are one-hot in the key, the output shows what was kept."""
+    q, k, _, _ = arrays()
+    v = jnp.broadcast_to(jnp.eye(S)[:, None, :], (B, S, K, S))
+    allowed = np.arange(S) <= np.arange(T)[:, None]
+    for broadcast in (False, True):
+        patterns = [
+            np.asarray(
+                jax.jit(
+                    lambda q, k, v, kernel=kernel, broadcast=broadcast: dot_product_attention(
+                        q, k, v, mask=Causal(), kernel=kernel, broadcast_dropout=broadcast,
+                        **DROPOUT,
+                    )
+                )(q, k, v) != 0
+            )
+            for kernel in KERNELS
+        ]  # fmt: skip
+        for pattern in patterns:
+            np.testing.assert_array_equal(pattern, patterns[0])
+        assert 0.65 < patterns[0].mean((0, 2))[allowed].mean() < 0.75
+
+
+LONG = 32768
+
+
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.parametrize("mask", [Causal(), Causal() & Window(left=300)], ids=["causal", "window"])
+def test_long_sequences(mask: Mask) -> None:
+    """Some queries at T = 32,768, and all that their gradient reaches."""
+    rng = np.random.default_rng(7)
+    q, k, v = (jnp.asarray(rng.normal(size=(LONG, 1, H)), jnp.float32) for _ in range(3))
+    some = np.array([0, 1, 255, 256, 511, 512, 20_000, LONG - 1])
+    rows = jnp.asarray(rng.normal(size=(len(some), 1, H)), jnp.float32)
+    cotangent = jnp.zeros_like(q).at[some].set(rows)
+    out, dq, dk, dv = pulled("blockwise", mask=mask)(q, k, v, cotangent)
+    allowed = np.arange(LONG) <= some[:, None]
+    if mask != Causal():
+        allowed &= np.arange(LONG) >= some[:, None] - 300
+    expected, _, _ = oracle.attention(q[some], k, v, allowed=allowed)
+    exact = oracle.attention_gradients(q[some], k, v, cotangent=rows, allowed=allowed)
+    assert oracle.error(out[some], expected) < 2e-6
+    for got, want in ((dq[some], exact.q), (dk, exact.k), (dv, exact.v)):
+        assert oracle.error(got, want) < 1e-5
+    np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
+
+
+def test_memory_grows_with_the_length_not_its_square() -> None:
+    """The forward and backward pass at T = 32,768 would need 4 GiB for the scores of a head."""
+    x = jax.ShapeDtypeStruct((LONG, 1, H), jnp.float32)
+
+    def loss(q, k, v):
+        return dot_product_attention(q, k, v, mask=Causal(), kernel="blockwise").sum()
+
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 2**20

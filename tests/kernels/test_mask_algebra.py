@@ -1,0 +1,40 @@
+"""Kernels under masks that nobody chose: random combinations, lengths and places."""
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from flax_mha.kernels import KERNELS
+from tests.algebra import Expression, evaluate, expressions
+from tests.kernels.cases import Case
+from tests.kernels.problems import MASKS, Scene, pose
+from tests.kernels.test_contract import FLOOR, errors, run
+
+LENGTHS = st.integers(1, 300)
+
+
+# Each example compiles: to shrink one would take minutes, and there are few to read.
+@settings(max_examples=20, phases=[Phase.generate])
+@given(
+    expressions(MASKS),
+    LENGTHS,
+    LENGTHS,
+    st.sampled_from(["from_0", "aligned", "scattered"]),
+    st.sampled_from(["known", "traced"]),
+    st.sampled_from(["plain", "all_scores"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_random_masks(
+    expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
+) -> None:
+    at = Scene((2,), T, S, place, seed)
+    case = Case("random", "", score, "gqa", "float32", "no_dropout", place, given)
+    mask, allowed = evaluate(expression, lambda name: _whole(at, name))
+    problem = pose(at, mask, allowed, case)
+    for kernel in KERNELS:
+        for name, error in errors(problem, run(kernel, problem, given == "traced")).items():
+            assert error <= FLOOR[name not in ("out", "lse")], (kernel, name, error)
+
+
+def _whole(at: Scene, name: str) -> tuple:
+    mask, allowed = MASKS[name](at)
+    return mask, at.table(allowed)

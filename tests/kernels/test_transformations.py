@@ -1,0 +1,179 @@
+"""Kernels under jit, vmap, scan, remat and second derivatives."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from flax_mha import dot_product_attention
+from flax_mha.kernels import KERNELS
+from flax_mha.masks import Causal, Lengths, Segments
+from tests import oracle
+
+N, K, H, T, S = 4, 2, 8, 150, 140
+OPERANDS = ("q", "k", "v", "bias", "sinks")
+# Each alone, q with each other, and all but one.
+MAPPED = [
+    *((name,) for name in OPERANDS),
+    *(("q", name) for name in OPERANDS[1:]),
+    *itertools.combinations(OPERANDS, 4),
+]
+pytestmark = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def arrays(*batch: int) -> dict[str, jax.Array]:
+    """q, k, v, a bias, sinks and a cotangent, each with those axes first."""
+    rng = np.random.default_rng(2)
+    sizes = {
+        "q": (T, N, H), "k": (S, K, H), "v": (S, K, H),
+        "bias": (N, 1, S), "sinks": (N,), "cotangent": (T, N, H),
+    }  # fmt: skip
+    return {
+        name: jnp.asarray(rng.normal(size=(*batch, *size)), jnp.float32)
+        for name, size in sizes.items()
+    }
+
+
+def pulled(kernel: str, **call: Any) -> Any:
+    """A function of arrays that gives out and all gradients."""
+
+    def run(q, k, v, bias, sinks, cotangent):
+        out, pull = jax.vjp(
+            lambda q, k, v, bias, sinks: dot_product_attention(
+                q, k, v, bias=bias, sinks=sinks, kernel=kernel, **call
+            ),
+            q, k, v, bias, sinks,
+        )  # fmt: skip
+        return out, *pull(cotangent)
+
+    return run
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert oracle.error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
+def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
+    """Some operands have the axis, others are shared by all."""
+    R = 2
+    many, one = arrays(R), arrays()
+    given = one | {name: many[name] for name in (*mapped, "cotangent")}
+    axes = tuple(0 if name in (*mapped, "cotangent") else None for name in given)
+    run = pulled(kernel, mask=Causal())
+    got = jax.jit(jax.vmap(run, axes))(*given.values())
+    loop = jax.jit(run)
+    each = [
+        loop(*(x if axis is None else x[r] for x, axis in zip(given.values(), axes, strict=True)))
+        for r in range(R)
+    ]
+    assert_close(got, [jnp.stack(x) for x in zip(*each, strict=True)])
+
+
+def test_vmap_over_masks(kernel: str) -> None:
+    """Each row has lengths and positions of its own, which are unknown to the trace."""
+    x = arrays(3)
+    lengths, starts = jnp.array([100, 0, S]), jnp.array([0, 40, -7])
+
+    def one(length, start, *operands):
+        mask = Causal() & Lengths(length)
+        return pulled(kernel, mask=mask, q_positions=start + jnp.arange(T))(*operands)
+
+    got = jax.jit(jax.vmap(one))(lengths, starts, *x.values())
+    each = [jax.jit(one)(lengths[r], starts[r], *(a[r] for a in x.values())) for r in range(3)]
+    assert_close(got, [jnp.stack(a) for a in zip(*each, strict=True)])
+    np.testing.assert_array_equal(got[0][1], 0)
+
+
+def test_scan_over_layers_and_remat(kernel: str) -> None:
+    """A stack as a scan, rematerialised or not, is the loop that it stands for."""
+    layers = 3
+    biases = arrays(layers)["bias"]
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.normal(size=(2, S, N, H)), jnp.float32)
+    key = jax.random.key(1)
+
+    def layer(x, bias):
+        out = dot_product_attention(
+            x, x, x, mask=Causal() & Segments(np.arange(S) // 60), bias=bias, kernel=kernel,
+            dropout_rate=0.2, dropout_rng=key,
+        )  # fmt: skip
+        return x + out, None
+
+    def loop(x, biases):
+        for bias in biases:
+            x, _ = layer(x, bias)
+        return (x**2).mean()
+
+    def scanned(layer):
+        return lambda x, biases: (jax.lax.scan(layer, x, biases)[0] ** 2).mean()
+
+    expected, *results = (
+        jax.jit(jax.value_and_grad(loss, (0, 1)))(x, biases)
+        for loss in (loop, scanned(layer), scanned(jax.checkpoint(layer)))
+    )
+    for got in results:
+        assert_close(jax.tree.leaves(got), jax.tree.leaves(expected))
+
+
+def test_with_and_without_jit(kernel: str) -> None:
+    x = arrays(2)
+    x |= {"bias": x["bias"][0], "sinks": x["sinks"][0]}
+    run = pulled(kernel, mask=Causal(), dropout_rate=0.2, dropout_rng=jax.random.key(0))
+    assert_close(run(*x.values()), jax.jit(run)(*x.values()))
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_batch_dimensions_are_those_of_vmap(kernel: str, batch: tuple[int, ...]) -> None:
+    q, k, v, *_ = arrays(*batch).values()
+
+    def one(q, k, v):
+        return dot_product_attention(q, k, v, mask=Causal(), kernel=kernel)
+
+    mapped = one
+    for _ in batch:
+        mapped = jax.vmap(mapped)
+    np.testing.assert_allclose(jax.jit(one)(q, k, v), jax.jit(mapped)(q, k, v), atol=1e-6)
+
+
+def test_later_keys_have_no_gradient(kernel: str) -> None:
+    """Causality: what a query gives depends on no key and no value after it, exactly."""
+    x = arrays(2)
+    shared = {"bias": x["bias"][0], "sinks": x["sinks"][0]}
+    run = jax.jit(pulled(kernel, mask=Causal()))
+    for t in (0, 63, T - 20):
+        only = jnp.zeros_like(x["cotangent"]).at[:, t].set(x["cotangent"][:, t])
+        _, dq, dk, dv, _, _ = run(**x | shared | {"cotangent": only})
+        np.testing.assert_array_equal(dk[:, t + 1 :], 0)
+        np.testing.assert_array_equal(dv[:, t + 1 :], 0)
+        np.testing.assert_array_equal(jnp.delete(dq, t, axis=1), 0)
+        assert (np.abs(dv[:, : t + 1]).max((0, 2, 3)) > 0).all()
+
+
+def test_second_derivatives(kernel: str) -> None:
+    """Of every argument, where the kernel has them; the others say so, and give no wrong number."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        sizes = [(2, 5, N, H), (2, 6, K, H), (2, 6, K, H), (N, 1, 6), (N,)]
+        operands = [jnp.asarray(rng.normal(size=size)) for size in sizes]
+        mask = Lengths(jnp.array([4, 0]))
+
+        @jax.jit
+        def loss(q, k, v, bias, sinks):
+            return (
+                dot_product_attention(q, k, v, mask=mask, bias=bias, sinks=sinks, kernel=kernel)
+                ** 2
+            ).sum()
+
+        assert loss(*operands).dtype == jnp.float64
+        if kernel == "reference":
+            check_grads(loss, operands, order=2, modes=["rev", "fwd"])
+            return
+        check_grads(loss, operands, order=1, modes=["rev"])
+        with pytest.raises(TypeError):
+            jax.jvp(loss, operands, operands)
