@@ -1,8 +1,10 @@
 """Attention in memory of O(T + S), on any platform, forward and backward.
 
-Scores are computed tile by tile, with the running maximum and sum of an online softmax, and again
-in the backward pass from the saved lse. What the mask says of each tile is known before the loop
-runs: tiles it excludes are skipped, and it is evaluated only in those it splits.
+What the mask says of each tile of scores is asked first (see `plan`). Where the answer is known
+before tracing and the keys that a block of queries sees lie together, one product has them all;
+elsewhere tile by tile, with the running maximum and sum of an online softmax: excluded tiles are
+skipped, and the mask is evaluated only in those it splits. The backward pass computes the scores
+again, from the saved maximum and sum.
 
 The loops: rows of the batch and key/value heads → query heads of the group and blocks of queries →
 tiles of keys, first the full ones, then those to be masked.
@@ -20,12 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha import shapes
-from flax_mha.grid import Array, At
-from flax_mha.kernels.finite import finite, poison
+from flax_mha.grid import Array
+from flax_mha.kernels import tiling
+from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, keys_of, lay, rows, tile_of
-from flax_mha.shapes import Dims
+from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, rows, score_of, tile_of
 
 
 def refuses(
@@ -40,12 +42,10 @@ def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.attend`. First derivatives only."""
-    *B, T, N, H = q.shape
-    S, K, Hv = v.shape[-3:]
-    dims = Dims(tuple(B), T, S, N, K, H, Hv)
-    dtype = q.dtype
+    dims, dtype = shapes.attention_dims(q, k, v), q.dtype
+    B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
-        return _nothing(dims, dtype, spec.sinks)
+        return tiling.nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims)
     if jax.default_backend() == "cpu":
         # Converted once here, not in every tile.
@@ -60,25 +60,11 @@ def attend(
         rows(q, plan.block_q, K),
         rows(k, plan.block_k, K)[:, 0],
         rows(v, plan.block_k, K)[:, 0],
-        learned,
-        sinks,
-        rest,
-        tables,
-    )
+        learned, sinks, rest, tables,
+    )  # fmt: skip
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
-
-
-def _score(
-    static: Form, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array
-) -> jax.Array:
-    """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
-    s = (spec if masked else spec.replace(mask=None)).apply(s, at)
-    plan = static.plan
-    if masked and plan.dims.S % plan.block_k:
-        s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
-    return s
 
 
 def _visit(
@@ -106,10 +92,21 @@ def _visit(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(
+def _core(static: Form, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """The loops' out [R, G, nq, bq, Hv] and lse [R, G, nq, bq], see `_loops`."""
+    out, top, total = _loops(static, *args)
+    return out, _lse(top, total)
+
+
+def _lse(top: jax.Array, total: jax.Array) -> jax.Array:
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+
+
+def _loops(
     static: Form, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
     sinks: jax.Array | None, rest: list[jax.Array], tables: Tables | None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
 
     Args:
@@ -123,19 +120,20 @@ def _core(
       tables: the tiles to visit, or None for the plan's stripes.
 
     Returns:
-      out [R, G, nq, bq, Hv], lse [R, G, nq, bq].
+      out [R, G, nq, bq, Hv]; the greatest score and the sum of the exponentials of the others'
+      distance to it [R, G, nq, bq].
     """
     plan, spec = static.plan, static.spec(learned, rest)
     acc = shapes.wide(q.dtype)
 
     def attend_block(
         stripe: Stripe, place: Place, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, ...]:
         def step(masked: bool, place: Place, carry: Tree) -> Tree:
             top, total, out = carry
             tile, at = tile_of(plan, spec, place)
             s = _dot(q, place.keys(k), 1, 1, spec, acc)
-            s = _score(static, masked, place, tile, at, s)
+            s = score_of(static.plan, masked, place, tile, at, s)
             new = jnp.maximum(top, s.max(-1, keepdims=True))
             # Any finite shift will do while nothing has been seen.
             shift = jnp.where(new == -jnp.inf, 0.0, new)
@@ -150,16 +148,15 @@ def _core(
             top, total = total + sinks[place.head], total + 1
         out = jnp.zeros((plan.block_q, v.shape[-1]), acc)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
-        empty = total == 0
-        total = jnp.where(empty, 1.0, total)
-        lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-        return (out / total).astype(q.dtype), lse[:, 0]
+        out = out / jnp.where(total == 0, 1.0, total)
+        return out.astype(q.dtype), top[:, 0], total[:, 0]
 
     def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         r, q, k, v = x
-        k, v = _guard(spec, k, v)
+        if spec.mask is not None:
+            k, v = guard(k, v)
 
-        def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             j, q = x
             return attend_block(stripe, Place.of(plan, stripe, r, j), q, k, v)
 
@@ -174,34 +171,32 @@ def _core(
 
 
 def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
-    out, lse = _core(static, *args)
-    return (out, lse), (args, out, lse)
+    out, top, total = _loops(static, *args)
+    return (out, _lse(top, total)), (args, out, top, total)
 
 
 def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, v, learned, sinks, rest, tables), out, lse = residuals
+    (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
     plan, spec = static.plan, static.spec(learned, rest)
-    acc = lse.dtype
+    acc = total.dtype
     dout, dlse = cotangents
-    # d score = p·(dp − δ), with p of the lse and δ = Σ dout·out, less what lse itself is asked.
-    # (As an einsum, for XLA:CPU takes ten times as long for the sum of a product of rank 5.)
-    delta = jnp.einsum("...h,...h->...", dout, out, preferred_element_type=acc) - dlse
-    shift = jnp.where(lse == -jnp.inf, 0.0, lse)
+    of_rows = _of_rows(out, top, total, dout, dlse)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        r, q, k, v, dout, shift, delta = x
-        k, v = _guard(spec, k, v)
+        r, q, k, v, dout, of_rows = x
+        if spec.mask is not None:
+            k, v = guard(k, v)
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
         def job(stripe: Stripe, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-            j, q, qT, dout, doutT, shift, delta = x
+            j, q, qT, dout, doutT, of_rows = x
 
             def step(masked: bool, place: Place, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
                 p, ds, dleaves = _tile_gradient(
                     static, masked, place, spec,
-                    q, place.keys(k), place.keys(v), dout, shift[:, None], delta[:, None],
+                    q, place.keys(k), place.keys(v), dout, of_rows,
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
@@ -223,7 +218,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         parts: list[jax.Array] = []
         # The widest come last where there are several: from there, dk and dv begin as a whole.
         for stripe in reversed(plan.parts):
-            block = [cut(x, stripe) for x in (q, qT, dout, doutT, shift, delta)]
+            block = [cut(x, stripe) for x in (q, qT, dout, doutT, of_rows)]
             jobs = jnp.arange(len(block[0]), dtype=jnp.int32)
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
@@ -232,58 +227,59 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         return grads, (join(parts, plan.dims.G), dk, dv)
 
     zeros = [jnp.zeros(x.shape, acc) for x in learned]
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, shift, delta)
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, of_rows)
     grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
-    dsinks = None if sinks is None else _sink_gradient(plan, sinks, shift, delta)
+    dsinks = None if sinks is None else _sink_gradient(plan, sinks, of_rows)
     return dq, dk, dv, grads, dsinks, None, None
 
 
-def _sink_gradient(plan: Plan, sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+def _of_rows(
+    out: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array, dlse: jax.Array
+) -> jax.Array:
+    """What the gradient of a tile needs of each query: shift, share and δ, [R, G, nq, bq, 3].
+
+    With them p = exp(score − shift)·share and d score = p·(dp − δ).
+    """
+    # Σ dout·out, less what lse itself is asked. (As an einsum, for XLA:CPU takes ten times as
+    # long for the sum of a product of rank 5.)
+    delta = jnp.einsum("...h,...h->...", dout, out, preferred_element_type=total.dtype) - dlse
+    # Not exp(score − lse), which would lose the last digits of large scores.
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    return jnp.stack([shift, 1 / jnp.where(total == 0, 1.0, total), delta], -1)
+
+
+def _sink_gradient(plan: Plan, sinks: jax.Array, of_rows: jax.Array) -> jax.Array:
     """A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head."""
-    by_head = (-1, plan.dims.N, plan.nq * plan.block_q)
-    p = jnp.exp(sinks[None, :, None] - lse.reshape(by_head))
-    return -jnp.sum(p * delta.reshape(by_head), (0, 2))
+    shift, share, delta = jnp.moveaxis(
+        of_rows.reshape(-1, plan.dims.N, plan.nq * plan.block_q, 3), -1, 0
+    )
+    return -jnp.sum(jnp.exp(sinks[None, :, None] - shift) * share * delta, (0, 2))
 
 
 def _tile_gradient(
     static: Form, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
-    v: jax.Array, dout: jax.Array, shift: jax.Array, delta: jax.Array,
+    v: jax.Array, dout: jax.Array, of_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """The dropped weights of a tile, and the gradients of q·kᵀ and of the learned leaves."""
+    """A tile's weights, dropped, and the gradients of q·kᵀ and of the learned leaves."""
     tile, at = tile_of(static.plan, spec, place)
     leaves, others = static.split(tile)
 
     def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        return _score(static, masked, place, static.spec(leaves, others), at, s)
+        return score_of(static.plan, masked, place, static.spec(leaves, others), at, s)
 
-    dot = _dot(q, k, 1, 1, spec, shift.dtype)
+    acc = of_rows.dtype
+    shift, share, delta = jnp.split(of_rows, 3, -1)
+    dot = _dot(q, k, 1, 1, spec, acc)
     s, pull = jax.vjp(score, dot, leaves) if spec.scores else (score(dot, leaves), None)
-    p = jnp.exp(s - shift)
-    dp = tile.drop(_dot(dout, v, 1, 1, spec, shift.dtype), at)
+    p = jnp.exp(s - shift) * share
+    dp = tile.drop(_dot(dout, v, 1, 1, spec, acc), at)
     ds = p * (dp - delta)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
     return tile.drop(p, at), *((ds, []) if pull is None else pull(ds))
 
 
 _core.defvjp(_forward, _backward)
-
-
-def _guard(spec: AttentionSpec, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """NaN of a value moves to its key: there it spreads through the scores that the mask allows.
-
-    In the values themselves it would meet weights of 0.
-    """
-    return (k, v) if spec.mask is None else (k + poison(v)[..., None], finite(v))
-
-
-def _nothing(dims: Dims, dtype: jnp.dtype, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """What there is to say where there is no query or no key."""
-    B, T, _, N, _, _, Hv = dims
-    lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
-    if sinks is not None:
-        lse = jnp.broadcast_to(shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim), lse.shape)
-    return jnp.zeros((*B, T, N, Hv), dtype), lse
 
 
 def _dot(

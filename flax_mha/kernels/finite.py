@@ -23,3 +23,11 @@ def poison(x: jax.Array) -> jax.Array:
     zeros = jax.lax.stop_gradient(x) * 0
     # A product, for XLA:CPU is far slower at sums, and at `all`, over a short last axis.
     return jnp.matmul(zeros, jnp.ones(x.shape[-1], x.dtype))
+
+
+def guard(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Moves the NaN of a value to its key, from where it spreads if the mask allows.
+
+    In the values themselves it would meet weights of 0.
+    """
+    return k + poison(v)[..., None], finite(v)

@@ -10,7 +10,6 @@ from flax_mha import shapes
 from flax_mha.grid import At
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.shapes import Dims
 
 
 def refuses(
@@ -38,8 +37,7 @@ def attend(
       (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
       exponentials of the scores, −∞ where no key is seen).
     """
-    dims = _dims(q, k, v.shape[-1])
-    at = spec.at(dims)
+    at = spec.at(shapes.attention_dims(q, k, v))
     q, k, v = _heads_first(q, k, v)
     nan = None
     if spec.mask is not None:
@@ -67,17 +65,13 @@ def attend(
 
 def weights(q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec) -> jax.Array:
     """The weights [*B, N, T, S] before dropout, rebuilt from any kernel's lse [*B, N, T]."""
-    at = spec.at(_dims(q, k, 0))
+    at = spec.at(shapes.attention_dims(q, k, k))
     q, k = _heads_first(q, k)
     nan = None
     if spec.mask is not None:
         q, (k,), nan = _isolate(q, k)
     lse = jnp.where(lse == -jnp.inf, 0.0, lse)
     return jnp.exp(_scores(q, k, spec, at, nan) - lse[..., None])
-
-
-def _dims(q: jax.Array, k: jax.Array, Hv: int) -> Dims:
-    return Dims(q.shape[:-3], q.shape[-3], k.shape[-3], q.shape[-2], k.shape[-2], q.shape[-1], Hv)
 
 
 def _heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from flax_mha import shapes
 from flax_mha.grid import Array, At, Grid, blocks, flat_batch
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
@@ -58,11 +59,10 @@ class Place(NamedTuple):
     def _sizes(self, x: jax.Array) -> tuple[int, ...]:
         return (1, 1, 1, x.shape[3], min(x.shape[4], self.width), x.shape[5])
 
-    def _starts(self, x: jax.Array) -> list[jax.Array | int]:
+    def _starts(self, x: jax.Array) -> list[jax.Array]:
         at = (self.row, self.head, self.i, 0, self.tile, 0)
-        return [
-            0 if size == 1 else jnp.int32(start) for start, size in zip(at, x.shape, strict=True)
-        ]
+        # All of one type, whatever integers are by default.
+        return [jnp.int32(0 if n == 1 else start) for start, n in zip(at, x.shape, strict=True)]
 
 
 def rows(x: jax.Array, block: int, K: int) -> jax.Array:
@@ -117,6 +117,27 @@ def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpe
 def keys_of(plan: Plan, place: Place) -> Array:
     """Indices of the keys [width·bk]."""
     return place.tile * plan.block_k + np.arange(place.width * plan.block_k, dtype=np.int32)
+
+
+def score_of(
+    plan: Plan, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array
+) -> jax.Array:
+    """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
+    s = (spec if masked else spec.replace(mask=None)).apply(s, at)
+    if masked and plan.dims.S % plan.block_k:
+        s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
+    return s
+
+
+def nothing(
+    dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What there is to say where there is no query or no key."""
+    B, T, _, N, _, _, Hv = dims
+    lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
+    if sinks is not None:
+        lse = jnp.broadcast_to(shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim), lse.shape)
+    return jnp.zeros((*B, T, N, Hv), dtype), lse
 
 
 class Form(NamedTuple):
