@@ -18,14 +18,18 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, reference
+from flax_mha.kernels import blockwise, reference, splash
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias, ScoreMod
 from flax_mha.shapes import Dims
 
 # In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
-KERNELS: dict[str, ModuleType] = {"blockwise": blockwise, "reference": reference}
+KERNELS: dict[str, ModuleType] = {
+    "splash": splash,
+    "blockwise": blockwise,
+    "reference": reference,
+}
 
 
 def dot_product_attention(
