@@ -253,9 +253,10 @@ def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> 
 def _preference(q: jax.Array, k: jax.Array) -> list[str]:
     """The kernels, best first, for a call of this size."""
     scores = q.shape[-3] * k.shape[-3]
-    # On CPU plain einsums are as fast up to this size, and compile sooner. Elsewhere they are
-    # one large product each, until the scores no longer fit.
-    small = 256**2 if jax.default_backend() == "cpu" else 2048**2
+    # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks of
+    # splash would be mostly empty. On GPU they are one large product each, until the scores no
+    # longer fit.
+    small = 256**2 if jax.default_backend() in ("cpu", "tpu") else 2048**2
     first = ["reference"] if scores <= small else []
     return first + [name for name in KERNELS if name not in first]
 

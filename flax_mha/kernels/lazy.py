@@ -5,25 +5,22 @@ Nothing of size T×S is made, but for tables known before tracing, up to `TABLE`
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 
-from flax_mha.grid import Array, At, Grid, flat_batch, tiles_of
+from flax_mha.grid import At, Grid, flat_batch, tiles_of
+from flax_mha.kernels.ids import Ids, split
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import EMPTY, PARTIAL, And, Dense, Lengths, Mask, PerHead, Segments
+from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims, lead
 
 # Entries of the tables of all heads: 16 MiB, as 1 byte each.
 TABLE = 2**24
-
-
-# Of the queries, int32 [rows|1, T], and of the keys, [rows|1, S].
-Ids: TypeAlias = tuple[jax.Array, jax.Array]
 
 
 class Blocks(NamedTuple):
@@ -51,6 +48,11 @@ class Lowered(NamedTuple):
     heads: tuple[tuple[int, ...], ...]
     masks: tuple[splash.MultiHeadMask, ...]
 
+    @property
+    def by_head(self) -> bool:
+        """Whether heads differ."""
+        return len({mask for group in self.masks for mask in group.masks}) > 1
+
 
 class Lazy(splash.Mask):
     """One head's mask: never a table, splash computes it from positions in each block.
@@ -77,7 +79,9 @@ class Lazy(splash.Mask):
             real = k < dims.S
             if laid is None:
                 return real
-            seen = laid.allowed(At(np.int32(0), np.int32(head), q, place.of_key(k))).astype(bool)
+            seen = laid.allowed(
+                At(np.array(0, np.int32), np.array(head, np.int32), q, place.of_key(k))
+            ).astype(bool)
             seen = jnp.broadcast_to(seen, q.shape)
             return seen & real if dims.S % blocks.k else seen
 
@@ -133,21 +137,15 @@ class Places(NamedTuple):
 
 def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> Lowered | str:
     """The call's mask as splash takes it, or the reason why it can't be."""
-    ids, rest = None, []
-    for mask in _conjuncts(spec.mask):
-        pair = _ids(mask, spec, dims)
-        if pair is None:
-            rest.append(mask)
-        else:
-            ids = pair if ids is None else _both(ids, pair)
+    ids, rest = split(spec, dims)
     if not rest:
-        place = Places(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
-        lazy = Lazy(None, 0, place, blocks, dims, None)
+        index = Places(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
+        lazy = Lazy(None, 0, index, blocks, dims, None)
         return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask([lazy]),))
-    for mask in rest:
-        if not known(*jax.tree.leaves(mask)):
+    for each in rest:
+        if not known(*jax.tree.leaves(each)):
             return (
-                f"{type(mask).__name__} holds arrays that are not NumPy's; of masks that are not "
+                f"{type(each).__name__} holds arrays that are not NumPy's; of masks that are not "
                 f"known before tracing it takes Segments, Lengths, and tables of keys or of "
                 f"queries alone, joined by &"
             )
@@ -224,58 +222,13 @@ class _Traits(NamedTuple):
         )
 
 
-def _conjuncts(mask: Mask | None) -> list[Mask]:
-    """The masks that all have to allow."""
-    if mask is None:
-        return []
-    return sum(map(_conjuncts, mask.masks), []) if isinstance(mask, And) else [mask]
-
-
-def _ids(mask: Mask, spec: AttentionSpec, dims: Dims) -> Ids | None:
-    """A mask as ids of queries and keys that are equal where it allows; None if it isn't any.
-
-    A key that none may see gets 2, a query that may see none 0, and the others 1.
-    """
-    at = spec.at(dims)
-    q: Array = np.ones((1,) * (len(dims.B) + 3), np.int32)
-    k = q
-    if isinstance(mask, Segments):
-        q, k = mask.q.array, mask.kv.array
-    elif isinstance(mask, Lengths) and mask.kv.array.shape[-2] == 1:
-        k = jnp.where(at.k < mask.kv.array, 1, 2)
-        q = q if mask.q is None else jnp.where(at.q < mask.q.array, 1, 0)
-    elif isinstance(mask, Dense) and mask.array.array.shape[-3:-1] == (1, 1):
-        k = jnp.where(mask.array.array, 1, 2)
-    elif isinstance(mask, Dense) and mask.array.array.shape[-3::2] == (1, 1):
-        q = jnp.where(mask.array.array, 1, 0)
-    else:
-        return None
-    q, k = (jnp.asarray(flat_batch(x, dims), jnp.int32)[:, 0] for x in (q, k))
-    q, k = q[:, :, 0], k[:, 0]
-    rows = max(len(q), len(k))
-    return jnp.broadcast_to(q, (rows, dims.T)), jnp.broadcast_to(k, (rows, dims.S))
-
-
-def _both(one: Ids, other: Ids) -> Ids:
-    """Ids that are equal where those of both are: the rank of each pair among all of its row."""
-    T = one[0].shape[1]
-    x, y = (jnp.concatenate(ids, 1) for ids in (one, other))
-    x, y = jnp.broadcast_arrays(x, y) if len(x) != len(y) else (x, y)
-    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    x, y, index = jax.lax.sort((x, y, index), dimension=1, num_keys=2)
-    new = (x[:, 1:] != x[:, :-1]) | (y[:, 1:] != y[:, :-1])
-    rank = jnp.pad(jnp.cumsum(new, 1, jnp.int32), ((0, 0), (1, 0)))
-    _, rank = jax.lax.sort((index, rank), dimension=1)
-    return rank[:, :T], rank[:, T:]
-
-
 def _places(spec: AttentionSpec, dims: Dims) -> Places | str:
     """The positions, or the reason why a mask known before tracing can't be asked about them."""
     found = []
     for name, x in zip(("q_positions", "kv_positions"), spec.at(dims)[2:], strict=True):
         if not known(x):
             return f"{name} are not NumPy's or a number: the mask is computed before tracing"
-        x = flat_batch(x, dims)
+        x = np.asarray(flat_batch(x, dims))
         if len(x) > 1:
             return f"{name} differ between rows of the batch, and so does what the mask allows"
         found.append(x.reshape(-1))
@@ -316,7 +269,7 @@ def _table(
 ) -> splash.NumpyMask:  # fmt: skip
     """The mask of one head, [T, S] rounded up to whole blocks."""
     with jax.ensure_compile_time_eval():
-        at = At(np.int32(0), np.int32(head), place.q[:, None], place.k[None])
+        at = At(np.array(0, np.int32), np.array(head, np.int32), place.q[:, None], place.k[None])
         table = np.asarray(_laid(rule).allowed(at))
     T, S = blocks.padded(dims)
     table = np.broadcast_to(table, (dims.T, dims.S))
@@ -343,6 +296,4 @@ def _is_grid(x: Any) -> bool:
 
 
 def _map_grids(fn: Callable[[Any], Any], mask: Mask) -> Mask:
-    return jax.tree.map(
-        lambda x: Grid(fn(x.array)) if _is_grid(x) else x, mask, is_leaf=_is_grid
-    )
+    return jax.tree.map(lambda x: Grid(fn(x.array)) if _is_grid(x) else x, mask, is_leaf=_is_grid)

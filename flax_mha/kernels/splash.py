@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
@@ -24,6 +24,7 @@ from flax_mha.kernels import lazy
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.lazy import Blocks
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spread import Spread
 from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 
@@ -33,6 +34,9 @@ from flax_mha.shapes import Dims
 # to fit into 16 MiB of fast memory. Chosen so that they compile for v5e, v5p and v6e; their speed
 # has not been measured.
 BLOCKS = {128: 512, 256: 512, 512: 256}
+
+# Its kernels are private, with the same signatures since JAX 0.10.0.
+kernels: Any = splash_attention_kernel
 
 _MASKED = kernels.DEFAULT_MASK_VALUE
 # A sink that weighs nothing beside any score, but much beside a masked one. With it, a query that
@@ -60,8 +64,12 @@ def refuses(
     if len(spec.scores) > 1 or not all(isinstance(mod, SoftCap) for mod in spec.scores):
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one SoftCap only, got {names}"
-    lowered = lazy.lower(spec, dims, _blocks(dims))
-    return lowered if isinstance(lowered, str) else None
+    lowered, spread = lazy.lower(spec, dims, _blocks(dims)), Spread.of(dims)
+    if isinstance(lowered, str) or isinstance(spread, str):
+        return lowered if isinstance(lowered, str) else str(spread)
+    if spread.heads and lowered.by_head:
+        return f"heads with masks of their own can't be divided over the mesh axes {spread.heads}"
+    return None
 
 
 def attend(
@@ -73,9 +81,9 @@ def attend(
     """
     dims = _dims(q, v)
     blocks = _blocks(dims)
-    lowered = lazy.lower(spec, dims, blocks)
-    if isinstance(lowered, str):
-        raise ValueError(f"splash can't run this call: {lowered}")
+    lowered, spread = lazy.lower(spec, dims, blocks), Spread.of(dims)
+    if isinstance(lowered, str) or isinstance(spread, str):
+        raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec, 'tpu')}")
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
         q = finite(q) + poison(q)[..., None]
@@ -93,19 +101,10 @@ def attend(
             jnp.broadcast_to(jnp.pad(x, ((0, 0), (0, to - x.shape[1]))), (len(q), to))
             for x, to in zip(lowered.ids, (T, S), strict=True)
         ))  # fmt: skip
-    cap = spec.scores[0].cap if spec.scores else None
-    parts = []
-    for heads, mask in zip(lowered.heads, lowered.masks, strict=True):
-        group = q, k, v, sinks
-        if len(heads) < dims.N:
-            n, shared = np.array(heads), np.array(heads) // dims.G
-            group = q[:, n], k[:, shared], v[:, shared], sinks[n]
-        attend_row = functools.partial(_row, Form(mask, blocks, cap, spec.mask is not None))
-        parts.append(jax.vmap(attend_row, (0, 0, 0, None, 0))(*group, ids))
-    order = np.argsort(sum(lowered.heads, ()))
-    out, lse = (
-        x[0] if len(x) == 1 else jnp.concatenate(x, 1)[:, order] for x in zip(*parts, strict=True)
-    )
+    cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
+    forms = [Form(mask, blocks, cap, spec.mask is not None) for mask in lowered.masks]
+    run = functools.partial(_rows, tuple(forms), lowered.heads)
+    out, lse = spread.run(run, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
@@ -143,10 +142,31 @@ class Form(NamedTuple):
         return {"bq": self.blocks.q, "bkv": self.blocks.k, **layouts}
 
 
+def _rows(
+    forms: tuple[Form, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
+    v: jax.Array, sinks: jax.Array, ids: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """All rows of the batch, one group of heads after the other; see `_row`."""
+    parts = []
+    for form, group in zip(forms, heads, strict=True):
+        args = q, k, v, sinks
+        if len(forms) > 1:
+            n = np.array(group)
+            shared = n // (q.shape[1] // k.shape[1])
+            args = q[:, n], k[:, shared], v[:, shared], sinks[n]
+        row = functools.partial(_row, form)
+        parts.append(jax.vmap(row, (0, 0, 0, None, 0))(*args, ids))
+    if len(parts) == 1:
+        return parts[0]
+    order = np.argsort(np.concatenate(heads))
+    out, lse = (jnp.concatenate(x, 1)[:, order] for x in zip(*parts, strict=True))
+    return out, lse
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row(
     form: Form, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array,
-    ids: kernels.SegmentIds | None,
+    ids: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """One row of the batch.
 
@@ -156,7 +176,7 @@ def _row(
       k: [K, S, H].
       v: [K, S, Hv].
       sinks: float32 [N], at least `_NOTHING`.
-      ids: int32 [T] and [S], or None.
+      ids: splash's SegmentIds, int32 [T] and [S], or None.
 
     Returns:
       out [N, T, Hv], lse [N, T], which is `_NOTHING` where nothing weighs more.
