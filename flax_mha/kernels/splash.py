@@ -77,7 +77,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.attend`. First derivatives only.
 
-    Queries are multiplied by the scale before the products, in their own dtype.
+    Queries are multiplied by the scale before the products, in their own dtype: in bfloat16 a scale
+    that is no power of two rounds them once more.
     """
     dims = _dims(q, v)
     blocks = _blocks(dims)
