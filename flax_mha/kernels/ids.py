@@ -22,7 +22,8 @@ def split(spec: AttentionSpec, dims: Dims) -> tuple[Ids | None, list[Mask]]:
     rest = []
     for mask in _conjuncts(spec.mask):
         found = _real(mask, spec.at(dims))
-        if isinstance(mask, Segments):
+        # A subclass may mean something else.
+        if type(mask) is Segments:
             other = _rows(mask.q.array, mask.kv.array, dims)
             ids = other if ids is None else _both(ids, other)
         elif found is not None:
@@ -47,19 +48,19 @@ def _conjuncts(mask: Mask | None) -> list[Mask]:
     """The masks that all have to allow."""
     if mask is None:
         return []
-    if isinstance(mask, And):
+    if type(mask) is And:
         return [part for each in mask.masks for part in _conjuncts(each)]
     return [mask]
 
 
 def _real(mask: Mask, at: At) -> tuple[Array | None, Array | None] | None:
     """Which queries, and which keys, a mask is about at all; None if it says more than that."""
-    if isinstance(mask, Lengths) and mask.kv.array.shape[-2] == 1:
+    if type(mask) is Lengths and mask.kv.array.shape[-2] == 1:
         q = None if mask.q is None else at.q < mask.q.array
         return q, at.k < mask.kv.array
-    if isinstance(mask, Dense) and mask.array.array.shape[-3:-1] == (1, 1):
+    if type(mask) is Dense and mask.array.array.shape[-3:-1] == (1, 1):
         return None, mask.array.array
-    if isinstance(mask, Dense) and mask.array.array.shape[-3::2] == (1, 1):
+    if type(mask) is Dense and mask.array.array.shape[-3::2] == (1, 1):
         return mask.array.array, None
     return None
 

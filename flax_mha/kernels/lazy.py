@@ -239,9 +239,9 @@ def _of_head(mask: Mask, head: int) -> Mask:
     """The mask of one head, with grids [rows|1, 1, T|1, S|1]."""
 
     def choose(x: Any) -> Any:
-        return _of_head(x.masks[head], head) if isinstance(x, PerHead) else x
+        return _of_head(x.masks[head], head) if type(x) is PerHead else x
 
-    mask = jax.tree.map(choose, mask, is_leaf=lambda x: isinstance(x, PerHead))
+    mask = jax.tree.map(choose, mask, is_leaf=lambda x: type(x) is PerHead)
     return _map_grids(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
 
 

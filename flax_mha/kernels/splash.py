@@ -28,12 +28,17 @@ from flax_mha.kernels.spread import Spread
 from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 
-# The most queries and keys of a block, by the most features of a head. Large blocks load each key
-# less often and waste less between them, and splash's own of 128 are known to be slow; what bounds
-# them is that a block's scores in float32 (1 MiB at 512²), its factors and its gradients all have
-# to fit into 16 MiB of fast memory. Chosen so that they compile for v5e, v5p and v6e; their speed
-# has not been measured.
-BLOCKS = {128: 512, 256: 512, 512: 256}
+# The most queries, and the most keys, of a block, for heads of at most so many features:
+#
+# | features | block |
+# |---|---|
+# | 256 | 512 |
+# | 512 | 256 |
+#
+# Each block of queries loads the keys anew, so large ones are better; what bounds them is that the
+# scores of a block in float32 (1 MiB at 512²), its factors and their gradients share the fast
+# memory of a core. These compile for v5e, v5p and v6e. Their speed has not been measured.
+BLOCKS = {256: 512, 512: 256}
 
 # Its kernels are private, with the same signatures since JAX 0.10.0.
 kernels: Any = splash_attention_kernel
@@ -61,9 +66,11 @@ def refuses(
         return "has no dropout"
     if spec.precision is not None:
         return f"has no precision setting, got {spec.precision}"
-    if len(spec.scores) > 1 or not all(isinstance(mod, SoftCap) for mod in spec.scores):
+    if len(spec.scores) > 1 or not all(type(mod) is SoftCap for mod in spec.scores):
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one SoftCap only, got {names}"
+    if jax.typeof(q).mat.varying:
+        return "inside jax.shard_map it needs check_vma=False"
     lowered, spread = lazy.lower(spec, dims, _blocks(dims)), Spread.of(dims)
     if isinstance(lowered, str) or isinstance(spread, str):
         return lowered if isinstance(lowered, str) else str(spread)

@@ -118,7 +118,7 @@ def run(q, k, v, mask, kernel: str = "splash", **call):
 
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.0, -jnp.inf, 1.0, 2.0])])
 def test_cotangents_of_the_lse(tpu, sinks) -> None:
-    """And of queries that see nothing: what they are asked has no effect, NaN included."""
+    """Beside queries that see nothing."""
     *qkv, cotangent = arrays(T, S, 2)
     mask = MASKS["packed"]
     lse = jnp.asarray(RNG.normal(size=(B, N, T)), jnp.float32)
@@ -145,22 +145,20 @@ def test_cotangents_of_the_lse(tpu, sinks) -> None:
         np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(empty, lse.shape))
 
 
-@pytest.mark.parametrize("where", ["blocks that are visited", "blocks that are not"])
+@pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_masked_pairs_do_not_leak(tpu, poison: float, where: str) -> None:
+def test_masked_pairs_do_not_leak(tpu, poison: float, skipped: bool) -> None:
     """What a masked key, value or query holds changes nothing, forward and backward."""
     *qkv, cotangent = arrays(T, S, 2)
     q, k, v = qkv
-    mask = Predicate(lambda b, n, i, j: (j != 4) & (i != 2))
-    if where == "blocks that are not":
-        # Query 2 is in the first block of 128, which sees no block of keys.
-        mask = Window(left=0, right=0) & ~Window(left=300, right=0) | Predicate(
-            lambda b, n, i, j: (i > 140) & (j != 4)
-        )
+    call = {"mask": Predicate(lambda b, n, i, j: (j != 4) & (i != 2))}
+    if skipped:
+        # The first block of queries visits no keys.
+        call = {"mask": Causal() & (np.arange(S) != 4), "kv_positions": 130}
 
     @jax.jit
     def both(q, k, v):
-        results, pull = jax.vjp(lambda *qkv: run(*qkv, mask), q, k, v)
+        results, pull = jax.vjp(lambda *qkv: run(*qkv, **call), q, k, v)
         return *results, *pull((cotangent, jnp.zeros((B, N, T))))
 
     clean = both(q, k, v)
@@ -320,7 +318,22 @@ def test_on_the_shards_of_a_mesh(tpu, mask: str, sinks) -> None:
 
 Q = jnp.zeros((B, T, N, H))
 TRACED = jnp.zeros((T, S), bool)
+
+
+class Reversed(Segments):
+    """Not what its parent is."""
+
+    def allowed(self, at):
+        return ~super().allowed(at)
+
+
+class Doubled(SoftCap):
+    """Likewise."""
+
+
 REFUSED = {
+    "a subclass of Segments": (r"Reversed holds arrays", {"mask": Reversed(IDS[0, :T], PACKED.kv)}),
+    "a subclass of SoftCap": (r"one SoftCap only, got Doubled", {"scores": (Doubled(2.0),)}),
     "float16": (r"float32 and bfloat16, got float16", {"dtype": "float16"}),
     "no query": (r"no rows, queries or keys", {"t": 0}),
     "no key": (r"no rows, queries or keys", {"s": 0}),
@@ -376,6 +389,21 @@ def test_a_function_that_closes_over_traced_arrays_is_refused(tpu) -> None:
 
     with pytest.raises(ValueError, match="function holds traced arrays; give them as its args"):
         call(jnp.array(3))
+
+
+def test_inside_a_shard_map(tpu) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def call(q):
+        return dot_product_attention(q, q, q, mask=Causal(), kernel="splash")
+
+    unchecked = jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    )
+    np.testing.assert_array_equal(unchecked(Q), 0)
+    with pytest.raises(ValueError, match=r"inside jax.shard_map it needs check_vma=False"):
+        jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(Q)
 
 
 MESHES = {
