@@ -7,7 +7,10 @@ from collections.abc import Iterator
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Where the wheel libtpu is installed: it must not look for a TPU's host in the network, nor keep
+# other workers from loading it.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 import numpy as np

@@ -18,14 +18,18 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, reference
+from flax_mha.kernels import blockwise, reference, splash
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias, ScoreMod
 from flax_mha.shapes import Dims
 
 # In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
-KERNELS: dict[str, ModuleType] = {"blockwise": blockwise, "reference": reference}
+KERNELS: dict[str, ModuleType] = {
+    "splash": splash,
+    "blockwise": blockwise,
+    "reference": reference,
+}
 
 
 def dot_product_attention(
@@ -249,9 +253,10 @@ def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> 
 def _preference(q: jax.Array, k: jax.Array) -> list[str]:
     """The kernels, best first, for a call of this size."""
     scores = q.shape[-3] * k.shape[-3]
-    # On CPU plain einsums are as fast up to this size, and compile sooner. Elsewhere they are
-    # one large product each, until the scores no longer fit.
-    small = 256**2 if jax.default_backend() == "cpu" else 2048**2
+    # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks of
+    # splash would be mostly empty. On GPU they are one large product each, until the scores no
+    # longer fit.
+    small = 256**2 if jax.default_backend() in ("cpu", "tpu") else 2048**2
     first = ["reference"] if scores <= small else []
     return first + [name for name in KERNELS if name not in first]
 

@@ -10,6 +10,15 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+from flax_mha import explain, kernels
+
+_PLAIN = (jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32),) * 3
+# Those that run here: the others, made for other devices, have tests of their own.
+KERNELS = tuple(name for name in kernels.KERNELS if name not in explain(*_PLAIN).refused)
+
 FACTORS: dict[str, tuple[str, ...]] = {
     "mask": (
         "none", "causal", "window", "window_left", "lengths", "lengths_of_both",

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels import KERNELS
 from tests import oracle
 from tests.kernels import cases
-from tests.kernels.cases import Case
+from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, problem_of
 
 # Forward and gradients, relative to the norm: what no kernel is asked to be better than, and

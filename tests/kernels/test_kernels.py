@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import dot_product_attention, explain
-from flax_mha.kernels import KERNELS
+from flax_mha import dot_product_attention, explain, kernels
 from flax_mha.masks import Causal, Lengths
 from flax_mha.scores import Score
 from tests import oracle
+from tests.kernels.cases import KERNELS
 
 B, T, S, N, K, H = 2, 140, 150, 4, 2, 8
 LENGTHS = np.random.default_rng(0).integers(0, S, (B, T))
@@ -22,7 +22,7 @@ MASKS = {
     "lengths": (Lengths(jnp.asarray(LENGTHS)), (np.arange(S) < LENGTHS[..., None])[:, None]),
 }
 masks = pytest.mark.parametrize("mask", MASKS)
-kernels = pytest.mark.parametrize("kernel", KERNELS)
+every = pytest.mark.parametrize("kernel", KERNELS)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
     return run(*primals)
 
 
-@kernels
+@every
 @masks
 @pytest.mark.parametrize("traced", [False, True])
 def test_scale(kernel: str, mask: str, traced: bool) -> None:
@@ -61,7 +61,7 @@ def test_scale(kernel: str, mask: str, traced: bool) -> None:
         assert oracle.error(got, want) < (2e-6 if want is expected else 1e-5)
 
 
-@kernels
+@every
 @masks
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 4e-3)])
 def test_weights(kernel: str, mask: str, dtype: str, bound: float) -> None:
@@ -106,5 +106,5 @@ def test_explain_runs_nothing_and_tells_the_choice() -> None:
     shape = jax.ShapeDtypeStruct((2, 10**6, 4, 64), jnp.bfloat16)
     explanation = explain(shape, shape, shape, mask=Causal())
     assert explanation.chosen in KERNELS
-    assert str(explanation).splitlines()[0].split()[0] == next(iter(KERNELS))
+    assert [line.split()[0] for line in str(explanation).splitlines()] == list(kernels.KERNELS)
     assert "chosen" in str(explanation)

@@ -3,9 +3,8 @@
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from flax_mha.kernels import KERNELS
 from tests.algebra import Expression, evaluate, expressions
-from tests.kernels.cases import Case
+from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import MASKS, Scene, pose
 from tests.kernels.test_contract import FLOOR, errors, run
 

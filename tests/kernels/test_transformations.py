@@ -10,9 +10,9 @@ import pytest
 from jax.test_util import check_grads
 
 from flax_mha import dot_product_attention
-from flax_mha.kernels import KERNELS
 from flax_mha.masks import Causal, Lengths, Segments
 from tests import oracle
+from tests.kernels.cases import KERNELS
 
 N, K, H, T, S = 4, 2, 8, 150, 140
 OPERANDS = ("q", "k", "v", "bias", "sinks")

@@ -1,0 +1,255 @@
+"""Splash attention, the sparse flash attention for TPUs that comes with JAX.
+
+    out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows, and the sink)·v
+
+Memory is O(T + S). Blocks that a mask known before tracing excludes are skipped, forward and
+backward; others are computed with the mask as a function of positions and segment ids (see `lazy`).
+
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`, whose kernels are called one by one: its
+own gradient knows no cotangent of the lse. Dao, "FlashAttention-2", 2023.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
+
+from flax_mha.kernels import lazy
+from flax_mha.kernels.finite import finite, poison
+from flax_mha.kernels.lazy import Blocks
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spread import Spread
+from flax_mha.scores import SoftCap
+from flax_mha.shapes import Dims
+
+# The most queries, and the most keys, of a block, for heads of at most so many features:
+#
+# | features | block |
+# |---|---|
+# | 256 | 512 |
+# | 512 | 256 |
+#
+# Each block of queries loads the keys anew, so large ones are better; what bounds them is that the
+# scores of a block in float32 (1 MiB at 512²), its factors and their gradients share the fast
+# memory of a core. These compile for v5e, v5p and v6e. Their speed has not been measured.
+BLOCKS = {256: 512, 512: 256}
+
+# Its kernels are private, with the same signatures since JAX 0.10.0.
+kernels: Any = splash_attention_kernel
+
+_MASKED = kernels.DEFAULT_MASK_VALUE
+# A sink that weighs nothing beside any score, but much beside a masked one. With it, a query that
+# sees nothing gives exactly 0, and has no gradient; without, splash averages what is masked.
+_NOTHING = _MASKED / 2
+
+
+def refuses(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
+) -> str | None:
+    """The reason why this kernel can't run the call, or None."""
+    dims = _dims(q, v)
+    if platform != "tpu":
+        return f"runs on TPU only, this is {platform}"
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes float32 and bfloat16, got {q.dtype}"
+    if not (dims.T and dims.S and math.prod(dims.B)):
+        return "there are no rows, queries or keys"
+    if max(dims.H, dims.Hv) > max(BLOCKS):
+        return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
+    if spec.dropout is not None:
+        return "has no dropout"
+    if spec.precision is not None:
+        return f"has no precision setting, got {spec.precision}"
+    if len(spec.scores) > 1 or not all(type(mod) is SoftCap for mod in spec.scores):
+        names = ", ".join(type(mod).__name__ for mod in spec.scores)
+        return f"changes scores by one SoftCap only, got {names}"
+    if jax.typeof(q).mat.varying:
+        return "inside jax.shard_map it needs check_vma=False"
+    lowered, spread = lazy.lower(spec, dims, _blocks(dims)), Spread.of(dims)
+    if isinstance(lowered, str) or isinstance(spread, str):
+        return lowered if isinstance(lowered, str) else str(spread)
+    if spread.heads and lowered.by_head:
+        return f"heads with masks of their own can't be divided over the mesh axes {spread.heads}"
+    return None
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `reference.attend`. First derivatives only.
+
+    Queries are multiplied by the scale before the products, in their own dtype: in bfloat16 a scale
+    that is no power of two rounds them once more.
+    """
+    dims = _dims(q, v)
+    blocks = _blocks(dims)
+    lowered, spread = lazy.lower(spec, dims, blocks), Spread.of(dims)
+    if isinstance(lowered, str) or isinstance(spread, str):
+        raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec, 'tpu')}")
+    if spec.mask is not None:
+        # What is not finite becomes NaN in the scores alone, where the mask can remove it.
+        q = finite(q) + poison(q)[..., None]
+        k = finite(k) + (poison(k) + poison(v))[..., None]
+        v = finite(v)
+    q = q * jnp.asarray(spec.scale, q.dtype)
+    T, S = blocks.padded(dims)
+    q, k, v = _heads_first(q, T), _heads_first(k, S), _heads_first(v, S)
+    sinks = jnp.full(dims.N, _NOTHING, jnp.float32)
+    if spec.sinks is not None:
+        sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _NOTHING)
+    ids = None
+    if lowered.ids is not None:
+        ids = kernels.SegmentIds(*(
+            jnp.broadcast_to(jnp.pad(x, ((0, 0), (0, to - x.shape[1]))), (len(q), to))
+            for x, to in zip(lowered.ids, (T, S), strict=True)
+        ))  # fmt: skip
+    cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
+    forms = [Form(mask, blocks, cap, spec.mask is not None) for mask in lowered.masks]
+    run = functools.partial(_rows, tuple(forms), lowered.heads)
+    out, lse = spread.run(run, q, k, v, sinks, ids)
+    out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
+    lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+    return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
+
+
+class Form(NamedTuple):
+    """What of a group of heads is known before tracing.
+
+    Attributes:
+      mask: of all of them, or of each.
+      blocks: their sizes, in all three kernels.
+      cap: of the scores, or None.
+      guarded: whether q and k hold NaN where any of the call's inputs was not finite.
+    """
+
+    mask: splash_mask.MultiHeadMask
+    blocks: Blocks
+    cap: float | None
+    guarded: bool
+
+    def common(self, function: Any) -> dict[str, Any]:
+        """What each of splash's kernels takes."""
+        return {
+            "is_mqa": False,
+            "mask_value": _MASKED,
+            "attn_logits_soft_cap": self.cap,
+            "mask_function": function,
+            "interpret": False,
+        }
+
+    def backward(self) -> dict[str, Any]:
+        """What its two kernels for gradients take more."""
+        layout = kernels.QKVLayout.HEAD_DIM_MINOR
+        layouts = {f"{x}_layout": layout for x in "qkv"}
+        return {"bq": self.blocks.q, "bkv": self.blocks.k, **layouts}
+
+
+def _rows(
+    forms: tuple[Form, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
+    v: jax.Array, sinks: jax.Array, ids: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """All rows of the batch, one group of heads after the other; see `_row`."""
+    parts = []
+    for form, group in zip(forms, heads, strict=True):
+        args = q, k, v, sinks
+        if len(forms) > 1:
+            n = np.array(group)
+            shared = n // (q.shape[1] // k.shape[1])
+            args = q[:, n], k[:, shared], v[:, shared], sinks[n]
+        row = functools.partial(_row, form)
+        parts.append(jax.vmap(row, (0, 0, 0, None, 0))(*args, ids))
+    if len(parts) == 1:
+        return parts[0]
+    order = np.argsort(np.concatenate(heads))
+    out, lse = (jnp.concatenate(x, 1)[:, order] for x in zip(*parts, strict=True))
+    return out, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _row(
+    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array,
+    ids: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """One row of the batch.
+
+    Args:
+      form: what is known.
+      q: [N, T, H], scaled; T and S are multiples of the blocks.
+      k: [K, S, H].
+      v: [K, S, Hv].
+      sinks: float32 [N], at least `_NOTHING`.
+      ids: splash's SegmentIds, int32 [T] and [S], or None.
+
+    Returns:
+      out [N, T, Hv], lse [N, T], which is `_NOTHING` where nothing weighs more.
+    """
+    info, function = mask_info.process_mask(form.mask, tuple(form.blocks))
+    out, (lse,) = kernels._splash_attention_forward(
+        info, q, k, v, ids, sinks,
+        block_sizes=kernels.BlockSizes(form.blocks.q, form.blocks.k),
+        residual_checkpoint_name=None,
+        save_residuals=True,
+        **form.common(function),
+    )  # fmt: skip
+    return out, lse
+
+
+def _forward(form: Form, *args: Any) -> tuple[Any, Any]:
+    out, lse = _row(form, *args)
+    return (out, lse), (args, out, lse)
+
+
+def _backward(form: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    (q, k, v, sinks, ids), out, lse = residuals
+    dout, dlse = cotangents
+    if form.guarded:
+        # Factors of gradients that are 0 where masked must be finite. The lse of queries that saw
+        # a NaN is one, and spreads it.
+        q, k = finite(q), finite(k)
+    # d score = p·(dp − δ), with p of the lse and δ = Σ dout·out, less what lse itself is asked.
+    delta = jnp.einsum("nth,nth->nt", dout, out, preferred_element_type=jnp.float32) - dlse
+    dout = dout.astype(q.dtype)
+    args = q, k, v, ids, sinks, lse, dout, delta
+    info, function = mask_info.process_mask_dkv(form.mask, tuple(form.blocks))
+    _, dk, dv = kernels._splash_attention_bwd_dkv(
+        *args, bkv_compute=form.blocks.k, mask_info=info, use_fused_bwd_kernel=False,
+        **form.backward(), **form.common(function),
+    )  # fmt: skip
+    info, function = mask_info.process_mask(form.mask, tuple(form.blocks))
+    dq = kernels._splash_attention_bwd_dq(
+        *args, mask_info=info, **form.backward(), **form.common(function)
+    )
+    # A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head.
+    dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=1)
+    return dq, dk, dv, dsinks, None
+
+
+_row.defvjp(_forward, _backward)
+
+
+def _dims(q: jax.Array, v: jax.Array) -> Dims:
+    *B, T, N, H = q.shape
+    S, K, Hv = v.shape[-3:]
+    return Dims(tuple(B), T, S, N, K, H, Hv)
+
+
+def _blocks(dims: Dims) -> Blocks:
+    """The fewest equal blocks of at most as many as the table says, in multiples of 128."""
+    most = next(most for features, most in BLOCKS.items() if max(dims.H, dims.Hv) <= features)
+
+    def size(length: int) -> int:
+        return 128 * -(-length // (128 * -(-length // most)))
+
+    return Blocks(size(dims.T), size(dims.S))
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    """[*B, L, M, F] as [rows, M, length, F], filled with 0."""
+    x = jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))

@@ -1,0 +1,115 @@
+"""The kernel for TPUs compiled by their own compiler, which needs no TPU."""
+
+import importlib.util
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_mha import dot_product_attention, explain, sharding
+from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
+from flax_mha.scores import SoftCap
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
+)
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LONG = 32768
+# What is known of the mask before tracing, whether Segments are joined to it, and the heads N, K.
+CALLS = {
+    "causal, MHA": (Causal(), False, 2, 2),
+    "segments, GQA": (None, True, 4, 2),
+    "causal window segments, GQA": (Causal() & Window(left=1024), True, 4, 2),
+}
+
+
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def compiled(generation, length, N, K, H, attend, dtype=jnp.bfloat16, spec=None, shape=()):
+    """Loss and gradients of attend(q, k, v, ids) for one device, or for a mesh."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    names = ("data", "model")[: len(shape)] or ("all",)
+    devices = np.array(topology.devices[: int(np.prod(shape, dtype=int))]).reshape(shape or (1,))
+    mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    layout = NamedSharding(mesh, spec or PartitionSpec())
+    rows = PartitionSpec(*layout.spec[:1])
+    q, k = (jax.ShapeDtypeStruct((2, length, M, H), dtype, sharding=layout) for M in (N, K))
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=NamedSharding(mesh, rows))
+
+    def loss(q, k, v, ids):
+        return attend(q, k, v, ids).astype(jnp.float32).sum()
+
+    program = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    if not shape:
+        return program.lower(q, k, k, ids).compile()
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        return program.lower(q, k, k, ids).compile()
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("call", CALLS)
+def test_long_sequences_take_no_table(tpu, generation: str, call: str) -> None:
+    known, segments, N, K = CALLS[call]
+
+    def attend(q, k, v, ids):
+        mask = known
+        if segments:
+            mask = Segments(ids) if mask is None else mask & Segments(ids)
+        return dot_product_attention(q, k, v, mask=mask, kernel="splash")
+
+    program = compiled(generation, LONG, N, K, 64, attend)
+    text = program.as_text()
+    for phase in ("fwd", "dq", "dkv"):
+        assert f"splash_mha_{phase}" in text
+    assert f"{LONG},{LONG}" not in text
+    # A table would take a byte for each pair of each row and head; what is linear takes about 100
+    # MiB, most of it the 128 lanes of float32 that splash gives the lse of each query.
+    assert program.memory_analysis().temp_size_in_bytes < 2 * N * LONG**2 / 8
+
+
+CASES = {
+    "sinks and soft cap": {"scores": (SoftCap(30.0),), "sinks": np.zeros(4, np.float32)},
+    "per head": {"mask": PerHead([Causal(), Window(3, 3), Causal(), ~Causal()])},
+    "predicate": {"mask": Predicate(lambda b, n, i, j: (7 * i + j + n) % 3 == 0)},
+    "table": {"mask": np.random.default_rng(0).random((1000, 1000)) < 0.5},
+    "positions": {"mask": Causal(), "q_positions": np.arange(1000)[::-1], "kv_positions": 7},
+    "ids": {},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_else_compiles(tpu, case: str) -> None:
+    def attend(q, k, v, ids):
+        call = {"mask": Segments(ids) & Segments(ids % 3) & Lengths(ids[:, 0]) & Causal()}
+        return dot_product_attention(q, k, v, kernel="splash", **(CASES[case] or call))
+
+    compiled("v5e", 1000, 4, 2, 64, attend)
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("H", [256, 512])
+def test_the_blocks_of_the_table_fit(tpu, generation: str, H: int) -> None:
+    def attend(q, k, v, ids):
+        mask = Causal() & Window(600) & Segments(ids)
+        return dot_product_attention(q, k, v, mask=mask, kernel="splash")
+
+    compiled(generation, 2048, 2, 1, H, attend, jnp.float32)
+
+
+def test_on_a_mesh_nothing_is_gathered(tpu) -> None:
+    def attend(q, k, v, ids):
+        mask = Causal() & Segments(ids)
+        assert explain(q, k, v, mask=mask).chosen == "splash"
+        return dot_product_attention(q, k, v, mask=mask)
+
+    spec = PartitionSpec("data", None, "model")
+    program = compiled("v5e", 2048, 4, 2, 64, attend, spec=spec, shape=(2, 2))
+    assert "all-gather" not in program.as_text()
