@@ -28,7 +28,7 @@ from flax_mha.masks import (
 from flax_mha.scores import Alibi, SoftCap
 from flax_mha.shapes import Dims
 from tests import oracle
-from tests.kernels.test_contract import B, H, N, arrays, check, table
+from tests.kernels.oracle_check import B, H, N, arrays, check, table
 
 T, S = 280, 300
 RNG = np.random.default_rng(0)
