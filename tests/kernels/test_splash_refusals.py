@@ -1,0 +1,157 @@
+"""What the kernel for TPUs refuses, and in which words; what auto takes instead."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention, explain, sharding
+from flax_mha.kernels import lazy
+from flax_mha.masks import (
+    Causal,
+    Dense,
+    Lengths,
+    PerHead,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
+from flax_mha.scores import Alibi, SoftCap
+from tests.kernels.oracle_check import B, H, N
+
+T, S = 280, 300
+PACKED = Segments(jnp.zeros((B, T), int), jnp.zeros((B, S), int))
+TABLE = Dense(np.kron(np.eye(28, 30), np.ones((10, 10))) > 0)
+Q = jnp.zeros((B, T, N, H))
+TRACED = jnp.zeros((T, S), bool)
+
+
+class Reversed(Segments):
+    """Not what its parent is."""
+
+    def allowed(self, at):
+        return ~super().allowed(at)
+
+
+class Doubled(SoftCap):
+    """Likewise."""
+
+
+REFUSED = {
+    "a subclass of Segments": (r"Reversed holds arrays",
+                               {"mask": Reversed(np.zeros(T, int), PACKED.kv)}),
+    "a subclass of SoftCap": (r"one SoftCap only, got Doubled", {"scores": (Doubled(2.0),)}),
+    "float16": (r"float32 and bfloat16, got float16", {"dtype": "float16"}),
+    "no query": (r"no rows, queries or keys", {"t": 0}),
+    "no key": (r"no rows, queries or keys", {"s": 0}),
+    "no row": (r"no rows, queries or keys", {"batch": 0}),
+    "features": (r"at most 128 features, got 136", {"features": 136}),
+    "dropout": (r"no dropout", {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}),
+    "precision": (r"no precision setting, got highest", {"precision": "highest"}),
+    "alibi": (r"one SoftCap only, got Alibi", {"scores": (Alibi(),)}),
+    "bias": (r"one SoftCap only, got SoftCap, Bias",
+             {"scores": (SoftCap(2.0),), "bias": jnp.zeros(S)}),
+    "two caps": (r"one SoftCap only, got SoftCap, SoftCap", {"scores": (SoftCap(2.0),) * 2}),
+    "traced table": (r"Dense holds arrays that are not NumPy's", {"mask": TRACED}),
+    "lengths per query": (r"Lengths holds arrays",
+                          {"mask": Lengths(jnp.zeros((B, T), int)) & Causal()}),
+    "prefix per row": (r"Prefix holds arrays", {"mask": Prefix(jnp.zeros(B, int))}),
+    "segments joined by |": (r"Or holds arrays", {"mask": Causal() | PACKED}),
+    "segments negated": (r"Not holds arrays", {"mask": ~PACKED}),
+    "segments per head": (r"PerHead holds arrays", {"mask": PerHead([Causal(), PACKED] * 2)}),
+    "traced args": (r"Predicate holds arrays",
+                    {"mask": Predicate(lambda b, n, i, j, m: j < m, (jnp.array(3),))}),
+    "known, by row": (r"differs between rows", {"mask": Prefix(np.array([3, 4]))}),
+    "by row": (r"differs between rows", {"mask": Predicate(lambda b, n, i, j: j <= i + b)}),
+    "large table": (r"more than 100 entries: T·S = 280·300, for 1 dif", {"mask": TABLE}),
+    "traced positions": (r"q_positions are not NumPy's",
+                         {"mask": Causal(), "q_positions": jnp.arange(T)}),
+    "positions by row": (r"kv_positions differ between rows",
+                         {"mask": Causal(), "kv_positions": np.zeros((B, S), int)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(tpu, monkeypatch, name: str) -> None:
+    """Each by name, with the same words from both functions; auto takes another kernel."""
+    monkeypatch.setattr(lazy, "TABLE", 100)
+    reason, call = REFUSED[name]
+    sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "float32"}
+    sizes |= {key: call[key] for key in call if key in sizes}
+    call = {key: call[key] for key in call if key not in sizes}
+    batch, dtype = sizes["batch"], sizes["dtype"]
+    q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
+    k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
+    explanation = explain(q, k, k, **call)
+    assert explanation.chosen != "splash"
+    with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):
+        dot_product_attention(q, k, k, kernel="splash", **call)
+
+
+def test_a_function_that_closes_over_traced_arrays_is_refused(tpu) -> None:
+    @jax.jit
+    def call(limit):
+        mask = Predicate(lambda b, n, i, j: j < limit)
+        return dot_product_attention(Q, Q, Q, mask=mask, kernel="splash")
+
+    with pytest.raises(ValueError, match="function holds traced arrays; give them as its args"):
+        call(jnp.array(3))
+
+
+def test_inside_a_shard_map(tpu) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+
+    def call(q):
+        return dot_product_attention(q, q, q, mask=Causal(), kernel="splash")
+
+    unchecked = jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    )
+    np.testing.assert_array_equal(unchecked(Q), 0)
+    with pytest.raises(ValueError, match=r"inside jax.shard_map it needs check_vma=False"):
+        jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(Q)
+
+
+MESHES = {
+    "no mesh": (None, (), r"between the 8 devices by itself; wrap in `with jax.set_mesh"),
+    "no rules": (AxisType.Auto, (), r"no rules; wrap in"),
+    "explicit": (AxisType.Explicit, sharding.RULES, r"Auto axes, not Explicit"),
+    "rows": (AxisType.Auto, (("batch", "model"),), r"2 rows of the batch do not .* the 4 devices"),
+    "heads": (AxisType.Auto, (("heads", "model"), ("kv_heads", "model")), r"2 key/value heads do"),
+    "rules": (AxisType.Auto, (("heads", "model"),), r"heads \('model',\), kv_heads \(\)"),
+    "by head": (AxisType.Auto, (("heads", "data"), ("kv_heads", "data")), r"masks of their own"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_refusals_on_meshes(tpu, monkeypatch, name: str) -> None:
+    kind, rules, reason = MESHES[name]
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    x = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)
+    kv = jax.ShapeDtypeStruct((B, T, 2, H), jnp.float32)
+    ask = functools.partial(explain, x, kv, kv, mask=PerHead([Causal(), Window(1)] * 2))
+    if kind is None:
+        refused = ask().refused
+    else:
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+        with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+            refused = ask().refused
+    assert "splash" in refused
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(refused["splash"])
+
+
+def test_auto_prefers_it_where_it_runs(tpu) -> None:
+    x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
+    assert explain(x, x, x, mask=Causal()).chosen == "splash"
+
+
+def test_elsewhere_it_refuses() -> None:
+    with pytest.raises(ValueError, match="runs on TPU only, this is cpu"):
+        dot_product_attention(Q, Q, Q, kernel="splash")
