@@ -79,6 +79,8 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
     The kernels [D, n, h] are joined along the features of each group of heads, to
     [D, K, Σ (n/K)·h], so that where heads are sharded every device joins its own.
 
+    On a CPU without an ambient mesh they stay separate, which is faster there.
+
     Args:
       x: [*B, T, D].
       projections: each to features (n, h).

@@ -216,7 +216,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         zeros = (jnp.zeros((x.shape[-1], x.size // x.shape[-1]), acc) for x in (k, v))
         carry: Tree = (grads, *zeros)
         parts: list[jax.Array] = []
-        # The widest come last where there are several: from there, dk and dv begin as a whole.
+        # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for stripe in reversed(plan.parts):
             block = [cut(x, stripe) for x in (q, qT, dout, doutT, of_rows)]
             jobs = jnp.arange(len(block[0]), dtype=jnp.int32)

@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
+from flax_mha import shapes
 from flax_mha.kernels import lazy
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.lazy import Blocks
@@ -53,7 +54,7 @@ def refuses(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
 ) -> str | None:
     """The reason why this kernel can't run the call, or None."""
-    dims = _dims(q, v)
+    dims = shapes.attention_dims(q, k, v)
     if platform != "tpu":
         return f"runs on TPU only, this is {platform}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
@@ -87,7 +88,7 @@ def attend(
     Queries are multiplied by the scale before the products, in their own dtype: in bfloat16 a scale
     that is no power of two rounds them once more.
     """
-    dims = _dims(q, v)
+    dims = shapes.attention_dims(q, k, v)
     blocks = _blocks(dims)
     lowered, spread = lazy.lower(spec, dims, blocks), Spread.of(dims)
     if isinstance(lowered, str) or isinstance(spread, str):
@@ -231,12 +232,6 @@ def _backward(form: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
 
 _row.defvjp(_forward, _backward)
-
-
-def _dims(q: jax.Array, v: jax.Array) -> Dims:
-    *B, T, N, H = q.shape
-    S, K, Hv = v.shape[-3:]
-    return Dims(tuple(B), T, S, N, K, H, Hv)
 
 
 def _blocks(dims: Dims) -> Blocks:
