@@ -1,6 +1,6 @@
 """The layer: project → position → cache → kernel → project."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -11,13 +11,12 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks, shapes, sharding
 from flax_mha.cache import KVCache
-from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels import dot_product_attention, observe
+from flax_mha.positions import Rotation, rotate
 from flax_mha.projections import Projection, fused
 from flax_mha.scores import ScoreMod
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
-
-Rotation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class MultiHeadAttention(nn.Module):
@@ -61,6 +60,11 @@ class MultiHeadAttention(nn.Module):
       mask: a mask that always holds, such as `masks.Causal()`.
       scores: functions of the scores that always apply, such as `(scores.SoftCap(50.0),)`.
       sinks: learn one more score a head, that takes weight in the softmax and gives nothing.
+      capture: what to sow into `intermediates` of each call, some of "weights", "lse", "entropy"
+        and "max_logit" (see `flax_mha.kernels.observe`), as `attention_weights`, `attention_lse`
+        and so on. The output is the same to the bit.
+      capture_heads: the heads to capture, such as (0, 3) (default: all).
+      capture_queries: the queries to capture, such as range(128) (default: all).
       rotary: turns queries and keys by their position, such as `positions.Rotary()`.
       partitioned: box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
@@ -93,6 +97,9 @@ class MultiHeadAttention(nn.Module):
     mask: masks.Mask | None = None
     scores: Sequence[ScoreMod] = ()
     sinks: bool = False
+    capture: Sequence[str] = ()
+    capture_heads: Sequence[int] | None = None
+    capture_queries: Sequence[int] | None = None
     rotary: Rotation | None = None
     partitioned: bool = False
 
@@ -107,6 +114,7 @@ class MultiHeadAttention(nn.Module):
         bias: jax.Array | None = None,
         scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        head_mask: jax.Array | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
@@ -125,9 +133,11 @@ class MultiHeadAttention(nn.Module):
           positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens
             stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
             the order given, whatever this says.
+          head_mask: [N] or [*B, N], scales the heads' outputs: 0 prunes a head.
           deterministic: if True, no dropout; here or in the constructor.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
-          sow_weights: sow the weights [*B, N, T, S] into `intermediates/attention_weights`.
+          sow_weights: sow the weights [*B, N, T, S] into `intermediates/attention_weights`, as
+            `capture=("weights",)` does.
           return_weights: also return them. Both as before dropout.
 
         Returns:
@@ -150,18 +160,17 @@ class MultiHeadAttention(nn.Module):
             q_pos = new_pos = cache.next_positions(k.shape[-3])
             # Causality also hides the slots that are not filled yet.
             mask = masks.combine(masks.Causal(), mask)
-        q, k = self._rotate(q, k, positions, q_pos, new_pos)
+        q, k = rotate(self.rotary, q, k, positions, q_pos, new_pos)
         if cache is not None:
             cache = cache.append(k, v)
             self._store(cache)
             k, v = cache.key, cache.value
 
-        heads, kv_heads = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
-        with_weights = sow_weights or return_weights
-        result = dot_product_attention(
-            sharding.constrain(q, heads),
-            sharding.constrain(k, kv_heads),
-            sharding.constrain(v, kv_heads),
+        observed = self._observed(sow_weights)
+        x, *extras = dot_product_attention(
+            sharding.constrain(q, _HEADS),
+            sharding.constrain(k, _KV_HEADS),
+            sharding.constrain(v, _KV_HEADS),
             mask=mask,
             bias=bias,
             scores=(*self.scores, *scores),
@@ -169,16 +178,18 @@ class MultiHeadAttention(nn.Module):
             q_positions=None if cache is None else q_pos,
             kernel=self.kernel,
             precision=self.precision,
-            return_weights=with_weights,
+            return_weights=return_weights,
+            return_residuals=True,  # Always a tuple.
+            **observed,
             **self._dropout(deterministic, dropout_rng),
         )
-        x, weights = result if with_weights else (result, None)
         if cache is not None:
             x = jnp.where(cache.overflowed, jnp.nan, x)
-        if sow_weights:
-            self.sow("intermediates", "attention_weights", weights)
-        out = self._project_out(sharding.constrain(x, heads), inputs_q.shape[-1])
-        return (out, weights) if return_weights else out
+        for name, captured in extras.pop().items() if observed else ():
+            self.sow("intermediates", f"attention_{name}", captured)
+        x = sharding.constrain(shapes.scale_heads(x, head_mask), _HEADS)
+        out = self._project_out(x, inputs_q.shape[-1])
+        return (out, extras[0]) if return_weights else out
 
     def _project(self, *inputs: jax.Array) -> list[jax.Array]:
         """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]."""
@@ -229,29 +240,6 @@ class MultiHeadAttention(nn.Module):
         }
         return Projection(features, names, name=name, **(defaults | settings))
 
-    def _rotate(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        positions: jax.Array | tuple[jax.Array, jax.Array] | None,
-        q_pos: jax.Array,
-        k_pos: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Turns queries and keys by the positions given, or else by q_pos and k_pos."""
-        if self.rotary is None:
-            if positions is not None:
-                raise ValueError(
-                    "positions say where `rotary` turns queries and keys, and rotary is None; "
-                    "set it to positions.Rotary(), or drop positions"
-                )
-            return q, k
-        if isinstance(positions, tuple) and len(positions) == 2:
-            q_pos, k_pos = positions
-        elif positions is not None:
-            k_pos = positions if len(q_pos) == len(k_pos) else k_pos
-            q_pos = positions
-        return self.rotary(q, q_pos), self.rotary(k, k_pos)
-
     def _sinks(self) -> jax.Array | None:
         if not self.sinks:
             return None
@@ -275,6 +263,20 @@ class MultiHeadAttention(nn.Module):
             "broadcast_dropout": self.broadcast_dropout,
         }
 
+    def _observed(self, sow_weights: bool) -> dict[str, Any]:
+        """The kernel call's arguments of what is captured, if anybody listens."""
+        observe.check_names(self.capture)
+        names = tuple(self.capture)
+        if sow_weights and "weights" not in names:
+            names += ("weights",)
+        if not names or not self.is_mutable_collection("intermediates"):
+            return {}
+        return {
+            "capture": names,
+            "capture_heads": self.capture_heads,
+            "capture_queries": self.capture_queries,
+        }
+
     def _cache(self, k: jax.Array, v: jax.Array) -> KVCache | None:
         """The cache so far; None, after making room for it, if there was none."""
         if self.has_variable("cache", "cached_key"):
@@ -287,4 +289,5 @@ class MultiHeadAttention(nn.Module):
             self.put_variable("cache", name, x)
 
 
+_HEADS, _KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 _CACHE = ("cached_key", "cached_value", "cache_index")

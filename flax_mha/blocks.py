@@ -115,6 +115,7 @@ class EncoderBlock(nn.Module):
         mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
+        head_mask: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
@@ -126,7 +127,7 @@ class EncoderBlock(nn.Module):
         def run(block: "EncoderBlock", x: jax.Array) -> jax.Array:
             return block._run(
                 x, deterministic, mask=mask, bias=bias, positions=positions,
-                sow_weights=sow_weights,
+                head_mask=head_mask, sow_weights=sow_weights,
             )  # fmt: skip
 
         return (nn.remat(run) if self.remat else run)(self, x)

@@ -1,6 +1,8 @@
 """Where a token stands: sinusoidal and rotary formulas, and a learned table."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -8,6 +10,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
 from flax_mha import shapes, sharding
+
+Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def sinusoidal(
@@ -110,6 +114,34 @@ class Rotary:
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """See `rotary`."""
         return rotary(x, positions, **dataclasses.asdict(self))
+
+
+def rotate(
+    rotation: Rotation | None,
+    q: jax.Array,
+    k: jax.Array,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None,
+    q_pos: jax.Array,
+    k_pos: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Turns queries and keys by the positions given (both, or a pair), or else by q_pos and k_pos.
+
+    Raises:
+      ValueError: if positions are given and there is no rotation.
+    """
+    if rotation is None:
+        if positions is not None:
+            raise ValueError(
+                "positions say where `rotary` turns queries and keys, and rotary is None; "
+                "set it to positions.Rotary(), or drop positions"
+            )
+        return q, k
+    if isinstance(positions, tuple) and len(positions) == 2:
+        q_pos, k_pos = positions
+    elif positions is not None:
+        k_pos = positions if len(q_pos) == len(k_pos) else k_pos
+        q_pos = positions
+    return rotation(q, q_pos), rotation(k, k_pos)
 
 
 class PositionEmbedding(nn.Module):

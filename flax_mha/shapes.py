@@ -187,6 +187,27 @@ def check_rotation(rotary: object) -> None:
         )
 
 
+def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Heads x [*B, T, N, H] times a scale [N] or [*B, N], if there is one.
+
+    Raises:
+      ValueError: if it has another shape.
+      TypeError: if it is no array of numbers or bools.
+    """
+    if scale is None:
+        return x
+    check_array("head_mask", scale)
+    if jnp.issubdtype(scale.dtype, jnp.complexfloating):
+        raise TypeError(f"head_mask must be real, got {scale.dtype}; take its absolute value")
+    *B, _, N, _ = x.shape
+    if scale.shape not in {(N,), (*B, N)}:
+        raise ValueError(
+            f"head_mask must have shape [N] = {(N,)} or [*B, N] = {(*B, N)}, got {scale.shape}; "
+            f"give one number for each head"
+        )
+    return x * lead(scale.astype(x.dtype), x.ndim - 2)[..., None, :, None]
+
+
 def check_floating(name: str, x: jax.Array) -> None:
     """Attention is defined on real floating-point arrays."""
     check_array(name, x)

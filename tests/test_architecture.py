@@ -21,6 +21,7 @@ LAYERS = [
     {"kernels.plan", "kernels.ids", "kernels.spread"},
     {"kernels.tiling", "kernels.lazy"},
     {"kernels.reference", "kernels.blockwise", "kernels.splash"},
+    {"kernels.observe"},
     {"kernels"},
     {"cache"},
     {"attention"},

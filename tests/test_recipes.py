@@ -20,7 +20,7 @@ OUTPUT = 5e-6
 def page() -> Scope:
     """The variables that the page's code leaves."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     scope: Scope = {"__name__": "recipes"}
     # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
     with jax.default_prng_impl("unsafe_rbg"):
@@ -152,3 +152,15 @@ def test_transformer(page: Scope, name: str) -> None:
     x = oracle.layer_norm(p["Encoder_0"]["norm"], x)
     assert page[name].shape == (2, 5, 11)
     assert error(page[name], oracle.project(p["Dense_0"], x)) < OUTPUT
+
+
+def test_looking_inside(page: Scope) -> None:
+    weights = float64(page["weights"])
+    np.testing.assert_array_equal(page["watched_output"], page["layer_output"])
+    some = weights[:, [0, 3]]
+    np.testing.assert_allclose(page["entropy"], -(some * np.log(some)).sum(-1), atol=OUTPUT)
+    np.testing.assert_allclose(page["head_weights"], some, atol=OUTPUT)
+    # Outputs are linear in the mask: the derivatives of its heads sum to the output itself.
+    bias = float64(page["layer_params"]["params"]["out"]["bias"]).sum() * 20
+    total = float64(page["layer_output"]).sum() - bias
+    np.testing.assert_allclose(float64(page["importance"]).sum(), total, rtol=1e-4)

@@ -18,7 +18,7 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, reference, splash
+from flax_mha.kernels import blockwise, observe, reference, splash
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias, ScoreMod
@@ -51,6 +51,9 @@ def dot_product_attention(
     precision: jax.lax.PrecisionLike = None,
     return_weights: bool = False,
     return_residuals: bool = False,
+    capture: Sequence[str] = (),
+    capture_heads: Sequence[int] | None = None,
+    capture_queries: Sequence[int] | None = None,
 ) -> Any:
     """Scaled dot-product attention.
 
@@ -85,10 +88,14 @@ def dot_product_attention(
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
         exponentials of the scores (−∞ for a query that sees nothing).
+      capture: also return a dict of some of "weights", "lse", "entropy" and "max_logit", see
+        `flax_mha.kernels.observe`. The output is the same to the bit.
+      capture_heads: the heads to capture, such as (0, 3) (default: all).
+      capture_queries: the queries to capture, such as range(128) (default: all).
 
     Returns:
-      out [*B, T, N, Hv] in the promoted dtype of q, k and v; or a tuple of it, the weights and
-      the lse, as asked for.
+      out [*B, T, N, Hv] in the promoted dtype of q, k and v; or a tuple of it, the weights, the
+      lse and what was captured, as asked for.
 
     Raises:
       ValueError: if shapes do not fit, or the named kernel refuses the call.
@@ -107,11 +114,13 @@ def dot_product_attention(
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(lse, (*B, N, T))
-    extras = []
+    extras: list[Any] = []
     if return_weights:
-        extras.append(reference.weights(q, k, lse, spec).astype(q.dtype))
+        extras.append(observe.observe(q, k, lse, spec, ["weights"])["weights"])
     if return_residuals:
         extras.append(lse)
+    if capture:
+        extras.append(observe.observe(q, k, lse, spec, capture, capture_heads, capture_queries))
     return (out, *extras) if extras else out
 
 
@@ -139,6 +148,9 @@ def explain(
     kernel: str = "auto",
     return_weights: bool = False,
     return_residuals: bool = False,
+    capture: Sequence[str] = (),
+    capture_heads: Sequence[int] | None = None,
+    capture_queries: Sequence[int] | None = None,
     **call: Any,
 ) -> Explanation:
     """Tells which kernel `dot_product_attention` would take, without running anything.
@@ -150,6 +162,9 @@ def explain(
       kernel: likewise.
       return_weights: likewise; every kernel can.
       return_residuals: likewise; every kernel can.
+      capture: likewise; every kernel can.
+      capture_heads: likewise.
+      capture_queries: likewise.
       **call: its other arguments.
 
     Returns:
@@ -166,6 +181,8 @@ def explain(
 
     def trace(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         q, k, v, spec = _prepare(q, k, v, **call)
+        dims = shapes.attention_dims(q, k, v)
+        observe.check(dims, capture, capture_heads, capture_queries)
         refused.update(_refusals(q, k, v, spec))
         preference.extend(_preference(q, k))
 
@@ -202,6 +219,7 @@ def _prepare(
         shapes.check_floating("sinks", sinks)
         if sinks.shape != (dims.N,):
             raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
+        sinks = jnp.asarray(sinks)
     shapes.check_rate("dropout_rate", dropout_rate)
     dropout = None
     if dropout_rate:

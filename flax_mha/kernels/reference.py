@@ -3,6 +3,9 @@
 Memory grows with T·S. Gradients of any order come from JAX.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -38,11 +41,11 @@ def attend(
       exponentials of the scores, −∞ where no key is seen).
     """
     at = spec.at(shapes.attention_dims(q, k, v))
-    q, k, v = _heads_first(q, k, v)
-    nan = None
+    q, k, v = heads_first(q, k, v)
+    nan: tuple[jax.Array, ...] = ()
     if spec.mask is not None:
-        q, (k, v), nan = _isolate(q, k, v)
-    logits = _scores(q, k, spec, at, nan)
+        q, (k, v), nan = isolate(q, k, v)
+    logits = scores(q, k, spec, at, nan)
     # Any finite shift gives the same weights; the maximum of an empty row is not finite.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if spec.sinks is not None:
@@ -63,18 +66,7 @@ def attend(
     return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse[..., 0]
 
 
-def weights(q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """The weights [*B, N, T, S] before dropout, rebuilt from any kernel's lse [*B, N, T]."""
-    at = spec.at(shapes.attention_dims(q, k, k))
-    q, k = _heads_first(q, k)
-    nan = None
-    if spec.mask is not None:
-        q, (k,), nan = _isolate(q, k)
-    lse = jnp.where(lse == -jnp.inf, 0.0, lse)
-    return jnp.exp(_scores(q, k, spec, at, nan) - lse[..., None])
-
-
-def _heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
+def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
     """[*B, T, N, ·] as [*B, N, T, ·], with keys and values repeated to one for each query head.
 
     XLA:CPU is twice as slow where the products themselves have to transpose, and slow at products
@@ -85,10 +77,18 @@ def _heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
     return [jnp.swapaxes(x, -3, -2) for x in (q, *repeated)]
 
 
-def _scores(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, nan: jax.Array | None
+def scores(
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, nan: tuple[jax.Array, ...] = ()
 ) -> jax.Array:
-    """The scores [*B, N, T, S] in float32 at least; −∞ where the mask forbids."""
+    """The scores [*B, N, T, S] in float32 at least; −∞ where the mask forbids.
+
+    Args:
+      q: [*B, N, T, H].
+      k: [*B, N, S, H].
+      spec: of the call.
+      at: where its grids stand.
+      nan: of `isolate`.
+    """
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
@@ -98,16 +98,20 @@ def _scores(
     if q.dtype != dtype:
         # Half precision would round q once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
-    if nan is not None:
-        logits = logits + nan.astype(dtype)
+    if nan:
+        column, row = nan
+        logits = logits + (column + row).astype(dtype)
     return spec.apply(logits, at)
 
 
-def _isolate(q: jax.Array, *keyed: jax.Array) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+def isolate(
+    q: jax.Array, *keyed: jax.Array
+) -> tuple[jax.Array, list[jax.Array], tuple[jax.Array, jax.Array]]:
     """Keeps what a masked pair holds from leaking through 0·NaN in the matrix products.
 
-    Non-finite entries become 0, and their NaN moves into the scores, [*B, N, T, S]: where the
-    mask allows the pair it spreads as it should, elsewhere the mask removes it.
+    Non-finite entries become 0, and their NaN moves into the scores, as a column [*B, N, T, 1] and
+    a row [*B, N, 1, S] to be added: where the mask allows the pair it spreads as it should,
+    elsewhere the mask removes it.
     """
-    nan = poison(q)[..., None] + sum(poison(x)[..., None, :] for x in keyed)
-    return finite(q), [finite(x) for x in keyed], nan
+    row = functools.reduce(operator.add, map(poison, keyed))
+    return finite(q), [finite(x) for x in keyed], (poison(q)[..., None], row[..., None, :])

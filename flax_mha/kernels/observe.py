@@ -1,0 +1,188 @@
+"""A look at the softmax of a call, beside whichever kernel computes its output.
+
+With s the scores of one query (after `scores`, bias and mask) and p their softmax:
+
+    weights    p_j = exp(s_j − lse)
+    lse        log Σ_j exp(s_j)
+    entropy    −Σ_j p_j·log p_j, in nats: 0 where one key takes all, log S where all are equal
+    max_logit  max_j s_j
+
+A sink, where there is one, takes part in the sums: an outcome like any key, with no weight to show.
+A query that sees no key has weights and entropy 0, lse and max_logit −∞.
+
+The scores are computed again, from the same q and k, a block of queries at a time: only whole
+weights take memory of T·S. The output does not know of it, and what is captured has gradients.
+
+Sources: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
+2023, for the entropy; Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters",
+2023, for the growth of logits.
+"""
+
+import functools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha import shapes
+from flax_mha.kernels import reference
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tiling import map_grids
+from flax_mha.shapes import Dims
+
+CAPTURES = ("weights", "lse", "entropy", "max_logit")
+
+# Scores that are in memory at a time: 8 MiB in float32, the fastest of 2 to 16 on two CPU cores. At
+# least so many queries at a time, for each block of them reads all keys.
+_SCORES = 2**21
+_QUERIES = 16
+# exp(x) is 0 in float64 below.
+_LEAST = -800.0
+
+
+def observe(
+    q: jax.Array,
+    k: jax.Array,
+    lse: jax.Array,
+    spec: AttentionSpec,
+    names: Collection[str],
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> dict[str, jax.Array]:
+    """Captures what `names` ask for.
+
+    Args:
+      q: [*B, T, N, H].
+      k: [*B, S, K, H].
+      lse: [*B, N, T], of any kernel.
+      spec: the rest of the call.
+      names: some of `CAPTURES`.
+      heads: indices of query heads (default: all N).
+      queries: indices of queries, such as `range(128)` (default: all T).
+
+    Returns:
+      weights [*B, heads, queries, S] in the dtype of q, before dropout; lse, entropy and max_logit
+      [*B, heads, queries] in float32 at least.
+
+    Raises:
+      ValueError: if a name is unknown, or an index out of range.
+    """
+    dims = shapes.attention_dims(q, k, k)
+    chosen = check(dims, names, heads, queries)
+    if not set(names) - {"lse"}:
+        return {name: _pick(lse[..., None], *chosen)[..., 0] for name in names}
+    dtype = q.dtype
+    at = spec.at(dims)
+    # The observer must not change how the observed is compiled: nothing in common to fuse.
+    q, k, lse = jax.lax.optimization_barrier((q, k, lse))
+    q, k = reference.heads_first(q, k)
+    nan: tuple[jax.Array, ...] = ()
+    if spec.mask is not None:
+        q, (k,), nan = reference.isolate(q, k)
+    # Whatever lies over the scores has heads and queries on the same two axes, or 1 there.
+    q, nan, lse, at, spec = _cut(lambda x: _pick(x, *chosen), (q, nan, lse[..., None], at, spec))
+    k = _pick(k, chosen[0], None)
+    if spec.sinks is not None and chosen[0] is not None:
+        spec = spec.replace(sinks=spec.sinks[chosen[0]])
+    found = {"lse": lse[..., 0]}
+    if "weights" in names:
+        score = reference.scores(q, k, spec, at, nan)
+        found["weights"] = jnp.exp(score - jnp.where(lse == -jnp.inf, 0.0, lse)).astype(dtype)
+    if {"entropy", "max_logit"} & set(names):
+        found["entropy"], found["max_logit"] = _moments(q, k, spec, at, nan)
+    return {name: found[name] for name in names}
+
+
+def check(
+    dims: Dims, names: Collection[str], heads: Sequence[int] | None, queries: Sequence[int] | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The indices of heads and queries, if they and the names fit the call; see `observe`."""
+    check_names(names)
+    return _indices("capture_heads", heads, dims.N), _indices("capture_queries", queries, dims.T)
+
+
+def check_names(names: Collection[str]) -> None:
+    """What is captured must be known by name; one string is not a collection of names."""
+    if isinstance(names, str) or not set(names) <= set(CAPTURES):
+        raise ValueError(f"capture takes a tuple of names out of {CAPTURES}, got {names!r}")
+
+
+def _indices(name: str, chosen: Sequence[int] | None, size: int) -> np.ndarray | None:
+    if chosen is None:
+        return None
+    indices = np.asarray(chosen)
+    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer) or not indices.size:
+        raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
+    if indices.min() < -size or indices.max() >= size:
+        raise ValueError(f"{name} must be in [{-size}, {size}), got {chosen!r}")
+    indices = indices % size
+    if len(set(indices.tolist())) < len(indices):
+        raise ValueError(f"{name} must name each index once, got {chosen!r}")
+    return indices
+
+
+def _cut(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Applies fn to whatever of those parts lies over the scores."""
+    q, nan, lse, at, spec = parts
+    q, nan, lse, at = jax.tree.map(fn, (q, nan, lse, at))
+    return q, nan, lse, at, map_grids(fn, spec)
+
+
+def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
+    """Some heads and queries of x [*B|1, N|1, T|1, ·]; axes of 1 stand for all."""
+    for axis, indices in ((-3, heads), (-2, queries)):
+        if indices is not None and x.shape[axis] > 1:
+            x = jnp.take(x, indices, axis)
+    return x
+
+
+def _moments(
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: Any, nan: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Entropy and greatest score [*B, N, T], of heads first, a block of queries at a time."""
+    *rows, T, _ = q.shape
+    size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
+
+    @jax.checkpoint
+    def block(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pick = functools.partial(_pick, heads=None, queries=indices)
+        some_q, some_nan, _, some_at, some_spec = _cut(pick, (q, nan, (), at, spec))
+        score = reference.scores(some_q, k, some_spec, some_at, some_nan)
+        return _summary(score, spec.sinks)
+
+    # The last block repeats the last query where it reaches beyond it.
+    blocks = np.minimum(np.arange(-(-T // size) * size), T - 1).reshape(-1, size)
+    found = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
+    entropy, top = (jnp.moveaxis(x, 0, -2).reshape(*rows, -1)[..., :T] for x in found)
+    return entropy, top
+
+
+def _summary(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Entropy [..., N, T] of the softmax of scores [..., N, T, S] and sinks [N]; their maximum."""
+    shape = score.shape[:-1]
+    # XLA:CPU takes five times as long over sums of a higher rank.
+    score = score.reshape(math.prod(shape), score.shape[-1])
+    top = score.max(-1, initial=-jnp.inf)
+    shift, sink = top, None
+    if sinks is not None:
+        sink = jnp.broadcast_to(sinks.astype(score.dtype)[:, None], shape).reshape(-1)
+        shift = jnp.maximum(top, sink)
+    shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0.0, shift))
+    total, moment = _sums(score - shift[:, None])
+    if sink is not None:
+        more, its = _sums(sink[:, None] - shift[:, None])
+        total, moment = total + more, moment + its
+    # Maxima of XLA:CPU leave out NaN.
+    top = jnp.where(jnp.isnan(total), jnp.nan, top)
+    total = jnp.where(total == 0, 1.0, total)
+    return (jnp.log(total) - moment / total).reshape(shape), top.reshape(shape)
+
+
+def _sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Σ exp(x) and Σ exp(x)·x over the last axis, where 0·log 0 = 0."""
+    # Of the least exponent that matters: finite, for the gradient's sake.
+    weight = jnp.exp(x)
+    return weight.sum(-1), (weight * jnp.maximum(x, _LEAST)).sum(-1)

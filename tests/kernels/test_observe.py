@@ -1,0 +1,230 @@
+"""What is captured beside the output, and that the output does not know of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import MultiHeadAttention, dot_product_attention, masks, scores
+from flax_mha.kernels import observe
+from tests import oracle
+from tests.kernels.cases import KERNELS
+from tests.kernels.oracle_check import B, H, N, arrays, table
+
+T, S = 70, 90
+IDS = np.sort(np.random.default_rng(0).integers(0, 3, (B, S)), axis=1)
+MASKS = {
+    "none": None,
+    "causal": masks.Causal(),
+    # The second row's queries of segment 1 see nothing.
+    "empty rows": masks.Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(np.where(IDS == 1, 3, IDS))),
+    "per head": masks.PerHead([masks.Causal(), masks.Window(3), ~masks.Causal(), masks.Prefix(9)]),
+}
+EXTRAS = {
+    "plain": ({}, {}),
+    "all": (
+        {"scores": (scores.SoftCap(2.0),), "bias": "bias", "sinks": "sinks"},
+        {"cap": 2.0, "bias": "bias", "sinks": "sinks"},
+    ),
+}
+ARRAYS = {
+    "bias": np.random.default_rng(1).normal(size=(N, T, S)).astype(np.float32),
+    "sinks": np.array([0.0, 2.0, -1.0, 4.0], np.float32),
+}
+
+
+def expected(q, k, allowed=None, **known) -> dict[str, np.ndarray]:
+    """Of the definitions, in float64."""
+    _, lse, p = oracle.attention(q, k, k, allowed=allowed, **known)
+    with np.errstate(divide="ignore"):
+        log = np.where(p > 0, np.log(p), 0.0)
+        top = lse + np.log(p.max(-1))
+    entropy = -(p * log).sum(-1)
+    if "sinks" in known:
+        share = np.exp(oracle.float64(known["sinks"])[:, None] - lse)
+        entropy -= share * np.log(share)
+    return {"weights": p, "lse": lse, "entropy": entropy, "max_logit": top}
+
+
+def close(actual, wanted, atol: float = 2e-5) -> None:
+    np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=atol)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("K", [4, 1])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
+    q, k, v, _ = arrays(T, S, K)
+    call, known = ({name: ARRAYS.get(x, x) if isinstance(x, str) else x for name, x in d.items()}
+                   for d in EXTRAS[extras])  # fmt: skip
+    attend = functools.partial(
+        dot_product_attention, q, k, v, mask=MASKS[mask], kernel=kernel, **call
+    )
+    out, captured = attend(capture=observe.CAPTURES)
+    np.testing.assert_array_equal(out, attend())
+    wanted = expected(q, k, table(MASKS[mask], T, S), **known)
+    assert list(captured) == list(observe.CAPTURES)
+    for name, value in captured.items():
+        close(value, wanted[name])
+    some = attend(
+        capture=("weights", "entropy"), capture_heads=(3, -4), capture_queries=range(5, 60, 7)
+    )[1]
+    for name, value in some.items():
+        close(value, wanted[name][:, [3, 0], 5:60:7])
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blocked:
+        monkeypatch.setattr(observe, "_SCORES", 1)  # 16 queries a block: the last is not full.
+    q, k, v, _ = arrays(T, S, 2)
+    mask = MASKS["empty rows"]
+    rng = np.random.default_rng(2)
+    weight = {name: rng.normal(size=(B, N, T)) for name in ("entropy", "max_logit", "lse")}
+
+    def loss(q, k, name):
+        captured = dot_product_attention(q, k, v, mask=mask, capture=(name,))[1][name]
+        return jnp.sum(jnp.where(captured == -jnp.inf, 0.0, captured) * weight[name])
+
+    found = expected(q, k, table(mask, T, S))
+    p, scale, keys = found["weights"], H**-0.5, np.repeat(oracle.float64(k), 2, -2)
+    with np.errstate(divide="ignore"):
+        log = np.where(p > 0, np.log(p), 0.0)
+    derivatives = {
+        "entropy": -p * (log + found["entropy"][..., None]),
+        "max_logit": (p == p.max(-1, keepdims=True)) * (p > 0),
+        "lse": p,
+    }
+    for name, ds in derivatives.items():
+        ds = ds * weight[name][..., None] * scale
+        dq, dk = jax.jit(jax.grad(functools.partial(loss, name=name), (0, 1)))(q, k)
+        assert oracle.error(dq, np.einsum("bnts,bsnh->btnh", ds, keys)) < 1e-5
+        dk_all = np.einsum("bnts,btnh->bsnh", ds, oracle.float64(q))
+        assert oracle.error(dk, oracle.grouped(dk_all, 2)) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_changes(kernel: str, dtype: str) -> None:
+    """Outputs and gradients are equal to the bit, compiled and not, long and short."""
+    for t, compiled in ((30, jax.jit), (30, lambda f: f), (600, jax.jit)):
+        q, k, v, cotangent = arrays(t, t, 2, dtype)
+        key = jax.random.key(0)
+
+        def run(q, capture=(), k=k, v=v, cotangent=cotangent, key=key):
+            result = dot_product_attention(
+                q, k, v, mask=masks.Causal(), kernel=kernel, capture=capture,
+                dropout_rate=0.1, dropout_rng=key,
+            )  # fmt: skip
+            out, captured = result if capture else (result, {})
+            return jnp.sum(out * cotangent), (out, captured)
+
+        (_, (plain, _)), plain_dq = compiled(jax.value_and_grad(run, has_aux=True))(q)
+        look = functools.partial(run, capture=observe.CAPTURES)
+        (_, (out, seen)), dq = compiled(jax.value_and_grad(look, has_aux=True))(q)
+        np.testing.assert_array_equal(out, plain)
+        np.testing.assert_array_equal(dq, plain_dq)
+        assert seen["weights"].dtype == q.dtype
+        assert seen["entropy"].dtype == jnp.float32
+
+
+def test_entropy_takes_no_table() -> None:
+    t = 8192
+    q = jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)
+
+    def loss(q):
+        captured = dot_product_attention(
+            q, q, q, mask=masks.Causal(), capture=("entropy", "max_logit")
+        )
+        return captured[1]["entropy"].sum()
+
+    program = jax.jit(jax.grad(loss)).lower(q).compile()
+    # A table of scores would take 512 MiB.
+    assert program.memory_analysis().temp_size_in_bytes < 2**27
+
+
+def test_a_masked_nan_is_not_seen() -> None:
+    q, k, v, _ = arrays(T, S, 4)
+    k = k.at[:, 50].set(jnp.nan)
+    mask = masks.Causal()
+    _, seen = dot_product_attention(q, k, v, mask=mask, capture=observe.CAPTURES)
+    for name, value in seen.items():
+        if name != "weights":
+            assert np.isnan(value[:, :, 50:]).all(), name
+        assert np.isfinite(value[:, :, :50]).all(), name
+
+
+def test_no_queries_and_no_keys() -> None:
+    for t, s in ((0, 5), (5, 0)):
+        _, seen = dot_product_attention(*arrays(t, s, 4)[:3], capture=observe.CAPTURES)
+        assert seen["entropy"].shape == (B, N, t)
+        assert not seen["entropy"].any()
+        assert (seen["max_logit"] == -np.inf).all()
+
+
+def test_vmap_is_batch() -> None:
+    q, k, v, _ = arrays(T, S, 2)
+    run = functools.partial(dot_product_attention, mask=masks.Causal(), capture=observe.CAPTURES)
+    for a, b in zip(*map(jax.tree.leaves, (jax.vmap(run)(q, k, v), run(q, k, v))), strict=True):
+        close(a, b, 1e-6)
+
+
+X = jax.random.normal(jax.random.key(0), (2, 12, 16))
+
+
+def test_layer_sows() -> None:
+    layer = MultiHeadAttention(
+        4, num_kv_heads=2, mask=masks.Causal(), sinks=True, capture=observe.CAPTURES,
+        capture_heads=(1,), capture_queries=range(4),
+    )  # fmt: skip
+    params = layer.init(jax.random.key(1), X)
+    assert list(params) == ["params"]
+    plain = layer.apply(params, X)
+    (out, weights), sown = layer.apply(params, X, return_weights=True, mutable="intermediates")
+    np.testing.assert_array_equal(out, plain)
+    sown = {name: value[0] for name, value in sown["intermediates"].items()}
+    np.testing.assert_array_equal(sown["attention_weights"], weights[:, 1:2, :4])
+    assert {name: x.shape for name, x in sown.items()} == {
+        "attention_weights": (2, 1, 4, 12),
+        "attention_lse": (2, 1, 4),
+        "attention_entropy": (2, 1, 4),
+        "attention_max_logit": (2, 1, 4),
+    }
+    # Sown once, also where the call asks too.
+    _, again = layer.apply(params, X, sow_weights=True, mutable="intermediates")
+    assert len(again["intermediates"]["attention_weights"]) == 1
+
+
+def test_decoding_is_captured() -> None:
+    layer = MultiHeadAttention(4, decode=True, capture=("entropy",))
+    whole = MultiHeadAttention(4, mask=masks.Causal(), capture=("entropy",))
+    variables = layer.init(jax.random.key(1), X)
+    _, sown = whole.apply({"params": variables["params"]}, X, mutable="intermediates")
+    entropy = sown["intermediates"]["attention_entropy"][0]
+    for t in range(0, 12, 3):
+        _, new = layer.apply(variables, X[:, t : t + 3], mutable=["cache", "intermediates"])
+        variables["cache"] = new["cache"]
+        close(new["intermediates"]["attention_entropy"][0], entropy[:, :, t : t + 3])
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_head_mask(per_row: bool) -> None:
+    layer = MultiHeadAttention(4, project_out=False)
+    params = layer.init(jax.random.key(1), X)
+    scale = jnp.array([0.0, 1.0, 2.0, 0.5])
+    if per_row:
+        scale = jnp.stack([scale, 1 - scale])
+
+    def run(scale):
+        return layer.apply(params, X, head_mask=scale)
+
+    heads = layer.apply(params, X).reshape(2, 12, 4, 4)
+    wanted = heads * jnp.broadcast_to(scale, (2, 4))[:, None, :, None]
+    np.testing.assert_allclose(run(scale).reshape(heads.shape), wanted, rtol=1e-6)
+    gradient = jax.grad(lambda scale: run(scale).sum())(scale)
+    by_row = heads.sum((1, 3))
+    np.testing.assert_allclose(gradient, by_row if per_row else by_row.sum(0), rtol=1e-4)
+    np.testing.assert_array_equal(run(scale > 0), run((scale > 0).astype(int)))
