@@ -222,7 +222,7 @@ class MultiHeadAttention(nn.Module):
         use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
         return self._projection(
             "out", ("heads", "head_dim", "embed"), (self.out_features or features,),
-            contracted=2,
+            contracted=2, rows=("batch", "norm_length"),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=(self.out_bias_init or self.bias_init) if use_bias else None,
         )(x)  # fmt: skip

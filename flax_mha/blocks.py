@@ -64,16 +64,33 @@ class MLP(nn.Module):
         else:
             h = act(up)
         h = sharding.constrain(h, ("batch", "length", "mlp"))
-        h = nn.Dropout(self.dropout_rate)(h, deterministic=deterministic)
-        return self._dense("down", x.shape[-1], ("mlp", "embed"))(h)
+        h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
+        rows = ("batch", "norm_length")
+        return self._dense("down", x.shape[-1], ("mlp", "embed"), rows=rows)(h)
 
-    def _dense(self, name: str, features: int, names: sharding.LogicalNames) -> Projection:
+    def _dense(
+        self, name: str, features: int, names: sharding.LogicalNames, **more: Any
+    ) -> Projection:
         return Projection(
             (features,), names, kernel_init=self.kernel_init,
             bias_init=self.bias_init if self.use_bias else None, dtype=self.dtype,
             param_dtype=self.param_dtype, precision=self.precision, partitioned=self.partitioned,
-            name=name,
+            name=name, **more,
         )  # fmt: skip
+
+
+class Dropout(nn.Module):
+    """`nn.Dropout`, with its bits, on any mesh."""
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
+        """Sets a share of x to 0, and scales the rest to keep the expectation."""
+        if self.rate == 0 or deterministic:
+            return x
+        keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.rate, x.shape)
+        return jnp.where(sharding.like(keep, x), x / (1 - self.rate), 0)
 
 
 class EncoderBlock(nn.Module):
@@ -145,10 +162,12 @@ class EncoderBlock(nn.Module):
             "attention": lambda x: layer(x, deterministic=layer_deterministic, **call),
             "mlp": lambda x: mlp(x, deterministic=deterministic),
         }
+        x = sharding.constrain(x, ("batch", "norm_length", None))
         for name, branch in branches.items():
             norm = make_norm(self.norm, f"{name}_norm", layer)
-            dropout = nn.Dropout(self.dropout_rate, name=f"{name}_dropout")
-            y = branch(norm(x)) if self.pre_norm else branch(x)
+            dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
+            y = norm(x) if self.pre_norm else x
+            y = branch(sharding.constrain(y, ("batch", "length", None)))
             if y.shape != x.shape:
                 raise ValueError(
                     f"{name} must keep the shape of its input {x.shape} for the residual, got "
@@ -157,7 +176,7 @@ class EncoderBlock(nn.Module):
             x = x + dropout(y, deterministic=deterministic)
             if not self.pre_norm:
                 x = norm(x)
-            x = sharding.constrain(x, ("batch", "length", None))
+            x = sharding.constrain(x, ("batch", "norm_length", None))
         return x
 
 

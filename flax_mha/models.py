@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 from flax_mha import masks, shapes, sharding
-from flax_mha.blocks import EncoderBlock, check_module, make_norm
+from flax_mha.blocks import Dropout, EncoderBlock, check_module, make_norm
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection, default_kernel_init
 
@@ -41,6 +42,7 @@ class Encoder(nn.Module):
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
         shapes.check_positive(num_layers=self.num_layers)
         check_module("block", self.block, EncoderBlock)
+        x = sharding.constrain(x, ("batch", "norm_length", None))
 
         def run(block: EncoderBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             x = block(
@@ -107,8 +109,13 @@ class TokenEmbedding(nn.Module):
         table = nn.Embed(
             self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
             embedding_init=init, name="table",
-        )  # fmt: skip
-        return table(tokens)
+        ).embedding  # fmt: skip
+        (table,) = promote_dtype(table, dtype=self.dtype, inexact=False)
+
+        def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            return jnp.take(sharding.constrain(table, ("vocab", None)), tokens, axis=0)
+
+        return sharding.auto(look_up, ("batch", "norm_length", None), table, tokens)
 
 
 class PatchEmbedding(nn.Module):
@@ -149,12 +156,17 @@ class PatchEmbedding(nn.Module):
                 f"multiples of the patch {(h, w)}, got {images.shape}; pad or crop them"
             )
         *B, height, width, channels = images.shape
-        patches = images.reshape(*B, height // h, h, width // w, w, channels)
-        patches = jnp.swapaxes(patches, -4, -3)
-        patches = patches.reshape(*B, (height // h) * (width // w), h * w * channels)
+
+        def cut(images: jax.Array) -> jax.Array:
+            patches = images.reshape(*B, height // h, h, width // w, w, channels)
+            patches = jnp.swapaxes(patches, -4, -3)
+            return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
+
+        patches = sharding.auto(cut, ("batch", "norm_length", None), images)
         return Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
+            rows=("batch", "norm_length"),
         )(patches)  # fmt: skip
 
 
@@ -199,14 +211,14 @@ class Classifier(nn.Module):
         shapes.check_positive(num_classes=self.num_classes)
         shapes.check_rate("dropout_rate", self.dropout_rate)
         x = PositionEmbedding(self.positions, name="positions")(self.embedding(inputs))
-        x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
-        x = sharding.constrain(x, ("batch", "length", None))
+        x = Dropout(self.dropout_rate)(x, deterministic=deterministic)
         mask = None if lengths is None else masks.Lengths(lengths)
         x = self.encoder(x, mask=mask, deterministic=deterministic, sow_weights=sow_weights)
         pooled = _mean(x.astype(jnp.float32), lengths)
-        return Projection((self.num_classes,), ("embed", None), dtype=jnp.float32, name="head")(
-            pooled
+        head = Projection(
+            (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
         )
+        return head(pooled)
 
 
 def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:

@@ -186,7 +186,11 @@ class PositionEmbedding(nn.Module):
                 )
             init = sharding.named(self.embedding_init, ("length", "embed"))
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
-            table = jnp.take(weights.astype(dtype), positions, axis=0)
+
+            def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
+                return jnp.take(weights.astype(dtype), positions, axis=0)
+
+            table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(positions))
         else:
             raise ValueError(f"kind must be 'learned', 'sinusoidal' or 'none', got {self.kind!r}")
         return x.astype(dtype) + shapes.lead(table, x.ndim)

@@ -27,6 +27,7 @@ class Projection(nn.Module):
       features: the axes of y that replace those of x.
       names: logical names of W's axes, the contracted ones first.
       contracted: how many of x's last axes are contracted.
+      rows: logical names of the other axes of y.
       kernel_init: initializer of W, called with the shape [in, out].
       bias_init: initializer of b; None for no bias.
       dtype: of the computation (default: promoted from x and the parameters).
@@ -38,6 +39,7 @@ class Projection(nn.Module):
     features: Shape
     names: LogicalNames
     contracted: int = 1
+    rows: LogicalNames = ("batch", "length")
     kernel_init: Initializer = default_kernel_init
     bias_init: Initializer | None = default_bias_init
     dtype: Dtype | None = None
@@ -49,8 +51,18 @@ class Projection(nn.Module):
         """Maps [*B, T, *in] to [*B, T, *features]."""
         kernel, bias = self.parameters(x.shape[-self.contracted :])
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-        y = jnp.tensordot(x, kernel, self.contracted, precision=self.precision)
-        return y if bias is None else y + shapes.lead(bias, y.ndim)
+
+        def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+            kernel = sharding.constrain(kernel, gathered(self.names))
+            y = jnp.tensordot(x, kernel, self.contracted, precision=self.precision)
+            return y if bias is None else y + shapes.lead(bias, y.ndim)
+
+        return sharding.auto(product, self.names_of_result, x, kernel, bias)
+
+    @property
+    def names_of_result(self) -> LogicalNames:
+        """Logical names of y's last axes."""
+        return self.rows + gathered(self.names[self.contracted :])
 
     @nn.compact
     def parameters(self, inputs: Shape) -> tuple[jax.Array, jax.Array | None]:
@@ -93,19 +105,33 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
         # Joining the kernels, and splitting what comes out, takes longer than it saves.
         return [project(x) for project in projections]
     kernels, biases = zip(*(p.parameters(x.shape[-1:]) for p in projections), strict=True)
-    kernel = jnp.concatenate([w.reshape(w.shape[0], groups, -1) for w in kernels], axis=-1)
-    bias = None
-    if biases[0] is not None:
-        bias = jnp.concatenate([b.reshape(groups, -1) for b in biases], axis=-1)
     first = projections[0]
-    x, kernel, bias = promote_dtype(x, kernel, bias, dtype=first.dtype)
-    y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
-    if bias is not None:
-        y = y + shapes.lead(bias, y.ndim)
-    heads = [w.shape[1:] for w in kernels]
-    ends = itertools.accumulate(math.prod(shape) // groups for shape in heads[:-1])
-    parts = jnp.split(y, list(ends), axis=-1)
-    return [part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True)]
+    x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
+
+    def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
+        biases = parameters[len(projections) :]
+        kernels = [
+            sharding.constrain(w, gathered(p.names))
+            for w, p in zip(parameters, projections, strict=False)
+        ]
+        kernel = jnp.concatenate([w.reshape(w.shape[0], groups, -1) for w in kernels], axis=-1)
+        y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
+        if biases[0] is not None:
+            bias = jnp.concatenate([b.reshape(groups, -1) for b in biases], axis=-1)
+            y = y + shapes.lead(bias, y.ndim)
+        heads = [w.shape[1:] for w in kernels]
+        ends = itertools.accumulate(math.prod(shape) // groups for shape in heads[:-1])
+        parts = jnp.split(y, list(ends), axis=-1)
+        return [
+            part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True)
+        ]
+
+    return sharding.auto(product, [p.names_of_result for p in projections], x, *promoted)
+
+
+def gathered(names: LogicalNames) -> LogicalNames:
+    """The names of a parameter as products take it: what FSDP has spread is brought together."""
+    return tuple(None if name == "embed" else name for name in names)
 
 
 def _flat(init: Initializer, contracted: int) -> Initializer:

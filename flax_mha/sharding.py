@@ -6,6 +6,7 @@ Arrays are described by logical names; one table of rules says which mesh axis e
 |---|---|
 | `batch` | rows of the batch |
 | `length` | positions of the sequence |
+| `norm_length` | positions between the layers, for norms and residuals |
 | `embed` | model features of a parameter (shard it for FSDP) |
 | `heads`, `kv_heads` | query heads, key/value heads |
 | `head_dim` | features within a head |
@@ -20,6 +21,7 @@ The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,7 @@ import flax.linen as nn
 import jax
 from flax.core import meta
 from flax.typing import Dtype, Initializer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 LogicalNames = tuple[str | None, ...]
 
@@ -39,6 +41,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("vocab", "model"),
     ("embed", None),  # FSDP: the name of a mesh axis here spreads every parameter over it
     ("length", None),
+    ("norm_length", None),  # sequence parallel: the axis of `heads` spreads norms and residuals too
     ("head_dim", None),
     ("layers", None),
 )
@@ -46,6 +49,8 @@ RULES: tuple[tuple[str, str | None], ...] = (
 # True while `of` traces: parameters then carry their logical names, whatever `partitioned` says.
 # A JAX context, since a traced function is cached by the contexts it was traced in.
 _naming = jax.make_user_context(False)
+# True while `init` traces: activations are then laid out nowhere, for nobody will read them.
+_initializing = jax.make_user_context(False)
 
 
 class Named(nn.LogicallyPartitioned):
@@ -83,16 +88,111 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
       x: an array.
       names: a logical name or None for each of the last axes of x; further leading axes are
         left alone.
+
+    Raises:
+      ValueError: if the rules do not fit the mesh or the sizes of x.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    rules = nn.get_logical_axis_rules()
-    if mesh.empty or not rules or all(kind == AxisType.Manual for kind in mesh.axis_types):
+    if mesh.empty or not nn.get_logical_axis_rules() or _initializing.value:
         return x
-    names = (None,) * (x.ndim - len(names)) + names
-    spec = nn.logical_to_mesh_axes(names, rules)
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+    spec = _checked(x.shape, (None,) * (x.ndim - len(names)) + names[-x.ndim :], mesh)
+    if mesh.explicit_axes:
+        x = jax.sharding.reshard(x, _only(spec, mesh.explicit_axes))
+    if mesh.auto_axes:
+        x = jax.lax.with_sharding_constraint(x, _only(spec, mesh.auto_axes))
+    return x
+
+
+def like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Lays x out as other, of the same shape, where JAX asks for it: on Explicit axes."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
+
+
+def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
+    """fn(*args), laid out by names; what happens inside is left to the compiler on any mesh.
+
+    On Explicit axes JAX asks of many operations (reshapes, gathers, products over a divided axis)
+    where their results belong. Inside fn these axes are Auto, and `constrain` guides the compiler.
+
+    Args:
+      fn: a function of arrays, which closes over none.
+      names: the logical names of its result, in the form of its result.
+      *args: arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def run(*args: Any) -> Any:
+        return jax.tree.map(lambda n, x: constrain(x, n), names, fn(*args), is_leaf=_is_names)
+
+    if not mesh.explicit_axes:
+        return run(*args)
+    if not (nn.get_logical_axis_rules() or _initializing.value):
+        raise ValueError(
+            f"a mesh with Explicit axes {mesh.explicit_axes} needs rules that say what is divided "
+            f"over them; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
+        )
+
+    def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
+        if _initializing.value:
+            return PartitionSpec()
+        spec = _checked(x.shape, (None,) * (x.ndim - len(n)) + n[-x.ndim :], mesh)
+        return _only(spec, mesh.explicit_axes)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        shapes = jax.eval_shape(fn, *plain)
+    specs = jax.tree.map(layout, names, shapes, is_leaf=_is_names)
+    return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)(*args)
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
+
+
+def _checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
+    """The mesh axes of each axis of an array, if it can be laid out so."""
+    rules = nn.get_logical_axis_rules()
+    sizes = dict(mesh.shape)
+    parts: list[Any] = []
+    found = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
+    for size, name, axes in zip(shape, names, found, strict=True):
+        wanted = [given for rule, given in rules if rule == name]
+        unknown = sorted({axis for given in wanted for axis in _axes(given)} - set(sizes))
+        if unknown:
+            raise ValueError(
+                f"the rule {(name, wanted[0])} names the mesh axis {unknown}, and the mesh has "
+                f"{sizes}; make it with that axis (a size of 1 will do), or change the rule"
+            )
+        if axes is None and wanted and None not in wanted:
+            raise ValueError(
+                f"{name!r} is to be divided over {wanted[0]!r}, which another axis of the same "
+                f"array {names} takes already; give it another mesh axis, or the rule "
+                f"({name!r}, None)"
+            )
+        devices = math.prod(sizes[axis] for axis in _axes(axes))
+        if size % devices and name == "kv_heads":
+            # Each device has them all, and its queries take the ones they need.
+            axes = None
+        elif size % devices:
+            legal = [n for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(
+                f"{name!r} counts {size}, which does not divide over the {devices} devices of the "
+                f"mesh axis {axes!r}; choose a multiple of {devices}, or an axis of one of {legal}"
+            )
+        parts.append(axes)
+    return PartitionSpec(*parts)
+
+
+def _axes(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
+    """The spec without the mesh axes that are not among those."""
+    parts = (tuple(axis for axis in _axes(part) if axis in kept) for part in spec)
+    return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
 
 
 def of(fn: Callable[..., Any], *args: Any) -> Any:
@@ -115,12 +215,15 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
         )
     with _naming(True):
         abstract = jax.eval_shape(fn, *args)
-    specs = nn.logical_to_mesh(nn.get_partition_spec(abstract), nn.get_logical_axis_rules())
+
+    def layout(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
+        filled = (*names, *[None] * (x.ndim - len(names)))
+        return NamedSharding(mesh, _checked(x.shape, filled, mesh.abstract_mesh))
+
     return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
+        layout, nn.get_partition_spec(abstract), meta.unbox(abstract),
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
+    )  # fmt: skip
 
 
 def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +233,8 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """
 
     def create(rngs: Any, *args: Any) -> Any:
-        return model.init(rngs, *args, **kwargs)
+        with _initializing(True):
+            return model.init(rngs, *args, **kwargs)
 
     if jax.sharding.get_mesh().empty:
         return jax.jit(create)(rngs, *args)
