@@ -168,9 +168,9 @@ class MultiHeadAttention(nn.Module):
 
         observed = self._observed(sow_weights)
         x, *extras = dot_product_attention(
-            sharding.constrain(q, _HEADS),
-            sharding.constrain(k, _KV_HEADS),
-            sharding.constrain(v, _KV_HEADS),
+            sharding.constrain(q, sharding.HEADS),
+            sharding.constrain(k, sharding.KV_HEADS),
+            sharding.constrain(v, sharding.KV_HEADS),
             mask=mask,
             bias=bias,
             scores=(*self.scores, *scores),
@@ -187,7 +187,7 @@ class MultiHeadAttention(nn.Module):
             x = jnp.where(cache.overflowed, jnp.nan, x)
         for name, captured in extras.pop().items() if observed else ():
             self.sow("intermediates", f"attention_{name}", captured)
-        x = sharding.constrain(shapes.scale_heads(x, head_mask), _HEADS)
+        x = sharding.constrain(shapes.scale_heads(x, head_mask), sharding.HEADS)
         out = self._project_out(x, inputs_q.shape[-1])
         return (out, extras[0]) if return_weights else out
 
@@ -289,5 +289,4 @@ class MultiHeadAttention(nn.Module):
             self.put_variable("cache", name, x)
 
 
-_HEADS, _KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 _CACHE = ("cached_key", "cached_value", "cache_index")

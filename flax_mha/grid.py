@@ -48,6 +48,7 @@ class Tiles(NamedTuple):
       q_max: the greatest.
       k_min: the least position of a tile's keys, int [*B|1, 1, 1, nk].
       k_max: the greatest.
+      heads: indices of the heads, int [1, N, 1, 1], if they are some of many.
     """
 
     block_q: int
@@ -56,6 +57,7 @@ class Tiles(NamedTuple):
     q_max: Array
     k_min: Array
     k_max: Array
+    heads: Array | None = None
 
     def least(self, x: Array) -> Array:
         """The minimum over each tile of x [*B|1, N|1, T|1, S|1]."""

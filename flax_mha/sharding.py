@@ -33,6 +33,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 LogicalNames = tuple[str | None, ...]
 
+HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+
 RULES: tuple[tuple[str, str | None], ...] = (
     ("batch", "data"),  # data parallel
     ("heads", "model"),  # tensor parallel: each device computes whole heads
@@ -101,6 +103,36 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     if mesh.auto_axes:
         x = jax.lax.with_sharding_constraint(x, _only(spec, mesh.auto_axes))
     return x
+
+
+def layout(x: jax.Array, names: LogicalNames) -> tuple[Any, ...] | None:
+    """The mesh axes that divide each axis of x: by the rules, or else by its type.
+
+    None if there is nothing to divide: no mesh, one device, inside `jax.shard_map`; and where
+    nothing says how, on Auto axes without rules.
+
+    Args:
+      x: an array.
+      names: the logical names of its last axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = (*mesh.auto_axes, *mesh.explicit_axes)
+    if _initializing.value or math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
+        return None
+    if nn.get_logical_axis_rules():
+        spec = _checked(x.shape, (None,) * (x.ndim - len(names)) + names[-x.ndim :], mesh)
+        return tuple(_only(spec, free))
+    if mesh.auto_axes:
+        return None
+    spec = jax.typeof(x).sharding.spec
+    return tuple(spec) + (None,) * (x.ndim - len(spec))
+
+
+def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
+    if not jax.sharding.get_abstract_mesh().explicit_axes:
+        return x
+    return jax.sharding.reshard(x, spec)
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, observe, reference, splash
+from flax_mha.kernels import blockwise, observe, reference, shards, splash
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias, ScoreMod
@@ -109,8 +109,14 @@ def dot_product_attention(
         dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
-    name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
-    out, lse = KERNELS[name].attend(q, k, v, spec)
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+    ) -> tuple[jax.Array, jax.Array]:
+        name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
+        return KERNELS[name].attend(q, k, v, spec)
+
+    out, lse = shards.run(attend, q, k, v, spec)
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(lse, (*B, N, T))
@@ -179,12 +185,18 @@ def explain(
 
     preference: list[str] = []
 
+    def ask(
+        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+    ) -> tuple[jax.Array, jax.Array]:
+        refused.update(_refusals(q, k, v, spec))
+        preference.extend(_preference(q, k))
+        return reference.attend(q, k, v, spec)
+
     def trace(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         q, k, v, spec = _prepare(q, k, v, **call)
         dims = shapes.attention_dims(q, k, v)
         observe.check(dims, capture, capture_heads, capture_queries)
-        refused.update(_refusals(q, k, v, spec))
-        preference.extend(_preference(q, k))
+        shards.run(ask, q, k, v, spec)
 
     jax.eval_shape(trace, q, k, v)
     candidates = preference if kernel == "auto" else [kernel]

@@ -8,7 +8,7 @@ import numpy as np
 
 from flax_mha.grid import Array, At, flat_batch, tiles_of
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
+from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
@@ -102,7 +102,7 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     choices: list[tuple[float, Plan, np.ndarray]] = []
     for sizes in ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128)):
         plan = Plan.of(dims, *sizes)
-        verdict = _ask(spec.mask, at, plan)
+        verdict = _ask(spec, at, plan)
         if not isinstance(verdict, np.ndarray):
             # What will be visited is not known yet.
             return plan, _tables(verdict)
@@ -121,13 +121,16 @@ def _even(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def _ask(mask: Mask | None, at: At, plan: Plan) -> Array:
+def _ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
     """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
     table = (1, 1, plan.nq, plan.nk)
-    if mask is None:
+    if spec.mask is None:
         verdict: Array = np.full(table, FULL, np.int8)
     else:
-        verdict = mask.tiles(tiles_of(at.q, at.k, plan.block_q, plan.block_k))
+        tiles = tiles_of(at.q, at.k, plan.block_q, plan.block_k)
+        if spec.heads is not None:
+            tiles = tiles._replace(heads=spec.heads.array)
+        verdict = spec.mask.tiles(tiles)
         xp = np if known(verdict) else jnp
         verdict = xp.broadcast_to(verdict, np.broadcast_shapes(verdict.shape, table))
         verdict = flat_batch(verdict, plan.dims)

@@ -21,6 +21,9 @@ class AttentionSpec(struct.PyTreeNode):
       dropout: of the weights.
       q_pos: positions of the queries, int32 [*B|1, 1, T, 1]; None for 0 … T−1.
       k_pos: positions of the keys, int32 [*B|1, 1, 1, S]; None for 0 … S−1.
+      rows: indices of the batch rows, int32 [*B, 1, 1, 1]; None for 0, 1, … Given on a shard of a
+        call, whose rows and heads are some of many.
+      heads: indices of the query heads, int32 [1, N, 1, 1], likewise.
       scale: of q·kᵀ.
       precision: of the matrix products, see `jax.lax.Precision`.
     """
@@ -32,14 +35,15 @@ class AttentionSpec(struct.PyTreeNode):
     q_pos: Grid | None
     k_pos: Grid | None
     scale: float | jax.Array
+    rows: Grid | None = None
+    heads: Grid | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
 
     def at(self, dims: Dims) -> At:
         """The place of all scores of the call."""
-        at = whole(dims)
-        if self.q_pos is not None:
-            at = at._replace(q=self.q_pos.array)
-        return at if self.k_pos is None else at._replace(k=self.k_pos.array)
+        given = {"row": self.rows, "head": self.heads, "q": self.q_pos, "k": self.k_pos}
+        arrays = {name: grid.array for name, grid in given.items() if grid is not None}
+        return whole(dims)._replace(**arrays)
 
     def apply(self, score: jax.Array, at: At) -> jax.Array:
         """Applies the scores in order, then the mask: −∞ where it forbids."""

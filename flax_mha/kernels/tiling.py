@@ -111,7 +111,9 @@ def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpe
     k = keys_of(plan, place)[None]
     q = q if spec.q_pos is None else spec.q_pos.array
     k = k if spec.k_pos is None else spec.k_pos.array
-    return spec, At(place.row.reshape(1, 1), place.head.reshape(1, 1), q, k)
+    row = place.row.reshape(1, 1) if spec.rows is None else spec.rows.array
+    head = place.head.reshape(1, 1) if spec.heads is None else spec.heads.array
+    return spec, At(row, head, q, k)
 
 
 def keys_of(plan: Plan, place: Place) -> Array:

@@ -208,6 +208,11 @@ class PerHead(Mask):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         rank, each = tiles.q_min.ndim, []
+        if tiles.heads is not None:
+            table = jnp.int8(EMPTY)
+            for head, mask in enumerate(self.masks):
+                table = jnp.where(tiles.heads == head, jnp.asarray(mask.tiles(tiles)), table)
+            return table
         for head, mask in enumerate(self.masks):
             verdict = shapes.lead(mask.tiles(tiles), rank)
             each.append(verdict[..., head : head + 1, :, :] if verdict.shape[-3] > 1 else verdict)

@@ -1,0 +1,162 @@
+"""A kernel on the shards of a call that each device of the ambient mesh holds.
+
+Rows of the batch and heads are divided as the rules say (see `flax_mha.sharding`), and every device
+runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a mesh. Where `length`
+is divided each device has its queries and all keys.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import shapes, sharding
+from flax_mha.grid import Array, Grid, whole
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.shapes import Dims
+
+Result = tuple[jax.Array, jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], Result]
+
+
+class Layout(NamedTuple):
+    """Mesh axes that divide a call, each as in a `PartitionSpec`.
+
+    Attributes:
+      batch: those of each axis of the batch.
+      length: those of the queries.
+      heads: those of the query heads.
+      kv_heads: those of the key/value heads: the same, or none.
+    """
+
+    batch: tuple[Any, ...]
+    length: Any
+    heads: Any
+    kv_heads: Any
+
+    @classmethod
+    def of(cls, q: jax.Array, k: jax.Array) -> "Layout | None":
+        """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
+        found = sharding.layout(q, sharding.HEADS), sharding.layout(k, sharding.KV_HEADS)
+        if found[0] is None or found[1] is None:
+            return None
+        (*batch, length, heads, _), (*_, kv_heads, _) = found
+        if kv_heads not in (None, heads):
+            raise ValueError(
+                f"query heads are divided over {heads!r} and key/value heads over {kv_heads!r}; "
+                f"give both the same rule, or key/value heads none"
+            )
+        return cls(tuple(batch), length, heads, kv_heads)
+
+    def over_scores(self, shape: tuple[int, ...]) -> P:
+        """The layout of an array over the scores; axes of 1 stand for all."""
+        axes = (*self.batch, self.heads, self.length, None)
+        return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
+
+
+def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
+    """attend(q, k, v, spec), each device on its own shard.
+
+    Args:
+      attend: what every device does. In a spec of a shard `rows` and `heads` tell which they are.
+      q: [*B, T, N, H].
+      k: [*B, S, K, H].
+      v: [*B, S, K, Hv].
+      spec: the rest of the call.
+    """
+    layout = Layout.of(q, k)
+    if layout is None:
+        return attend(q, k, v, spec)
+    dims = shapes.attention_dims(q, k, v)
+    arrays, specs, join = _split(_placed(spec, dims, layout), layout)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]) -> Result:
+        spec = join(arrays)
+        if layout.heads is not None and layout.kv_heads is None:
+            k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
+        return attend(q, k, v, spec)
+
+    over_q = P(*layout.batch, layout.length, layout.heads, None)
+    over_k = P(*layout.batch, None, layout.kv_heads, None)
+    lse = P(*layout.batch, layout.heads, layout.length)
+    placed = (sharding.place(x, to) for x, to in ((q, over_q), (k, over_k), (v, over_k)))
+    return jax.shard_map(
+        local, in_specs=(over_q, over_k, over_k, specs), out_specs=(over_q, lse), check_vma=False
+    )(*placed, arrays)
+
+
+def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
+    """The spec with the coordinates that a device can't know of its own shard."""
+    at = whole(dims)
+    if any(axes is not None for axes in layout.batch):
+        spec = spec.replace(rows=Grid(at.row))
+    if layout.heads is not None:
+        spec = spec.replace(heads=Grid(at.head))
+    if layout.length is not None and spec.q_pos is None:
+        spec = spec.replace(q_pos=Grid(at.q))
+    return spec
+
+
+def _split(
+    spec: AttentionSpec, layout: Layout
+) -> tuple[list[Array], list[P], Callable[[list[jax.Array]], AttentionSpec]]:
+    """The arrays of a spec that devices are given, their layouts, and how to put it together.
+
+    What is known before tracing and is the same for all stays known.
+    """
+    leaves, tree = jax.tree.flatten(spec, is_leaf=lambda x: isinstance(x, Grid))
+
+    def layout_of(x: Any) -> P | None:
+        if isinstance(x, Grid):
+            over = layout.over_scores(x.array.shape)
+            known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
+            return None if known else over
+        if x is spec.sinks:
+            return P(layout.heads)
+        return P() if isinstance(x, jax.Array) else None
+
+    specs = [layout_of(x) for x in leaves]
+    given = [x.array if isinstance(x, Grid) else x for x, s in zip(leaves, specs) if s is not None]
+    laid = [s for s in specs if s is not None]
+    given = [sharding.place(jnp.asarray(x), s) for x, s in zip(given, laid, strict=True)]
+
+    def join(arrays: list[jax.Array]) -> AttentionSpec:
+        rest = iter(arrays)
+        new = []
+        for x, s in zip(leaves, specs, strict=True):
+            array = x if s is None else next(rest)
+            new.append(Grid(array) if s is not None and isinstance(x, Grid) else array)
+        return jax.tree.unflatten(tree, new)
+
+    return given, laid, join
+
+
+def _own_heads(k: jax.Array, v: jax.Array, heads: jax.Array, G: int) -> Result:
+    """The key/value heads that so many query heads of one device read, of all of them."""
+    n = len(heads)
+    if n % G == 0:
+        heads = heads[::G]
+    elif G % n == 0:
+        heads = heads[:1]
+    # Else groups are cut by the ends of the shards: a copy for each query head.
+    return jnp.take(k, heads // G, axis=-2), jnp.take(v, heads // G, axis=-2)
+
+
+def undivided() -> str | None:
+    """Why a kernel that XLA can't divide must not run here; None on one device or a shard of it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        if jax.device_count() == 1:
+            return None
+        return (
+            f"XLA can't divide it between the {jax.device_count()} devices by itself; wrap in "
+            f"`with jax.set_mesh(mesh)`, of one device or with rules (see flax_mha.sharding)"
+        )
+    free = (*mesh.auto_axes, *mesh.explicit_axes)
+    if math.prod(dict(mesh.shape)[name] for name in free) == 1:
+        return None
+    return "the mesh has no rules; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
