@@ -18,7 +18,7 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, reference, splash
+from flax_mha.kernels import blockwise, cudnn, reference, splash
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias, ScoreMod
@@ -26,6 +26,7 @@ from flax_mha.shapes import Dims
 
 # In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
 KERNELS: dict[str, ModuleType] = {
+    "cudnn": cudnn,
     "splash": splash,
     "blockwise": blockwise,
     "reference": reference,
@@ -251,13 +252,22 @@ def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> 
 
 
 def _preference(q: jax.Array, k: jax.Array) -> list[str]:
-    """The kernels, best first, for a call of this size."""
+    """The kernels, best first, for a call of this size.
+
+    | platform | first of those that do not refuse |
+    |---|---|
+    | CPU | `reference` up to T·S = 256², the others in their order |
+    | TPU | likewise |
+    | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
+    """
     scores = q.shape[-3] * k.shape[-3]
-    # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks of
-    # splash would be mostly empty. On GPU they are one large product each, until the scores no
-    # longer fit.
-    small = 256**2 if jax.default_backend() in ("cpu", "tpu") else 2048**2
-    first = ["reference"] if scores <= small else []
+    if jax.default_backend() in ("cpu", "tpu"):
+        # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
+        # of splash would be mostly empty.
+        first = ["reference"] if scores <= 256**2 else []
+    else:
+        # Plain einsums are one large product each, until the scores no longer fit.
+        first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]
     return first + [name for name in KERNELS if name not in first]
 
 
