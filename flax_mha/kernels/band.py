@@ -35,8 +35,8 @@ class Band(struct.PyTreeNode):
         i = jnp.arange(T, dtype=jnp.int32)[None]
         k = self.k[:, None]
         end = jnp.minimum(k, i + 1) if self.causal else jnp.broadcast_to(k, (len(self.k), T))
-        start = jnp.zeros_like(i) if self.left is None else jnp.maximum(i - self.left, 0)
-        return jnp.broadcast_to(start, (1, T)), jnp.where(i < self.q[:, None], end, 0)
+        start = jnp.zeros_like(i) if self.left is None else jnp.clip(i - self.left, 0, S)
+        return start, jnp.where(i < self.q[:, None], end, 0)
 
     def queries(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
         """The first query that sees each key and the one after the last, int32 [rows|1, S]."""
@@ -97,8 +97,6 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
             f"takes windows that end at the query's own index, 0 … {dims.T - 1}, here they reach "
             f"{_signed(reach.left, 'back')} and {_signed(reach.right, 'ahead')}"
         )
-    if reach.left is not None and reach.left < 0:
-        return "the window of every query is empty"
     q = _least([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
     k = _least([mask.kv.array - k0 for mask in lengths], dims.S, dims)
     return Band(q, k, reach.right == 0, reach.left)
@@ -122,10 +120,10 @@ class _Reach(NamedTuple):
         """In indices, where positions of queries are ahead by so many; without idle limits."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right + by
-        return _Reach(
-            None if left is None or left >= dims.T - 1 else left,
-            None if right is None or right >= dims.S - 1 else right,
-        )
+        left = None if left is None or left >= dims.T - 1 else left
+        # A window has to end somewhere.
+        idle = right is None or (left is None and right >= dims.S - 1)
+        return _Reach(left, None if idle else right)
 
 
 def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:

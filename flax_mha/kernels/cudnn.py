@@ -234,6 +234,9 @@ def _settled_backward(kind: Kind, residuals: Any, cotangents: Any) -> tuple[Any,
         seen = bands.any_between(jnp.swapaxes(spoiled, 1, 2), *band.queries(q.shape[1], k.shape[1]))
         seen = seen.reshape(*seen.shape[:2], k.shape[2], -1).any(-1)
         dk, dv = _with_nan(dk, seen), _with_nan(dv, seen)
+    if bias is not None:
+        axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+        dbias = _with_nan(dbias, spoiled.any(axes, keepdims=True))
     return dq, dk, dv, dbias, None, None
 
 

@@ -32,14 +32,14 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
         assert T % 2 == S % 2 == 0
         x = x + bias.astype(jnp.float32)
     i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
-    seen = (i < q_length[:, None, None]) & (j < k_length[:, None, None])
+    seen = (i[None] < q_length[:, None, None]) & (j[None] < k_length[:, None, None])
     if MASKS[mask_type]:
         seen &= (j <= i)[None]
     if window is not None:
         # Without causality the window would have no end.
         assert MASKS[mask_type]
         assert window > 0
-        seen &= (j > i - window)[None]
+        seen &= (i - window < j)[None]
     return jnp.where(seen[:, None], x, -jnp.inf)
 
 
