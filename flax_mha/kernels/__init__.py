@@ -80,8 +80,8 @@ def dot_product_attention(
         number stands for positions that count from it (default: 0). NumPy arrays and numbers are
         known before tracing, so that kernels can skip what a mask excludes.
       kv_positions: int [S] or [*B, S], or a number, likewise.
-      kernel: the name of a kernel, or "auto" (see `explain`). Second derivatives and forward mode
-        (`jax.jvp`) need "reference".
+      kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
+        "reference", gradients of gradients that or "blockwise".
       precision: of the matrix products, see `jax.lax.Precision`.
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
