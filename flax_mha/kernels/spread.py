@@ -66,16 +66,17 @@ class Spread(NamedTuple):
 
         It gives (out [rows, heads, ·, ·], lse [rows, heads, ·]).
         """
-        if not self.names:
-            return fn(q, k, v, sinks, ids)
         both = P(self.rows, self.heads)
+        ins = both, both, both, P(self.heads), P(self.rows)
+        return self.divide(fn, ins, (both, both), q, k, v, sinks, ids)
+
+    def divide(self, fn: Callable, ins: Any, outs: Any, *args: Any) -> Any:
+        """Runs fn on the shards that those PartitionSpecs of arguments and results describe."""
+        if not self.names:
+            return fn(*args)
         return jax.shard_map(
-            fn,
-            in_specs=(both, both, both, P(self.heads), P(self.rows)),
-            out_specs=(both, both),
-            axis_names=set(self.names),
-            check_vma=False,
-        )(q, k, v, sinks, ids)
+            fn, in_specs=ins, out_specs=outs, axis_names=set(self.names), check_vma=False
+        )(*args)
 
 
 def _axes(name: str, rules: Any) -> tuple[str, ...]:
