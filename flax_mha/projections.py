@@ -104,6 +104,10 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
     if jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty:
         # Joining the kernels, and splitting what comes out, takes longer than it saves.
         return [project(x) for project in projections]
+    layouts = (sharding.layout((x.shape[-1], *p.features), p.names) for p in projections)
+    if len({axes and axes[1] for axes in layouts}) > 1:
+        # Where key/value heads are not divided as query heads are, they can't be joined.
+        return [project(x) for project in projections]
     kernels, biases = zip(*(p.parameters(x.shape[-1:]) for p in projections), strict=True)
     first = projections[0]
     x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)

@@ -97,7 +97,7 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not nn.get_logical_axis_rules() or _initializing.value:
         return x
-    spec = _checked(x.shape, (None,) * (x.ndim - len(names)) + names[-x.ndim :], mesh)
+    spec = _checked(x.shape, names, mesh)
     if mesh.explicit_axes:
         x = jax.sharding.reshard(x, _only(spec, mesh.explicit_axes))
     if mesh.auto_axes:
@@ -105,27 +105,22 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     return x
 
 
-def layout(x: jax.Array, names: LogicalNames) -> tuple[Any, ...] | None:
-    """The mesh axes that divide each axis of x: by the rules, or else by its type.
+def layout(shape: Sequence[int], names: LogicalNames) -> tuple[Any, ...] | None:
+    """The mesh axes that the rules give each axis of an array.
 
-    None if there is nothing to divide: no mesh, one device, inside `jax.shard_map`; and where
-    nothing says how, on Auto axes without rules.
+    None if there is nothing to divide: no mesh or no rules, one device, inside `jax.shard_map`.
 
     Args:
-      x: an array.
+      shape: of the array.
       names: the logical names of its last axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
     if _initializing.value or math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
         return None
-    if nn.get_logical_axis_rules():
-        spec = _checked(x.shape, (None,) * (x.ndim - len(names)) + names[-x.ndim :], mesh)
-        return tuple(_only(spec, free))
-    if mesh.auto_axes:
+    if not nn.get_logical_axis_rules():
         return None
-    spec = jax.typeof(x).sharding.spec
-    return tuple(spec) + (None,) * (x.ndim - len(spec))
+    return tuple(_only(_checked(shape, names, mesh), free))
 
 
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -169,7 +164,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
         if _initializing.value:
             return PartitionSpec()
-        spec = _checked(x.shape, (None,) * (x.ndim - len(n)) + n[-x.ndim :], mesh)
+        spec = _checked(x.shape, n, mesh)
         return _only(spec, mesh.explicit_axes)
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -184,7 +179,8 @@ def _is_names(x: Any) -> bool:
 
 
 def _checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """The mesh axes of each axis of an array, if it can be laid out so."""
+    """The mesh axes of each axis of an array, if it can be laid out so; names of its last axes."""
+    names = (None,) * (len(shape) - len(names)) + names[-len(shape) :]
     rules = nn.get_logical_axis_rules()
     sizes = dict(mesh.shape)
     parts: list[Any] = []

@@ -12,20 +12,16 @@ from typing import Any, NamedTuple
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
-from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, observe, reference, shards, splash
-from flax_mha.kernels.dropout import Dropout
-from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.scores import Bias, ScoreMod
-from flax_mha.shapes import Dims
+from flax_mha.grid import Array
+from flax_mha.kernels import blockwise, cudnn, observe, reference, shards, splash
+from flax_mha.kernels.spec import AttentionSpec, prepare
+from flax_mha.scores import ScoreMod
 
 # In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
 KERNELS: dict[str, ModuleType] = {
+    "cudnn": cudnn,
     "splash": splash,
     "blockwise": blockwise,
     "reference": reference,
@@ -82,8 +78,8 @@ def dot_product_attention(
         number stands for positions that count from it (default: 0). NumPy arrays and numbers are
         known before tracing, so that kernels can skip what a mask excludes.
       kv_positions: int [S] or [*B, S], or a number, likewise.
-      kernel: the name of a kernel, or "auto" (see `explain`). Second derivatives and forward mode
-        (`jax.jvp`) need "reference".
+      kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
+        "reference", gradients of gradients that or "blockwise".
       precision: of the matrix products, see `jax.lax.Precision`.
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
@@ -104,7 +100,7 @@ def dot_product_attention(
     Source: Vaswani et al., "Attention Is All You Need", 2017; grouped heads from Ainslie et al.,
     "GQA", 2023.
     """
-    q, k, v, spec = _prepare(
+    q, k, v, spec = prepare(
         q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
         dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
@@ -193,7 +189,7 @@ def explain(
         return reference.attend(q, k, v, spec)
 
     def trace(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-        q, k, v, spec = _prepare(q, k, v, **call)
+        q, k, v, spec = prepare(q, k, v, **call)
         dims = shapes.attention_dims(q, k, v)
         observe.check(dims, capture, capture_heads, capture_queries)
         shards.run(ask, q, k, v, spec)
@@ -204,76 +200,6 @@ def explain(
     return Explanation(chosen, refused)
 
 
-def _prepare(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    mask: masks.MaskLike | None = None,
-    bias: jax.Array | None = None,
-    scores: Sequence[ScoreMod] = (),
-    sinks: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    q_positions: Array | int | None = None,
-    kv_positions: Array | int | None = None,
-    precision: jax.lax.PrecisionLike = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]:
-    """Checks a call, and brings it into the one form that kernels read."""
-    q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    dims = shapes.attention_dims(q, k, v)
-    q, k, v = promote_dtype(q, k, v, dtype=None)
-    if bias is not None:
-        scores = (*scores, Bias(bias))
-    if sinks is not None:
-        shapes.check_floating("sinks", sinks)
-        if sinks.shape != (dims.N,):
-            raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
-        sinks = jnp.asarray(sinks)
-    shapes.check_rate("dropout_rate", dropout_rate)
-    dropout = None
-    if dropout_rate:
-        if dropout_rng is None:
-            raise ValueError(
-                f"dropout_rate={dropout_rate} needs a dropout_rng, got None; "
-                f"give a jax.random.key, or dropout_rate=0"
-            )
-        dropout = Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
-    spec = AttentionSpec(
-        mask=None if mask is None else masks.as_mask(mask).bind(dims),
-        scores=tuple(mod.bind(dims) for mod in scores),
-        sinks=sinks,
-        dropout=dropout,
-        q_pos=_place("q_positions", q_positions, dims.T, (-3, -1), dims),
-        k_pos=_place("kv_positions", kv_positions, dims.S, (-3, -2), dims),
-        scale=dims.H**-0.5 if scale is None else scale,
-        precision=precision,
-    )
-    return q, k, v, spec
-
-
-def _place(
-    name: str, positions: Array | int | None, length: int, axes: tuple[int, int], dims: Dims
-) -> Grid | None:
-    """Positions [length] or [*B, length], or the first of them, over the scores."""
-    if positions is None:
-        return None
-    if isinstance(positions, int):
-        positions = positions + np.arange(length)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast with .astype(int)")
-    if positions.shape not in {(length,), (*dims.B, length)}:
-        raise ValueError(
-            f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "
-            f"got {positions.shape}; give one position for each token"
-        )
-    xp = np if isinstance(positions, np.ndarray) else jnp
-    positions = shapes.lead(positions.astype(np.int32), len(dims.B) + 1)
-    return Grid(xp.expand_dims(positions, axes))
-
-
 def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:
     platform = jax.default_backend()
     reasons = {name: module.refuses(q, k, v, spec, platform) for name, module in KERNELS.items()}
@@ -281,13 +207,22 @@ def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> 
 
 
 def _preference(q: jax.Array, k: jax.Array) -> list[str]:
-    """The kernels, best first, for a call of this size."""
+    """The kernels, best first, for a call of this size.
+
+    | platform | first of those that do not refuse |
+    |---|---|
+    | CPU | `reference` up to T·S = 256², the others in their order |
+    | TPU | likewise |
+    | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
+    """
     scores = q.shape[-3] * k.shape[-3]
-    # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks of
-    # splash would be mostly empty. On GPU they are one large product each, until the scores no
-    # longer fit.
-    small = 256**2 if jax.default_backend() in ("cpu", "tpu") else 2048**2
-    first = ["reference"] if scores <= small else []
+    if jax.default_backend() in ("cpu", "tpu"):
+        # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
+        # of splash would be mostly empty.
+        first = ["reference"] if scores <= 256**2 else []
+    else:
+        # Plain einsums are one large product each, until the scores no longer fit.
+        first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]
     return first + [name for name in KERNELS if name not in first]
 
 

@@ -20,7 +20,7 @@ def split(spec: AttentionSpec, dims: Dims) -> tuple[Ids | None, list[Mask]]:
     ids: Ids | None = None
     real: list[Array | None] = [None, None]
     rest = []
-    for mask in _conjuncts(spec.mask):
+    for mask in conjuncts(spec.mask):
         found = _real(mask, spec.at(dims))
         # A subclass may mean something else.
         if type(mask) is Segments:
@@ -44,12 +44,12 @@ def split(spec: AttentionSpec, dims: Dims) -> tuple[Ids | None, list[Mask]]:
     return (q_ids, jnp.where(k, ids[1], _free(q_ids))), rest
 
 
-def _conjuncts(mask: Mask | None) -> list[Mask]:
+def conjuncts(mask: Mask | None) -> list[Mask]:
     """The masks that all have to allow."""
     if mask is None:
         return []
     if type(mask) is And:
-        return [part for each in mask.masks for part in _conjuncts(each)]
+        return [part for each in mask.masks for part in conjuncts(each)]
     return [mask]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import shapes, sharding
-from flax_mha.grid import Array, Grid, whole
+from flax_mha.grid import Grid, whole
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.shapes import Dims
 
@@ -41,10 +41,14 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, q: jax.Array, k: jax.Array) -> "Layout | None":
         """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
-        found = sharding.layout(q, sharding.HEADS), sharding.layout(k, sharding.KV_HEADS)
-        if found[0] is None or found[1] is None:
-            return None
-        (*batch, length, heads, _), (*_, kv_heads, _) = found
+        of_q = sharding.layout(q.shape, sharding.HEADS)
+        of_k = sharding.layout(k.shape, sharding.KV_HEADS)
+        if of_q is None or of_k is None:
+            if not jax.sharding.get_abstract_mesh().explicit_axes:
+                return None
+            # On Explicit axes arrays say themselves how they are divided.
+            of_q, of_k = _of_type(q), _of_type(k)
+        (*batch, length, heads, _), (*_, kv_heads, _) = of_q, of_k
         if kv_heads not in (None, heads):
             raise ValueError(
                 f"query heads are divided over {heads!r} and key/value heads over {kv_heads!r}; "
@@ -56,6 +60,11 @@ class Layout(NamedTuple):
         """The layout of an array over the scores; axes of 1 stand for all."""
         axes = (*self.batch, self.heads, self.length, None)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
+
+
+def _of_type(x: jax.Array) -> tuple[Any, ...]:
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
 
 
 def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
@@ -74,19 +83,19 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
     dims = shapes.attention_dims(q, k, v)
     arrays, specs, join = _split(_placed(spec, dims, layout), layout)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]) -> Result:
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[Any]) -> Result:
         spec = join(arrays)
-        if layout.heads is not None and layout.kv_heads is None:
+        if spec.heads is not None and layout.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
 
     over_q = P(*layout.batch, layout.length, layout.heads, None)
     over_k = P(*layout.batch, None, layout.kv_heads, None)
     lse = P(*layout.batch, layout.heads, layout.length)
-    placed = (sharding.place(x, to) for x, to in ((q, over_q), (k, over_k), (v, over_k)))
+    q, k, v = sharding.place(q, over_q), sharding.place(k, over_k), sharding.place(v, over_k)
     return jax.shard_map(
         local, in_specs=(over_q, over_k, over_k, specs), out_specs=(over_q, lse), check_vma=False
-    )(*placed, arrays)
+    )(q, k, v, arrays)
 
 
 def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
@@ -103,7 +112,7 @@ def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
 
 def _split(
     spec: AttentionSpec, layout: Layout
-) -> tuple[list[Array], list[P], Callable[[list[jax.Array]], AttentionSpec]]:
+) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
     """The arrays of a spec that devices are given, their layouts, and how to put it together.
 
     What is known before tracing and is the same for all stays known.
@@ -120,11 +129,12 @@ def _split(
         return P() if isinstance(x, jax.Array) else None
 
     specs = [layout_of(x) for x in leaves]
-    given = [x.array if isinstance(x, Grid) else x for x, s in zip(leaves, specs) if s is not None]
-    laid = [s for s in specs if s is not None]
-    given = [sharding.place(jnp.asarray(x), s) for x, s in zip(given, laid, strict=True)]
+    divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
+    given = [
+        sharding.place(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
+    ]
 
-    def join(arrays: list[jax.Array]) -> AttentionSpec:
+    def join(arrays: list[Any]) -> AttentionSpec:
         rest = iter(arrays)
         new = []
         for x, s in zip(leaves, specs, strict=True):
@@ -132,7 +142,7 @@ def _split(
             new.append(Grid(array) if s is not None and isinstance(x, Grid) else array)
         return jax.tree.unflatten(tree, new)
 
-    return given, laid, join
+    return given, [s for _, s in divided], join
 
 
 def _own_heads(k: jax.Array, v: jax.Array, heads: jax.Array, G: int) -> Result:

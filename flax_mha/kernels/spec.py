@@ -1,13 +1,18 @@
 """What one attention call computes, in one value that every kernel reads."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from flax.linen.dtypes import promote_dtype
 
-from flax_mha.grid import At, Grid, whole
+from flax_mha import masks, shapes
+from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.masks import Mask
-from flax_mha.scores import ScoreMod
+from flax_mha.scores import Bias, ScoreMod
 from flax_mha.shapes import Dims
 
 
@@ -58,3 +63,73 @@ class AttentionSpec(struct.PyTreeNode):
     def drop(self, weights: jax.Array, at: At) -> jax.Array:
         """Applies dropout to weights at those places."""
         return weights if self.dropout is None else self.dropout(weights, *at)
+
+
+def prepare(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: masks.MaskLike | None = None,
+    bias: jax.Array | None = None,
+    scores: Sequence[ScoreMod] = (),
+    sinks: jax.Array | None = None,
+    scale: float | jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    q_positions: Array | int | None = None,
+    kv_positions: Array | int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]:
+    """Checks a call, and brings it into the one form that kernels read."""
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    dims = shapes.attention_dims(q, k, v)
+    q, k, v = promote_dtype(q, k, v, dtype=None)
+    if bias is not None:
+        scores = (*scores, Bias(bias))
+    if sinks is not None:
+        shapes.check_floating("sinks", sinks)
+        if sinks.shape != (dims.N,):
+            raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
+        sinks = jnp.asarray(sinks)
+    shapes.check_rate("dropout_rate", dropout_rate)
+    dropout = None
+    if dropout_rate:
+        if dropout_rng is None:
+            raise ValueError(
+                f"dropout_rate={dropout_rate} needs a dropout_rng, got None; "
+                f"give a jax.random.key, or dropout_rate=0"
+            )
+        dropout = Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
+    spec = AttentionSpec(
+        mask=None if mask is None else masks.as_mask(mask).bind(dims),
+        scores=tuple(mod.bind(dims) for mod in scores),
+        sinks=sinks,
+        dropout=dropout,
+        q_pos=_place("q_positions", q_positions, dims.T, (-3, -1), dims),
+        k_pos=_place("kv_positions", kv_positions, dims.S, (-3, -2), dims),
+        scale=dims.H**-0.5 if scale is None else scale,
+        precision=precision,
+    )
+    return q, k, v, spec
+
+
+def _place(
+    name: str, positions: Array | int | None, length: int, axes: tuple[int, int], dims: Dims
+) -> Grid | None:
+    """Positions [length] or [*B, length], or the first of them, over the scores."""
+    if positions is None:
+        return None
+    if isinstance(positions, int):
+        positions = positions + np.arange(length)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast with .astype(int)")
+    if positions.shape not in {(length,), (*dims.B, length)}:
+        raise ValueError(
+            f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "
+            f"got {positions.shape}; give one position for each token"
+        )
+    xp = np if isinstance(positions, np.ndarray) else jnp
+    positions = shapes.lead(positions.astype(np.int32), len(dims.B) + 1)
+    return Grid(xp.expand_dims(positions, axes))

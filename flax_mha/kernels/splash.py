@@ -21,11 +21,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha import shapes
-from flax_mha.kernels import lazy
+from flax_mha.kernels import lazy, shards
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.lazy import Blocks
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.spread import Spread
 from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 
@@ -72,12 +71,12 @@ def refuses(
         return f"changes scores by one SoftCap only, got {names}"
     if jax.typeof(q).mat.varying:
         return "inside jax.shard_map it needs check_vma=False"
-    lowered, spread = lazy.lower(spec, dims, _blocks(dims)), Spread.of(dims)
-    if isinstance(lowered, str) or isinstance(spread, str):
-        return lowered if isinstance(lowered, str) else str(spread)
-    if spread.heads and lowered.by_head:
-        return f"heads with masks of their own can't be divided over the mesh axes {spread.heads}"
-    return None
+    lowered = lazy.lower(spec, dims, _blocks(dims))
+    if isinstance(lowered, str):
+        return lowered
+    if spec.heads is not None and lowered.by_head:
+        return "heads with masks of their own can't be divided over a mesh"
+    return shards.undivided()
 
 
 def attend(
@@ -90,8 +89,8 @@ def attend(
     """
     dims = shapes.attention_dims(q, k, v)
     blocks = _blocks(dims)
-    lowered, spread = lazy.lower(spec, dims, blocks), Spread.of(dims)
-    if isinstance(lowered, str) or isinstance(spread, str):
+    lowered = lazy.lower(spec, dims, blocks)
+    if isinstance(lowered, str):
         raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec, 'tpu')}")
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
@@ -112,8 +111,7 @@ def attend(
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
     forms = [Form(mask, blocks, cap, spec.mask is not None) for mask in lowered.masks]
-    run = functools.partial(_rows, tuple(forms), lowered.heads)
-    out, lse = spread.run(run, q, k, v, sinks, ids)
+    out, lse = _rows(tuple(forms), lowered.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)

@@ -209,9 +209,10 @@ class PerHead(Mask):
         """See `Mask.tiles`."""
         rank, each = tiles.q_min.ndim, []
         if tiles.heads is not None:
-            table = jnp.int8(EMPTY)
-            for head, mask in enumerate(self.masks):
-                table = jnp.where(tiles.heads == head, jnp.asarray(mask.tiles(tiles)), table)
+            table = shapes.lead(jnp.asarray(self.masks[0].tiles(tiles)), rank)
+            for head, mask in enumerate(self.masks[1:], 1):
+                verdict = shapes.lead(jnp.asarray(mask.tiles(tiles)), rank)
+                table = jnp.where(tiles.heads == head, verdict, table)
             return table
         for head, mask in enumerate(self.masks):
             verdict = shapes.lead(mask.tiles(tiles), rank)

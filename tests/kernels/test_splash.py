@@ -196,6 +196,31 @@ def test_batch_dimensions_vmap_remat_and_scan(tpu, batch: tuple[int, ...]) -> No
         jax.tree.map(close, both(attend, q, k, v, segments), expected)
 
 
+@pytest.mark.parametrize("mapped", ["q", "k", "v", "sinks", "lengths", "qk", "qkv"])
+def test_vmap_over_any_arguments(tpu, mapped: str) -> None:
+    """Some operands have the axis, others are shared by all."""
+    R, rng = 2, np.random.default_rng(3)
+    names = [mapped] if len(mapped) > 3 else list(mapped)
+    sizes = {"q": (140, 4, H), "k": (150, 2, H), "v": (150, 2, H), "sinks": (4,)}
+    given = {n: jnp.asarray(rng.normal(size=(R, *size)), "float32") for n, size in sizes.items()}
+    given["lengths"] = jnp.array([100, 0])
+    given = {name: x if name in names else x[0] for name, x in given.items()}
+
+    def one(q, k, v, sinks, lengths):
+        def loss(q, k, v, sinks):
+            out, lse = run(q, k, v, Lengths(lengths) & Causal(), sinks=sinks)
+            return (out**2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(q, k, v, sinks)
+
+    rows = [{n: x[r] if n in names else x for n, x in given.items()} for r in range(R)]
+    each = [jax.jit(one)(*row.values()) for row in rows]
+    axes = [0 if name in names else None for name in given]
+    got = jax.jit(jax.vmap(one, axes))(*given.values())
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(lambda x, *rows: close(x, jnp.stack(rows)), got, *each)
+
+
 POSITIONS = {
     "counted": (20, 5),
     "reversed queries": (np.arange(T)[::-1], None),

@@ -177,3 +177,20 @@ def test_second_derivatives(kernel: str) -> None:
         check_grads(loss, operands, order=1, modes=["rev"])
         with pytest.raises(TypeError):
             jax.jvp(loss, operands, operands)
+
+
+def test_gradients_of_gradients(kernel: str) -> None:
+    """As those of the reference kernel, over several tiles."""
+    x = arrays(2)
+    q, k, v = (x[name] for name in "qkv")
+
+    def twice(kernel):
+        def loss(*qkv):
+            return (dot_product_attention(*qkv, mask=Causal(), kernel=kernel) ** 2).sum()
+
+        def slope(*qkv):
+            return sum((g**2).sum() for g in jax.grad(loss, (0, 1, 2))(*qkv))
+
+        return jax.jit(jax.grad(slope, (0, 1, 2)))(q, k, v)
+
+    assert_close(twice(kernel), twice("reference"))

@@ -1,0 +1,159 @@
+"""Masks that are a band along the diagonal, within lengths: what cuDNN takes without a table."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha.grid import Array, flat_batch, tiles_of
+from flax_mha.kernels.ids import conjuncts
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.masks import FULL, Causal, Lengths, Mask, Window
+from flax_mha.masks.base import known
+from flax_mha.shapes import Dims
+
+
+class Band(struct.PyTreeNode):
+    """The query of index i < q sees the keys of indices j < k, i − left ≤ j ≤ i.
+
+    Attributes:
+      q: int32 [rows|1], 0 … T.
+      k: int32 [rows|1], 0 … S.
+      causal: whether j ≤ i is asked at all.
+      left: how far back; None for all. Asked only with `causal`.
+    """
+
+    q: Any
+    k: Any
+    causal: bool = struct.field(pytree_node=False)
+    left: int | None = struct.field(pytree_node=False)
+
+    def keys(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
+        """The first key that each query sees and the one after the last, int32 [rows|1, T]."""
+        i = jnp.arange(T, dtype=jnp.int32)[None]
+        k = self.k[:, None]
+        end = jnp.minimum(k, i + 1) if self.causal else jnp.broadcast_to(k, (len(self.k), T))
+        start = jnp.zeros_like(i) if self.left is None else jnp.clip(i - self.left, 0, S)
+        return start, jnp.where(i < self.q[:, None], end, 0)
+
+    def queries(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
+        """The first query that sees each key and the one after the last, int32 [rows|1, S]."""
+        j = jnp.arange(S, dtype=jnp.int32)[None]
+        q = jnp.minimum(self.q, T)[:, None]
+        end = jnp.broadcast_to(q, (len(self.q), S))
+        if self.left is not None:
+            end = jnp.minimum(q, j + self.left + 1)
+        start = jnp.minimum(j, T) if self.causal else jnp.zeros_like(j)
+        return start, jnp.where(j < self.k[:, None], end, 0)
+
+
+def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+    """Whether any flag [rows, L, n] is set at start ≤ index < end [rows|1, M]: bool [rows, M, n].
+
+    By sums of the flags before each index: O(L + M).
+    """
+    before = jnp.pad(jnp.cumsum(flags, 1, jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    rows = len(flags)
+
+    def until(index: jax.Array) -> jax.Array:
+        index = jnp.broadcast_to(index, (rows, index.shape[1]))
+        return jnp.take_along_axis(before, index[..., None], 1)
+
+    return until(end) > until(start)
+
+
+def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
+    """The call's mask as a band, or the reason why it is none."""
+    at = spec.at(dims)
+    reach = _Reach(None, None)
+    lengths: list[Lengths] = []
+    for mask in conjuncts(spec.mask):
+        if _allows_all(mask, at.q, at.k, dims):
+            continue
+        # A subclass may mean something else.
+        if type(mask) is Causal:
+            reach = reach.within(_Reach(None, 0))
+        elif type(mask) is Window:
+            reach = reach.within(_Reach(mask.left, mask.right))
+        elif type(mask) is Lengths and mask.kv.array.shape[-2] == 1:
+            lengths.append(mask)
+        else:
+            per_query = " of each query" if type(mask) is Lengths else ""
+            return f"takes Causal, Window and Lengths joined by &, got {_name(mask)}{per_query}"
+    first = [_first(x) for x in (at.q, at.k)]
+    banded = reach != _Reach(None, None)
+    for name, x, asked in (
+        ("q_positions", first[0], banded or any(mask.q is not None for mask in lengths)),
+        ("kv_positions", first[1], banded or bool(lengths)),
+    ):
+        if asked and x is None:
+            return f"{name} do not count from one number that is known before tracing"
+    q0, k0 = (x or 0 for x in first)
+    reach = reach.shifted(q0 - k0, dims)
+    if reach.right not in (None, 0) or (reach.right is None and reach.left is not None):
+        return (
+            f"takes windows that end at the query's own index, 0 … {dims.T - 1}, here they reach "
+            f"{_signed(reach.left, 'back')} and {_signed(reach.right, 'ahead')}"
+        )
+    q = _least([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
+    k = _least([mask.kv.array - k0 for mask in lengths], dims.S, dims)
+    return Band(q, k, reach.right == 0, reach.left)
+
+
+class _Reach(NamedTuple):
+    """How far a query sees before and after itself; None for no limit."""
+
+    left: int | None
+    right: int | None
+
+    def within(self, other: "_Reach") -> "_Reach":
+        """The nearer limits of both."""
+        near = (
+            min((x for x in pair if x is not None), default=None)
+            for pair in zip(self, other, strict=True)
+        )
+        return _Reach(*near)
+
+    def shifted(self, by: int, dims: Dims) -> "_Reach":
+        """In indices, where positions of queries are ahead by so many; without idle limits."""
+        left = None if self.left is None else self.left - by
+        right = None if self.right is None else self.right + by
+        left = None if left is None or left >= dims.T - 1 else left
+        # A window has to end somewhere.
+        idle = right is None or (left is None and right >= dims.S - 1)
+        return _Reach(left, None if idle else right)
+
+
+def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:
+    """Whether it is known before tracing that a mask allows everything."""
+    if not known(q, k):
+        return False
+    verdict = mask.tiles(tiles_of(q, k, dims.T, dims.S))
+    return known(verdict) and bool((np.asarray(verdict) == FULL).all())
+
+
+def _first(x: Array) -> int | None:
+    """The first position, where those of every row are known and count on from it."""
+    if not known(x):
+        return None
+    rows = np.asarray(x).reshape(-1, max(x.shape[-2:]))
+    first = int(rows[0, 0])
+    return first if (rows == first + np.arange(rows.shape[1])).all() else None
+
+
+def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
+    """The smallest of lengths [*B|1, 1, 1, 1] and `most`, int32 [rows|1]."""
+    least = jnp.full(1, most, jnp.int32)
+    for x in lengths:
+        least = jnp.minimum(least, jnp.asarray(flat_batch(x, dims), jnp.int32).reshape(-1))
+    return jnp.maximum(least, 0)
+
+
+def _name(mask: Mask) -> str:
+    return type(mask).__name__
+
+
+def _signed(reach: int | None, where: str) -> str:
+    return f"without end {where}" if reach is None else f"{reach} {where}"

@@ -1,0 +1,158 @@
+"""The attention primitives of cuDNN in JAX: forward, backward, under vmap, and on which GPUs.
+
+JAX's own batching of them, before 0.11, takes no operand that is shared by the batch.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo
+
+# Private, with the same signatures from JAX 0.10.2 to 0.11.2.
+fused: Any = fused_attention_stablehlo
+
+
+class Gpu(NamedTuple):
+    """What decides which calls run.
+
+    Attributes:
+      capability: the compute capability, (9, 0) for Hopper.
+      cudnn: its version.
+    """
+
+    capability: tuple[int, int]
+    cudnn: tuple[int, int, int]
+
+    @property
+    def features(self) -> int:
+        """The most features of a head, in the backward pass."""
+        return 256 if self.capability[0] == 9 else 128
+
+
+def gpu() -> Gpu | str:
+    """The GPU at hand, or the reason why cuDNN can't run on it."""
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return f"runs on NVIDIA GPUs only, this is {device.device_kind}"
+    if fused.cuda_versions is None:
+        return "cuDNN is not detected"
+    version = fused.cuda_versions.cudnn_get_version()
+    major, minor = (int(x) for x in device.compute_capability.split("."))
+    return Gpu((major, minor), (version // 10000, version // 100 % 100, version % 100))
+
+
+class Kind(NamedTuple):
+    """What cuDNN is to compute.
+
+    Attributes:
+      scale: of the scores.
+      causal: whether the query of index i sees the keys j ≤ i alone.
+      left: and those of i − left ≤ j alone; None for all.
+      divisible: whether XLA may divide it between devices.
+    """
+
+    scale: float
+    causal: bool
+    left: int | None
+    divisible: bool
+
+    def settings(self, has_bias: bool) -> dict[str, Any]:
+        """The parameters of both primitives.
+
+        Lengths are always given: without, cuDNN's backward kernels for Hopper score what follows
+        the last key 0, and exp(0 − lse) is infinite where lse < −88.
+        """
+        mask = fused.MaskType.PADDING_CAUSAL if self.causal else fused.MaskType.PADDING
+        return {
+            "scale": self.scale,
+            "seed": 0,
+            "dropout_rate": 0.0,
+            "variadic_args": (has_bias, has_bias),
+            "mask_type": mask,
+            "layout": fused.AttentionLayout.BTNH.value,
+            "sliding_window_length": None if self.left is None else self.left + 1,
+        }
+
+
+def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Out [rows, T, N, F] and lse, float32 [rows, N, T], each with the vmapped axes first.
+
+    Args:
+      kind: what to compute.
+      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, and the
+        lengths of queries and keys, int32 [rows], at least 1.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*args: Any) -> Any:
+        bind = fused._dot_product_attention_fwd_impl
+        if kind.divisible:
+            bind = fused._dot_product_attention_fwd_p_wrapper.bind
+        return tuple(bind(*_operands(args), **kind.settings(args[3] is not None), is_training=True))
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        folded = _folded(size, batched, args)
+        if args[3] is not None and not batched[3] and len(args[3]) == 1:
+            folded[3] = args[3]
+        out, lse = forward(kind, *folded)
+        return (_unfolded(out, size), _unfolded(lse, size)), (True, True)
+
+    return call(*args)
+
+
+def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
+    """The gradients of q, k, v and bias.
+
+    With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out), and so on as usual.
+
+    Args:
+      kind: what to compute.
+      *args: those of `forward`, then lse, out and dout.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*args: Any) -> Any:
+        bind = fused._dot_product_attention_bwd_impl
+        if kind.divisible:
+            bind = fused._dot_product_attention_bwd_p_wrapper.bind
+        gradients = bind(*_operands(args[:6]), *args[6:], **kind.settings(args[3] is not None))
+        return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        gradients = backward(kind, *_folded(size, batched, args))
+        *qkv, dbias = (None if x is None else _unfolded(x, size) for x in gradients)
+        if dbias is not None and args[3].shape[batched[3]] == 1:
+            dbias = dbias.sum(1, keepdims=True)
+        gradients = (*qkv, dbias)
+        return gradients, tuple(None if x is None else True for x in gradients)
+
+    return call(*args)
+
+
+def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Those of `forward`, and what packed and paged layouts would need."""
+    q, k, v, bias, *lengths = args
+    unused = jnp.zeros(0, q.dtype)
+    return q, k, v, unused if bias is None else bias, *lengths, *(unused,) * 4
+
+
+def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
+    """Makes the axis of a vmap, first in those that have it, part of the rows of all."""
+    rows = args[0].shape[batched[0]]
+
+    def fold(x: Any, has: Any) -> Any:
+        if x is None:
+            return None
+        x = x if has else jnp.broadcast_to(x, (size, *x.shape))
+        x = jnp.broadcast_to(x, (size, rows, *x.shape[2:]))
+        return x.reshape(size * rows, *x.shape[2:])
+
+    return [fold(x, has) for x, has in zip(args, batched, strict=True)]
+
+
+def _unfolded(x: jax.Array, size: int) -> jax.Array:
+    return x.reshape(size, -1, *x.shape[1:])

@@ -1,0 +1,23 @@
+"""The page of kernels says what the kernels say."""
+
+import re
+
+import pytest
+
+from experiments import kernels_table
+from flax_mha.kernels import KERNELS
+
+
+def test_the_page_is_what_is_generated() -> None:
+    text = kernels_table.PAGE.read_text()
+    assert kernels_table.page(text) == text, "run python -m experiments.kernels_table"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_has_a_home_and_a_word_on_the_page(name: str) -> None:
+    assert kernels_table.homes()[name]
+    assert re.search(rf"^- `{name}`:", kernels_table.PAGE.read_text(), re.MULTILINE)
+
+
+def test_reference_takes_everything() -> None:
+    assert not any(kernels_table.refusals("reference", "cpu").values())

@@ -1,0 +1,98 @@
+"""What cuDNN does, in jnp: its primitives by their meaning, and where it promises nothing, NaN.
+
+It stands in for them on machines without a GPU. Written from the graph that XLA builds of them
+(scale, bias, masks that select, softmax; backward from lse and Σ dout·out), not from our kernel.
+"""
+
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+MASKS = {fused.MaskType.PADDING: False, fused.MaskType.PADDING_CAUSAL: True}
+
+
+def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window):
+    """Float32 [rows, N, T, S]: −∞ where masked."""
+    (rows, T, N, F), (_, S, K, _) = q.shape, k.shape
+    has_bias, has_dbias = variadic_args
+    assert q.dtype == k.dtype
+    assert q.dtype in (jnp.bfloat16, jnp.float16)
+    assert F % 8 == 0
+    assert F <= 256
+    assert isinstance(scale, float)
+    assert has_bias == has_dbias == bool(bias.size)
+    assert (q_length.shape, k_length.shape) == ((rows,), (rows,))
+    assert q_length.dtype == k_length.dtype == jnp.int32
+    k = jnp.repeat(k, N // K, 2)
+    x = jnp.einsum("btnf,bsnf->bnts", q, k, preferred_element_type=jnp.float32) * scale
+    if has_bias:
+        assert bias.shape[-2:] == (T, S)
+        assert bias.shape[0] in (1, rows)
+        assert bias.shape[1] in (1, N)
+        assert bias.dtype == q.dtype
+        assert T % 2 == S % 2 == 0
+        x = x + bias.astype(jnp.float32)
+    i, j = jnp.arange(T)[:, None], jnp.arange(S)[None]
+    seen = (i[None] < q_length[:, None, None]) & (j[None] < k_length[:, None, None])
+    if MASKS[mask_type]:
+        seen &= (j <= i)[None]
+    if window is not None:
+        # Without causality the window would have no end.
+        assert MASKS[mask_type]
+        assert window > 0
+        seen &= (i - window < j)[None]
+    return jnp.where(seen[:, None], x, -jnp.inf)
+
+
+def check(packed, seed, dropout_rate, layout):
+    assert all(x.shape == (0,) for x in packed)
+    assert (seed, dropout_rate, layout) == (0, 0.0, fused.AttentionLayout.BTNH.value)
+
+
+def forward(
+    q, k, v, bias, q_length, k_length, *packed, scale, seed, dropout_rate, variadic_args,
+    mask_type, layout, sliding_window_length, is_training,
+):  # fmt: skip
+    """Rows without a key are NaN, and so is what stands behind a row's length."""
+    check(packed, seed, dropout_rate, layout)
+    assert is_training
+    assert q.shape[-1] == v.shape[-1]
+    x = scores(
+        q, k, bias, q_length, k_length, scale, variadic_args, mask_type, sliding_window_length
+    )
+    top = x.max(-1, keepdims=True)
+    p = jnp.exp(x - top)
+    total = p.sum(-1, keepdims=True)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+    # As in a kernel, a weight of 0 times NaN is NaN.
+    out = jnp.einsum("bnts,bsnf->btnf", (p / total).astype(q.dtype), v)
+    return out.astype(q.dtype), (top + jnp.log(total))[..., 0]
+
+
+def backward(
+    q, k, v, bias, q_length, k_length, *rest, scale, seed, dropout_rate, variadic_args,
+    mask_type, layout, sliding_window_length,
+):  # fmt: skip
+    """From lse, out and dout as they are given."""
+    *packed, lse, out, dout = rest
+    check(packed, seed, dropout_rate, layout)
+    assert lse.dtype == jnp.float32
+    assert out.dtype == dout.dtype == q.dtype
+    assert out.shape == dout.shape == q.shape
+    groups = q.shape[2] // k.shape[2]
+    x = scores(
+        q, k, bias, q_length, k_length, scale, variadic_args, mask_type, sliding_window_length
+    )
+    p = jnp.exp(x - lse[..., None])
+    wide = [jnp.repeat(x, groups, 2).astype(jnp.float32) for x in (k, v)]
+    dp = jnp.einsum("btnf,bsnf->bnts", dout.astype(jnp.float32), wide[1])
+    delta = jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
+    ds = p * (dp - delta[..., None])
+    dq = jnp.einsum("bnts,bsnf->btnf", ds, wide[0]) * scale
+    dk = jnp.einsum("bnts,btnf->bsnf", ds, q.astype(jnp.float32)) * scale
+    dv = jnp.einsum("bnts,btnf->bsnf", p, dout.astype(jnp.float32))
+    dk, dv = (x.reshape(*k.shape[:3], groups, -1).sum(3) for x in (dk, dv))
+    gradients = [x.astype(q.dtype) for x in (dq, dk, dv)]
+    if bias.size:
+        axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
+        gradients.append(ds.sum(axes, keepdims=True).astype(bias.dtype))
+    return gradients

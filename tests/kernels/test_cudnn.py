@@ -1,0 +1,248 @@
+"""The kernel for NVIDIA GPUs: its numbers, with a model of cuDNN in place of cuDNN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha.grid import whole
+from flax_mha.kernels import fused
+from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
+from flax_mha.shapes import Dims
+from tests import oracle
+from tests.kernels import cudnn_model
+from tests.kernels.near import close, run
+from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
+
+T, S = 40, 64
+MASKS: dict[str, Mask | None] = {
+    "none": None,
+    "all": Window() & Prefix(S) & np.ones((T, S), bool),
+    "causal": Causal(),
+    "window": Window(7, 0),
+    "causal window": Causal() & Window(9, 4) & Window(left=20),
+    "itself": Window(0, 0),
+    "lengths": Lengths(jnp.array([13, 0])),
+    "beyond": Lengths(jnp.array([100, -3])),
+    "lengths of queries": Lengths(jnp.array([13, 64]), jnp.array([40, 5])) & Causal(),
+    "several lengths": Lengths(np.array([50, 20])) & Lengths(np.array([13, 64])),
+    # The window leaves the row's keys behind: queries from 17 on see nothing.
+    "empty windows": Lengths(jnp.array([10, 64])) & Window(7, 0),
+    "heads alike": PerHead([Window(left=T), Prefix(S), Window(), Prefix(S)]) & Causal(),
+}
+
+
+@pytest.mark.parametrize(
+    ("mask", "K", "dtype"),
+    [(mask, 2, "bfloat16") for mask in MASKS]
+    + [(mask, K, "float16") for mask in ("none", "lengths of queries") for K in (1, 2, 4)],
+)
+def test_masks(nvidia, mask: str, K: int, dtype: str) -> None:
+    known = {"allowed": table(MASKS[mask], T, S)}
+    check("cudnn", arrays(T, S, K, dtype), known, lambda _: {"mask": MASKS[mask]}, {})
+
+
+@pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
+@pytest.mark.parametrize("shape", [(T, S), (N, T, S), (B, 1, T, S), (B, N, T, S)], ids=str)
+def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
+    """With gradients, and biases of −∞ that leave some queries nothing."""
+    rng = np.random.default_rng(0)
+    bias = rng.normal(size=shape)
+    bias = np.where((rng.random(shape) < 0.2) | (np.arange(T)[:, None] == 3), -np.inf, bias)
+    bias = jnp.asarray(bias, jnp.bfloat16)
+    known = {"allowed": table(MASKS[mask], T, S), "bias": bias}
+    call = lambda learned: {"mask": MASKS[mask], "bias": learned["bias"]}  # noqa: E731
+    check("cudnn", arrays(T, S, 2, "bfloat16"), known, call, {"bias": bias})
+
+
+@pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (1, 65), (65, 1), (33, 129), (130, 7)])
+def test_sizes(nvidia, t: int, s: int) -> None:
+    for mask in (Causal(), Window(5, 0), None):
+        known = {"allowed": table(mask, t, s)}
+        call = {"mask": mask}
+        check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
+
+
+POSITIONS = {
+    "equal": (9, 9, Causal() & Window(8) & Lengths(np.array([40, 12]))),
+    "numbers": (30, 30 + np.arange(S), Causal() & Lengths(np.array([50, 0]), np.array([60, 33]))),
+    "every key is behind": (S, None, Causal()),
+    "every key is near": (20, None, Window(S, S)),
+    "shifted windows": (5, 8, Window(8, 3)),
+    "traced, not asked": (jnp.arange(T), jnp.arange(S), None),
+    "traced, of queries": (jnp.arange(T), None, Lengths(jnp.array([13, 0]))),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions(nvidia, name: str) -> None:
+    q, k, mask = POSITIONS[name]
+    call = {"q_positions": q, "kv_positions": k, "mask": mask, "scale": 0.7}
+    allowed = None
+    if mask is not None:
+        q, k = (
+            np.arange(L) + (0 if x is None else x) if x is None or isinstance(x, int) else x
+            for x, L in ((q, T), (k, S))
+        )
+        dims = Dims((B,), T, S, N, 2, H, HV)
+        allowed = np.asarray(mask.bind(dims).allowed(whole(dims, q, k)))
+    known = {"allowed": allowed, "scale": 0.7}
+    check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
+
+
+@pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("with_out", [False, True])
+def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, with_out: bool) -> None:
+    """Alone, and together with those of out."""
+    *qkv, cotangent = arrays(T, S, 2, "bfloat16")
+    rng = np.random.default_rng(0)
+    dlse = jnp.asarray(rng.normal(size=(B, N, T)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=(N, T, S)), jnp.bfloat16) if biased else None
+    cotangent = cotangent if with_out else None
+
+    @jax.jit
+    def loss(qkv, bias):
+        out, lse = run(*qkv, mask=MASKS[mask], bias=bias)
+        total = jnp.where(lse == -jnp.inf, 0, lse * dlse).sum()
+        return total if cotangent is None else total + (out * cotangent).sum(dtype=jnp.float32)
+
+    argnums = (0, 1) if biased else 0
+    got = jax.tree.leaves(jax.grad(loss, argnums)(qkv, bias))
+    exact = oracle.attention_gradients(
+        *qkv, cotangent=jnp.zeros((B, T, N, HV)) if cotangent is None else cotangent,
+        lse_cotangent=dlse, allowed=table(MASKS[mask], T, S), bias=bias,
+    )  # fmt: skip
+    for one, other in zip(got, [x for x in exact if x is not None], strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_lse_costs_a_pass_only_where_it_is_differentiated(nvidia, monkeypatch, asked) -> None:
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return cudnn_model.backward(*args, **kwargs)
+
+    monkeypatch.setattr(fused.fused, "_dot_product_attention_bwd_impl", counted)
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+
+    def loss(q, k, v):
+        out, lse = run(q, k, v, mask=Causal())
+        return out.sum(dtype=jnp.float32) + (lse.sum() if asked else 0)
+
+    jax.jit(jax.grad(jax.checkpoint(loss))).trace(*qkv)
+    assert len(calls) == 1 + asked
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
+    """What nobody sees changes nothing, forward and backward."""
+    q, k, v, cotangent = arrays(T, S, 2, "bfloat16")
+    mask = Causal() & Window(5) & Lengths(jnp.array([30, 30]), jnp.array([35, 35]))
+
+    @jax.jit
+    def both(q, k, v):
+        results, pull = jax.vjp(lambda *qkv: run(*qkv, mask=mask), q, k, v)
+        return *results, *pull((cotangent, jnp.ones((B, N, T))))
+
+    clean = both(q, k, v)
+    bad = k.at[:, 30:].set(poison), v.at[:, 30:].set(poison)
+    for got, want in zip(both(q.at[:, 35:].set(poison), *bad), clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert not np.isnan(want).any()
+
+
+@pytest.mark.parametrize("mask", ["all", "window", "lengths", "empty windows"])
+@pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
+def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
+    """By the queries that may see them, and backward by the keys that these see."""
+    *operands, cotangent = arrays(T, S, 2, "bfloat16")
+    operands[operand] = operands[operand].at[0, 8, 1].set(jnp.nan)
+    bad_q, bad_k = np.zeros((B, N, T), bool), np.zeros((B, N, S), bool)
+    (bad_q if operand == 0 else bad_k)[0, [1] if operand == 0 else [2, 3], 8] = True
+
+    @jax.jit
+    def both(qkv):
+        (out, lse), pull = jax.vjp(lambda qkv: run(*qkv, mask=MASKS[mask]), qkv)
+        return out, lse, *pull((cotangent, jnp.ones_like(lse)))[0]
+
+    out, lse, dq, dk, dv = (np.isnan(x) for x in both(operands))
+    allowed = np.broadcast_to(table(MASKS[mask], T, S), (B, N, T, S))
+    spoiled = (allowed & (bad_q[..., None] | bad_k[:, :, None])).any(-1)
+    np.testing.assert_array_equal(lse, spoiled)
+    for x in (out, dq):
+        np.testing.assert_array_equal(
+            x, np.swapaxes(spoiled, 1, 2)[..., None] & np.ones(x.shape, bool)
+        )
+    seen = (allowed & spoiled[..., None]).any(2).reshape(B, 2, 2, S).any(2)
+    for x in (dk, dv):
+        np.testing.assert_array_equal(
+            x, np.swapaxes(seen, 1, 2)[..., None] & np.ones(x.shape, bool)
+        )
+
+
+@pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["q", "k", "v", "bias"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_nans_without_a_mask(nvidia, operand: int, biased: bool) -> None:
+    """As by the reference kernel."""
+    *operands, cotangent = arrays(T, S, 2, "bfloat16")
+    operands.append(jnp.zeros((N, T, S), jnp.bfloat16))
+    operands[operand] = operands[operand].at[0, 8, 1].set(jnp.nan)
+    operands = operands if biased else operands[:3]
+
+    def both(kernel):
+        def call(q, k, v, bias=None):
+            return run(q, k, v, kernel, bias=bias)
+
+        (out, lse), pull = jax.vjp(call, *operands)
+        return out, lse, *pull((cotangent, jnp.zeros_like(lse)))
+
+    for got, want in zip(
+        *(jax.jit(both, static_argnums=0)(x) for x in ("cudnn", "reference")), strict=True
+    ):
+        close(got, want)
+
+
+@pytest.mark.parametrize("scale", [0.7, np.float32(0.7), jnp.float32(0.5)], ids=str)
+def test_scale(nvidia, scale) -> None:
+    """A number goes to cuDNN; an array is multiplied to the queries, and takes a gradient."""
+    *qkv, cotangent = arrays(T, S, 2, "bfloat16")
+    known = {"scale": float(scale), "allowed": table(Causal(), T, S)}
+    check("cudnn", [*qkv, cotangent], known, lambda _: {"scale": scale, "mask": Causal()}, {})
+    if not isinstance(scale, jax.Array):
+        return
+    got, want = (
+        jax.grad(lambda s, kernel=kernel: run(*qkv, kernel, scale=s)[0].sum(dtype=jnp.float32))(
+            scale
+        )
+        for kernel in ("cudnn", "reference")
+    )
+    np.testing.assert_allclose(got, want, rtol=0.1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("window", [None, (6, 0)])
+def test_the_model_means_what_jax_nn_means(causal: bool, lengths: bool, window) -> None:
+    """So that what is passed to cuDNN natively is what `jax.nn` would pass."""
+    q, k, v, _ = arrays(T, S, 2, "bfloat16")
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, H - HV),))
+    q_length, k_length = jnp.array([40, 11]), jnp.array([64, 23])
+    if window is not None and (lengths or not causal):
+        pytest.skip("rows without keys, or a window without an end")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        want = jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, local_window_size=window, implementation="xla",
+            **{"query_seq_lengths": q_length, "key_value_seq_lengths": k_length} if lengths else {},
+        )  # fmt: skip
+    full = jnp.array([T, T]), jnp.array([S, S])
+    kind = fused.Kind(H**-0.5, causal, None if window is None else window[0], False)
+    unused = jnp.zeros(0, q.dtype)
+    got, _ = cudnn_model.forward(
+        q, k, v, unused, *((q_length, k_length) if lengths else full), *(unused,) * 4,
+        **kind.settings(False), is_training=True,
+    )  # fmt: skip
+    real = np.arange(T) < np.asarray(q_length if lengths else full[0])[:, None]
+    close(got[real], want[real], 1e-2)

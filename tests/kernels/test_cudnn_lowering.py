@@ -1,0 +1,134 @@
+"""The kernel for NVIDIA GPUs as XLA gets it, which needs no GPU; and on one, where there is one."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention, explain, sharding
+from flax_mha.kernels import fused
+from flax_mha.masks import Causal, Lengths, Window
+from tests.kernels.near import run
+from tests.kernels.oracle_check import B, N, arrays, check, table
+
+T, S = 128, 192
+LENGTHS = Lengths(jnp.array([150, 0]), jnp.array([128, 50]))
+
+
+def lowered(call, *args) -> str:
+    return jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+CALLS = {
+    "plain": ({}, "PADDING", 0, ""),
+    "causal": ({"mask": Causal()}, "PADDING_CAUSAL", 0, ""),
+    "window": ({"mask": Window(10, 0) & LENGTHS}, "PADDING_CAUSAL", 11, ""),
+    "lengths": ({"mask": LENGTHS}, "PADDING", 0, ""),
+    "bias": ({"bias": jnp.zeros((N, T, S), jnp.bfloat16)}, "PADDING", 0, "ScaleBias"),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_cudnn(hopper, monkeypatch, name: str, devices: int) -> None:
+    """One forward and one backward, with these native arguments, whatever is mapped."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    call, mask, window, bias = CALLS[name]
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+
+    def loss(q, k, v):
+        return run(q, k, v, **call)[0].sum(dtype=jnp.float32)
+
+    for fn, *args in ((loss, *qkv), (jax.vmap(loss, (0, None, None)), qkv[0][None], *qkv[1:])):
+        text = lowered(jax.grad(lambda *x, fn=fn: fn(*x).sum(), (0, 1, 2)), *args)
+        calls = re.findall(r"__cudnn\$(\w+)", text)
+        assert calls == [f"fmha{bias}Softmax", f"fmha{bias}SoftmaxBackward"]
+        settings = {
+            key: set(re.findall(rf"{key}\\22: (?:\\22)?(\w+)", text))
+            for key in ("mask_type", "sliding_window_length", "max_seg_per_batch", "fmha_scale")
+        }
+        assert settings.pop("fmha_scale") == {"0"}
+        assert settings == {
+            "mask_type": {mask}, "sliding_window_length": {str(window)},
+            "max_seg_per_batch": {"1"},
+        }  # fmt: skip
+        # No table of the mask, nor anything else of that size.
+        assert bool(re.search(rf"{T}x{S}x", text)) == bool(bias)
+
+
+def test_the_lse_is_a_second_backward(hopper) -> None:
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+    text = lowered(jax.grad(lambda *x: run(*x)[1].sum(), (0, 1, 2)), *qkv)
+    assert re.findall(r"__cudnn\$(\w+)", text) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    text = lowered(
+        jax.grad(lambda *x: sum(y.sum(dtype=jnp.float32) for y in run(*x)), (0, 1, 2)), *qkv
+    )
+    assert len(re.findall(r"__cudnn\$(\w+)", text)) == 3
+
+
+def test_on_a_mesh_each_device_calls_it(hopper) -> None:
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        text = lowered(lambda *x: run(*x, mask=Causal())[0], *qkv)
+    (call,) = re.findall(r"__cudnn\$fmhaSoftmax.*", text)
+    assert f"tensor<{B // 2}x{T}x{N // 2}x" in call
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("t", "s"), [(T, S), (1, 64), (129, 65)])
+def test_on_a_gpu(name: str, dtype: str, t: int, s: int) -> None:
+    call = dict(CALLS[name][0])
+    learned = {}
+    if "bias" in call:
+        if dtype == "float16" or t % 2 or s % 2:
+            pytest.skip("refused")
+        rng = np.random.default_rng(0)
+        learned = {"bias": jnp.asarray(rng.normal(size=(N, t, s)), dtype)}
+        call.pop("bias")
+    known = {"allowed": table(call.get("mask"), t, s)} | learned
+    check("cudnn", arrays(t, s, 2, dtype), known, lambda learned: call | learned, learned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shift", [-120.0, 120.0])
+@pytest.mark.parametrize("s", [64, 192, 256, 1000])
+def test_rows_of_very_small_scores_on_a_gpu(shift: float, s: int) -> None:
+    """All scores near −120, where exp(0 − lse) overflows."""
+    q, k, v, cotangent = arrays(s, s, 2, "bfloat16")
+    q, k = q.at[..., 0].set(1.0), (k * 0.1).at[..., 0].set(shift)
+    known = {"scale": 1.0, "allowed": table(Causal(), s, s)}
+    call = {"scale": 1.0, "mask": Causal()}
+    check("cudnn", [q, k, v, cotangent], known, lambda _: call, {})
+
+
+@pytest.mark.gpu
+def test_empty_rows_and_poison_on_a_gpu() -> None:
+    q, k, v, _ = arrays(T, S, 2, "bfloat16")
+    mask = Causal() & Window(5) & Lengths(jnp.array([30, 0]), jnp.array([100, 128]))
+
+    @jax.jit
+    def both(q, k, v):
+        (out, lse), pull = jax.vjp(lambda *qkv: run(*qkv, mask=mask), q, k, v)
+        return out, lse, *pull((jnp.ones_like(out), jnp.ones_like(lse)))
+
+    clean = both(q, k, v)
+    dirty = both(q, k.at[:, 30:].set(jnp.nan), v.at[:, 30:].set(jnp.inf))
+    for got, want in zip(dirty, clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert not np.isnan(want).any()
+    np.testing.assert_array_equal(clean[0][1], 0)
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_on_a_gpu() -> None:
+    assert not isinstance(fused.gpu(), str)
+    x = jnp.ones((2, 4096, 4, 64), jnp.bfloat16)
+    assert explain(x, x, x, mask=Causal()).chosen == "cudnn"
+    assert np.isfinite(dot_product_attention(x, x, x, mask=Causal())).all()

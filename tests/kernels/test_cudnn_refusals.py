@@ -1,0 +1,180 @@
+"""What the kernel for NVIDIA GPUs refuses, and in which words; what auto takes, where."""
+
+import functools
+from types import SimpleNamespace
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention, explain, sharding
+from flax_mha.kernels import fused
+from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
+from flax_mha.scores import Alibi, Bias, SoftCap
+
+B, T, S, N, H = 2, 40, 64, 4, 8
+HALF = jnp.zeros((T, S), jnp.bfloat16)
+
+
+class Later(Causal):
+    """Not what its parent is."""
+
+    def allowed(self, at):
+        return at.k >= at.q
+
+
+class Doubled(Bias):
+    """Likewise."""
+
+
+REFUSED = {
+    "float32": (r"float16 and bfloat16, got float32", {"dtype": "float32"}),
+    "no query": (r"no rows, queries or keys", {"t": 0}),
+    "no key": (r"no rows, queries or keys", {"s": 0}),
+    "no row": (r"no rows, queries or keys", {"batch": 0}),
+    "one": (r"no gradient of one query and one key", {"t": 1, "s": 1}),
+    "features": (r"at most 256 features here, got 264", {"features": 257}),
+    "dropout": (r"no dropout", {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}),
+    "precision": (r"no precision setting, got highest", {"precision": "highest"}),
+    "sinks": (r"no sinks", {"sinks": jnp.zeros(N)}),
+    "alibi": (r"one Bias only, got Alibi", {"scores": (Alibi(),)}),
+    "cap": (r"one Bias only, got SoftCap, Bias", {"scores": (SoftCap(2.0),), "bias": HALF}),
+    "two biases": (r"one Bias only, got Bias, Bias", {"scores": (Bias(HALF),), "bias": HALF}),
+    "a subclass of Bias": (r"one Bias only, got Doubled", {"scores": (Doubled(HALF),)}),
+    "a float32 bias": (r"got float32 to bfloat16", {"bias": jnp.zeros((T, S))}),
+    "a bias in float16": (r"got float16 to float16",
+                          {"bias": HALF.astype("float16"), "dtype": "float16"}),
+    "a bias of keys": (r"bias of \(1, 64\) .* T·S = 40·64", {"bias": HALF[0]}),
+    "a bias of odd length": (r"even T and S, got 39 and 64", {"bias": HALF[:39], "t": 39}),
+    "segments": (r"joined by &, got Segments",
+                 {"mask": Causal() & Segments(np.arange(T), np.arange(S))}),
+    "table": (r"joined by &, got Dense", {"mask": np.zeros((T, S), bool)}),
+    "prefix": (r"joined by &, got Prefix", {"mask": Prefix(3)}),
+    "predicate": (r"got Predicate", {"mask": Predicate(lambda b, n, i, j: j < 3)}),
+    "per head": (r"got PerHead", {"mask": PerHead([Causal()] * N)}),
+    "or": (r"got Or", {"mask": Causal() | Lengths(jnp.zeros(B, int))}),
+    "not": (r"got Not", {"mask": ~Causal()}),
+    "a subclass of Causal": (r"got Later", {"mask": Later()}),
+    "lengths per query": (r"got Lengths of each query", {"mask": Lengths(jnp.zeros((B, T), int))}),
+    "windows ahead": (r"reach 2 back and 3 ahead", {"mask": Window(2, 3)}),
+    "windows without an end": (r"reach 2 back and without end", {"mask": Window(left=2)}),
+    "aligned ends": (r"reach without end back and 24 ahead",
+                     {"mask": Causal(), "q_positions": S - T}),
+    "behind": (r"reach without end back and -3 ahead", {"mask": Causal(), "kv_positions": 3}),
+    "traced positions": (r"q_positions do not count", {"mask": Causal(),
+                                                       "q_positions": jnp.arange(T)}),
+    "any positions": (r"kv_positions do not count", {"mask": Lengths(np.ones(B, int)),
+                                                     "kv_positions": np.arange(S)[::-1]}),
+    "positions by row": (r"q_positions do not count",
+                         {"mask": Causal(), "q_positions": np.arange(B * T).reshape(B, T)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(hopper, name: str) -> None:
+    """Each by name, with the same words from both functions; auto takes another kernel."""
+    reason, call = REFUSED[name]
+    sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "bfloat16"}
+    sizes |= {key: call[key] for key in call if key in sizes}
+    call = {key: call[key] for key in call if key not in sizes}
+    batch, dtype = sizes["batch"], sizes["dtype"]
+    q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
+    k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
+    explanation = explain(q, k, k, **call)
+    assert explanation.chosen == "reference"
+    with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):
+        dot_product_attention(q, k, k, kernel="cudnn", **call)
+
+
+def half(t: int = T, s: int = T, features: int = H, heads: int = N) -> list:
+    kv = jax.ShapeDtypeStruct((B, s, heads, features), jnp.bfloat16)
+    return [jax.ShapeDtypeStruct((B, t, N, features), jnp.bfloat16), kv, kv]
+
+
+def device(capability: str = "9.0", version: str = "cuda 13000") -> SimpleNamespace:
+    return SimpleNamespace(
+        client=SimpleNamespace(platform_version=version), compute_capability=capability,
+        device_kind="a thing",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("found", "cudnn", "features", "reason"), [
+    (device(version="rocm 7"), 92000, 64, r"NVIDIA GPUs only, this is a thing"),
+    (device(), None, 64, r"cuDNN is not detected"),
+    (device("7.5"), 92000, 64, r"capability 8.0 and cuDNN \(9, 10, 2\), got .*\(7, 5\)"),
+    (device(), 91001, 64, r"got Gpu.*cudnn=\(9, 10, 1\)"),
+    (device("8.0"), 92000, 136, r"at most 128 features here, got 136"),
+    (device("10.0"), 92000, 136, r"at most 128 features here, got 136"),
+    (device("9.0"), 91002, 256, None),
+    (device("12.0"), 92301, 128, None),
+])  # fmt: skip
+def test_devices(monkeypatch, found, cudnn, features: int, reason: str | None) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [found])
+    versions = cudnn and SimpleNamespace(cudnn_get_version=lambda: cudnn)
+    monkeypatch.setattr(fused.fused, "cuda_versions", versions)
+    refused = explain(*half(features=features), mask=Causal()).refused.get("cudnn")
+    if reason is None:
+        assert refused is None
+        return
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(refused)
+
+
+def test_inside_a_shard_map(nvidia) -> None:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    x = jnp.zeros((B, T, N, H), jnp.bfloat16)
+
+    def call(q):
+        return dot_product_attention(q, q, q, mask=Causal(), kernel="cudnn")
+
+    unchecked = jax.jit(
+        jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    )
+    np.testing.assert_array_equal(unchecked(x), 0)
+    with pytest.raises(ValueError, match=r"inside jax.shard_map it needs check_vma=False"):
+        jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(x)
+
+
+MESHES = {
+    "no rules": (AxisType.Auto, (), r"no rules; wrap in"),
+    "explicit": (AxisType.Explicit, sharding.RULES, r"Auto axes, not Explicit"),
+    "heads": (AxisType.Auto, (("heads", "model"), ("kv_heads", "model")), r"2 key/value heads do"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_refusals_on_meshes(hopper, name: str) -> None:
+    kind, rules, reason = MESHES[name]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        refused = explain(*half(heads=2), mask=Causal()).refused
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(refused["cudnn"])
+
+
+@pytest.mark.parametrize(("t", "call", "chosen"), [
+    (16, {"mask": Causal()}, "cudnn"),
+    (8192, {"mask": Causal()}, "cudnn"),
+    (2048, {"sinks": jnp.zeros(N)}, "reference"),
+    (2049, {"sinks": jnp.zeros(N)}, "blockwise"),
+])  # fmt: skip
+def test_auto_on_a_gpu(hopper, t: int, call: dict, chosen: str) -> None:
+    assert explain(*half(t, t), **call).chosen == chosen
+
+
+def test_several_devices_without_a_mesh(hopper, monkeypatch) -> None:
+    """XLA divides it, as JAX tells it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert explain(*half(), mask=Causal()).chosen == "cudnn"
+
+
+def test_elsewhere_it_refuses() -> None:
+    x = jnp.zeros((B, T, N, H), jnp.bfloat16)
+    call = functools.partial(dot_product_attention, x, x, x, kernel="cudnn")
+    with pytest.raises(ValueError, match="runs on NVIDIA GPUs only, this is cpu"):
+        call()

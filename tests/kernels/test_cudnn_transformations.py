@@ -1,0 +1,139 @@
+"""The kernel for NVIDIA GPUs under vmap, scan, remat and meshes, with a model of cuDNN."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention, sharding
+from flax_mha.masks import Causal, Lengths
+from tests.kernels.near import close, run
+from tests.kernels.oracle_check import HV, B, H, N, arrays
+
+T, S = 40, 64
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+def test_batch_dimensions_vmap_remat_and_scan(nvidia, batch: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(*batch, L, M, H)), jnp.bfloat16)
+        for L, M in ((T, 4), (S, 2), (S, 2))
+    )
+    lengths = jnp.asarray(rng.integers(0, S, batch))
+
+    def one(q, k, v, lengths):
+        return dot_product_attention(q, k, v, mask=Causal() & Lengths(lengths), kernel="cudnn")
+
+    mapped = one
+    for _ in batch:
+        mapped = jax.vmap(mapped)
+
+    def scanned(q, k, v, lengths):
+        def step(carry, _):
+            return carry + jax.remat(one)(q + carry * 0, k, v, lengths), None
+
+        return jax.lax.scan(step, jnp.zeros_like(q), None, length=2)[0] / 2
+
+    def both(attend, *args):
+        loss = lambda *qkv: (attend(*qkv, args[-1]) ** 2).sum(dtype=jnp.float32)  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*args[:3])
+
+    expected = both(one, q, k, v, lengths)
+    for attend in (mapped, scanned):
+        jax.tree.map(close, both(attend, q, k, v, lengths), expected)
+
+
+OPERANDS = ("q", "k", "v", "bias", "lengths")
+MAPPED = [(name,) for name in OPERANDS] + [("q", "v"), ("k", "bias"), ("q", "k", "v", "lengths")]
+
+
+@pytest.mark.parametrize(("axis", "heads"), [(0, N), (1, 1)])
+@pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
+def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], heads: int, axis: int) -> None:
+    """Some operands have the axis, others are shared by all."""
+    R = 3
+    rng = np.random.default_rng(3)
+    sizes = {"q": (B, T, N, H), "k": (B, S, 2, H), "v": (B, S, 2, H), "bias": (heads, T, S)}
+    given = {
+        name: jnp.asarray(rng.normal(size=(R, *size)), jnp.bfloat16) for name, size in sizes.items()
+    }
+    given["lengths"] = jnp.asarray(rng.integers(0, S, (R, B)))
+    given = {name: x if name in mapped else x[0] for name, x in given.items()}
+    _, _, _, cotangent = arrays(T, S, 2, "bfloat16")
+    cotangent = jnp.pad(cotangent, ((0, 0),) * 3 + ((0, H - HV),))
+
+    def one(q, k, v, bias, lengths):
+        out, pull = jax.vjp(
+            lambda *x: run(*x[:3], bias=x[3], mask=Causal() & Lengths(lengths)), q, k, v, bias
+        )
+        return *out, *pull((cotangent, jnp.ones((B, N, T))))
+
+    expected = [
+        one(*(x[r] if name in mapped else x for name, x in given.items())) for r in range(R)
+    ]
+    axes = [axis if name in mapped else None for name in given]
+    moved = [jnp.moveaxis(x, 0, axis) if name in mapped else x for name, x in given.items()]
+    got = jax.jit(jax.vmap(one, axes))(*moved)
+    for one_got, want in zip(got, zip(*expected, strict=True), strict=True):
+        close(one_got, jnp.stack(want))
+
+
+def test_jacobians(nvidia) -> None:
+    """Of which only the cotangent is mapped."""
+    q, k, v, _ = (x[:1, :2] for x in arrays(T, S, 2, "bfloat16"))
+    results = [
+        jax.jit(jax.jacrev(lambda q, kernel=kernel: run(q, k, v, kernel, mask=Causal())[0]))(q)
+        for kernel in ("cudnn", "reference")
+    ]
+    jax.tree.map(close, *results)
+
+
+def test_gradient_of_an_unmapped_loss(nvidia) -> None:
+    """A sum has the same cotangent for all."""
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+    grad = jax.grad(lambda *qkv: run(*qkv, mask=Causal())[0].sum(dtype=jnp.float32), (0, 1, 2))
+    got = jax.jit(jax.vmap(grad))(*(x[:, None] for x in qkv))
+    jax.tree.map(lambda one, other: close(one[:, 0], other), got, grad(*qkv))
+
+
+def test_second_derivatives_and_forward_mode_say_so(nvidia) -> None:
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+
+    def loss(q):
+        return run(q, *qkv[1:], mask=Causal())[0].sum()
+
+    with pytest.raises(TypeError):
+        jax.jvp(loss, qkv[:1], qkv[:1])
+    with pytest.raises(Exception, match=r"(?i)differentiat|jvp"):
+        jax.jit(jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum())).lower(qkv[0])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, Lengths(jnp.array([13, 64]), jnp.array([40, 5])) & Causal()],
+    ids=["none", "lengths"],
+)
+@pytest.mark.parametrize("shape", [None, (T, S), (B, N, T, S)], ids=str)
+def test_on_the_shards_of_a_mesh(nvidia, mask, shape: tuple[int, ...] | None) -> None:
+    qkv = arrays(T, S, 2, "bfloat16")[:3]
+    rng = np.random.default_rng(4)
+    bias = None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    def both(qkv, bias):
+        def loss(qkv, bias):
+            out, lse = run(*qkv, mask=mask, bias=bias)
+            lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+            return (out**2).sum(dtype=jnp.float32) + lse.sum()
+
+        return jax.value_and_grad(loss, 0 if bias is None else (0, 1))(qkv, bias)
+
+    expected = jax.jit(both)(qkv, bias)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        got = jax.jit(both)(qkv, bias)
+    jax.tree.map(functools.partial(close, bound=2e-2), got, expected)
