@@ -18,7 +18,7 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, Grid
-from flax_mha.kernels import blockwise, reference, splash
+from flax_mha.kernels import blockwise, flex, reference, splash
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias, ScoreMod
@@ -27,6 +27,7 @@ from flax_mha.shapes import Dims
 # In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
 KERNELS: dict[str, ModuleType] = {
     "splash": splash,
+    "flex": flex,
     "blockwise": blockwise,
     "reference": reference,
 }

@@ -61,21 +61,27 @@ class Spread(NamedTuple):
                 return f"{size} {what} do not divide over the {devices} devices of {axes}"
         return cls(rows, heads, frozenset(free))
 
+    def spec(self, rows: bool, heads: bool) -> P:
+        """The layout of an array [rows|1, heads|1, ...]."""
+        return P(self.rows if rows else None, self.heads if heads else None)
+
     def run(self, fn: Callable, q: Any, k: Any, v: Any, sinks: Any, ids: Any) -> Any:
         """Runs fn on the shards, of heads [rows, heads, ·, ·], sinks [heads], ids [rows, ·].
 
         It gives (out [rows, heads, ·, ·], lse [rows, heads, ·]).
         """
+        both = self.spec(True, True)
+        specs = (both, both, both, P(self.heads), P(self.rows))
+        return self.call(fn, specs, q, k, v, sinks, ids)
+
+    def call(self, fn: Callable, specs: Any, *args: Any) -> Any:
+        """Likewise, of arguments with layouts of their own."""
         if not self.names:
-            return fn(q, k, v, sinks, ids)
-        both = P(self.rows, self.heads)
+            return fn(*args)
+        both = self.spec(True, True)
         return jax.shard_map(
-            fn,
-            in_specs=(both, both, both, P(self.heads), P(self.rows)),
-            out_specs=(both, both),
-            axis_names=set(self.names),
-            check_vma=False,
-        )(q, k, v, sinks, ids)
+            fn, in_specs=specs, out_specs=(both, both), axis_names=set(self.names), check_vma=False
+        )(*args)
 
 
 def _axes(name: str, rules: Any) -> tuple[str, ...]:
