@@ -20,6 +20,7 @@ LAYERS = [
     {"kernels.spec"},
     {"kernels.plan", "kernels.ids", "kernels.spread"},
     {"kernels.tiling", "kernels.lazy", "kernels.lowered", "kernels.walk"},
+    {"kernels.flex_tile"},
     {"kernels.flex_core"},
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.flex"},
     {"kernels"},

@@ -26,7 +26,8 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import shapes
 from flax_mha.grid import Array, At, flat_batch
 from flax_mha.kernels.finite import guard
-from flax_mha.kernels.flex_core import Call, Operands, core
+from flax_mha.kernels.flex_core import Operands, core
+from flax_mha.kernels.flex_tile import Call
 from flax_mha.kernels.lowered import DTYPES, Function, flat
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
@@ -118,10 +119,26 @@ def attend(
         np.arange(math.prod(dims.B), dtype=np.int32),
         np.arange(dims.N, dtype=np.int32),
     )  # fmt: skip
-    layout = jax.tree.map(lambda x: P(), operands)
-    out, lse = spread.call(functools.partial(core, call), (layout,), operands)
+    out, lse = spread.call(functools.partial(core, call), (_layout(call, spread, operands),), operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+
+
+def _layout(call: Call, spread: Spread, x: Operands) -> Operands:
+    """How the arrays lie on a mesh: what differs between rows or heads is divided like them."""
+
+    def over(y: Any) -> P:
+        return spread.spec(y.shape[0] > 1, y.shape[1] > 1)
+
+    both = spread.spec(True, True)
+    leaves = list(zip(call.leaves, call.learned, call.merge(x.learned, x.rest), strict=True))
+    specs = [(P() if leaf.kind == "whole" else over(y), learned) for leaf, learned, y in leaves]
+    return Operands(
+        both, both, both, [s for s, learned in specs if learned],
+        None if x.sinks is None else spread.spec(False, True),
+        [s for s, learned in specs if not learned],
+        over(x.verdict), P(spread.rows), P(spread.heads),
+    )  # fmt: skip
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:

@@ -29,7 +29,7 @@ _ALLOWED = frozenset(
     "abs add add_any and atan2 broadcast_in_dim ceil clamp clz convert_element_type copy cos "
     "custom_jvp_call div eq erf exp exp2 floor ge gt integer_pow iota is_finite jit le log log1p "
     "logistic lt max min mul ne neg not or pjit population_count pow reduce_max reduce_min "
-    "reduce_sum rem reshape round rsqrt select_n shift_left shift_right_arithmetic "
+    "reduce_sum rem reshard reshape round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sqrt square squeeze stop_gradient sub tan tanh xor".split()
 )
 # Of what functions make and close over.
@@ -179,7 +179,7 @@ def _fill(eqn: Any, inputs: Sequence[_Node]) -> Any:
 
 
 def _same(eqn: Any, inputs: Sequence[_Node]) -> Any:
-    """A change of rank."""
+    """A change of rank, or of nothing that a kernel knows of."""
     x, to = inputs[0].value, flat(eqn.outvars[0].aval.shape)
     return x if jnp.shape(x) == to else jnp.reshape(x, to)
 
@@ -308,7 +308,7 @@ def _iota(eqn: Any, inputs: Sequence[_Node]) -> Any:
 
 
 _RULES: dict[str, Callable] = {
-    "broadcast_in_dim": _fill, "reshape": _same, "squeeze": _same, "select_n": _select,
+    "broadcast_in_dim": _fill, "reshape": _same, "reshard": _same, "squeeze": _same, "select_n": _select,
     "clamp": _clamp, "cond": _branch, "gather": _gather, "slice": _slice,
     "dynamic_slice": _slice, "iota": _iota,
 }  # fmt: skip

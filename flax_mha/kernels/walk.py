@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -104,7 +105,7 @@ class Walk(NamedTuple):
             i, j = (at["i"], other) if by_query else (other, at["j"])
             kind = jnp.where(at["t"] < full[place], FULL, PARTIAL)
             kind = jnp.where(at["t"] < some[place], kind, EMPTY)
-        return Step(r, n, n // self.group, i, j, kind)
+        return Step(r, n, lax.div(n, jnp.int32(self.group)), i, j, kind)
 
     def here(self, tables: Sequence[Any]) -> tuple[Step, jax.Array, jax.Array]:
         """In a kernel: its step, whether a sum begins and whether it ends."""
