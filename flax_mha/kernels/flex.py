@@ -88,9 +88,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.attend`. First derivatives only.
 
-    Queries are multiplied by the scale before the products, in their own dtype: in bfloat16 a scale
-    that is no power of two rounds them once more. Arguments of masks and scores arrive in float32,
-    int32, uint32 or bool.
+    Arguments of masks and scores arrive in float32, int32, uint32 or bool.
     """
     dims = shapes.attention_dims(q, k, v)
     traced, spread = trace(spec, dims), Spread.of(dims)
@@ -105,7 +103,6 @@ def attend(
         call = call._replace(visits=tuple(most), kinds=tuple(kinds))
     if spec.mask is not None:
         k, v = guard(k, v)
-    q = q * jnp.asarray(spec.scale, q.dtype)
     T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
     sinks = None
     if spec.sinks is not None:
@@ -195,7 +192,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     plan = _plan(dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
-    bare = spec.replace(scale=None, sinks=None, dropout=None, q_pos=None, k_pos=None)
+    bare = spec.replace(sinks=None, dropout=None, q_pos=None, k_pos=None)
     arrays, tree = jax.tree.flatten(bare)
     grids = jax.tree.leaves(map_grids(lambda _: True, bare, other=lambda _: False))
     own = list(zip(arrays, grids, strict=True))
@@ -237,11 +234,13 @@ def _functions(
 
     def plain(*args: Any) -> jax.Array:
         tile = jax.tree.unflatten(tree, args[:count])
-        return tile.replace(mask=None).apply(args[count + 4], At(*args[count : count + 4]))
+        s, at = args[count + 4] * tile.scale, At(*args[count : count + 4])
+        return tile.replace(mask=None).apply(s, at)
 
     def masked(*args: Any) -> jax.Array:
         tile, at = jax.tree.unflatten(tree, args[:count]), At(*args[count : count + 4])
         s, *inside = args[count + 4 :]
+        s = s * tile.scale
         allowed = jnp.ones((1, 1), bool) if tile.mask is None else tile.mask.allowed(at)
         for x in inside:
             allowed = allowed & x

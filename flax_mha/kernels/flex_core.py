@@ -20,7 +20,7 @@ class Operands(NamedTuple):
     """The arrays of a call on one device.
 
     Attributes:
-      q: [R, N, T′, H], scaled; T′ and S′ are the next multiples of the blocks.
+      q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
       k: [R, K, S′, H].
       v: [R, K, S′, Hv].
       learned: leaves with gradients, see `Call.merge`.

@@ -12,23 +12,30 @@ from flax_mha.kernels import flex, splash
 
 
 @pytest.fixture
-def tpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One device that says it is a TPU, where Pallas is interpreted; blocks of 128.
-
-    Of our own kernel TPUs' memory is interpreted too, and no two accesses may race.
-    """
-    real = pl.pallas_call
-    ours = pltpu.InterpretParams(detect_races=True)
-
-    def call(*args, **kwargs):
-        flexible = (kwargs.get("name") or "").startswith("flex")
-        return real(*args, **{**kwargs, "interpret": ours if flexible else True})
-
-    monkeypatch.setattr(pl, "pallas_call", call)
+def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device that says it is a TPU, where Pallas is interpreted; blocks of 128."""
+    _interpret(monkeypatch, True)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(splash, "BLOCKS", {128: 128})
     monkeypatch.setattr(flex, "BLOCKS", {128: 128})
+
+
+@pytest.fixture
+def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same with its memories and copies between them, of which no two may race. Slow."""
+    _interpret(monkeypatch, pltpu.InterpretParams(detect_races=True))
     monkeypatch.setattr(interpreter, "races", None)
     yield
-    assert interpreter.races is None or not interpreter.races.races_found
+    assert interpreter.races is not None
+    assert not interpreter.races.races_found
+
+
+def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
+    real = getattr(pl.pallas_call, "real", pl.pallas_call)
+
+    def call(*args, **kwargs):
+        return real(*args, **{**kwargs, "interpret": how})
+
+    call.real = real
+    monkeypatch.setattr(pl, "pallas_call", call)
