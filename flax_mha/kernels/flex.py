@@ -24,11 +24,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import shapes
-from flax_mha.grid import Array, At, flat_batch
+from flax_mha.grid import Array, At
 from flax_mha.kernels.finite import guard
 from flax_mha.kernels.flex_core import Operands, core
 from flax_mha.kernels.flex_tile import Call
-from flax_mha.kernels.lowered import DTYPES, Function, flat
+from flax_mha.kernels.lowered import DTYPES, Function
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.spread import Spread
@@ -77,7 +77,7 @@ def refuses(
     return next((x for x in (found, spread) if isinstance(x, str)), None)
 
 
-_PRECISIONS = {
+_PRECISIONS: dict[Any, Any] = {
     None: None, "default": None, lax.Precision.DEFAULT: None,
     "highest": lax.Precision.HIGHEST, lax.Precision.HIGHEST: lax.Precision.HIGHEST,
 }  # fmt: skip
@@ -98,9 +98,9 @@ def attend(
     verdict = _verdict(spec, dims, call.plan)
     if known(verdict):
         seen = verdict > EMPTY
-        most = (max(int(seen.sum(axis).max()), 1) for axis in (-1, -2))
-        kinds = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
-        call = call._replace(visits=tuple(most), kinds=tuple(kinds))
+        by_query, by_key = (max(int(seen.sum(axis).max()), 1) for axis in (-1, -2))
+        full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
+        call = call._replace(visits=(by_query, by_key), kinds=(full, partial))
     if spec.mask is not None:
         k, v = guard(k, v)
     T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
@@ -116,7 +116,9 @@ def attend(
         np.arange(math.prod(dims.B), dtype=np.int32),
         np.arange(dims.N, dtype=np.int32),
     )  # fmt: skip
-    out, lse = spread.call(functools.partial(core, call), (_layout(call, spread, operands),), operands)
+    out, lse = spread.call(
+        functools.partial(core, call), (_layout(call, spread, operands),), operands
+    )
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
 
@@ -175,16 +177,16 @@ class Traced(NamedTuple):
 
     Attributes:
       call: all but `visits` and `kinds`, which are as if nothing were known of the mask.
-      raw: its leaves as given, with whether they lie over the scores.
+      raw: its leaves as given.
     """
 
     call: Call
-    raw: list[tuple[Any, bool]]
+    raw: list[Any]
 
     def arrays(self) -> list[jax.Array]:
         """The leaves as kernels take them."""
         leaves = zip(self.call.leaves, self.raw, strict=True)
-        return [_stored(leaf, x, grid, self.call.plan) for leaf, (x, grid) in leaves]
+        return [leaf.store(x, self.call.plan) for leaf, x in leaves]
 
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
@@ -198,7 +200,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     own = list(zip(arrays, grids, strict=True))
     places = [(x.array, True) for x in (spec.q_pos, spec.k_pos) if x is not None]
     seed = [] if spec.dropout is None else [(spec.dropout.seed[n], False) for n in range(2)]
-    leaves = [_leaf(x, grid, plan) for x, grid in (*own, *places, *seed)]
+    leaves = [Leaf.of(x, grid, plan) for x, grid in (*own, *places, *seed)]
     for leaf, (x, grid) in zip(leaves, own, strict=False):
         if not grid and (len(leaf.shape) > 2 or math.prod(leaf.shape) > WHOLE):
             return (
@@ -210,7 +212,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         return traced
     (plain, first), (masked, second) = traced
     consts = [(x, False) for x in (*first, *second)]
-    closed = [_leaf(x, False, plan) for x, _ in consts]
+    closed = [Leaf.of(x, False, plan) for x, _ in consts]
     learned = [bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves[: len(own)]]
     call = Call(
         plan, (plan.nk, plan.nq), (True, True), plain, masked, (len(first), len(second)), len(own),
@@ -221,7 +223,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         spec.mask is not None,
         _PRECISIONS[spec.precision],
     )  # fmt: skip
-    return Traced(call, [*consts, *own, *places, *seed])
+    return Traced(call, [x for x, _ in (*consts, *own, *places, *seed)])
 
 
 def _functions(
@@ -274,36 +276,3 @@ def _functions(
             return f"the compiler for TPUs lacks what a mask or a score does: {lacking}"
         found.append((function, consts))
     return found[0], found[1]
-
-
-def _leaf(x: Any, grid: bool, plan: Plan) -> Leaf:
-    """How an array reaches the kernels."""
-    dtype = jnp.result_type(x)
-    if jnp.issubdtype(dtype, jnp.floating):
-        dtype = dtype if grid and dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
-    elif jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.uint32:
-        dtype = jnp.dtype(jnp.int32)
-    if not grid:
-        return Leaf("whole", flat(jnp.shape(x)), dtype)
-    t, s = (n > 1 for n in jnp.shape(x)[-2:])
-    kind = {(True, True): "tile", (True, False): "column", (False, True): "row"}.get((t, s), "one")
-    return Leaf(kind, (plan.block_q if t else 1, plan.block_k if s else 1), dtype)
-
-
-def _stored(leaf: Leaf, x: Any, grid: bool, plan: Plan) -> jax.Array:
-    """An array as its kernels' blocks are cut from it."""
-    dtype = leaf.dtype
-    if dtype == jnp.bool_:
-        # Truth values don't lie in memory; only tables are large enough to count.
-        dtype = jnp.int8 if leaf.kind == "tile" else jnp.int32
-    x = jnp.asarray(x).astype(dtype)
-    if not grid:
-        return x.reshape(flat(x.shape))
-    x = flat_batch(x, plan.dims)
-    sizes = ((plan.nq * plan.block_q, plan.dims.T), (plan.nk * plan.block_k, plan.dims.S))
-    fill = [
-        (0, whole - n if block > 1 else 0)
-        for block, (whole, n) in zip(leaf.shape, sizes, strict=True)
-    ]
-    x = jnp.pad(x, [(0, 0), (0, 0), *fill], mode="edge")
-    return x.swapaxes(-1, -2) if leaf.kind == "column" else x

@@ -17,7 +17,7 @@ Shape = jax.ShapeDtypeStruct
 
 
 class Operands(NamedTuple):
-    """The arrays of a call on one device.
+    """The arrays of a call on one device; their gradients, or their layouts.
 
     Attributes:
       q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
@@ -31,20 +31,20 @@ class Operands(NamedTuple):
       heads: likewise [N].
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    learned: list[jax.Array]
-    sinks: jax.Array | None
-    rest: list[jax.Array]
-    verdict: jax.Array
-    rows: jax.Array
-    heads: jax.Array
+    q: Any
+    k: Any
+    v: Any
+    learned: list[Any]
+    sinks: Any
+    rest: list[Any]
+    verdict: Any
+    rows: Any
+    heads: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def core(call: Call, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """out [R, N, T′, Hv] and lse [R, N, T′] in float32."""
+    """Gives out [R, N, T′, Hv] and lse [R, N, T′] in float32."""
     out, stats = _attend(call, x)
     return out, _lse(stats)
 
@@ -105,7 +105,7 @@ def _run(
 
 
 def _attend(call: Call, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """out, and of each query the greatest score and the sum of exponentials, [R, N, 2, T′]."""
+    """Gives out, and each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
     R, N, T, _ = x.q.shape
     bq, Hv = call.plan.block_q, x.v.shape[-1]
 
@@ -244,7 +244,7 @@ def _learned(call: Call, x: Operands, more: dict[str, jax.Array]) -> list[jax.Ar
     grads: dict[int, jax.Array] = {}
     for (axes, inner), wanted in groups.items():
 
-        def body(here: Here, inputs: Any, outputs: Any, _: Any, wanted: Any = wanted) -> None:
+        def body(here: Here, inputs: Any, outputs: Any, none: Any, wanted: Any = wanted) -> None:
             @pl.when(here.first)
             def _() -> None:
                 for out in outputs:

@@ -95,7 +95,9 @@ class Here(NamedTuple):
 
     def visit(self, fn: Callable[["Tile"], None]) -> None:
         """Runs fn if the tile is not empty."""
-        for masked, kind, there in zip((False, True), (FULL, PARTIAL), self.call.kinds, strict=True):
+        for masked, kind, there in zip(
+            (False, True), (FULL, PARTIAL), self.call.kinds, strict=True
+        ):
             if there:
 
                 @pl.when(self.step.kind == kind)
@@ -108,7 +110,9 @@ class Here(NamedTuple):
         sizes = (plan.block_q, 1), (1, plan.block_k)
         q, k = (
             lax.broadcasted_iota(jnp.int32, size, axis) + block * max(size)
-            for axis, (size, block) in enumerate(zip(sizes, (self.step.i, self.step.j), strict=True))
+            for axis, (size, block) in enumerate(
+                zip(sizes, (self.step.i, self.step.j), strict=True)
+            )
         )
         inside = (q < plan.dims.T) & (k < plan.dims.S)
         # Beyond the last ones stands what stands there, so that functions see nothing new.

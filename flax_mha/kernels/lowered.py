@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core
 
@@ -26,14 +25,17 @@ ENTRIES = 256
 
 # Those that libtpu compiles; all of arrays of one shape, or of shapes that broadcast to it.
 _ALLOWED = frozenset(
-    "abs add add_any and atan2 broadcast_in_dim ceil clamp clz convert_element_type copy cos "
-    "custom_jvp_call div eq erf exp exp2 floor ge gt integer_pow iota is_finite jit le log log1p "
-    "logistic lt max min mul ne neg not or pjit population_count pow reduce_max reduce_min "
-    "reduce_sum rem reshard reshape round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sqrt square squeeze stop_gradient sub tan tanh xor".split()
-)
+    """
+    abs add add_any and atan2 broadcast_in_dim ceil clamp clz convert_element_type copy cos
+    custom_jvp_call div eq erf exp exp2 floor ge gt integer_pow iota is_finite jit le log log1p
+    logistic lt max min mul ne neg not or pjit population_count pow reduce_max reduce_min
+    reduce_sum rem reshard reshape round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sqrt square squeeze stop_gradient sub tan tanh xor
+"""
+_ALLOWED = frozenset(_NAMES.split())
 # Of what functions make and close over.
 DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32", "uint32", "bool")))
+_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint"))
 
 
 def flat(shape: Sequence[int]) -> tuple[int, ...]:
@@ -46,7 +48,7 @@ def flat(shape: Sequence[int]) -> tuple[int, ...]:
 class Function(NamedTuple):
     """A traced function, of one result. It takes and gives arrays of `flat` shapes."""
 
-    jaxpr: core.Jaxpr
+    jaxpr: Any
 
     @classmethod
     def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
@@ -61,10 +63,10 @@ class Function(NamedTuple):
 
     def lacks(self) -> str | None:
         """The name of an operation that Mosaic lacks, or None."""
-        args = [x.aval for x in (*self.jaxpr.constvars, *self.jaxpr.invars)]
-        args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in args]
+        avals = [x.aval for x in (*self.jaxpr.constvars, *self.jaxpr.invars)]
+        args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
         try:
-            return _lacks(jax.make_jaxpr(self)(*args).jaxpr)
+            return _lacks(jax.make_jaxpr(self.__call__)(*args).jaxpr)
         except _Lacking as error:
             return str(error)
 
@@ -73,7 +75,7 @@ class _Lacking(Exception):  # noqa: N818 — it says what is, not what went wron
     """An operation can't be carried out."""
 
 
-def _lacks(jaxpr: core.Jaxpr) -> str | None:
+def _lacks(jaxpr: Any) -> str | None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         shapes = [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
@@ -95,7 +97,7 @@ def _is_jaxpr(x: Any) -> bool:
     return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
-def _open(x: Any) -> tuple[core.Jaxpr, list[Any]]:
+def _open(x: Any) -> tuple[Any, list[Any]]:
     """A function and its constants, in either of JAX' forms."""
     return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
 
@@ -109,11 +111,12 @@ class _Node:
     @property
     def value(self) -> Any:
         if self._value is None:
-            self._value = _RULES.get(self.eqn.primitive.name, _bind)(self.eqn, self.inputs)
+            self._value = _RULES.get(self.name, _bind)(self.eqn, self.inputs)
         return self._value
 
-    def is_made_by(self, *names: str) -> bool:
-        return self.eqn is not None and self.eqn.primitive.name in names
+    @property
+    def name(self) -> str:
+        return "" if self.eqn is None else self.eqn.primitive.name
 
 
 class _Part(_Node):
@@ -128,7 +131,7 @@ class _Part(_Node):
         return self._of.value[self._n]
 
 
-def _nodes(jaxpr: core.Jaxpr, args: Sequence[_Node]) -> list[_Node]:
+def _nodes(jaxpr: Any, args: Sequence[_Node]) -> list[_Node]:
     """The results of a function of nodes, those of its constants first."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
@@ -137,9 +140,8 @@ def _nodes(jaxpr: core.Jaxpr, args: Sequence[_Node]) -> list[_Node]:
 
     for eqn in jaxpr.eqns:
         inputs = [read(x) for x in eqn.invars]
-        inner = eqn.params.get("jaxpr")
-        if _is_jaxpr(inner):
-            body, consts = _open(inner)
+        if eqn.primitive.name in _CALLS:
+            body, consts = _open(eqn.params["jaxpr"])
             found = _nodes(body, [*map(_Node, consts), *inputs])
         elif eqn.primitive.multiple_results:
             whole = _Node(eqn=eqn, inputs=inputs)
@@ -173,27 +175,19 @@ def _fill(eqn: Any, inputs: Sequence[_Node]) -> Any:
     to = flat(shape)
     if jnp.size(x) == 1 or (jnp.ndim(x) == len(shape) == len(axes)):
         return jnp.broadcast_to(x, to)
-    (n,) = eqn.invars[0].aval.shape or (1,)
     # A vector, along the one axis or the other.
-    return jnp.broadcast_to(jnp.reshape(x, (1, n) if axes[0] == len(shape) - 1 else (n, 1)), to)
+    return jnp.broadcast_to(jnp.reshape(x, (1, -1) if axes[0] == len(shape) - 1 else (-1, 1)), to)
 
 
 def _same(eqn: Any, inputs: Sequence[_Node]) -> Any:
     """A change of rank, or of nothing that a kernel knows of."""
-    x, to = inputs[0].value, flat(eqn.outvars[0].aval.shape)
-    return x if jnp.shape(x) == to else jnp.reshape(x, to)
+    return jnp.reshape(inputs[0].value, flat(eqn.outvars[0].aval.shape))
 
 
 def _select(eqn: Any, inputs: Sequence[_Node]) -> Any:
     which, *cases = (node.value for node in inputs)
     to = flat(eqn.outvars[0].aval.shape)
-    which, *cases = (jnp.broadcast_to(x, to) for x in (which, *cases))
-    return lax.select_n(which, *cases)
-
-
-def _clamp(eqn: Any, inputs: Sequence[_Node]) -> Any:
-    low, x, high = (node.value for node in inputs)
-    return jnp.minimum(jnp.maximum(x, low), high)
+    return lax.select_n(*(jnp.broadcast_to(x, to) for x in (which, *cases)))
 
 
 def _branch(eqn: Any, inputs: Sequence[_Node]) -> Any:
@@ -218,33 +212,29 @@ def _branch(eqn: Any, inputs: Sequence[_Node]) -> Any:
 
 def _gather(eqn: Any, inputs: Sequence[_Node]) -> Any:
     """Entries of a table by the index along each of its axes."""
-    (shape,), params = [x.aval.shape for x in eqn.invars[:1]], eqn.params
-    numbers = params["dimension_numbers"]
+    shape, to, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
+    numbers, mode = params["dimension_numbers"], params["mode"]
     if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
         raise _Lacking("gather")
-    to = eqn.outvars[0].aval.shape
-    columns = _columns(inputs[1], eqn.invars[1].aval.shape, len(flat(to)))
-    indices = dict(zip(numbers.start_index_map, columns, strict=True))
-    outside = None
-    mode = params["mode"]
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
-        fill = params["fill_value"]
-        outside = jnp.nan if fill is None else fill
-    elif mode == lax.GatherScatterMode.CLIP:
-        indices = {axis: jnp.clip(x, 0, shape[axis] - 1) for axis, x in indices.items()}
-    lead = len(flat(shape)) - len(shape)
-    indices = {axis + lead: x for axis, x in indices.items()}
+    indices: dict[int, Any] = {}
+    columns = _columns(inputs[1], eqn.invars[1].aval.shape)
+    for axis, index in zip(numbers.start_index_map, columns, strict=True):
+        clipped = mode == lax.GatherScatterMode.CLIP
+        index = jnp.clip(index, 0, shape[axis] - 1) if clipped else index
+        indices[axis + len(flat(shape)) - len(shape)] = index
+    fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
+    outside = fill if mode == lax.GatherScatterMode.FILL_OR_DROP else None
     return jnp.broadcast_to(_lookup(inputs[0].value, indices, outside), flat(to))
 
 
-def _columns(node: _Node, shape: Sequence[int], rank: int) -> list[Any]:
+def _columns(node: _Node, shape: Sequence[int]) -> list[Any]:
     """The parts of an array of indices [..., n], as arrays that broadcast against each other."""
-    if node.is_made_by("concatenate") and node.eqn.params["dimension"] == len(shape) - 1:
+    if node.name == "concatenate" and node.eqn.params["dimension"] == len(shape) - 1:
         parts = zip(node.inputs, node.eqn.invars, strict=True)
-        return [c for x, v in parts for c in _columns(x, v.aval.shape, rank)]
+        return [c for x, v in parts for c in _columns(x, v.aval.shape)]
     if shape[-1] != 1 or len(shape) > 3:
         raise _Lacking("gather")
-    while node.is_made_by("broadcast_in_dim", "reshape", "squeeze"):
+    while node.name in ("broadcast_in_dim", "reshape", "squeeze"):
         x = node.eqn.invars[0].aval.shape
         axes = node.eqn.params.get("broadcast_dimensions")
         kept = tuple(axes) == tuple(range(len(x))) if axes is not None else math.prod(x) == 1
@@ -286,29 +276,30 @@ def _at(table: Any, axis: int, index: Any) -> Any:
 def _slice(eqn: Any, inputs: Sequence[_Node]) -> Any:
     """Of each axis all, or one entry."""
     shape, to = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if eqn.primitive.name == "slice":
-        starts: Sequence[Any] = eqn.params["start_indices"]
-    else:
-        starts = [node.value for node in inputs[1:]]
-    x = inputs[0].value
+    x, *given = (node.value for node in inputs)
+    starts = given or eqn.params["start_indices"]
     for axis, (whole, part, start) in enumerate(zip(shape, to, starts, strict=True)):
         if part == whole:
             continue
         if part != 1 or len(shape) > 2:
             raise _Lacking(eqn.primitive.name)
         x = _at(x, axis + 2 - len(shape), jnp.clip(start, 0, whole - 1))
-    return jnp.reshape(x, flat(to)) if jnp.shape(x) != flat(to) else x
+    return jnp.reshape(x, flat(to))
 
 
-def _iota(eqn: Any, inputs: Sequence[_Node]) -> Any:
-    del inputs
-    shape, axis = eqn.params["shape"], eqn.params["dimension"]
-    to = flat(shape)
-    return lax.broadcasted_iota(eqn.params["dtype"], to, axis + len(to) - len(shape))
+def _iota(eqn: Any, _: Sequence[_Node]) -> Any:
+    shape, to = eqn.params["shape"], flat(eqn.params["shape"])
+    axis = eqn.params["dimension"] + len(to) - len(shape)
+    return lax.broadcasted_iota(eqn.params["dtype"], to, axis)
+
+
+def _clamp(_: Any, inputs: Sequence[_Node]) -> Any:
+    low, x, high = (node.value for node in inputs)
+    return jnp.clip(x, low, high)
 
 
 _RULES: dict[str, Callable] = {
-    "broadcast_in_dim": _fill, "reshape": _same, "reshard": _same, "squeeze": _same, "select_n": _select,
-    "clamp": _clamp, "cond": _branch, "gather": _gather, "slice": _slice,
+    "broadcast_in_dim": _fill, "reshape": _same, "reshard": _same, "squeeze": _same,
+    "select_n": _select, "clamp": _clamp, "cond": _branch, "gather": _gather, "slice": _slice,
     "dynamic_slice": _slice, "iota": _iota,
 }  # fmt: skip

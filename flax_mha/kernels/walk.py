@@ -22,7 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha.grid import Array
+from flax_mha.grid import Array, flat_batch
+from flax_mha.kernels.lowered import flat
 from flax_mha.kernels.plan import Plan, tables_of
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 
@@ -130,7 +131,7 @@ class Walk(NamedTuple):
         prefetched: Sequence[Any],
     ) -> Any:  # fmt: skip
         """Runs a kernel; prefetched are indices of rows and heads, and the tables."""
-        inner = ("arbitrary",) * self.inner
+        semantics: Any = ("parallel",) * (len(self.sizes) - self.inner)
         return pl.pallas_call(
             kernel,
             grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -142,7 +143,7 @@ class Walk(NamedTuple):
             ),
             out_shape=[shape for shape, _ in outputs],
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * (len(self.sizes) - self.inner) + inner,
+                dimension_semantics=semantics + ("arbitrary",) * self.inner
             ),
             name=name,
         )(*map(jnp.asarray, prefetched), *inputs)
@@ -173,11 +174,40 @@ class Leaf(NamedTuple):
         return self.shape[::-1] if self.kind == "column" else self.shape
 
     def spec(self, walk: Walk, x: Any) -> pl.BlockSpec:
-        """Its block at each step, of the array as `stored`."""
+        """Its block at each step, of the array as `store` gives it."""
         if self.kind == "whole":
             return walk.block(x.shape, "." * x.ndim)
         lead = ("r" if x.shape[0] > 1 else ".") + ("n" if x.shape[1] > 1 else ".")
         return walk.block((None, None, *self.block), lead + self.axes)
+
+    @classmethod
+    def of(cls, x: Any, grid: bool, plan: Plan) -> "Leaf":
+        """That of an array, which lies over the scores if it is of a `Grid`."""
+        dtype = jnp.result_type(x)
+        if jnp.issubdtype(dtype, jnp.floating):
+            dtype = dtype if grid and dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+        elif jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.uint32:
+            dtype = jnp.dtype(jnp.int32)
+        if not grid:
+            return cls("whole", flat(jnp.shape(x)), dtype)
+        t, s = (n > 1 for n in jnp.shape(x)[-2:])
+        kind = ("tile" if s else "column") if t else "row" if s else "one"
+        return cls(kind, (plan.block_q if t else 1, plan.block_k if s else 1), dtype)
+
+    def store(self, x: Any, plan: Plan) -> jax.Array:
+        """The array as its blocks are cut from it."""
+        dtype = self.dtype
+        if dtype == jnp.bool_:
+            # Truth values don't lie in memory; only tables are large enough to count.
+            dtype = jnp.int8 if self.kind == "tile" else jnp.int32
+        x = jnp.asarray(x).astype(dtype)
+        if self.kind == "whole":
+            return x.reshape(self.shape)
+        x = jnp.asarray(flat_batch(x, plan.dims))
+        missing = plan.nq * plan.block_q - plan.dims.T, plan.nk * plan.block_k - plan.dims.S
+        fill = [(0, n if block > 1 else 0) for block, n in zip(self.shape, missing, strict=True)]
+        x = jnp.pad(x, [(0, 0), (0, 0), *fill], mode="edge")
+        return x.swapaxes(-1, -2) if self.kind == "column" else x
 
     def read(self, ref: Any) -> jax.Array:
         """The array in a tile."""

@@ -20,6 +20,7 @@ def scored(fn, *args):
     return {"scores": (Score(fn, args),)}
 
 
+HALVES = np.ones(3, np.float16)
 LONG = jnp.zeros(300)
 REFUSED = {
     "float16": (r"float32 and bfloat16, got float16", {"dtype": "float16"}),
@@ -31,7 +32,7 @@ REFUSED = {
     "length": (r"at most 20 tiles, T·S = 3000·300 need more", {"t": 3000, "s": 300}),
     "sort": (r"lacks what a mask or a score does: sort",
              scored(lambda s, *_: jnp.sort(s))),
-    "a product": (r"score does: dot_general", scored(lambda s, *_: s @ s.T)),
+    "a product": (r"score does: dot_general", scored(lambda s, *_: s @ jnp.eye(s.shape[-1]))),
     "a sum along": (r"score does: cumsum", scored(lambda s, *_: s + jnp.cumsum(s, 0))),
     "float16 inside": (r"score does: convert_element_type to float16",
                        scored(lambda s, *_: s.astype(jnp.float16).astype(s.dtype))),
@@ -44,7 +45,7 @@ REFUSED = {
     "a huge argument": (r"of at most two axes and 131072 entries, got \(512, 512\)",
                         scored(lambda s, *_: s, jnp.zeros((512, 512)))),
     "a closure": (r"closes over arrays it can't load: float16\[3\]",
-                  scored(lambda s, *_: s + jnp.asarray(np.ones(3, np.float16)).sum().astype(s))),
+                  scored(lambda s, *_: s + jnp.sum(jnp.asarray(HALVES)).astype(s.dtype))),
     "a loop in a mask": (r"score does: scan",
                          {"mask": Predicate(lambda b, n, i, j: jax.lax.map(lambda x: x > 3, j))}),
 }  # fmt: skip
