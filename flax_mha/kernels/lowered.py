@@ -24,8 +24,7 @@ from jax.extend import core
 ENTRIES = 256
 
 # Those that libtpu compiles; all of arrays of one shape, or of shapes that broadcast to it.
-_ALLOWED = frozenset(
-    """
+_NAMES = """
     abs add add_any and atan2 broadcast_in_dim ceil clamp clz convert_element_type copy cos
     custom_jvp_call div eq erf exp exp2 floor ge gt integer_pow iota is_finite jit le log log1p
     logistic lt max min mul ne neg not or pjit population_count pow reduce_max reduce_min
