@@ -106,16 +106,13 @@ class _Node:
 
     def __init__(self, value: Any = None, eqn: Any = None, inputs: Sequence["_Node"] = ()) -> None:
         self._value, self.eqn, self.inputs = value, eqn, inputs
+        self.name = "" if eqn is None else eqn.primitive.name
 
     @property
     def value(self) -> Any:
         if self._value is None:
             self._value = _RULES.get(self.name, _bind)(self.eqn, self.inputs)
         return self._value
-
-    @property
-    def name(self) -> str:
-        return "" if self.eqn is None else self.eqn.primitive.name
 
 
 class _Part(_Node):
@@ -293,8 +290,7 @@ def _iota(eqn: Any, _: Sequence[_Node]) -> Any:
 
 
 def _clamp(_: Any, inputs: Sequence[_Node]) -> Any:
-    low, x, high = (node.value for node in inputs)
-    return jnp.clip(x, low, high)
+    return jnp.clip(inputs[1].value, inputs[0].value, inputs[2].value)
 
 
 _RULES: dict[str, Callable] = {
