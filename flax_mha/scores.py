@@ -88,11 +88,12 @@ class Alibi(ScoreMod):
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
         slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
-        return self.replace(slopes=_per_head("Alibi.slopes", slopes, dims))
+        slopes = _per_head("Alibi.slopes", slopes, dims)
+        return self.replace(slopes=Grid(shapes.lead(slopes[:, None, None], len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""
-        slope = jnp.take(self.slopes.astype(score.dtype), at.head)
+        slope = self.slopes.array.astype(score.dtype)
         return score - slope * jnp.abs(at.q - at.k).astype(score.dtype)
 
 
@@ -130,8 +131,11 @@ class RelativeBias(ScoreMod):
         bucket = relative_bucket(
             at.k - at.q, self.table.shape[1], self.bidirectional, self.max_distance
         )
-        table = self.table.astype(score.dtype).reshape(-1)
-        return score + jnp.take(table, at.head * self.table.shape[1] + bucket)
+        table = self.table.astype(score.dtype)
+        if at.head.size == 1:
+            row = jax.lax.dynamic_index_in_dim(table, at.head.reshape(()), keepdims=False)
+            return score + jnp.take(row, bucket)
+        return score + jnp.take(table.reshape(-1), at.head * table.shape[1] + bucket)
 
 
 class Score(ScoreMod):

@@ -15,7 +15,7 @@ import jax
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array
-from flax_mha.kernels import blockwise, cudnn, observe, reference, shards, splash
+from flax_mha.kernels import blockwise, cudnn, flex, observe, reference, shards, splash
 from flax_mha.kernels.spec import AttentionSpec, prepare
 from flax_mha.scores import ScoreMod
 
@@ -23,6 +23,7 @@ from flax_mha.scores import ScoreMod
 KERNELS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     "splash": splash,
+    "flex": flex,
     "blockwise": blockwise,
     "reference": reference,
 }

@@ -102,10 +102,10 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     choices: list[tuple[float, Plan, np.ndarray]] = []
     for sizes in ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128)):
         plan = Plan.of(dims, *sizes)
-        verdict = _ask(spec, at, plan)
+        verdict = ask(spec, at, plan)
         if not isinstance(verdict, np.ndarray):
             # What will be visited is not known yet.
-            return plan, _tables(verdict)
+            return plan, tables_of(verdict)
         stripes = _stripes(plan, verdict)
         choices.append((_cost_of_stripes(plan, stripes), plan._replace(stripes=stripes), verdict))
         choices.append((_cost_of_tiles(plan, verdict), plan, verdict))
@@ -113,7 +113,7 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     if plan.stripes:
         return plan, None
     full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
-    return plan._replace(full=full, partial=partial), _tables(verdict)
+    return plan._replace(full=full, partial=partial), tables_of(verdict)
 
 
 def _even(length: int, most: int) -> int:
@@ -121,7 +121,7 @@ def _even(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def _ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
+def ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
     """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
     table = (1, 1, plan.nq, plan.nk)
     if spec.mask is None:
@@ -136,12 +136,13 @@ def _ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
         verdict = flat_batch(verdict, plan.dims)
     if plan.dims.S % plan.block_k:
         # The last tile of keys reaches beyond the last key.
-        last = (np.arange(plan.nk) == plan.nk - 1) & (verdict == FULL)
+        last = (np.arange(plan.nk) == plan.nk - 1).reshape(1, 1, 1, -1) & (verdict == FULL)
         verdict = (np if known(verdict) else jnp).where(last, np.int8(PARTIAL), verdict)
     return verdict
 
 
-def _tables(verdict: Array) -> Tables:
+def tables_of(verdict: Array) -> Tables:
+    """The tables of what the mask says of each tile [rows|1, N|1, nq, nk]."""
     xp = np if known(verdict) else jnp
     order = xp.argsort(-verdict.astype(np.int32), axis=-1, stable=True)
     tables = (order, (verdict == FULL).sum(-1), (verdict > EMPTY).sum(-1))

@@ -1,23 +1,45 @@
 """What tests of kernels share."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha.kernels import fused, splash
+from flax_mha.kernels import flex, fused, splash
 from tests.kernels import cudnn_model
 
 
 @pytest.fixture
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device that says it is a TPU, where Pallas is interpreted; blocks of 128."""
-    real = pl.pallas_call
-    monkeypatch.setattr(
-        pl, "pallas_call", lambda *args, **kwargs: real(*args, **{**kwargs, "interpret": True})
-    )
+    _interpret(monkeypatch, True)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(splash, "BLOCKS", {128: 128})
+    monkeypatch.setattr(flex, "BLOCKS", {128: 128})
+
+
+@pytest.fixture
+def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same with its memories and copies between them, of which no two may race. Slow."""
+    _interpret(monkeypatch, pltpu.InterpretParams(detect_races=True))
+    monkeypatch.setattr(interpreter, "races", None)
+    yield
+    assert interpreter.races is not None
+    assert not interpreter.races.races_found
+
+
+def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
+    real = getattr(pl.pallas_call, "real", pl.pallas_call)
+
+    def call(*args, **kwargs):
+        return real(*args, **{**kwargs, "interpret": how})
+
+    call.real = real
+    monkeypatch.setattr(pl, "pallas_call", call)
 
 
 @pytest.fixture

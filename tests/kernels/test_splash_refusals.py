@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, explain, sharding
+from flax_mha import dot_product_attention, explain
 from flax_mha.kernels import lazy
 from flax_mha.masks import (
     Causal,
@@ -121,10 +121,6 @@ def test_inside_a_shard_map(tpu) -> None:
 MESHES = {
     "no mesh": (None, (), r"between the 8 devices by itself; wrap in `with jax.set_mesh"),
     "no rules": (AxisType.Auto, (), r"no rules; wrap in"),
-    "explicit": (AxisType.Explicit, sharding.RULES, r"Auto axes, not Explicit"),
-    "rows": (AxisType.Auto, (("batch", "model"),), r"2 rows of the batch do not .* the 4 devices"),
-    "heads": (AxisType.Auto, (("heads", "model"), ("kv_heads", "model")), r"2 key/value heads do"),
-    "rules": (AxisType.Auto, (("heads", "model"),), r"heads \('model',\), kv_heads \(\)"),
     "by head": (AxisType.Auto, (("heads", "data"), ("kv_heads", "data")), r"masks of their own"),
 }
 

@@ -1,0 +1,258 @@
+"""Attention under any of our masks and scores on TPUs: a kernel of our own, in Pallas.
+
+    out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
+
+Memory is O(T + S), beside the arrays that masks and scores hold. Tiles that the mask excludes are
+skipped, forward and backward, and it is evaluated only in those that it splits. Masks and scores
+are carried out in the kernel, a user's functions included (see `lowered`), and so is the derivative
+of the scores. The backward pass computes the scores again, from the saved maximum and sum, once for
+dq, once for dk and dv, and once for learned arrays of each layout over the scores: where a bias of
+queries × keys is shared, rows and heads are summed in the kernel. XLA leaves out what isn't asked.
+
+Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
+and Gimelshein, "Online normalizer calculation for softmax", 2018.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mha import shapes
+from flax_mha.grid import Array, At, flat_batch
+from flax_mha.kernels import shards
+from flax_mha.kernels.finite import guard
+from flax_mha.kernels.flex_core import Operands, core
+from flax_mha.kernels.flex_tile import Call
+from flax_mha.kernels.lowered import DTYPES, Function
+from flax_mha.kernels.plan import Plan, ask
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tiling import map_grids
+from flax_mha.kernels.walk import Leaf
+from flax_mha.masks import EMPTY, FULL, PARTIAL
+from flax_mha.masks.base import known
+from flax_mha.shapes import Dims
+
+# The most queries, and the most keys, of a block, for heads of at most so many features:
+#
+# | features | block |
+# |---|---|
+# | 256 | 512 |
+# | 512 | 256 |
+#
+# Each block of queries loads the keys anew, so large ones are better; what bounds them is that the
+# scores of a block in float32 (1 MiB at 512²), their gradients and what functions of them leave
+# behind share the fast memory of a core. These compile for v5e, v5p and v6e. Their speed has not
+# been measured.
+BLOCKS = {256: 512, 512: 256}
+# The most entries of a table of tiles: they lie in scalar memory.
+TABLE = 2**16
+# The most entries of an argument of a function, which lies whole in fast memory.
+WHOLE = 2**17
+
+
+def refuses(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
+) -> str | None:
+    """The reason why this kernel can't run the call, or None."""
+    dims = shapes.attention_dims(q, k, v)
+    if platform != "tpu":
+        return f"runs on TPU only, this is {platform}"
+    if q.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"takes float32 and bfloat16, got {q.dtype}"
+    if not (dims.T and dims.S and math.prod(dims.B)):
+        return "there are no rows, queries or keys"
+    if max(dims.H, dims.Hv) > max(BLOCKS):
+        return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
+    if spec.precision not in _PRECISIONS:
+        return f"has the precisions default and highest, got {spec.precision}"
+    if jax.typeof(q).mat.varying:
+        return "inside jax.shard_map it needs check_vma=False"
+    found = trace(spec, dims)
+    return found if isinstance(found, str) else shards.undivided()
+
+
+_PRECISIONS: dict[Any, Any] = {
+    None: None, "default": None, lax.Precision.DEFAULT: None,
+    "highest": lax.Precision.HIGHEST, lax.Precision.HIGHEST: lax.Precision.HIGHEST,
+}  # fmt: skip
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array]:
+    """See `reference.attend`. First derivatives only.
+
+    Arguments of masks and scores arrive in float32, int32, uint32 or bool.
+    """
+    dims = shapes.attention_dims(q, k, v)
+    traced = trace(spec, dims)
+    if isinstance(traced, str):
+        raise ValueError(f"flex can't run this call: {refuses(q, k, v, spec, 'tpu')}")
+    call, arrays = traced.call, traced.arrays()
+    verdict = _verdict(spec, dims, call.plan)
+    if known(verdict):
+        seen = verdict > EMPTY
+        by_query, by_key = (max(int(seen.sum(axis).max()), 1) for axis in (-1, -2))
+        full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
+        call = call._replace(visits=(by_query, by_key), kinds=(full, partial))
+    if spec.mask is not None:
+        k, v = guard(k, v)
+    T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
+    sinks = None
+    if spec.sinks is not None:
+        sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
+    at = spec.at(dims)
+    operands = Operands(
+        _heads_first(q, T), _heads_first(k, S), _heads_first(v, S),
+        [x for x, learned in zip(arrays, call.learned, strict=True) if learned],
+        sinks,
+        [x for x, learned in zip(arrays, call.learned, strict=True) if not learned],
+        jnp.asarray(verdict, jnp.int32),
+        flat_batch(at.row, dims).reshape(-1),
+        at.head.reshape(-1),
+    )  # fmt: skip
+    out, lse = core(call, operands)
+    out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
+    return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    """[*B, L, M, F] as [rows, M, length, F], filled with 0."""
+    x = jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
+    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+
+
+def _plan(dims: Dims) -> Plan:
+    """The fewest equal blocks of at most as many as the table says, in multiples of 128."""
+    most = next(most for features, most in BLOCKS.items() if max(dims.H, dims.Hv) <= features)
+
+    def size(length: int) -> int:
+        return 128 * -(-length // (128 * -(-length // most)))
+
+    return Plan(dims, size(dims.T), size(dims.S))
+
+
+def _verdict(spec: AttentionSpec, dims: Dims, plan: Plan) -> Array:
+    """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
+    verdict = ask(spec, spec.at(dims), plan)
+    xp: Any = np if known(verdict) else jnp
+    if dims.T % plan.block_q:
+        # The last block of queries reaches beyond the last query.
+        last = (np.arange(plan.nq) == plan.nq - 1).reshape(1, 1, -1, 1) & (verdict == FULL)
+        verdict = xp.where(last, np.int8(PARTIAL), verdict)
+    for axis in (1, 0):
+        if verdict.size > TABLE:
+            # One for all heads, then for all rows, is still right.
+            least, most = (fn(axis, keepdims=True) for fn in (verdict.min, verdict.max))
+            verdict = xp.where(least == most, least, np.int8(PARTIAL))
+    return verdict
+
+
+class Traced(NamedTuple):
+    """A call's masks and scores as functions of tiles.
+
+    Attributes:
+      call: all but `visits` and `kinds`, which are as if nothing were known of the mask.
+      raw: its leaves as given.
+    """
+
+    call: Call
+    raw: list[Any]
+
+    def arrays(self) -> list[jax.Array]:
+        """The leaves as kernels take them."""
+        leaves = zip(self.call.leaves, self.raw, strict=True)
+        return [leaf.store(x, self.call.plan) for leaf, x in leaves]
+
+
+def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
+    """The functions of a call, or the reason why they can't run in a kernel."""
+    plan = _plan(dims)
+    if plan.nq * plan.nk > TABLE:
+        return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
+    bare = spec.replace(sinks=None, dropout=None, q_pos=None, k_pos=None, rows=None, heads=None)
+    arrays, tree = jax.tree.flatten(bare)
+    grids = jax.tree.leaves(map_grids(lambda _: True, bare, other=lambda _: False))
+    own = list(zip(arrays, grids, strict=True))
+    places = [(x.array, True) for x in (spec.q_pos, spec.k_pos) if x is not None]
+    seed = [] if spec.dropout is None else [(spec.dropout.seed[n], False) for n in range(2)]
+    leaves = [Leaf.of(x, grid, plan) for x, grid in (*own, *places, *seed)]
+    for leaf, (x, grid) in zip(leaves, own, strict=False):
+        if not grid and (len(leaf.shape) > 2 or math.prod(leaf.shape) > WHOLE):
+            return (
+                f"takes arguments of masks and scores of at most two axes and {WHOLE} entries, "
+                f"got {jnp.shape(x)}"
+            )
+    traced = _functions(bare, dims, plan, tree, leaves, own, spec)
+    if isinstance(traced, str):
+        return traced
+    (plain, first), (masked, second) = traced
+    consts = [(x, False) for x in (*first, *second)]
+    closed = [Leaf.of(x, False, plan) for x, _ in consts]
+    learned = [bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves[: len(own)]]
+    call = Call(
+        plan, (plan.nk, plan.nq), (True, True), plain, masked, (len(first), len(second)), len(own),
+        (*closed, *leaves),
+        (*(False for _ in closed), *learned, *(False for _ in (*places, *seed))),
+        (spec.q_pos is not None, spec.k_pos is not None),
+        None if spec.dropout is None else (spec.dropout.rate, spec.dropout.broadcast),
+        spec.mask is not None,
+        _PRECISIONS[spec.precision],
+    )  # fmt: skip
+    return Traced(call, [x for x, _ in (*consts, *own, *places, *seed)])
+
+
+def _functions(
+    bare: AttentionSpec, dims: Dims, plan: Plan, tree: Any, leaves: list[Leaf], own: list,
+    spec: AttentionSpec,
+) -> tuple[tuple[Function, list], tuple[Function, list]] | str:  # fmt: skip
+    """The scores of a tile without and with the mask, and what each closes over."""
+    ragged = bool(dims.T % plan.block_q or dims.S % plan.block_k)
+    count = len(own)
+
+    def plain(*args: Any) -> jax.Array:
+        tile = jax.tree.unflatten(tree, args[:count])
+        s, at = args[count + 4] * tile.scale, At(*args[count : count + 4])
+        return tile.replace(mask=None).apply(s, at)
+
+    def masked(*args: Any) -> jax.Array:
+        tile, at = jax.tree.unflatten(tree, args[:count]), At(*args[count : count + 4])
+        s, *inside = args[count + 4 :]
+        s = s * tile.scale
+        allowed = jnp.ones((1, 1), bool) if tile.mask is None else tile.mask.allowed(at)
+        for x in inside:
+            allowed = allowed & x
+        allowed = jnp.broadcast_to(allowed, s.shape)
+        # What is masked must not enter the functions, see `AttentionSpec.apply`.
+        s = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
+        return jnp.where(allowed, s, -jnp.inf)
+
+    def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    blocks = [
+        aval(leaf.shape if grid else jnp.shape(x), leaf.dtype)
+        for leaf, (x, grid) in zip(leaves, own, strict=False)
+    ]
+    extra = leaves[count:]
+    q = extra.pop(0).shape if spec.q_pos is not None else (plan.block_q, 1)
+    k = extra.pop(0).shape if spec.k_pos is not None else (1, plan.block_k)
+    scores = (plan.block_q, plan.block_k)
+    args = [*blocks, *map(aval, ((1, 1), (1, 1), q, k)), aval(scores, jnp.float32)]
+    found = []
+    for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if ragged else [])):
+        function, consts = Function.of(fn, *args, *more)
+        if any(isinstance(x, jax.core.Tracer) for x in consts):
+            return "a function of the mask or the scores holds traced arrays; give them as its args"
+        if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
+            shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
+            return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
+        lacking = function.lacks()
+        if lacking:
+            return f"the compiler for TPUs lacks what a mask or a score does: {lacking}"
+        found.append((function, consts))
+    return found[0], found[1]

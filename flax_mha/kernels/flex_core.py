@@ -1,0 +1,278 @@
+"""The kernels of flex: forward, and the gradients of queries, of keys and values, of the rest."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from flax_mha.kernels.finite import finite
+from flax_mha.kernels.flex_tile import Call, Here, Tile
+from flax_mha.kernels.walk import Leaf, Walk
+
+Shape = jax.ShapeDtypeStruct
+
+
+class Operands(NamedTuple):
+    """The arrays of a call on one device; their gradients, or their layouts.
+
+    Attributes:
+      q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
+      k: [R, K, S′, H].
+      v: [R, K, S′, Hv].
+      learned: leaves with gradients, see `Call.merge`.
+      sinks: float32 [1, N, 1, 1], or None.
+      rest: the other leaves.
+      verdict: what the mask says of each tile, int32 [R|1, N|1, nq, nk].
+      rows: indices of the rows, int32 [R].
+      heads: likewise [N].
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    learned: list[Any]
+    sinks: Any
+    rest: list[Any]
+    verdict: Any
+    rows: Any
+    heads: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def core(call: Call, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """Gives out [R, N, T′, Hv] and lse [R, N, T′] in float32."""
+    out, stats = _attend(call, x)
+    return out, _lse(stats)
+
+
+def _lse(stats: jax.Array) -> jax.Array:
+    top, total = stats[:, :, 0], stats[:, :, 1]
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+
+
+def _run(
+    call: Call, x: Operands, axes: str, inner: int, body: Callable, name: str,
+    inputs: str, more: dict[str, jax.Array], outputs: Sequence[Any], scratch: Sequence[Any] = (),
+) -> Any:  # fmt: skip
+    """Runs body(here, inputs, outputs, scratch) over a walk.
+
+    Args:
+      call: what is known.
+      x: the arrays.
+      axes: of the walk.
+      inner: likewise.
+      body: of the kernel, given references.
+      name: of the kernel.
+      inputs: of the kernel, a letter each.
+      more: arrays [R, N, ·, T′] (statistics) by their letters, beside those in `x`.
+      outputs: of the kernel: shapes, with their blocks as functions of the walk.
+      scratch: shapes, in float32.
+    """
+    R, N, _, H = x.q.shape
+    bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]
+    walk, tables = Walk.of(axes, inner, x.verdict, call.plan, call.visits, R, N)
+    blocks: dict[str, Any] = {
+        "q": ((bq, H), "rni."), "k": ((bk, H), "rhj."), "v": ((bk, Hv), "rhj."),
+        "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "b": ((1, 1), ".n.."),
+    }  # fmt: skip
+    arrays = {"q": x.q, "k": x.k, "v": x.v, "b": x.sinks} | more
+    leaves = call.merge(x.learned, x.rest)
+    prefetched = [x.rows, x.heads, *tables]
+
+    def kernel(*refs: Any) -> None:
+        ends = [len(prefetched), len(inputs), len(leaves), len(outputs), len(scratch)]
+        parts, start = [], 0
+        for count in ends:
+            parts.append(refs[start : start + count])
+            start += count
+        (rows, heads, *tables), ins, own, outs, kept = parts
+        step, first, last = walk.here(tables)
+        here = Here(call, step, first, last, rows[step.r], heads[step.n], own)
+        body(here, ins, outs, kept)
+
+    specs = [walk.block((None, None, *blocks[a][0]), blocks[a][1]) for a in inputs]
+    specs += [leaf.spec(walk, y) for leaf, y in zip(call.leaves, leaves, strict=True)]
+    return walk.call(
+        kernel, [*(arrays[a] for a in inputs), *leaves], specs,
+        [(shape, block(walk)) for shape, block in outputs],
+        [pltpu.VMEM(shape, jnp.float32) for shape in scratch], name, prefetched,
+    )  # fmt: skip
+
+
+def _attend(call: Call, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """Gives out, and each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
+    R, N, T, _ = x.q.shape
+    bq, Hv = call.plan.block_q, x.v.shape[-1]
+
+    def body(here: Here, inputs: Any, outputs: Any, scratch: Any) -> None:
+        (q, k, v, *sinks), (out, stats), (top, total, acc) = inputs, outputs, scratch
+
+        @pl.when(here.first)
+        def _() -> None:
+            acc[...] = jnp.zeros_like(acc)
+            total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
+            top[...] = jnp.broadcast_to(sinks[0][...] if sinks else -jnp.inf, top.shape)
+
+        def visit(tile: Tile) -> None:
+            s = tile.score(call.dot(q[...], k[...], 1, 1), tile.values)
+            new = jnp.maximum(top[...], s.max(1, keepdims=True))
+            # Any finite shift will do while nothing has been seen.
+            shift = jnp.where(new == -jnp.inf, 0.0, new)
+            p, old = jnp.exp(s - shift), jnp.exp(top[...] - shift)
+            top[...] = new
+            total[...] = total[...] * old + p.sum(1, keepdims=True)
+            p = tile.drop(p).astype(v.dtype)
+            acc[...] = acc[...] * old + call.dot(p, v[...], 1, 0)
+
+        here.visit(visit)
+
+        @pl.when(here.last)
+        def _() -> None:
+            out[...] = (acc[...] / jnp.where(total[...] == 0, 1.0, total[...])).astype(out.dtype)
+            stats[0:1, :] = top[...].T
+            stats[1:2, :] = total[...].T
+
+    outputs = [
+        (Shape((R, N, T, Hv), x.q.dtype), lambda w: w.block((None, None, bq, Hv), "rni.")),
+        (Shape((R, N, 2, T), jnp.float32), lambda w: w.block((None, None, 2, bq), "rn.i")),
+    ]
+    inputs = "qkv" if x.sinks is None else "qkvb"
+    scratch = [(bq, 1), (bq, 1), (bq, Hv)]
+    return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
+
+
+def _forward(call: Call, x: Operands) -> tuple[Any, Any]:
+    out, stats = _attend(call, x)
+    return (out, _lse(stats)), (x, out, stats)
+
+
+def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
+    x, out, stats = residuals
+    dout, dlse = cotangents
+    # p = exp(score − shift)·share, not exp(score − lse), which would lose the last digits of large
+    # scores; d score = p·(dp − δ), with δ = Σ dout·out, less what lse itself is asked.
+    shift = jnp.where(stats[:, :, 0] == -jnp.inf, 0.0, stats[:, :, 0])
+    share = 1 / jnp.where(stats[:, :, 1] == 0, 1.0, stats[:, :, 1])
+    delta = jnp.einsum("rntv,rntv->rnt", dout, out, preferred_element_type=jnp.float32) - dlse
+    more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([shift, share, delta], 2)}
+    if call.guarded:
+        # Factors of gradients that are 0 where masked. A NaN that was seen is in the sum.
+        x = x._replace(q=finite(x.q), k=finite(x.k))
+    dq = _queries(call, x, more)
+    dk, dv = _keys(call, x, more)
+    learned = _learned(call, x, more)
+    sinks = None
+    if x.sinks is not None:
+        # A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head.
+        weight = jnp.exp(x.sinks[:, :, 0] - shift) * share
+        sinks = -jnp.sum(weight * delta, (0, 2))[None, :, None, None]
+    return (Operands(dq, dk, dv, learned, sinks, [None] * len(x.rest), None, None, None),)
+
+
+core.defvjp(_forward, _backward)
+
+
+def _queries(call: Call, x: Operands, more: dict[str, jax.Array]) -> jax.Array:
+    bq, H = call.plan.block_q, x.q.shape[-1]
+
+    def body(here: Here, inputs: Any, outputs: Any, scratch: Any) -> None:
+        (dq,), (acc,) = outputs, scratch
+
+        @pl.when(here.first)
+        def _() -> None:
+            acc[...] = jnp.zeros_like(acc)
+
+        def visit(tile: Tile) -> None:
+            k = inputs[1][...]
+            _, ds, _ = tile.gradient(inputs)
+            acc[...] += call.dot(ds.astype(k.dtype), k, 1, 0)
+
+        here.visit(visit)
+
+        @pl.when(here.last)
+        def _() -> None:
+            dq[...] = acc[...].astype(dq.dtype)
+
+    output = Shape(x.q.shape, x.q.dtype), lambda w: w.block((None, None, bq, H), "rni.")
+    (dq,) = _run(call, x, "rnit", 1, body, "flex_dq", "qkvos", more, [output], [(bq, H)])
+    return dq
+
+
+def _keys(call: Call, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    bk, H, Hv = call.plan.block_k, x.k.shape[-1], x.v.shape[-1]
+
+    def body(here: Here, inputs: Any, outputs: Any, scratch: Any) -> None:
+        @pl.when(here.first)
+        def _() -> None:
+            for acc in scratch:
+                acc[...] = jnp.zeros_like(acc)
+
+        def visit(tile: Tile) -> None:
+            q, dout = inputs[0][...], inputs[3][...]
+            p, ds, _ = tile.gradient(inputs)
+            scratch[0][...] += call.dot(ds.astype(q.dtype), q, 0, 0)
+            scratch[1][...] += call.dot(p.astype(q.dtype), dout, 0, 0)
+
+        here.visit(visit)
+
+        @pl.when(here.last)
+        def _() -> None:
+            for out, acc in zip(outputs, scratch, strict=True):
+                out[...] = acc[...].astype(out.dtype)
+
+    outputs = [
+        (Shape(x.k.shape, x.k.dtype), lambda w: w.block((None, None, bk, H), "rhj.")),
+        (Shape(x.v.shape, x.v.dtype), lambda w: w.block((None, None, bk, Hv), "rhj.")),
+    ]
+    scratch = [(bk, H), (bk, Hv)]
+    dk, dv = _run(call, x, "rkjgt", 2, body, "flex_dkv", "qkvos", more, outputs, scratch)
+    return dk, dv
+
+
+def _learned(call: Call, x: Operands, more: dict[str, jax.Array]) -> list[jax.Array]:
+    """The gradients of the leaves that take one, those of one layout together."""
+    leaves = call.merge(x.learned, x.rest)
+    groups: dict[tuple[str, int], list[int]] = {}
+    for n, (leaf, y) in enumerate(zip(call.leaves, leaves, strict=True)):
+        if call.learned[n]:
+            groups.setdefault(_layout(leaf, y), []).append(n)
+    grads: dict[int, jax.Array] = {}
+    for (axes, inner), wanted in groups.items():
+
+        def body(here: Here, inputs: Any, outputs: Any, none: Any, wanted: Any = wanted) -> None:
+            @pl.when(here.first)
+            def _() -> None:
+                for out in outputs:
+                    out[...] = jnp.zeros_like(out)
+
+            def visit(tile: Tile) -> None:
+                _, _, found = tile.gradient(inputs, wanted)
+                for n, out, d in zip(wanted, outputs, found, strict=True):
+                    d = d.astype(jnp.float32)
+                    out[...] += d.T if call.leaves[n].kind == "column" else d
+
+            here.visit(visit)
+
+        outputs = [
+            (Shape(leaves[n].shape, jnp.float32),
+             lambda w, n=n: call.leaves[n].spec(w, leaves[n]))
+            for n in wanted
+        ]  # fmt: skip
+        found = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
+        grads |= dict(zip(wanted, found, strict=True))
+    return [grads[n].astype(y.dtype) for n, y in enumerate(leaves) if call.learned[n]]
+
+
+def _layout(leaf: Leaf, x: jax.Array) -> tuple[str, int]:
+    """The walk on which a leaf's gradient is summed in consecutive steps: its own axes first."""
+    own = {"r", "n"} if leaf.kind != "whole" else set()
+    own = {a for a, size in zip("rn", x.shape, strict=False) if a in own and size > 1}
+    kept, summed = ("".join(a for a in "rn" if (a in own) == keep) for keep in (True, False))
+    last = {"tile": ("ij", ""), "column": ("i", "t"), "row": ("j", "t")}
+    blocks, visits = last.get(leaf.kind, ("", "it"))
+    return kept + blocks + summed + visits, len(summed + visits)

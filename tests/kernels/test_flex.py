@@ -1,0 +1,280 @@
+"""Our own kernel for TPUs: its numbers in Pallas' interpret modes."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import dot_product_attention, sharding
+from flax_mha.kernels import flex
+from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
+from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
+from tests import oracle
+from tests.kernels import cases
+from tests.kernels.cases import Case
+from tests.kernels.problems import SINKS, problem_of
+from tests.kernels.test_contract import REFERENCE, bounds, errors, run
+
+B, T, S, N, K, H = 2, 130, 200, 4, 2, 8
+RNG = np.random.default_rng(3)
+IDS = np.sort(RNG.integers(0, 3, (B, S)))
+PACKED = Causal() & Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(IDS))
+DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)}
+# Rows of the contract's table: few of them, for each compiles up to six kernels.
+SAMPLE = 17
+
+
+@functools.cache
+def sample() -> list[Case]:
+    """Of the ordinary cases those that cover the most values, then the most pairs of them."""
+    possible = [case for case in cases.ordinary() if case.dtype != "float16"]
+    chosen: list[Case] = []
+    covered: set[Any] = set()
+
+    def gain(case: Case) -> tuple[int, ...]:
+        # Each of these buckets is a selection, and so they take long to compile.
+        slow = case.score in ("t5", "all_scores") and case.score in {x.score for x in chosen}
+        return -slow, *(len({*cases.tuples_of(case, n)} - covered) for n in (1, 2))
+
+    while len(chosen) < SAMPLE:
+        chosen.append(max(possible, key=gain))
+        covered.update(x for n in (1, 2) for x in cases.tuples_of(chosen[-1], n))
+    return chosen
+
+
+@pytest.mark.parametrize("case", sample(), ids=str)
+def test_against_the_oracle(tpu, case: Case) -> None:
+    problem = problem_of(case)
+    found = errors(problem, run("flex", problem, case.given == "traced"))
+    allowed = bounds(case, "flex")
+    if case.dtype == "bfloat16":
+        # Its gradients start from an output that was rounded.
+        backward = {name: REFERENCE[case.dtype][1] for name in found if name not in ("out", "lse")}
+        allowed |= {name: max(x, allowed[name]) for name, x in backward.items()}
+    assert not {name: x for name, x in found.items() if not x <= allowed[name]}
+
+
+def test_the_sample_has_every_value() -> None:
+    for n, (factor, values) in enumerate(cases.FACTORS.items()):
+        assert {case[n] for case in sample()} >= {*values} - {"float16"}, factor
+
+
+def arrays(dtype: str = "float32", b: int = B) -> list[jax.Array]:
+    """q, k, v and a cotangent."""
+    rng = np.random.default_rng(1)
+    sizes = [(T, N, H), (S, K, H), (S, K, 5), (T, N, 5)]
+    return [jnp.asarray(rng.normal(size=(b, *size)), dtype) for size in sizes]
+
+
+TABLE = np.array([0.5, -1.0, 2.0, 0.0, 1.0], np.float32)
+
+
+def own(s, row, head, i, j, w, x, t):
+    """Look-ups by head, by distance, in both, in what it closes over; and of a known entry."""
+    near = jnp.clip(j - i, -2, 2) + 2
+    s = s * (1 + w * jnp.cos((i - j + head + row).astype(s.dtype))) + x[head] * t[0, 1]
+    return s + t[head, near] + jnp.asarray(TABLE)[near] + jnp.take(x, jnp.clip(i, 0, 3))
+
+
+def learned(*names: str) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(2)
+    shapes = {
+        "slopes": (N,), "table": (N, 8), "bias": (T, S), "w": (), "x": (N,), "t": (N, 5),
+        "bias of queries": (B, 1, T, 1), "bias of keys": (N, 1, S),
+    }  # fmt: skip
+    values = {name: jnp.asarray(rng.normal(size=shapes[name]), jnp.float32) for name in shapes}
+    values["sinks"] = jnp.asarray(SINKS)
+    return {name: values[name] for name in names}
+
+
+# A call of learned arrays, and their names.
+CALLS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "everything": (
+        lambda x: {
+            "mask": PACKED, "bias": x["bias"], "sinks": x["sinks"],
+            "scores": (SoftCap(1.5), Alibi(x["slopes"]), RelativeBias(x["table"])), **DROPOUT,
+        },
+        ("slopes", "table", "bias", "sinks"),
+    ),
+    "own": (
+        lambda x: {
+            "mask": Predicate(lambda b, n, i, j, m: (i + j) % m != b, (np.array(3),)) & Causal(),
+            "scores": (Score(own, (x["w"], x["x"], x["t"])),),
+        },
+        ("w", "x", "t"),
+    ),
+    "of queries": (lambda x: {"bias": x["bias of queries"]}, ("bias of queries",)),
+    "of keys": (
+        lambda x: {
+            "bias": x["bias of keys"],
+            "mask": PerHead([Causal(), Window(4, 4), ~Causal(), Causal()]),
+        },
+        ("bias of keys",),
+    ),
+}  # fmt: skip
+
+
+def pulled(kernel: str, call: Any, operands: Any, x: Any, jit: Any = jax.jit) -> Any:
+    """out, lse and all gradients of call(x)."""
+    *qkv, cotangent = operands
+
+    @jit
+    def both(qkv, x):
+        def attend(qkv, x):
+            out, lse = dot_product_attention(*qkv, kernel=kernel, return_residuals=True, **call(x))
+            return out, jnp.where(jnp.isfinite(lse), lse, 0.0)
+
+        results, pull = jax.vjp(attend, qkv, x)
+        return results, pull((cotangent, jnp.sin(results[1])))
+
+    return both(qkv, x)
+
+
+def close(got: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        assert oracle.error(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_learned_arrays(tpu, name: str) -> None:
+    call, names = CALLS[name]
+    args = call, arrays(), learned(*names)
+    close(pulled("flex", *args), pulled("reference", *args))
+
+
+@pytest.mark.parametrize("name", ["everything", "own", "of keys"])
+def test_in_the_memories_of_a_tpu(tpu_memory, name: str) -> None:
+    """Nothing is read before it was written, nor while it is: of one row, for it is slow."""
+    call, names = CALLS[name]
+
+    def one(x):
+        given = call(x)
+        first = Segments(jnp.asarray(IDS[:1, :T]), jnp.asarray(IDS[:1]))
+        return given | ({"mask": Causal() & first} if given.get("mask") is PACKED else {})
+
+    args = one, arrays(b=1), learned(*names)
+    close(pulled("flex", *args), pulled("reference", *args))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_dropout_is_that_of_the_reference(tpu, broadcast: bool) -> None:
+    """Values that are one-hot show which weights are dropped."""
+    q, k, _, _ = arrays()
+    k = k[:, :120]
+    v = jnp.broadcast_to(jnp.eye(120)[:, None], (B, 120, K, 120))
+    outs = [
+        dot_product_attention(
+            q, k, v, kernel=kernel, broadcast_dropout=broadcast, q_positions=jnp.arange(T) * 3,
+            **DROPOUT,
+        )
+        for kernel in ("flex", "reference")
+    ]  # fmt: skip
+    np.testing.assert_array_equal(outs[0] == 0, outs[1] == 0)
+    assert oracle.error(*outs) < 2e-6
+
+
+def test_the_gradient_of_a_bias_is_0_where_nobody_looks(tpu) -> None:
+    """In tiles that are skipped, too."""
+    call = lambda x: {"mask": Causal(), "bias": x["bias"]}  # noqa: E731
+    _, (_, grads) = pulled("flex", call, arrays(), learned("bias"))
+    unseen = np.arange(S) > np.arange(T)[:, None]
+    np.testing.assert_array_equal(grads["bias"][unseen], 0)
+    assert (grads["bias"][~unseen] != 0).all()
+
+
+@pytest.mark.parametrize("mask", [np.zeros((T, S), bool), Lengths(jnp.zeros(B, int))])
+def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
+    call = lambda x: {"mask": mask, "scores": (Alibi(x["slopes"]),)} | DROPOUT  # noqa: E731
+    (out, _), grads = pulled("flex", call, arrays(), learned("slopes"))
+    for x in (out, *jax.tree.leaves(grads)):
+        np.testing.assert_array_equal(x, 0)
+    _, lse = dot_product_attention(*arrays()[:3], mask=mask, kernel="flex", return_residuals=True)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+@pytest.mark.parametrize("poison", [np.nan, -np.inf])
+def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
+    """What a masked key, value or query holds changes nothing, forward and backward."""
+    q, k, v, cotangent = arrays()
+    call = lambda x: {  # noqa: E731
+        "mask": Predicate(lambda b, n, i, j: (j != 4) & (i != 2)), "scores": (SoftCap(2.0),),
+    }  # fmt: skip
+    clean = pulled("flex", call, (q, k, v, cotangent), {})
+    bad = (q.at[:, 2].set(poison), k.at[:, 4].set(poison), v.at[:, 4].set(poison), cotangent)
+    jax.tree.map(np.testing.assert_array_equal, pulled("flex", call, bad, {}), clean)
+    np.testing.assert_array_equal(clean[0][0][:, 2], 0)
+
+
+def test_visible_nans_are_seen(tpu) -> None:
+    """A NaN reaches the queries that may see it, and the keys that these see, and only those."""
+    q, k, v, cotangent = arrays()
+    bad = k.at[:, 4].set(jnp.nan)
+    for operands in ((q, bad, v, cotangent), (q, k, v.at[:, 4].set(jnp.inf), cotangent)):
+        (out, _), ((dq, dk, _), _) = pulled("flex", lambda x: {"mask": Causal()}, operands, {})
+        for x in (out, dq):
+            assert np.isnan(x[:, 4:]).all()
+            assert np.isfinite(x[:, :4]).all()
+        assert np.isnan(dk[:, :T]).all()
+        assert np.isfinite(dk[:, T:]).all()
+
+
+def test_jit_changes_nothing_and_repeats_are_equal(tpu) -> None:
+    call, names = CALLS["of keys"]
+    args = call, arrays(), learned(*names)
+    first = pulled("flex", *args)
+    jax.tree.map(np.testing.assert_array_equal, pulled("flex", *args), first)
+    q, k, v, _ = arrays()
+    attend = functools.partial(
+        dot_product_attention, mask=Causal(), bias=jnp.zeros(S), kernel="flex"
+    )
+    np.testing.assert_array_equal(attend(q, k, v), jax.jit(attend)(q, k, v))
+
+
+def test_vmap_remat_and_scan(tpu) -> None:
+    """With a mask and a table of tiles for each row, and a score that is shared."""
+    *qkv, _ = arrays()
+    ids, table = jnp.asarray(IDS), learned("table")["table"]
+
+    def one(q, k, v, ids, table):
+        mask = Causal() & Segments(ids[..., :T], ids)
+        scores = (RelativeBias(table),)
+        return dot_product_attention(q, k, v, mask=mask, scores=scores, kernel="flex")
+
+    def scanned(q, *args):
+        def step(carry, _):
+            return carry + jax.remat(one)(q + 0 * carry.sum(), *args), None
+
+        return jax.lax.scan(step, jnp.zeros((B, T, N, 5)), None, length=2)[0] / 2
+
+    def both(attend):
+        loss = lambda *args: (attend(*args) ** 2).sum()  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 4)))(*qkv, ids, table)
+
+    expected = both(one)
+    close(both(jax.vmap(one, (0, 0, 0, 0, None))), expected)
+    close(both(scanned), expected)
+
+
+@pytest.mark.parametrize("name", ["everything", "own"])
+def test_on_the_shards_of_a_mesh(tpu, name: str) -> None:
+    """With the dropout, the row and the head of the whole."""
+    call, names = CALLS[name]
+    args = call, arrays(), learned(*names)
+    expected = pulled("reference", *args)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        close(pulled("flex", *args), expected)
+
+
+def test_tables_of_tiles_too_large_are_joined(tpu, monkeypatch) -> None:
+    """Into one for all heads and rows."""
+    monkeypatch.setattr(flex, "TABLE", 4)
+    mask = PerHead([Causal(), Window(4, 4), ~Causal(), Causal()]) & PACKED
+    args = (lambda x: {"mask": mask}), arrays(), {}
+    close(pulled("flex", *args), pulled("reference", *args))

@@ -1,0 +1,138 @@
+"""Our own kernel for TPUs compiled by their own compiler, which needs no TPU."""
+
+import importlib.util
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_mha import dot_product_attention, explain, sharding
+from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
+from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
+
+pytestmark = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
+)
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LONG, N, K = 32768, 4, 2
+DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}
+
+
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def compiled(
+    generation,
+    length,
+    H,
+    call,
+    shapes=(),
+    dtype=jnp.bfloat16,
+    spec=None,
+    sizes=(),
+    kernel="flex",
+):
+    """Loss and gradients, of learned arrays too, for one device or a mesh."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
+    names = ("data", "model")[: len(sizes)] or ("all",)
+    devices = np.array(topology.devices[: int(np.prod(sizes, dtype=int))])
+    mesh = Mesh(devices.reshape(sizes or (1,)), names, axis_types=(AxisType.Auto,) * len(names))
+    layout = NamedSharding(mesh, spec or PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec(*layout.spec[:1]))
+    whole = NamedSharding(mesh, PartitionSpec())
+    q, k = (jax.ShapeDtypeStruct((2, length, M, H), dtype, sharding=layout) for M in (N, K))
+    ids = jax.ShapeDtypeStruct((2, length), jnp.int32, sharding=rows)
+    learned = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=whole) for shape in shapes]
+
+    def loss(q, k, v, learned, ids):
+        given = call(ids, *learned)
+        assert explain(q, k, v, kernel=kernel, **given).chosen == "flex"
+        out = dot_product_attention(q, k, v, kernel=kernel, **given)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    program = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    if not sizes:
+        return program.lower(q, k, k, learned, ids).compile()
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        return program.lower(q, k, k, learned, ids).compile()
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+def test_long_sequences_take_no_table(tpu, generation: str) -> None:
+    def call(ids):
+        return {"mask": Causal() & Segments(ids), "scores": (Alibi(),)}
+
+    program = compiled(generation, LONG, 64, call)
+    text = program.as_text()
+    for kernel in ("flex_forward", "flex_dq", "flex_dkv"):
+        assert kernel in text
+    # Nobody asked for the gradient of the slopes.
+    assert "flex_dleaves" not in text
+    assert f"{LONG},{LONG}" not in text
+    # A table would take a byte for each pair of each row and head.
+    assert program.memory_analysis().temp_size_in_bytes < 2 * N * LONG**2 / 16
+
+
+def own(s, row, head, i, j, w, x):
+    near = jnp.clip(j - i, -2, 2) + 2
+    s = s * (1 + w * jnp.tanh((i - j + head + row).astype(s.dtype))) + x[head, 0]
+    return s + x[head, near] + jnp.asarray(np.arange(5.0, dtype=np.float32))[near]
+
+
+# A call of segment ids and learned arrays, and the shapes of these.
+CALLS = {
+    "t5": (lambda ids, t: {"mask": Causal(), "scores": (RelativeBias(t),)}, ((N, 32),)),
+    "bias, sinks, dropout": (
+        lambda ids, bias, sinks: {"mask": Causal(), "bias": bias, "sinks": sinks, **DROPOUT},
+        ((1000, 1000), (N,)),
+    ),
+    "own": (lambda ids, w, x: {"scores": (Score(own, (w, x)),)}, ((), (N, 5))),
+    "traced masks": (
+        lambda ids, b: {
+            "mask": (Prefix(ids[:, 0]) & Lengths(ids, ids[:, 1]))
+            | PerHead([Causal(), Window(3, 3), ~Causal(), Segments(ids)])
+            | ((ids[:, None, :, None] + ids[:, None, None, :]) % 3 == 0),
+            "q_positions": ids, "bias": b,
+        },
+        ((2, 1, 1000, 1),),
+    ),
+    "predicate": (
+        lambda ids, b: {
+            "mask": Predicate(lambda b, n, i, j, m: (i + j + n + b) % m == 0, (ids[0, 0],)),
+            "bias": b, "scores": (SoftCap(30.0),), "precision": "highest",
+        },
+        ((N, 1, 1000),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_else_compiles(tpu, name: str) -> None:
+    dtype = jnp.float32 if name == "predicate" else jnp.bfloat16
+    compiled("v5e", 1000, 64, *CALLS[name], dtype)
+
+
+@pytest.mark.parametrize("which", ["v5e 256", "v5p 256", "v6e 256", "v5e 512"])
+def test_the_blocks_of_the_table_fit(tpu, which: str) -> None:
+    def call(ids, slopes):
+        scores = (SoftCap(3.0), Alibi(slopes))
+        return {"mask": Causal() & Segments(ids), "scores": scores, **DROPOUT}
+
+    generation, H = which.split()
+    compiled(generation, 1024, int(H), call, ((N,),), jnp.float32)
+
+
+def test_on_a_mesh_nothing_is_gathered(tpu) -> None:
+    def call(ids, slopes):
+        return {"mask": Causal() & Segments(ids), "scores": (Alibi(slopes),), **DROPOUT}
+
+    spec = PartitionSpec("data", None, "model")
+    program = compiled("v5e", 2048, 64, call, ((N,),), spec=spec, sizes=(2, 2), kernel="auto")
+    assert "all-gather" not in program.as_text()

@@ -1,0 +1,52 @@
+"""Functions carried out in the operations that kernels for TPUs have: the same results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha.kernels.lowered import Function, flat
+
+T, S, N = 4, 6, 3
+KNOWN = np.array([0.5, -1.0, 2.0, 4.0], np.float32)
+# Of a score, a head, positions, a table [N, 8] and numbers [N].
+FUNCTIONS = {
+    "by head": lambda s, n, i, j, t, x: s * x[n],
+    "by head and distance": lambda s, n, i, j, t, x: s + t[n, jnp.clip(j - i, 0, 7)],
+    "a head's row": lambda s, n, i, j, t, x: (
+        s + jnp.take(jax.lax.dynamic_index_in_dim(t, n.reshape(()), keepdims=False), jnp.abs(j - i))
+    ),
+    "by query": lambda s, n, i, j, t, x: s + jnp.take(x, i, mode="clip"),
+    "outside": lambda s, n, i, j, t, x: s + jnp.take(x, j, mode="fill", fill_value=7.0),
+    "known": lambda s, n, i, j, t, x: s * KNOWN[1] + jnp.asarray(KNOWN)[n] + x[0] + t[2, 3],
+    "a column": lambda s, n, i, j, t, x: s + t[:, 3][n],
+    "branches": lambda s, n, i, j, t, x: jax.lax.switch(
+        n.reshape(()), [lambda: s, lambda: 2 * s, lambda: s + i]
+    ),
+    "derivatives of its own": lambda s, n, i, j, t, x: jax.nn.relu(s) + jax.nn.silu(s) * x[1],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_and_gradients(name: str) -> None:
+    fn, rng = FUNCTIONS[name], np.random.default_rng(0)
+    s, t, x = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((T, S), (N, 8), (N,)))
+    places = jnp.array([[1]]), jnp.arange(T)[:, None], jnp.arange(S)[None]
+    with jax.numpy_dtype_promotion("standard"):
+        function, consts = Function.of(fn, s, *places, t, x)
+        assert function.lacks() is None
+
+        def lowered(s, t, x):
+            args = [y.reshape(flat(y.shape)) for y in (*consts, s, *places, t, x)]
+            return function(*args)
+
+        @jax.jit
+        def both(*args):
+            results = []
+            for call in (lowered, lambda s, t, x: fn(s, *places, t, x)):
+                out, pull = jax.vjp(call, *args)
+                results.append((out, *pull(jnp.cos(s))))
+            return results
+
+        for a, b in zip(*both(s, t, x), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
