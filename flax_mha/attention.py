@@ -285,7 +285,8 @@ class MultiHeadAttention(nn.Module):
         return None
 
     def _store(self, cache: KVCache) -> None:
-        for name, x in zip(_CACHE, (cache.key, cache.value, cache.index), strict=True):
+        key, value = (sharding.name(x, sharding.KV_HEADS) for x in (cache.key, cache.value))
+        for name, x in zip(_CACHE, (key, value, cache.index), strict=True):
             self.put_variable("cache", name, x)
 
 

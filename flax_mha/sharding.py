@@ -80,6 +80,11 @@ def named(init: Initializer, names: LogicalNames, partitioned: bool = False) -> 
     return initialize
 
 
+def name(x: Any, names: LogicalNames) -> Any:
+    """Gives a variable that is no parameter its logical axis names, while `of` reads them."""
+    return Named(x, names) if _naming.value else x
+
+
 def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     """Lays x out as the rules say, on whatever mesh there is.
 
@@ -144,9 +149,9 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     where their results belong. Inside fn these axes are Auto, and `constrain` guides the compiler.
 
     Args:
-      fn: a function of arrays, which closes over none.
+      fn: a function that closes over no array of JAX.
       names: the logical names of its result, in the form of its result.
-      *args: arrays.
+      *args: trees of arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -155,23 +160,36 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
     if not mesh.explicit_axes:
         return run(*args)
-    if not (nn.get_logical_axis_rules() or _initializing.value):
+    whole = _initializing.value or not nn.get_logical_axis_rules()
+    if whole and any(_divided(x) for x in jax.tree.leaves(args)):
         raise ValueError(
-            f"a mesh with Explicit axes {mesh.explicit_axes} needs rules that say what is divided "
-            f"over them; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
+            f"arrays divided over the Explicit mesh axes {mesh.explicit_axes} need rules that say "
+            f"what is; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
         )
 
     def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
-        if _initializing.value:
-            return PartitionSpec()
-        spec = _checked(x.shape, n, mesh)
-        return _only(spec, mesh.explicit_axes)
+        return PartitionSpec() if whole else _only(_checked(x.shape, n, mesh), mesh.explicit_axes)
+
+    # What are no arrays of JAX pass by themselves.
+    leaves, tree = jax.tree.flatten(args)
+    given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def of_arrays(arrays: Sequence[Any], call: Callable[..., Any]) -> Any:
+        filled = dict(zip(given, arrays, strict=True))
+        return call(*jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)]))
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        shapes = jax.eval_shape(fn, *plain)
+        plain = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in given]
+        shapes = jax.eval_shape(lambda *x: of_arrays(x, fn), *plain)
     specs = jax.tree.map(layout, names, shapes, is_leaf=_is_names)
-    return jax.sharding.auto_axes(run, axes=mesh.explicit_axes, out_sharding=specs)(*args)
+    inside = jax.sharding.auto_axes(
+        lambda *x: of_arrays(x, run), axes=mesh.explicit_axes, out_sharding=specs
+    )
+    return inside(*(leaves[i] for i in given))
+
+
+def _divided(x: Any) -> bool:
+    return isinstance(x, jax.Array) and any(axes for axes in jax.typeof(x).sharding.spec)
 
 
 def _is_names(x: Any) -> bool:

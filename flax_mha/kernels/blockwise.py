@@ -27,7 +27,7 @@ from flax_mha.kernels import tiling
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, rows, score_of, tile_of
+from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, rows, score_of, tile_of, vary
 
 
 def refuses(
@@ -55,13 +55,13 @@ def attend(
     spec = lay(spec.replace(scale=None, sinks=None), plan)
     static = Form.of(plan, spec)
     learned, rest = static.split(spec)
-    out, lse = _core(
-        static,
+    args = (
         rows(q, plan.block_q, K),
         rows(k, plan.block_k, K)[:, 0],
         rows(v, plan.block_k, K)[:, 0],
         learned, sinks, rest, tables,
     )  # fmt: skip
+    out, lse = _core(static, *jax.tree.map(lambda x: vary(x, args), args))
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
@@ -142,11 +142,11 @@ def _loops(
             p = tile.drop(p, at).astype(v.dtype)
             return new, total, out * old + _dot(p, place.keys(v), 1, 0, spec, acc)
 
-        total = jnp.zeros((plan.block_q, 1), acc)
+        total = vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = total - jnp.inf
         if sinks is not None:
             top, total = total + sinks[place.head], total + 1
-        out = jnp.zeros((plan.block_q, v.shape[-1]), acc)
+        out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
         out = out / jnp.where(total == 0, 1.0, total)
         return out.astype(q.dtype), top[:, 0], total[:, 0]
@@ -207,13 +207,14 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
                 return static.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
-            carry = (grads, jnp.zeros(q.shape, acc), dkT, dvT)
+            carry = (grads, vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
             place = Place.of(plan, stripe, r, j)
             grads, dq, dkT, dvT = _visit(stripe, plan, tables, place, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
-        zeros = (jnp.zeros((x.shape[-1], x.size // x.shape[-1]), acc) for x in (k, v))
+        shapes_T = ((x.shape[-1], x.size // x.shape[-1]) for x in (k, v))
+        zeros = (vary(jnp.zeros(shape, acc), q) for shape in shapes_T)
         carry: Tree = (grads, *zeros)
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
@@ -226,7 +227,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         dk, dv = (dT.T.reshape(x.shape).astype(x.dtype) for dT, x in ((dkT, k), (dvT, v)))
         return grads, (join(parts, plan.dims.G), dk, dv)
 
-    zeros = [jnp.zeros(x.shape, acc) for x in learned]
+    zeros = [vary(jnp.zeros(x.shape, acc), q) for x in learned]
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, of_rows)
     grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]

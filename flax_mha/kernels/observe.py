@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 from flax_mha.kernels import reference
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tiling import map_grids
@@ -41,6 +41,27 @@ _SCORES = 2**21
 _QUERIES = 16
 # exp(x) is 0 in float64 below.
 _LEAST = -800.0
+
+
+def on_mesh(
+    q: jax.Array,
+    k: jax.Array,
+    lse: jax.Array,
+    spec: AttentionSpec,
+    names: Collection[str],
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> dict[str, jax.Array]:
+    """`observe` on whatever mesh there is, divided by the compiler."""
+
+    def look(
+        q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec
+    ) -> dict[str, jax.Array]:
+        return observe(q, k, lse, spec, names, heads, queries)
+
+    rows = ("batch", "heads" if heads is None else None, None)
+    layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
+    return sharding.auto(look, layouts, q, k, lse, spec)
 
 
 def observe(

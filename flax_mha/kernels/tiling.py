@@ -131,6 +131,18 @@ def score_of(
     return s
 
 
+def vary(x: Any, like: Any) -> Any:
+    """X as a value that varies over the mesh axes that any of those does.
+
+    Inside `jax.shard_map` the carry of a loop must vary from the start over what it will.
+    """
+    varying: set[str] = set()
+    for y in jax.tree.leaves(like):
+        varying |= jax.typeof(y).mat.varying
+    missing = varying - jax.typeof(x).mat.varying
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
 def nothing(
     dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,353 @@
+"""One meaning on every mesh: no mesh, Auto axes, Explicit axes, inside jax.shard_map."""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import (
+    Classifier,
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    dot_product_attention,
+    masks,
+    scores,
+    sharding,
+)
+from flax_mha.models import PatchEmbedding, TokenEmbedding
+from flax_mha.positions import Rotary
+from tests.kernels.cases import KERNELS
+from tests.oracle import error
+
+KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+B, T, N, H = 4, 70, 8, 4
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(B, 16, 32)), jnp.float32)
+FORWARD, BACKWARD = 2e-6, 1e-5
+
+
+def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
+    """A mesh of 8 devices and its rules."""
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    stack = jax.set_mesh(mesh)
+    stack.__enter__()
+    inner = nn.logical_axis_rules(rules)
+    inner.__enter__()
+
+    def leave() -> None:
+        inner.__exit__(None, None, None)
+        stack.__exit__(None, None, None)
+
+    return mesh, leave
+
+
+def changed(**rules: str | None) -> tuple[tuple[str, str | None], ...]:
+    return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
+
+
+def compare(fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any) -> None:
+    """Holds fn's results and gradients on a mesh against those without one."""
+
+    def loss(*args: Any) -> Any:
+        out = fn(*args)
+        return sum(jnp.sum(jnp.sin(3 * x)) for x in jax.tree.leaves(out)), out
+
+    floating = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
+    whole = jax.jit(jax.grad(loss, floating, has_aux=True))
+    gradients, out = whole(*args)
+    mesh, leave = on(kind, rules)
+    try:
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
+        ]
+        got, got_out = jax.device_get(jax.jit(jax.grad(loss, floating, has_aux=True))(*placed))
+    finally:
+        leave()
+    for a, b in zip(jax.tree.leaves(got_out), jax.tree.leaves(out), strict=True):
+        assert error(a, b) < FORWARD
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+def _scaled(s: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
+    return s * (n.astype(s.dtype) + 1) / (b.astype(s.dtype) + 2)
+
+
+IDS = np.sort(RNG.integers(0, 3, (B, T)), axis=1)
+KEY = jax.random.key(3)
+CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
+    "causal": (8, {"mask": masks.Causal()}, sharding.RULES),
+    "two groups on four devices": (2, {"mask": masks.Causal() & masks.Window(20)}, sharding.RULES),
+    "one group": (1, {}, changed(kv_heads=None)),
+    "masks of heads": (
+        4,
+        {"mask": masks.PerHead([masks.Window(9 * n, 3) for n in range(N)])},
+        sharding.RULES,
+    ),
+    "dropout, lengths": (
+        4,
+        {
+            "mask": masks.Lengths(jnp.array([3, 50, 0, 70])), "dropout_rate": 0.3,
+            "dropout_rng": KEY,
+        },
+        sharding.RULES,
+    ),
+    "functions of rows and heads": (
+        4,
+        {
+            "mask": masks.Segments(jnp.asarray(IDS))
+            & masks.Predicate(lambda b, n, i, j: (i + j + n + b) % 5 > 0),
+            "scores": (scores.Alibi(), scores.Score(_scaled)),
+        },
+        sharding.RULES,
+    ),
+    "queries over devices": (
+        4,
+        {
+            "mask": masks.Causal() & masks.Window(40), "dropout_rate": 0.3, "dropout_rng": KEY,
+            "scores": (scores.Alibi(),),
+        },
+        changed(heads=None, kv_heads=None, length="data", batch="model"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels(name: str, kernel: str, kind: str) -> None:
+    K, call, rules = CALLS[name]
+    q, k, v = (jnp.asarray(RNG.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K))
+    bias = jnp.asarray(RNG.normal(size=(N, T, T)), jnp.float32)
+    sinks = jnp.arange(float(N))
+
+    def attend(q, k, v, bias, sinks):
+        out, lse = dot_product_attention(
+            q, k, v, kernel=kernel, bias=bias, sinks=sinks, return_residuals=True, **call
+        )
+        return out, lse
+
+    compare(attend, (q, k, v, bias, sinks), kind, rules, [P()] * 5)
+
+
+def collectives(text: str) -> list[tuple[str, int]]:
+    """The collectives of a compiled program, and the bytes of each on one device."""
+    found = []
+    for shapes, kind in re.findall(
+        r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+        r"(?:-start)?\(",
+        text,
+    ):
+        sizes = re.findall(r"f32\[([\d,]*)\]", shapes)
+        found.append((kind, 4 * sum(math.prod(map(int, s.split(","))) for s in sizes if s)))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("K", "kernel"), [(8, "reference"), (8, "blockwise"), (1, "blockwise")])
+def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind: str) -> None:
+    """Of B·T·D forward and of B·T·D backward, and nothing else."""
+    layer = MultiHeadAttention(
+        8, num_kv_heads=K, kernel=kernel, mask=masks.Causal(), rotary=Rotary()
+    )
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+    _, leave = on(kind, shape=(1, 8))
+    try:
+        params = sharding.init(layer, KEY, X)
+        forward = jax.jit(layer.apply).lower(params, X).compile().as_text()
+        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
+    finally:
+        leave()
+    BTD = 4 * X.size
+    assert collectives(forward) == [("all-reduce", BTD)]
+    found = collectives(both)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    # One group's keys and values are on every device: their gradients are summed over devices.
+    shared = 0 if K == 8 else 2 * 4 * B * 16 * H
+    assert sum(size for _, size in found) == 2 * BTD + shared
+
+
+LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
+ENCODER = Encoder(2, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
+MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
+    "encoder": (ENCODER, X, sharding.RULES),
+    "scanned and recomputed": (
+        Encoder(2, EncoderBlock(LAYER, 64, norm="rmsnorm", remat=True), scan=True),
+        X,
+        sharding.RULES,
+    ),
+    "FSDP": (ENCODER, X, changed(embed="data")),
+    "sequence parallel norms": (ENCODER, X, changed(norm_length="model")),
+    "images": (
+        Classifier(PatchEmbedding(2, 32), ENCODER, 10),
+        jnp.ones((B, 8, 8, 1)),
+        sharding.RULES,
+    ),
+    "tokens": (
+        Classifier(TokenEmbedding(16, 32), ENCODER, 10, "sinusoidal", 0.1),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
+        changed(embed="data"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, kind: str) -> None:
+    model, inputs, rules = MODELS[name]
+    params = jax.jit(model.init)(KEY, inputs)
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        out = model.apply(params, x, deterministic=False, rngs={"dropout": KEY})
+        return jnp.sum(jnp.sin(out)), out
+
+    wanted = jax.jit(jax.grad(loss, has_aux=True))(params, inputs)
+    mesh, leave = on(kind, rules)
+    try:
+        born = sharding.init(model, KEY, inputs)
+        x = jax.device_put(inputs, NamedSharding(mesh, P("data")))
+        got = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(born, x))
+        born = jax.device_get(born)
+    finally:
+        leave()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), born, params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding(kind: str) -> None:
+    layer = MultiHeadAttention(
+        8, num_kv_heads=4, decode=True, rotary=Rotary(), capture=("entropy",)
+    )
+
+    def decode(variables: Any, x: jax.Array) -> Any:
+        outs = []
+        step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache", "intermediates"]))
+        for t in range(0, 16, 8):
+            out, new = step(variables, x[:, t : t + 8])
+            variables = variables | {"cache": new["cache"]}
+            outs.append(jax.device_get((out, new["intermediates"])))
+        return outs, variables["cache"]
+
+    wanted, _ = decode(layer.init(KEY, X), X)
+    mesh, leave = on(kind)
+    try:
+        variables = sharding.init(layer, KEY, X)
+        got, cache = decode(variables, jax.device_put(X, NamedSharding(mesh, P("data"))))
+    finally:
+        leave()
+    assert tuple(cache["cached_key"].sharding.spec)[:3] == ("data", None, "model")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_inside_ones_own_shard_map(kernel: str, kind: str) -> None:
+    layer = MultiHeadAttention(4, kernel=kernel, sinks=True, mask=masks.Causal())
+    params = layer.init(KEY, X)
+
+    def attend(params: Any, x: jax.Array) -> jax.Array:
+        apply = layer.apply
+        if not jax.sharding.get_abstract_mesh().empty:
+            apply = jax.shard_map(apply, in_specs=(P(), P("data")), out_specs=P("data"))
+        return apply(params, x)
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        return jnp.sum(jnp.sin(attend(params, x)))
+
+    wanted = jax.grad(loss, (0, 1))(params, X)
+    mesh, leave = on(kind)
+    try:
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        got = jax.device_get(jax.jit(jax.grad(loss, (0, 1)))(params, x))
+    finally:
+        leave()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+def test_a_loss_over_a_divided_vocabulary_gathers_no_logits(optimized) -> None:
+    logits, labels = jnp.asarray(RNG.normal(size=(B, 6, 64)), jnp.float32), jnp.ones((B, 6), int)
+
+    def loss(logits: jax.Array) -> jax.Array:
+        logits = sharding.constrain(logits, ("batch", "length", "vocab"))
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 64)).mean()
+
+    _, leave = on("Auto", shape=(1, 8))
+    try:
+        text = jax.jit(jax.grad(loss)).lower(logits).compile().as_text()
+    finally:
+        leave()
+    found = collectives(text)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert sum(size for _, size in found) <= 4 * 3 * B * 6
+
+
+MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {
+    "an axis that the mesh lacks": (
+        changed(heads="tensor"), (2, 4), 8,
+        r"rule \('heads', 'tensor'\) names the mesh axis \['tensor'\], and the mesh has "
+        r"\{'data': 2, 'model': 4\}; make it with that axis",
+    ),
+    "heads": (
+        sharding.RULES, (1, 8), 6,
+        r"'heads' counts 6, which does not divide over the 8 devices of the mesh axis 'model'; "
+        r"choose a multiple of 8, or an axis of one of \[1, 2, 3, 6\]",
+    ),
+    "rows": (sharding.RULES, (8, 1), 8, r"'batch' counts 4, which does not divide over the 8"),
+    "twice": (
+        changed(heads="data"), (2, 4), 8,
+        r"'heads' is to be divided over 'data', which another axis of the same array",
+    ),
+    "groups": (
+        changed(kv_heads="data", batch=None), (2, 4), 8,
+        r"heads are divided over 'model' and key/value heads over 'data'; give both the same",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuses(name: str, kind: str) -> None:
+    rules, shape, heads, message = MISUSES[name]
+    layer = MultiHeadAttention(heads, qkv_features=48 if heads == 6 else None)
+    params = layer.init(KEY, X)
+    _, leave = on(kind, rules, shape)
+    try:
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(layer.apply, params, X)
+    finally:
+        leave()
+
+
+def test_explicit_axes_need_rules_where_something_is_divided() -> None:
+    layer = MultiHeadAttention(8)
+    params = layer.init(KEY, X)
+    expected = layer.apply(params, X)
+    mesh, leave = on("Explicit", ())
+    try:
+        # With nothing divided there is nothing to say.
+        np.testing.assert_allclose(jax.jit(layer.apply)(params, X), expected, atol=1e-5)
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=r"Explicit mesh axes .* need rules .*; wrap in"):
+            jax.jit(layer.apply)(params, x)
+        # Attention alone reads the layout off its arrays.
+        q = jax.device_put(X.reshape(B, 16, 8, 4), NamedSharding(mesh, P("data", None, "model")))
+        out = jax.jit(dot_product_attention)(q, q, q)
+        assert out.sharding.spec == P("data", None, "model", None)
+    finally:
+        leave()
