@@ -223,7 +223,7 @@ def test_models(name: str, kind: str) -> None:
         born = jax.device_get(born)
     finally:
         leave()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), born, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), born, params)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) < BACKWARD
 
