@@ -100,8 +100,8 @@ def test_without_a_terminal_progress_is_plain_lines(capfd: pytest.CaptureFixture
 def test_a_signal_asks_before_it_kills() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with runs.stoppable() as stop:
-        assert not stop()
+        assert not stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop()
+        assert stop(2)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before

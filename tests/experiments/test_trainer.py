@@ -30,7 +30,7 @@ def stop_after(steps: int) -> Any:
     @contextlib.contextmanager
     def stoppable() -> Iterator[Any]:
         asked = count(1)
-        yield lambda: next(asked) == steps
+        yield lambda step: next(asked) == steps
 
     return stoppable
 
@@ -110,10 +110,10 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.data": 4, "mesh.model": 4}, "at most the 8 there are, got data=4, model=4"),
+        ({"mesh.data": 4, "mesh.model": 4}, "at most the 8 there are, got data=4, fsdp=1, model=4"),
         ({"mesh.model": 0}, "at least 1"),
-        ({"mesh.data": 3}, "batch_size must be a multiple of config.mesh.data=3, got 16; try 18"),
-        ({"mesh.data": 1, "mesh.model": 8}, "config.mesh.model=8 must divide"),
+        ({"mesh.data": 3}, r"a multiple of config.mesh.data=3 .*, got 16; try 18"),
+        ({"mesh.data": 1, "mesh.model": 8}, "config.mesh.model=8 and fsdp=1 must divide"),
         ({"steps": 0}, "config.steps must be at least 1, got 0"),
         ({"model.num_heads": 5}, "num_heads=5"),
         ({"task": "digit"}, r"one of \['digits'\], got 'digit'"),
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
 def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
     config.mesh.data, config.batch_size = -1, batch
-    assert program.make_mesh(config).shape == {"data": data, "model": 1}
+    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1}
 
 
 def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
