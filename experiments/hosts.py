@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -101,6 +102,9 @@ def start(cluster: Cluster) -> None:
         ) from error
     finally:
         watch.cancel()
+    # JAX ends a process that lost the others by abort, with a message that absl would bury under
+    # the traces of all threads.
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
 def force_host_devices(count: int) -> int:
