@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -80,6 +81,8 @@ def start(cluster: Cluster) -> None:
       RunError: if the cluster does not fit itself, is unknown, or can't be served.
     """
     cluster.check()
+    if cluster.address is not None and cluster.process == 0:
+        _check_free(cluster.address)
     watch = threading.Timer(cluster.start_timeout, _give_up, [cluster])
     watch.daemon = True
     watch.start()
@@ -189,6 +192,20 @@ def _gather(text: str) -> list[str]:
     padded = np.pad(data, (0, int(sizes.max()) - data.size))
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def _check_free(address: str) -> None:
+    """Raises a RunError if something serves that port of this host: JAX would crash there."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    port = int(address.rsplit(":", 1)[1])
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except (OSError, OverflowError) as error:
+        raise RunError(
+            f"process 0 must serve --coordinator_address={address}, and can't: {error}; choose "
+            f"another port (and the host of process 0)"
+        ) from error
 
 
 def _give_up(cluster: Cluster) -> None:

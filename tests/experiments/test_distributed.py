@@ -3,6 +3,7 @@
 import contextlib
 import json
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) ->
 
 
 def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: Path) -> None:
+    config.mesh.data = -1
     with together(
         2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
         each=lambda i: [f"--config.optimizer.b1=0.{8 + i}"],
@@ -155,6 +157,13 @@ def test_a_cluster_that_does_not_fit_itself_is_refused(
 ) -> None:
     with pytest.raises(runs.RunError, match=message):
         cluster.check()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(runs.RunError, match=f"must serve --coordinator_address={address}"):
+            hosts.start(hosts.Cluster(address, 2, 0))
 
 
 def test_if_one_cannot_start_none_does(monkeypatch: pytest.MonkeyPatch) -> None:

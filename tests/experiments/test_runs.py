@@ -79,6 +79,20 @@ def test_a_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
         runs.open_run(tmp_path, config, {"optimizer.b1": 0.5})
 
 
+def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
+    config.mesh.data, config.mesh.model = 2, 4
+    begin(tmp_path, config, {})
+    config.mesh.data, config.mesh.model = 8, 1
+    assert runs.open_run(tmp_path, config, {}).config.mesh.data == 2
+    run = runs.open_run(tmp_path, config, {"mesh.data": 8})
+    assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
+    # A run of a time when there were fewer keys.
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["mesh"]["fsdp"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert runs.open_run(tmp_path, config, {}).config.mesh.fsdp == 1
+
+
 def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     with runs.Log(tmp_path, 0) as log:
         for step in (1, 2, 3):
