@@ -236,7 +236,8 @@ def progress(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]
 def stoppable() -> Iterator[Callable[[int], bool]]:
     """Turns the first SIGINT or SIGTERM into a question that the loop can ask; the second kills.
 
-    With several processes, a signal to one stops all of them, after the same step.
+    With several processes, a signal to one stops all of them, after the same step; more signals
+    change nothing there, save SIGKILL.
 
     Yields:
       A function that says whether to stop after a step; to be asked after each.
