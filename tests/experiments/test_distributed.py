@@ -216,3 +216,19 @@ def test_rows_of_a_process_need_not_be_neighbours(
     monkeypatch.setattr(sharding, "addressable_devices_indices_map", lambda self, shape: spans)
     built.batches()
     assert asked["rows"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
+
+
+@pytest.mark.parametrize("said", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
+def test_devices_are_forced_unless_the_environment_says(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(jax.config, "update", lambda *args: asked.append(args))
+    monkeypatch.setenv(said, "--xla_force_host_platform_device_count=8")
+    assert hosts.force_host_devices(4) == 0
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    assert hosts.force_host_devices(0) == 0
+    assert not asked
+    assert hosts.force_host_devices(4) == 4
+    assert asked == [("jax_num_cpu_devices", 4)]
