@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from experiments import runs
 from experiments.data.task import Batch, Params, Task
 from flax_mha import sharding
 
+AXES = ("data", "fsdp", "model")  # of the mesh
 Metrics = dict[str, Any]  # each of shape [seeds]
 
 
@@ -33,37 +35,57 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 def make_mesh(config: ConfigDict) -> Mesh:
-    """A (data, model) mesh of the sizes in config.mesh; data=-1 takes all devices it can use.
+    """A (data, fsdp, model) mesh of the sizes in config.mesh.
+
+    With data=-1 it takes all devices it can use: all there are, or on one process those that split
+    the batch evenly.
 
     Raises:
-      RunError: if devices, batch and sizes do not fit together.
+      RunError: if devices, processes, batch and sizes do not fit together.
     """
-    data, model, have = config.mesh.data, config.mesh.model, jax.device_count()
-    if data == -1 and model >= 1:
-        # As many as split the batch evenly, so that the default runs on whatever there is.
-        data = max(
-            (n for n in range(1, have // model + 1) if config.batch_size % n == 0), default=1
-        )
-    if min(data, model) < 1 or data * model > have:
+    data, fsdp, model = (config.mesh[axis] for axis in AXES)
+    have, processes, rows = jax.device_count(), jax.process_count(), config.batch_size
+    if data == -1 and min(fsdp, model) >= 1:
+        most = max(1, have // (fsdp * model))
+        fits = (n for n in range(1, most + 1) if rows % (n * fsdp) == 0)
+        # Every process has to take part, so that there several the batch has to fit.
+        data = most if processes > 1 else max(fits, default=1)
+    sizes = (data, fsdp, model)
+    got = ", ".join(f"{axis}={config.mesh[axis]}" for axis in AXES)
+    if min(sizes) < 1 or math.prod(sizes) > have:
         raise runs.RunError(
-            f"config.mesh needs data·model devices, at least 1 and at most the {have} there are, "
-            f"got data={config.mesh.data}, model={model}; on a CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count=N makes N of them"
+            f"config.mesh needs data·fsdp·model devices, at least 1 and at most the {have} there "
+            f"are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
         )
-    if config.batch_size % data:
+    if processes > 1 and math.prod(sizes) != have:
         raise runs.RunError(
-            f"config.batch_size must be a multiple of config.mesh.data={data}, "
-            f"got {config.batch_size}; try {-(-config.batch_size // data) * data}"
+            f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
+            f"try data={have // (fsdp * model)}"
         )
-    kinds = (AxisType.Auto, AxisType.Auto)
-    devices = jax.devices()[: data * model]
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=kinds, devices=devices)
+    if rows % (data * fsdp):
+        raise runs.RunError(
+            f"config.batch_size must be a multiple of config.mesh.data={data} times "
+            f"config.mesh.fsdp={fsdp}, got {rows}; try {-(-rows // (data * fsdp)) * data * fsdp}"
+        )
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)])
+
+
+def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
+    """Which logical axis goes to which mesh axes; the first rule that is free wins.
+
+    Over fsdp go the rows of the batch, like over data, and the features of each parameter, and so
+    of its gradient and moments: XLA gathers a layer's parameters where it needs them.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return sharding.RULES
+    return (("batch", ("data", "fsdp")), ("embed", "fsdp"), *sharding.RULES)
 
 
 @contextlib.contextmanager
 def on(mesh: Mesh) -> Iterator[None]:
     """Makes the mesh and the sharding rules ambient."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules(mesh)):
         yield
 
 
@@ -114,8 +136,8 @@ class Program:
         """This process's rows of the training batches, [seeds, rows, ...] if seeds are several."""
         size = self.config.batch_size
         spans = self._over_batch(0).addressable_devices_indices_map((size,)).values()
-        bounds = [index[0].indices(size)[:2] for index in spans if index]
-        rows = slice(min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        # On a pod they need not be neighbours: the mesh follows the wires between the devices.
+        rows = np.unique([np.arange(size)[index] for index in spans])
         seeds = range(self.config.seed, self.config.seed + self.config.seeds)
         streams = [self.task.batches(seed, size, rows) for seed in seeds]
         if len(streams) == 1:
@@ -135,16 +157,17 @@ class Program:
 
     def put_test(self, batch: Batch) -> Batch:
         """A test batch as global arrays, padded (with weight 0) to split evenly."""
-        data = self.mesh.shape["data"]
+        parts = self._over_batch(0).num_devices // self.mesh.shape["model"]
 
         def place(x: np.ndarray) -> jax.Array:
-            x = np.pad(x, [(0, -len(x) % data), *[(0, 0)] * (x.ndim - 1)])
+            x = np.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
             return jax.make_array_from_callback(x.shape, self._over_batch(0), lambda i: x[i])
 
         return jax.tree.map(place, batch)
 
     def _over_batch(self, axis: int) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * axis, "data"))
+        spec = nn.logical_to_mesh_axes((*[None] * axis, "batch"), rules(self.mesh))
+        return NamedSharding(self.mesh, spec or PartitionSpec())
 
 
 def build(config: ConfigDict, task: Task) -> Program:
@@ -163,7 +186,7 @@ def build(config: ConfigDict, task: Task) -> Program:
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     with on(mesh):
         shardings = sharding.of(create, seed)
-    _check_splits(jax.eval_shape(create, seed), shardings, config.mesh.model)
+    _check_splits(jax.eval_shape(create, seed), shardings)
     # The logical names are those of one model; the axis of the seeds stays whole.
     shardings = jax.tree.map(
         lambda s: NamedSharding(mesh, PartitionSpec(*[None] * several, *s.spec)), shardings
@@ -201,15 +224,17 @@ def _one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Call
     return create, step
 
 
-def _check_splits(abstract: TrainState, shardings: TrainState, model: int) -> None:
+def _check_splits(abstract: TrainState, shardings: TrainState) -> None:
     def check(path: Any, x: jax.ShapeDtypeStruct, s: NamedSharding) -> None:
         try:
             s.shard_shape(x.shape)
         except ValueError as error:
+            fsdp, model = s.mesh.shape["fsdp"], s.mesh.shape["model"]
             raise runs.RunError(
-                f"config.mesh.model={model} must divide what it splits, and "
-                f"{jax.tree_util.keystr(path)} {x.shape} is split by {s.spec}; choose a divisor "
-                f"of the number of heads (and key/value heads) and of mlp_dim"
+                f"config.mesh.model={model} and fsdp={fsdp} must divide what they split, and "
+                f"{jax.tree_util.keystr(path)} {x.shape} is split by {s.spec}; choose for model a "
+                f"divisor of the number of heads (and key/value heads) and of mlp_dim, for fsdp "
+                f"one of features"
             ) from error
 
     jax.tree_util.tree_map_with_path(check, abstract, shardings)

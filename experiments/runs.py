@@ -63,14 +63,14 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
       workdir: the folder; None for a new one under `runs/`.
       config: of a new run, overrides included.
       overrides: what the caller insists on, by dotted key: in a folder that has a run already,
-        that run's own config rules.
+        that run's own config rules, except for the mesh, which may change with the machine.
 
     Raises:
       RunError: if the folder holds something else, or a run with other values.
     """
     if workdir is None:
-        if jax.process_count() > 1:
-            raise RunError("several processes need one folder: give each the same --workdir")
+        if jax.distributed.is_initialized():
+            raise RunError("--distributed needs one folder for all: give each the same --workdir")
         path = new_folder(config.task)
     else:
         path = Path(workdir).absolute()
@@ -78,6 +78,12 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
     if resumed:
         saved = ConfigDict(json.loads((path / CONFIG).read_text()))
         _check_agrees(path, saved, overrides)
+        asked = {
+            key.removeprefix("mesh."): value
+            for key, value in overrides.items()
+            if key.startswith("mesh.")
+        }
+        saved.mesh = ConfigDict({**config.mesh, **saved.mesh, **asked})
         config = saved
     return Run(path, config, resumed)
 
@@ -152,7 +158,7 @@ def _check_agrees(path: Path, saved: ConfigDict, overrides: Mapping[str, Any]) -
     differ = [
         f"{key} is {had.get(key)!r} there, and {value!r} was asked for"
         for key, value in wanted.items()
-        if had.get(key) != value
+        if had.get(key) != value and not key.startswith("mesh.")
     ]
     if differ:
         raise RunError(
@@ -174,7 +180,8 @@ class Log:
         self._file = path / METRICS
         self._writes = jax.process_index() == 0
         self.rows: list[Row] = []
-        if self._file.exists():
+        # Others might read what process 0 is writing.
+        if self._writes and self._file.exists():
             rows = [json.loads(line) for line in self._file.read_text().splitlines()]
             self.rows = [row for row in rows if row["step"] <= step]
         self._events: SummaryWriter | None = None
@@ -226,28 +233,40 @@ def progress(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[Callable[[], bool]]:
+def stoppable() -> Iterator[Callable[[int], bool]]:
     """Turns the first SIGINT or SIGTERM into a question that the loop can ask; the second kills.
 
+    With several processes, a signal to one stops all of them, after the same step; more signals
+    change nothing there, save SIGKILL.
+
     Yields:
-      A function that says whether to stop.
+      A function that says whether to stop after a step; to be asked after each.
     """
     asked = threading.Event()
+
+    def stop(step: int) -> bool:
+        return asked.is_set() or multihost_utils.reached_preemption_sync_point(step)
+
+    together = jax.distributed.is_initialized()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # Only the main thread may handle signals.
+        yield stop  # Only the main thread may handle signals.
         return
-    signals = (signal.SIGINT, signal.SIGTERM)
+    # JAX itself listens to SIGTERM where processes run together, and tells the others.
+    signals = (signal.SIGINT,) if together else (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in signals}
 
     def ask(number: int, frame: FrameType | None) -> None:
-        asked.set()
+        if together:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            asked.set()
         for each in signals:
             signal.signal(each, signal.SIG_DFL)
 
     for number in signals:
         signal.signal(number, ask)
     try:
-        yield asked.is_set
+        yield stop
     finally:
         for number in signals:
             signal.signal(number, before[number])

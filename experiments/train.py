@@ -3,8 +3,13 @@
     python -m experiments.train
     python -m experiments.train --config.seeds=5 --config.optimizer.learning_rate=0.001
     python -m experiments.train --workdir=runs/mine    # again: resumes
+    python -m experiments.train --config=configs/digits_sharded.py
 
-Without --workdir, results go to a new folder under runs/.
+Without --workdir, results go to a new folder under runs/. Over several processes, each is started
+with the same --workdir, on a file system that all of them see, and
+
+    --distributed                                      # SLURM, Cloud TPU, …: JAX finds the others
+    --distributed --coordinator_address=HOST:PORT --num_processes=N --process_id=I
 """
 
 import re
@@ -18,12 +23,22 @@ from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-from experiments import data, plots, program, runs, trainer
+from experiments import data, hosts, plots, program, runs, trainer
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
 CONFIG = config_flags.DEFINE_config_file("config", None, f"What to train; unless said, {DEFAULT}.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Train over several processes.")
+ADDRESS = flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 listens.")
+PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
+PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+START = flags.DEFINE_integer(
+    "start_timeout", 300, "Seconds that the processes have to come together."
+)
+HEARTBEAT = flags.DEFINE_integer(
+    "heartbeat_timeout", 100, "Seconds of silence after which a process is taken for dead."
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -33,31 +48,62 @@ def main(argv: Sequence[str]) -> None:
     try:
         if argv[1:]:
             raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
-        run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
-        built = program.build(run.config, data.make(run.config))
-    except ValueError as error:
+        _join()
+    except runs.RunError as error:
         sys.exit(f"error: {error}")
-    run.begin()
-    _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
+    with hosts.ending_together():
+        _run()
+
+
+def _join() -> None:
+    cluster = hosts.Cluster(
+        ADDRESS.value, PROCESSES.value, PROCESS.value, START.value, HEARTBEAT.value
+    )
+    if DISTRIBUTED.value:
+        hosts.start(cluster)
+    elif (cluster.address, cluster.processes, cluster.process) != (None, None, None):
+        raise runs.RunError(
+            "--coordinator_address, --num_processes and --process_id are for --distributed, "
+            "which is missing"
+        )
+
+
+def _run() -> None:
     try:
+        run, built = _prepare()
+    except ValueError as error:
+        hosts.agree(None)
+        sys.exit(f"error: {error}")
+    try:
+        hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
+        run.begin()
+        _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
         result = trainer.train(built, run.path)
     except runs.RunError as error:
         sys.exit(f"error: {error}")
     report(built, run.path, result)
 
 
+def _prepare() -> tuple[runs.Run, program.Program]:
+    run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
+    forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
+    built = program.build(run.config, data.make(run.config))
+    if forced and jax.default_backend() == "cpu":
+        _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
+    return run, built
+
+
 def report(built: program.Program, workdir: Path, result: trainer.Result) -> None:
     """Prints what came out, beside the baselines, and leaves the pictures."""
     config, task = built.config, built.task
-    params = result.state.params
+    params = multihost_utils.process_allgather(result.state.params, tiled=True)
     if config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
-    params = multihost_utils.process_allgather(params, tiled=True)
     steps = config.steps - result.start
     if steps:
         sizes = ", ".join(f"{axis}={size}" for axis, size in built.mesh.shape.items())
         _say(
-            f"{steps} steps on {jax.devices()[0].device_kind} ({sizes}): "
+            f"{steps} steps on {jax.devices()[0].device_kind} ({sizes}{_processes()}): "
             f"{result.compiling:.1f} s to compile, {result.running:.1f} s to run"
         )
     else:
@@ -75,6 +121,11 @@ def report(built: program.Program, workdir: Path, result: trainer.Result) -> Non
         for name, score in task.baselines().items():
             _say(f"{name} {score:.1%}")
     _say(task.headline(result.metrics))
+
+
+def _processes() -> str:
+    count = jax.process_count()
+    return f"; {count} processes" if count > 1 else ""
 
 
 def _say(line: str) -> None:

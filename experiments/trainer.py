@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grain.checkpoint
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -55,7 +54,7 @@ def train(program: Program, workdir: Path) -> Result:
             pending.append(metrics)
             if step == start + 1:
                 clock.first(metrics)
-            stopping = stop() and step < config.steps
+            stopping = stop(step) and step < config.steps
             test = step == config.steps or step % config.evaluate_every == 0
             save = step == config.steps or step % config.checkpoint_every == 0 or stopping
             if test or save or step % config.log_every == 0:
@@ -73,7 +72,8 @@ def train(program: Program, workdir: Path) -> Result:
             show(step, text, f"step {step}/{config.steps}: {text}" if test else "")
             if stopping:
                 checkpoints.wait_until_finished()
-                raise SystemExit(f"stopped at step {step}; to go on: --workdir={workdir}")
+                line = f"stopped at step {step}; to go on: --workdir={workdir}"
+                raise SystemExit(line if jax.process_index() == 0 else 1)
         seconds = clock.stop(state)
         tested = evaluate(program, state.params, tests)
         return Result(state, tested, log.rows, start, *seconds)
@@ -149,17 +149,19 @@ def _restore(program: Program, checkpoints: ocp.CheckpointManager, data: Any) ->
         checkpoints.latest_step(),
         args=ocp.args.Composite(
             state=ocp.args.StandardRestore(program.abstract_state()),
-            data=grain.checkpoint.CheckpointRestore(data),
+            data=ocp.args.JsonRestore(),
         ),
     )
+    data.set_state(restored.data)
     return restored.state
 
 
 def _save(checkpoints: ocp.CheckpointManager, step: int, state: TrainState, data: Any) -> None:
+    # The order of the data is the same on all processes: one file serves any number of them.
     checkpoints.save(
         step,
         args=ocp.args.Composite(
-            state=ocp.args.StandardSave(state), data=grain.checkpoint.CheckpointSave(data)
+            state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(data.get_state())
         ),
     )
 

@@ -113,7 +113,7 @@ class Digits:
         image = jnp.zeros((1, *self.train["image"].shape[1:]), jnp.float32)
         return self.model.init(key, image[..., None])["params"]
 
-    def batches(self, seed: int, batch_size: int, rows: slice) -> grain.IterDataset:
+    def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Endless shuffled `image` [rows, 8, 8] and `label` [rows]."""
         indices = shuffled(len(self.train["label"]), batch_size, seed)
         return indices.map(lambda i: {name: x[i[rows]] for name, x in self.train.items()})

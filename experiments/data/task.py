@@ -21,13 +21,13 @@ class Task(Protocol):
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters. Traced."""
 
-    def batches(self, seed: int, batch_size: int, rows: slice) -> grain.IterDataset:
+    def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Endless training batches, a pure function of the seed.
 
         Args:
           seed: of the order.
           batch_size: of the whole batch, over all processes.
-          rows: the rows of each batch that this process loads.
+          rows: indices of the rows of each batch that this process loads.
         """
 
     def test_batches(self) -> list[Batch]:

@@ -79,6 +79,20 @@ def test_a_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
         runs.open_run(tmp_path, config, {"optimizer.b1": 0.5})
 
 
+def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
+    config.mesh.data, config.mesh.model = 2, 4
+    begin(tmp_path, config, {})
+    config.mesh.data, config.mesh.model = 8, 1
+    assert runs.open_run(tmp_path, config, {}).config.mesh.data == 2
+    run = runs.open_run(tmp_path, config, {"mesh.data": 8})
+    assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
+    # A run of a time when there were fewer keys.
+    saved = json.loads((tmp_path / "config.json").read_text())
+    del saved["mesh"]["fsdp"]
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    assert runs.open_run(tmp_path, config, {}).config.mesh.fsdp == 1
+
+
 def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     with runs.Log(tmp_path, 0) as log:
         for step in (1, 2, 3):
@@ -100,8 +114,8 @@ def test_without_a_terminal_progress_is_plain_lines(capfd: pytest.CaptureFixture
 def test_a_signal_asks_before_it_kills() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with runs.stoppable() as stop:
-        assert not stop()
+        assert not stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop()
+        assert stop(2)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is before

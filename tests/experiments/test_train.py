@@ -10,6 +10,9 @@ from pathlib import Path
 import matplotlib.image
 import orbax.checkpoint as ocp
 import pytest
+from ml_collections import ConfigDict
+
+from experiments import data, program, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
@@ -71,12 +74,29 @@ def test_several_seeds_report_their_spread_and_time(tmp_path: Path) -> None:
     assert re.search(r"2 models in one step took .* s; one after another .* s \(.*×\)", done.stdout)
 
 
+def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path: Path) -> None:
+    done = call("--config=configs/digits_sharded.py", f"--workdir={tmp_path / 'run'}", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "cores serve as 8 devices" in done.stdout
+    assert "data=2, fsdp=2, model=2" in done.stdout
+    config = ConfigDict(json.loads((tmp_path / "run" / "config.json").read_text()))
+    config.mesh.data = config.mesh.fsdp = config.mesh.model = 1
+    alone = trainer.train(program.build(config, data.make(config)), tmp_path / "alone")
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for sharded, row in zip(rows, alone.rows, strict=True):
+        assert sharded.pop("split") == row.pop("split")
+        assert sharded == pytest.approx(row, rel=1e-4, abs=1e-5)
+    assert done.stdout.splitlines()[-1] == data.make(config).headline(alone.metrics)
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
         ("--config=configs/digit.py", "must name a file"),
         ("--workdir=experiments", "not empty and not a run"),
+        ("--num_processes=2", "are for --distributed, which is missing"),
+        ("--config.mesh.force_host_devices=-1", "force_host_devices must be at least 0, got -1"),
     ],
 )
 def test_mistakes_are_answered_plainly(argument: str, message: str) -> None:

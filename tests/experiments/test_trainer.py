@@ -1,4 +1,6 @@
 import contextlib
+import math
+import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -30,7 +32,7 @@ def stop_after(steps: int) -> Any:
     @contextlib.contextmanager
     def stoppable() -> Iterator[Any]:
         asked = count(1)
-        yield lambda: next(asked) == steps
+        yield lambda step: next(asked) == steps
 
     return stoppable
 
@@ -68,12 +70,13 @@ def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: P
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
-def test_a_mesh_changes_nothing(config: ConfigDict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (2, 2, 2)], ids=str)
+def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
     config.model.dropout_rate = 0.1
     one = train(config, tmp_path / "one")
-    config.mesh.data, config.mesh.model = 2, 4
+    config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
     eight = train(config, tmp_path / "eight")
     assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
     np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
@@ -107,13 +110,41 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     assert "all-reduce" in hlo
 
 
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
+    config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
+    built = program.build(config, data.make(config))
+    with program.on(built.mesh):
+        state = built.create(built.seeds)
+        batch = built.put(next(built.batches()))
+        hlo = built.step.lower(state, batch).compile().as_text()
+    assert batch["image"].sharding.spec == P(("data", "fsdp"))
+    moments = state.opt_state[1][0]
+    for params in (state.params, moments.mu, moments.nu):
+        block = params["encoder"]["layers_0"]
+        assert block["attention"]["query"]["kernel"].sharding.spec == P("fsdp", "model", None)
+        assert block["attention"]["out"]["kernel"].sharding.spec == P("model", None, "fsdp")
+        assert block["mlp"]["up"]["kernel"].sharding.spec == P("fsdp", "model")
+        kernels = [x for x in jax.tree.leaves(block) if x.ndim > 1 and x.shape != (4, 4)]
+        assert len(kernels) == 6
+        for x in kernels:
+            assert x.addressable_shards[0].data.size == x.size // (sizes[1] * sizes[2])
+    # Parameters are gathered, the rows [16, 16 patches, 16 features] never.
+    gathered = re.findall(r"f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", hlo)
+    assert gathered
+    assert max(math.prod(map(int, shape.split(","))) for shape in gathered) < 16**3 / sizes[2]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.data": 4, "mesh.model": 4}, "at most the 8 there are, got data=4, model=4"),
+        ({"mesh.data": 4, "mesh.model": 4}, "at most the 8 there are, got data=4, fsdp=1, model=4"),
         ({"mesh.model": 0}, "at least 1"),
-        ({"mesh.data": 3}, "batch_size must be a multiple of config.mesh.data=3, got 16; try 18"),
-        ({"mesh.data": 1, "mesh.model": 8}, "config.mesh.model=8 must divide"),
+        ({"mesh.data": 3}, r"a multiple of config.mesh.data=3 .*, got 16; try 18"),
+        ({"mesh.data": 1, "mesh.model": 8}, "config.mesh.model=8 and fsdp=1 must divide"),
+        ({"mesh.data": 1, "mesh.fsdp": 3, "batch_size": 12}, "fsdp=3 must divide what they split"),
+        ({"mesh.data": 2, "mesh.fsdp": 4, "batch_size": 12}, r"fsdp=4, got 12; try 16"),
+        ({"mesh.fsdp": 0}, "at least 1"),
         ({"steps": 0}, "config.steps must be at least 1, got 0"),
         ({"model.num_heads": 5}, "num_heads=5"),
         ({"task": "digit"}, r"one of \['digits'\], got 'digit'"),
@@ -130,7 +161,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
 def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
     config.mesh.data, config.batch_size = -1, batch
-    assert program.make_mesh(config).shape == {"data": data, "model": 1}
+    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1}
 
 
 def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:

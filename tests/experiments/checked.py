@@ -1,0 +1,55 @@
+"""The command, which says whether it restored, to the bit, what a file holds.
+
+python -m tests.experiments.checked --distributed … with the file in the environment as EXPECTED.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import app
+
+from experiments import program, train, trainer
+
+restore = trainer._restore
+
+
+def flat(state: Any) -> dict[str, jax.Array]:
+    """Leaves by path; random keys as the numbers behind them."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    named = {jax.tree_util.keystr(path): x for path, x in leaves}
+    return {
+        name: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        for name, x in named.items()
+    }
+
+
+def restored(built: program.Program, folder: Path) -> tuple[program.TrainState, Any]:
+    """State and data of a run's latest checkpoint."""
+    stream = built.batches()
+    options = ocp.CheckpointManagerOptions()
+    with (
+        program.on(built.mesh),
+        ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints,
+    ):
+        return restore(built, checkpoints, stream), stream
+
+
+def checked(*args: Any) -> Any:
+    state = restore(*args)
+    expected = np.load(os.environ["EXPECTED"])
+    found = flat(state)
+    assert set(found) == set(expected)
+    for name, x in found.items():
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[name][shard.index])
+    print(f"process {jax.process_index()} restored {len(found)} arrays to the bit", flush=True)
+    return state
+
+
+if __name__ == "__main__":
+    trainer._restore = checked
+    app.run(train.main, flags_parser=train._parse)

@@ -1,0 +1,97 @@
+"""Real processes that train together, on ports of this machine."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from configs import digits
+from experiments import runs
+
+ROOT = Path(__file__).parent.parent.parent
+DEVICES = 2  # of each process
+PATIENCE = 240  # seconds; a quiet machine needs some 20
+
+
+def settings(config: ConfigDict) -> list[str]:
+    """The flags that make the default config this one."""
+    default = runs.flatten(digits.get_config().to_dict())
+    return [
+        f"--config.{key}={value}"
+        for key, value in runs.flatten(config.to_dict()).items()
+        if value != default[key]
+    ]
+
+
+class Processes:
+    """Some processes, and what they said."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], logs: Path) -> None:
+        env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        env |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        logs.mkdir(parents=True)
+        self._logs = [logs / f"{i}.txt" for i in range(len(commands))]
+        self.all = []
+        for command, log in zip(commands, self._logs, strict=True):
+            with log.open("w") as file:  # A pipe would fill up while nobody reads.
+                self.all.append(
+                    subprocess.Popen(
+                        [sys.executable, *command], cwd=ROOT, env=env, stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+
+    def said(self, i: int) -> str:
+        return self._logs[i].read_text()
+
+    def wait(self) -> list[int]:
+        """Their exit codes."""
+        end = time.monotonic() + PATIENCE
+        return [process.wait(max(0.0, end - time.monotonic())) for process in self.all]
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while not happened():
+            assert all(process.poll() is None for process in self.all), self.said(0)
+            assert time.monotonic() < end, self.said(0)
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def together(
+    count: int,
+    logs: Path,
+    *arguments: str,
+    module: str = "experiments.train",
+    each: Callable[[int], Sequence[str]] = lambda i: (),
+) -> Iterator[Processes]:
+    """`count` processes of the command, with the same arguments and some of each.
+
+    None is left when the context ends.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    commands = [
+        [
+            "-m", module, "--distributed", f"--coordinator_address={address}",
+            f"--num_processes={count}", f"--process_id={i}",
+            f"--config.mesh.force_host_devices={DEVICES}", *arguments, *each(i),
+        ]
+        for i in range(count)
+    ]  # fmt: skip
+    processes = Processes(commands, logs)
+    try:
+        yield processes
+    finally:
+        for process in processes.all:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGKILL)
+            process.wait()

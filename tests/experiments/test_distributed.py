@@ -1,0 +1,234 @@
+"""Several processes train as one, end as one, and go on as one. Real ones, 2 devices each."""
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from experiments import data, hosts, program, runs, trainer
+from tests.experiments.checked import flat, restored
+from tests.experiments.launch import settings, together
+
+HEARTBEAT = 10
+
+
+def alone(config: ConfigDict, workdir: Path) -> trainer.Result:
+    """The run in this process, as the command does it."""
+    run = runs.open_run(workdir, config, {})
+    run.begin()
+    return trainer.train(program.build(config, data.make(config)), run.path)
+
+
+def rows(workdir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(log: list[dict[str, Any]]) -> np.ndarray:
+    return np.asarray([row["loss"] for row in log if row["split"] == "train"])
+
+
+def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_path: Path) -> None:
+    config.steps, config.mesh.data = 12, -1
+    flags = settings(config)
+    with together(2, tmp_path / "1", *flags, f"--workdir={tmp_path / 'whole'}") as processes:
+        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+        first, other = processes.said(0), processes.said(1)
+    assert "data=4, fsdp=1, model=1; 2 processes" in first
+    assert first.splitlines()[-1].startswith("test accuracy")
+    assert "accuracy" not in other
+    whole = rows(tmp_path / "whole")
+    config.mesh.data = 1
+    np.testing.assert_allclose(
+        losses(whole), losses(alone(config, tmp_path / "alone").rows), rtol=0, atol=1e-5
+    )
+    # One log of each kind, and in it each row once.
+    assert [row["step"] for row in whole if row["split"] == "train"] == [*range(1, 13)]
+    assert len(list((tmp_path / "whole" / "tensorboard").iterdir())) == 1
+
+    parts = tmp_path / "parts"
+    with together(2, tmp_path / "2", *flags, f"--workdir={parts}") as processes:
+        processes.until((parts / "run.json").exists)  # They know each other now, and compile.
+        processes.all[1].send_signal(signal.SIGTERM)
+        assert processes.wait() == [1, 1], processes.said(0) + processes.said(1)
+        assert "stopped at step" in processes.said(0)
+        assert f"to go on: --workdir={parts}" in processes.said(0)
+    stopped = rows(parts)[-1]["step"]
+    assert stopped < config.steps
+    assert [int(path.name) for path in (parts / "checkpoints").iterdir()] == [stopped]
+    with together(2, tmp_path / "3", f"--workdir={parts}") as processes:
+        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+        assert "resuming" in processes.said(0)
+    assert rows(parts) == whole
+    built = program.build(config, data.make(config))
+    ends = [flat(restored(built, path)[0]) for path in (parts, tmp_path / "whole")]
+    assert ends[0][".step"] == config.steps
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_four_processes_go_on_where_eight_devices_stopped(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.mesh.data, config.mesh.fsdp, config.mesh.model = 4, 1, 2
+    whole = alone(config, tmp_path / "whole")
+    half = tmp_path / "half"
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
+        with pytest.raises(SystemExit, match="stopped at step 3"):
+            alone(config, half)
+    built = program.build(config, data.make(config))
+    np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
+
+    monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
+    mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.model=2")
+    with together(
+        4, tmp_path / "logs", *mesh, f"--workdir={half}", module="tests.experiments.checked"
+    ) as processes:
+        codes = processes.wait()
+        said = [processes.said(i) for i in range(4)]
+    assert codes == [0] * 4, "\n".join(said)
+    for i, each in enumerate(said):
+        assert f"process {i} restored" in each
+    assert "data=2, fsdp=2, model=2; 4 processes" in said[0]
+    np.testing.assert_allclose(losses(rows(half)), losses(whole.rows), rtol=0, atol=1e-5)
+
+
+def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
+    config.steps, config.mesh.data = 100_000, -1
+    config.evaluate_every = config.checkpoint_every = 100_000
+    with together(
+        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
+        f"--heartbeat_timeout={HEARTBEAT}",
+    ) as processes:  # fmt: skip
+        log = tmp_path / "run" / "metrics.jsonl"
+        processes.until(lambda: log.exists() and log.stat().st_size > 0)
+        processes.all[1].kill()
+        start = time.monotonic()
+        assert processes.wait()[0] != 0
+        assert time.monotonic() - start < HEARTBEAT + 30
+        assert "another" in processes.said(0)
+        assert "Thread 0x" not in processes.said(0)
+
+
+def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: Path) -> None:
+    config.mesh.data = -1
+    with together(
+        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
+        each=lambda i: [f"--config.optimizer.b1=0.{8 + i}"],
+    ) as processes:  # fmt: skip
+        assert processes.wait() == [1, 1]
+        for i in range(2):
+            assert "config.optimizer.b1 is 0.8 at process 0 and 0.9 at" in processes.said(i)
+            assert "Traceback" not in processes.said(i)
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_comes_alone_is_told(tmp_path: Path) -> None:
+    with together(
+        1, tmp_path / "logs", f"--workdir={tmp_path / 'run'}", "--start_timeout=2",
+        each=lambda i: ["--num_processes=2", "--process_id=1"],
+    ) as processes:  # fmt: skip
+        assert processes.wait() == [1]
+        assert "no run of 2 processes came together at 127.0.0.1:" in processes.said(0)
+        assert "within 2 s" in processes.said(0)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (hosts.Cluster(None, 2, 0), "--coordinator_address is missing; give all three, or none"),
+        (hosts.Cluster("h:1", 2), "--process_id is missing"),
+        (hosts.Cluster("host", 2, 0), "must be HOST:PORT, such as .*, got 'host'"),
+        (hosts.Cluster("h:1", 2, 2), "--process_id must be one of .* got 2 of 2"),
+        (hosts.Cluster("h:1", 0, 0), "got 0 of 0"),
+        (hosts.Cluster(start_timeout=0), "--start_timeout must be at least 1 second, got 0"),
+        (hosts.Cluster(heartbeat_timeout=0), "--heartbeat_timeout must be at least 1"),
+    ],
+)
+def test_a_cluster_that_does_not_fit_itself_is_refused(
+    cluster: hosts.Cluster, message: str
+) -> None:
+    with pytest.raises(runs.RunError, match=message):
+        cluster.check()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(runs.RunError, match=f"must serve --coordinator_address={address}"):
+            hosts.start(hosts.Cluster(address, 2, 0))
+
+
+def test_if_one_cannot_start_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts, "_gather", lambda text: [text, ""])
+    with pytest.raises(runs.RunError, match=r"processes \[1\] could not start"):
+        hosts.agree({"config": {}})
+    hosts.agree(None)  # This one has said why already.
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("mine"), "process 0 of 2 failed, and the others will end too"),
+        (jax.errors.JaxRuntimeError("UNAVAILABLE: peer\nmore"), "another one ended: UNAVAILABLE"),
+    ],
+)
+def test_a_failed_process_does_not_wait(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(hosts.os, "_exit", ended.append)
+    with hosts.ending_together():
+        raise error
+    assert ended == [1]
+    assert message in capfd.readouterr().err
+
+
+def test_a_mesh_leaves_no_process_out(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(runs.RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
+        program.make_mesh(config)
+    config.mesh.data, config.batch_size = -1, 12
+    with pytest.raises(runs.RunError, match=r"a multiple of config.mesh.data=8 .* got 12; try 16"):
+        program.make_mesh(config)
+
+
+def test_rows_of_a_process_need_not_be_neighbours(
+    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.mesh.data = 8
+    built = program.build(config, data.make(config))
+    asked = {}
+    monkeypatch.setattr(
+        built.task, "batches", lambda seed, size, rows: asked.setdefault("rows", rows)[None]
+    )
+    sharding = type(built._over_batch(0))
+    spans = {d: (slice(4 * i, 4 * i + 2),) for i, d in enumerate(jax.devices()[:4])}
+    monkeypatch.setattr(sharding, "addressable_devices_indices_map", lambda self, shape: spans)
+    built.batches()
+    assert asked["rows"].tolist() == [0, 1, 4, 5, 8, 9, 12, 13]
+
+
+@pytest.mark.parametrize("said", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
+def test_devices_are_forced_unless_the_environment_says(
+    said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(jax.config, "update", lambda *args: asked.append(args))
+    monkeypatch.setenv(said, "--xla_force_host_platform_device_count=8")
+    assert hosts.force_host_devices(4) == 0
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    assert hosts.force_host_devices(0) == 0
+    assert not asked
+    assert hosts.force_host_devices(4) == 4
+    assert asked == [("jax_num_cpu_devices", 4)]
