@@ -186,7 +186,6 @@ def build(config: ConfigDict, task: Task) -> Program:
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     with on(mesh):
         shardings = sharding.of(create, seed)
-    _check_splits(jax.eval_shape(create, seed), shardings)
     # The logical names are those of one model; the axis of the seeds stays whole.
     shardings = jax.tree.map(
         lambda s: NamedSharding(mesh, PartitionSpec(*[None] * several, *s.spec)), shardings
@@ -222,19 +221,3 @@ def _one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Call
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     return create, step
-
-
-def _check_splits(abstract: TrainState, shardings: TrainState) -> None:
-    def check(path: Any, x: jax.ShapeDtypeStruct, s: NamedSharding) -> None:
-        try:
-            s.shard_shape(x.shape)
-        except ValueError as error:
-            fsdp, model = s.mesh.shape["fsdp"], s.mesh.shape["model"]
-            raise runs.RunError(
-                f"config.mesh.model={model} and fsdp={fsdp} must divide what they split, and "
-                f"{jax.tree_util.keystr(path)} {x.shape} is split by {s.spec}; choose for model a "
-                f"divisor of the number of heads (and key/value heads) and of mlp_dim, for fsdp "
-                f"one of features"
-            ) from error
-
-    jax.tree_util.tree_map_with_path(check, abstract, shardings)

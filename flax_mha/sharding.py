@@ -35,6 +35,8 @@ LogicalNames = tuple[str | None, ...]
 
 HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 
+_TOKENS = ("batch", "length", "norm_length")
+
 RULES: tuple[tuple[str, str | None], ...] = (
     ("batch", "data"),  # data parallel
     ("heads", "model"),  # tensor parallel: each device computes whole heads
@@ -121,8 +123,10 @@ def layout(shape: Sequence[int], names: LogicalNames) -> tuple[Any, ...] | None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
-    if _initializing.value or math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
+    if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
         return None
+    if _initializing.value:
+        return (None,) * len(shape)
     if not nn.get_logical_axis_rules():
         return None
     return tuple(_only(_checked(shape, names, mesh), free))
@@ -218,8 +222,9 @@ def _checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> P
                 f"({name!r}, None)"
             )
         devices = math.prod(sizes[axis] for axis in _axes(axes))
-        if size % devices and name == "kv_heads":
-            # Each device has them all, and its queries take the ones they need.
+        if size % devices and (name == "kv_heads" or (size == 1 and name in _TOKENS)):
+            # Each device has them all: of key/value heads its queries take the ones they need,
+            # and one row or one token can't be divided.
             axes = None
         elif size % devices:
             legal = [n for n in range(1, size + 1) if size % n == 0]

@@ -141,8 +141,14 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         ({"mesh.data": 4, "mesh.model": 4}, "at most the 8 there are, got data=4, fsdp=1, model=4"),
         ({"mesh.model": 0}, "at least 1"),
         ({"mesh.data": 3}, r"a multiple of config.mesh.data=3 .*, got 16; try 18"),
-        ({"mesh.data": 1, "mesh.model": 8}, "config.mesh.model=8 and fsdp=1 must divide"),
-        ({"mesh.data": 1, "mesh.fsdp": 3, "batch_size": 12}, "fsdp=3 must divide what they split"),
+        (
+            {"mesh.data": 1, "mesh.model": 8},
+            r"'heads' counts 4, .* over the 8 .* 'model'",
+        ),
+        (
+            {"mesh.data": 1, "mesh.fsdp": 3, "batch_size": 12},
+            r"'embed' counts 16, .* over the 3 .*'",
+        ),
         ({"mesh.data": 2, "mesh.fsdp": 4, "batch_size": 12}, r"fsdp=4, got 12; try 16"),
         ({"mesh.fsdp": 0}, "at least 1"),
         ({"steps": 0}, "config.steps must be at least 1, got 0"),
