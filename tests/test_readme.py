@@ -4,23 +4,38 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [text for name, text in fences if name == language]
 
 
-def test_the_example_runs() -> None:
-    (code,) = blocks("python")
-    assert sum(1 for line in code.splitlines() if line.strip()) <= 10
+def test_the_examples_run() -> None:
+    first, on_a_mesh = blocks("python")
+    assert sum(1 for line in first.splitlines() if line.strip()) <= 10
+    scope: dict = {}
     with jax.numpy_dtype_promotion("standard"):
-        scope: dict = {}
-        exec(code, scope)
-    assert scope["y"].shape == (2, 10, 64)
+        exec(first, scope)
+        plain = scope["y"]
+        exec(on_a_mesh, scope)
+    assert plain.shape == (2, 10, 64)
+    np.testing.assert_allclose(jax.device_get(scope["y"]), plain, atol=1e-5)
+
+
+def test_the_page_on_sharding_runs() -> None:
+    scope: dict = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for code in blocks("python", (ROOT / "docs" / "sharding.md").read_text()):
+            exec(code, scope)
+    y = scope["y"]
+    assert y.sharding.spec[0] == "data"
+    expected = scope["model"].apply(jax.device_get(scope["variables"]), scope["x"])
+    np.testing.assert_allclose(jax.device_get(y), expected, atol=1e-5)
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:
