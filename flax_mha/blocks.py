@@ -166,8 +166,7 @@ class EncoderBlock(nn.Module):
         for name, branch in branches.items():
             norm = make_norm(self.norm, f"{name}_norm", layer)
             dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
-            y = norm(x) if self.pre_norm else x
-            y = branch(sharding.constrain(y, ("batch", "length", None)))
+            y = branch(norm(x)) if self.pre_norm else branch(x)
             if y.shape != x.shape:
                 raise ValueError(
                     f"{name} must keep the shape of its input {x.shape} for the residual, got "

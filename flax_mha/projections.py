@@ -1,8 +1,9 @@
 """Linear maps from and to heads, and several of them as one product."""
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -53,8 +54,13 @@ class Projection(nn.Module):
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+            multiply = functools.partial(
+                jnp.tensordot, axes=self.contracted, precision=self.precision
+            )
             kernel = sharding.constrain(kernel, gathered(self.names))
-            y = jnp.tensordot(x, kernel, self.contracted, precision=self.precision)
+            y = _columns(multiply, x, [self], kernel) if self.contracted == 1 else None
+            y = _rows(multiply, x, self, kernel) if y is None else y
+            y = multiply(x, kernel) if y is None else y
             return y if bias is None else y + shapes.lead(bias, y.ndim)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
@@ -112,25 +118,78 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
     first = projections[0]
     x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
 
-    def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
-        biases = parameters[len(projections) :]
-        kernels = [
-            sharding.constrain(w, gathered(p.names))
-            for w, p in zip(parameters, projections, strict=False)
-        ]
-        kernel = jnp.concatenate([w.reshape(w.shape[0], groups, -1) for w in kernels], axis=-1)
+    sizes = [p.features[0] // groups for p in projections]
+
+    def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+        # Groups and heads as they are on this device.
+        shards = list(zip(kernels, sizes, strict=True))
+        joined = [w.reshape(w.shape[0], w.shape[1] // n, -1) for w, n in shards]
+        kernel = jnp.concatenate(joined, axis=-1)
         y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
-        if biases[0] is not None:
-            bias = jnp.concatenate([b.reshape(groups, -1) for b in biases], axis=-1)
-            y = y + shapes.lead(bias, y.ndim)
-        heads = [w.shape[1:] for w in kernels]
-        ends = itertools.accumulate(math.prod(shape) // groups for shape in heads[:-1])
+        ends = itertools.accumulate(w.shape[-1] for w in joined[:-1])
         parts = jnp.split(y, list(ends), axis=-1)
-        return [
-            part.reshape(*x.shape[:-1], *shape) for part, shape in zip(parts, heads, strict=True)
+        return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(parts, kernels, strict=True)]
+
+    def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
+        kernels, biases = parameters[: len(projections)], parameters[len(projections) :]
+        constrained = [
+            sharding.constrain(w, gathered(p.names))
+            for w, p in zip(kernels, projections, strict=True)
         ]
+        parts = _columns(multiply, x, projections, *constrained)
+        if parts is None:
+            parts = multiply(x, *constrained)
+        if biases[0] is None:
+            return parts
+        return [y + shapes.lead(b, y.ndim) for y, b in zip(parts, biases, strict=True)]
 
     return sharding.auto(product, [p.names_of_result for p in projections], x, *promoted)
+
+
+def _columns(
+    multiply: Callable[..., Any], x: jax.Array, projections: Sequence[Projection],
+    *kernels: jax.Array,
+) -> Any:  # fmt: skip
+    """multiply(x, *kernels) from features, if the positions of x are divided; else None.
+
+    Each device brings them together before the product, and sums its gradient over devices only
+    for its own: one all-gather, and one reduce-scatter in the backward pass, of all projections.
+    """
+    given = ("batch", "norm_length", None)
+    axes = sharding.layout(x.shape, given) if x.ndim > 2 else None
+    if not axes or not axes[-2] or projections[0].rows != ("batch", "length"):
+        return None
+
+    def local(x: jax.Array, *kernels: jax.Array) -> Any:
+        return multiply(jax.lax.all_gather(x, axes[-2], axis=x.ndim - 2, tiled=True), *kernels)
+
+    pairs = list(zip(projections, kernels, strict=True))
+    outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
+    names = [given, *(gathered(p.names) for p in projections)]
+    return sharding.local(local, names, outs if len(outs) > 1 else outs[0], x, *kernels)
+
+
+def _rows(
+    multiply: Callable[..., Any], x: jax.Array, projection: Projection, kernel: jax.Array
+) -> jax.Array | None:
+    """multiply(x, kernel), if it is summed over the devices that divide its positions; else None.
+
+    Each device keeps the sums of its own: one reduce-scatter, and an all-gather backward.
+    """
+    inner, outer = projection.names[: projection.contracted], projection.names_of_result
+    shape = (*x.shape[: -projection.contracted], *projection.features)
+    names = [("batch", "length", *inner), gathered(projection.names)]
+    axes, over = sharding.layout(shape, outer), sharding.layout(kernel.shape, names[1])
+    at = x.ndim - projection.contracted - 1
+    if projection.rows[-1] != "norm_length" or not axes or not over:
+        return None
+    if not axes[at] or axes[at] != over[0]:
+        return None
+
+    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(multiply(x, kernel), axes[at], scatter_dimension=at, tiled=True)
+
+    return sharding.local(local, names, (shape, outer), x, kernel)
 
 
 def gathered(names: LogicalNames) -> LogicalNames:

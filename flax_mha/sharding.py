@@ -31,11 +31,10 @@ from flax.core import meta
 from flax.typing import Dtype, Initializer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-LogicalNames = tuple[str | None, ...]
+from flax_mha import layouts
+from flax_mha.layouts import LogicalNames
 
 HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
-
-_TOKENS = ("batch", "length", "norm_length")
 
 RULES: tuple[tuple[str, str | None], ...] = (
     ("batch", "data"),  # data parallel
@@ -104,11 +103,11 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not nn.get_logical_axis_rules() or _initializing.value:
         return x
-    spec = _checked(x.shape, names, mesh)
+    spec = layouts.checked(x.shape, names, mesh)
     if mesh.explicit_axes:
-        x = jax.sharding.reshard(x, _only(spec, mesh.explicit_axes))
+        x = jax.sharding.reshard(x, layouts.only(spec, mesh.explicit_axes))
     if mesh.auto_axes:
-        x = jax.lax.with_sharding_constraint(x, _only(spec, mesh.auto_axes))
+        x = jax.lax.with_sharding_constraint(x, layouts.only(spec, mesh.auto_axes))
     return x
 
 
@@ -129,7 +128,26 @@ def layout(shape: Sequence[int], names: LogicalNames) -> tuple[Any, ...] | None:
         return (None,) * len(shape)
     if not nn.get_logical_axis_rules():
         return None
-    return tuple(_only(_checked(shape, names, mesh), free))
+    return tuple(layouts.only(layouts.checked(shape, names, mesh), free))
+
+
+def local(
+    fn: Callable[..., Any], names: Sequence[LogicalNames], outs: Any, *args: jax.Array
+) -> Any:
+    """fn(*args), each device on its own shards.
+
+    Args:
+      fn: a function of arrays, on Manual axes.
+      names: the logical names of each of them.
+      outs: a pair (shape, names) for its result, or a list of those.
+      *args: the arrays.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ins = tuple(layouts.checked(x.shape, n, mesh) for x, n in zip(args, names, strict=True))
+    several = isinstance(outs, list)
+    each = [layouts.checked(shape, n, mesh) for shape, n in (outs if several else [outs])]
+    specs = each if several else each[0]
+    return jax.shard_map(fn, in_specs=ins, out_specs=specs, check_vma=False)(*args)
 
 
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -172,7 +190,11 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         )
 
     def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
-        return PartitionSpec() if whole else _only(_checked(x.shape, n, mesh), mesh.explicit_axes)
+        return (
+            PartitionSpec()
+            if whole
+            else layouts.only(layouts.checked(x.shape, n, mesh), mesh.explicit_axes)
+        )
 
     # What are no arrays of JAX pass by themselves.
     leaves, tree = jax.tree.flatten(args)
@@ -200,52 +222,6 @@ def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
 
-def _checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """The mesh axes of each axis of an array, if it can be laid out so; names of its last axes."""
-    names = (None,) * (len(shape) - len(names)) + names[-len(shape) :]
-    rules = nn.get_logical_axis_rules()
-    sizes = dict(mesh.shape)
-    parts: list[Any] = []
-    found = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
-    for size, name, axes in zip(shape, names, found, strict=True):
-        wanted = [given for rule, given in rules if rule == name]
-        unknown = sorted({axis for given in wanted for axis in _axes(given)} - set(sizes))
-        if unknown:
-            raise ValueError(
-                f"the rule {(name, wanted[0])} names the mesh axis {unknown}, and the mesh has "
-                f"{sizes}; make it with that axis (a size of 1 will do), or change the rule"
-            )
-        if axes is None and wanted and None not in wanted:
-            raise ValueError(
-                f"{name!r} is to be divided over {wanted[0]!r}, which another axis of the same "
-                f"array {names} takes already; give it another mesh axis, or the rule "
-                f"({name!r}, None)"
-            )
-        devices = math.prod(sizes[axis] for axis in _axes(axes))
-        if size % devices and (name == "kv_heads" or (size == 1 and name in _TOKENS)):
-            # Each device has them all: of key/value heads its queries take the ones they need,
-            # and one row or one token can't be divided.
-            axes = None
-        elif size % devices:
-            legal = [n for n in range(1, size + 1) if size % n == 0]
-            raise ValueError(
-                f"{name!r} counts {size}, which does not divide over the {devices} devices of the "
-                f"mesh axis {axes!r}; choose a multiple of {devices}, or an axis of one of {legal}"
-            )
-        parts.append(axes)
-    return PartitionSpec(*parts)
-
-
-def _axes(axes: Any) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
-    """The spec without the mesh axes that are not among those."""
-    parts = (tuple(axis for axis in _axes(part) if axis in kept) for part in spec)
-    return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
-
-
 def of(fn: Callable[..., Any], *args: Any) -> Any:
     """The shardings of fn's result, from the logical names of the parameters in it.
 
@@ -269,7 +245,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
     def layout(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
         filled = (*names, *[None] * (x.ndim - len(names)))
-        return NamedSharding(mesh, _checked(x.shape, filled, mesh.abstract_mesh))
+        return NamedSharding(mesh, layouts.checked(x.shape, filled, mesh.abstract_mesh))
 
     return jax.tree.map(
         layout, nn.get_partition_spec(abstract), meta.unbox(abstract),

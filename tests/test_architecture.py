@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 # Each layer may import those before it, and none after.
 LAYERS = [
     {"shapes"},
-    {"grid", "sharding"},
+    {"grid", "layouts"},
+    {"sharding"},
     {"masks.base", "scores"},
     {"masks.rules"},
     {"masks", "positions", "projections"},

@@ -180,6 +180,31 @@ def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind
     assert sum(size for _, size in found) == 2 * BTD + shared
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None:
+    """For each half of a block, each way; the sums are scattered, not reduced for all."""
+    block = EncoderBlock(MultiHeadAttention(8), 64)
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(block.apply(params, x)))
+
+    _, leave = on(kind, changed(norm_length="model"), shape=(1, 8))
+    try:
+        params = sharding.init(block, KEY, X)
+        forward = jax.jit(block.apply).lower(params, X).compile().as_text()
+        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
+    finally:
+        leave()
+    whole, own = ("all-gather", 4 * X.size), ("reduce-scatter", 4 * X.size // 8)
+    # The input and the output are those of the user: whole.
+    assert collectives(forward)[:4] == [whole, own, whole, own]
+    scattered = [found for found in collectives(both) if found[0] == "reduce-scatter"]
+    assert scattered == [own] * 4
+    # Parameters of norms and biases have their gradients summed over positions.
+    rest = [size for kind, size in collectives(both) if kind == "all-reduce"]
+    assert sum(rest) < X.size
+
+
 LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
 ENCODER = Encoder(2, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
 MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {

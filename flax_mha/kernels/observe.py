@@ -61,7 +61,8 @@ def on_mesh(
 
     rows = ("batch", "heads" if heads is None else None, None)
     layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
-    return sharding.auto(look, layouts, q, k, lse, spec)
+    found = sharding.auto(look, layouts, q, k, lse, spec)
+    return {name: found[name] for name in names}
 
 
 def observe(
