@@ -133,7 +133,8 @@ def test_on_the_shards_of_a_mesh(nvidia, mask, shape: tuple[int, ...] | None) ->
         return jax.value_and_grad(loss, 0 if bias is None else (0, 1))(qkv, bias)
 
     expected = jax.jit(both)(qkv, bias)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    kind = AxisType.Explicit if mask is None else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         got = jax.jit(both)(qkv, bias)
     jax.tree.map(functools.partial(close, bound=2e-2), got, expected)

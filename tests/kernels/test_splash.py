@@ -265,7 +265,8 @@ def test_on_the_shards_of_a_mesh(tpu, mask: str, sinks) -> None:
         return jax.value_and_grad(loss, (0, 1) if sinks is not None else 0)(qkv, sinks)
 
     expected = jax.jit(both)(qkv, sinks)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    kind = AxisType.Explicit if sinks is None else AxisType.Auto
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         got = jax.jit(both)(qkv, sinks)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
