@@ -22,7 +22,7 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     found = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
     for size, name, axes in zip(shape, names, found, strict=True):
         wanted = [given for rule, given in rules if rule == name]
-        unknown = sorted({axis for given in wanted for axis in _each(given)} - set(sizes))
+        unknown = sorted({axis for given in wanted for axis in each(given)} - set(sizes))
         if unknown:
             raise ValueError(
                 f"the rule {(name, wanted[0])} names the mesh axis {unknown}, and the mesh has "
@@ -34,7 +34,7 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
                 f"array {names} takes already; give it another mesh axis, or the rule "
                 f"({name!r}, None)"
             )
-        devices = math.prod(sizes[axis] for axis in _each(axes) if axis in free)
+        devices = math.prod(sizes[axis] for axis in each(axes) if axis in free)
         if size % devices and (name == "kv_heads" or (size == 1 and name in _TOKENS)):
             # Each device has them all: of key/value heads its queries take the ones they need,
             # and one row or one token can't be divided.
@@ -49,11 +49,12 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     return PartitionSpec(*parts)
 
 
-def _each(axes: Any) -> tuple[str, ...]:
+def each(axes: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
     """The spec without the mesh axes that are not among those."""
-    parts = (tuple(axis for axis in _each(part) if axis in kept) for part in spec)
+    parts = (tuple(axis for axis in each(part) if axis in kept) for part in spec)
     return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))

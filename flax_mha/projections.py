@@ -13,7 +13,7 @@ from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import shapes, sharding
+from flax_mha import layouts, shapes, sharding
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -110,8 +110,8 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
     if jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty:
         # Joining the kernels, and splitting what comes out, takes longer than it saves.
         return [project(x) for project in projections]
-    layouts = (sharding.layout((x.shape[-1], *p.features), p.names) for p in projections)
-    if len({axes and axes[1] for axes in layouts}) > 1:
+    found = (sharding.layout((x.shape[-1], *p.features), p.names) for p in projections)
+    if len({axes and axes[1] for axes in found}) > 1:
         # Where key/value heads are not divided as query heads are, they can't be joined.
         return [project(x) for project in projections]
     kernels, biases = zip(*(p.parameters(x.shape[-1:]) for p in projections), strict=True)
@@ -155,13 +155,15 @@ def _columns(
     Each device brings them together before the product, and sums its gradient over devices only
     for its own: one all-gather, and one reduce-scatter in the backward pass, of all projections.
     """
-    given = ("batch", "norm_length", None)
-    axes = sharding.layout(x.shape, given) if x.ndim > 2 else None
-    if not axes or not axes[-2] or projections[0].rows != ("batch", "length"):
+    if projections[0].rows != ("batch", "length") or x.ndim < 2:
+        return None
+    at, given = x.ndim - 2, ("batch", "norm_length", None)
+    apart = _apart(x.shape, at)
+    if not apart:
         return None
 
     def local(x: jax.Array, *kernels: jax.Array) -> Any:
-        return multiply(jax.lax.all_gather(x, axes[-2], axis=x.ndim - 2, tiled=True), *kernels)
+        return multiply(jax.lax.all_gather(x, apart, axis=at, tiled=True), *kernels)
 
     pairs = list(zip(projections, kernels, strict=True))
     outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
@@ -179,17 +181,27 @@ def _rows(
     inner, outer = projection.names[: projection.contracted], projection.names_of_result
     shape = (*x.shape[: -projection.contracted], *projection.features)
     names = [("batch", "length", *inner), gathered(projection.names)]
-    axes, over = sharding.layout(shape, outer), sharding.layout(kernel.shape, names[1])
-    at = x.ndim - projection.contracted - 1
-    if projection.rows[-1] != "norm_length" or not axes or not over:
+    over, at = sharding.layout(kernel.shape, names[1]), x.ndim - projection.contracted - 1
+    if projection.rows[-1] != "norm_length" or not over:
         return None
-    if not axes[at] or axes[at] != over[0]:
+    apart = _apart(shape, at)
+    if not apart or apart != layouts.each(over[0]):
         return None
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(multiply(x, kernel), axes[at], scatter_dimension=at, tiled=True)
+        return jax.lax.psum_scatter(multiply(x, kernel), apart, scatter_dimension=at, tiled=True)
 
     return sharding.local(local, names, (shape, outer), x, kernel)
+
+
+def _apart(shape: Shape, at: int) -> tuple[str, ...]:
+    """The mesh axes that divide positions between the layers, beyond those that do everywhere."""
+    found = []
+    for name in ("length", "norm_length"):
+        axes = sharding.layout(shape[: at + 1], (name,))
+        found.append(layouts.each(axes[at]) if axes else ())
+    everywhere, between = found
+    return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
 
 
 def gathered(names: LogicalNames) -> LogicalNames:

@@ -51,7 +51,7 @@ def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) 
     return mesh, leave
 
 
-def changed(**rules: str | None) -> tuple[tuple[str, str | None], ...]:
+def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
 
 
@@ -216,6 +216,11 @@ MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
     ),
     "FSDP": (ENCODER, X, changed(embed="data")),
     "sequence parallel norms": (ENCODER, X, changed(norm_length="model")),
+    "everything by positions": (
+        ENCODER,
+        X,
+        changed(batch=None, length="data", norm_length=("data", "model")),
+    ),
     "images": (
         Classifier(PatchEmbedding(2, 32), ENCODER, 10),
         jnp.ones((B, 8, 8, 1)),
