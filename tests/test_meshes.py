@@ -140,6 +140,18 @@ def test_kernels(name: str, kernel: str, kind: str) -> None:
     compare(attend, (q, k, v, bias, sinks), kind, rules, [P()] * 5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_array_in_two_places(kind: str) -> None:
+    """Sinks are divided like heads; the same array as a function's argument is not."""
+    q, each = jnp.asarray(RNG.normal(size=(B, 12, N, H)), jnp.float32), jnp.arange(float(N))
+
+    def attend(q, each):
+        score = scores.Score(lambda s, b, n, i, j, x: s * jnp.take(x, n), (each,))
+        return dot_product_attention(q, q, q, scores=(score,), sinks=each)
+
+    compare(attend, (q, each), kind, sharding.RULES, [P("data"), P()])
+
+
 def collectives(text: str) -> list[tuple[str, int]]:
     """The collectives of a compiled program, and the bytes of each on one device."""
     found = []

@@ -81,10 +81,11 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
     if layout is None:
         return attend(q, k, v, spec)
     dims = shapes.attention_dims(q, k, v)
-    arrays, specs, join = _split(_placed(spec, dims, layout), layout)
+    sinks = spec.sinks
+    arrays, specs, join = _split(_placed(spec.replace(sinks=None), dims, layout), layout)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[Any]) -> Result:
-        spec = join(arrays)
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, arrays: list[Any]) -> Result:
+        spec = join(arrays).replace(sinks=sinks)
         if spec.heads is not None and layout.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
@@ -93,9 +94,12 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
     over_k = P(*layout.batch, None, layout.kv_heads, None)
     lse = P(*layout.batch, layout.heads, layout.length)
     q, k, v = sharding.place(q, over_q), sharding.place(k, over_k), sharding.place(v, over_k)
-    return jax.shard_map(
-        local, in_specs=(over_q, over_k, over_k, specs), out_specs=(over_q, lse), check_vma=False
-    )(q, k, v, arrays)
+    by_head = P(layout.heads)
+    sinks = None if sinks is None else sharding.place(sinks, by_head)
+    ins = over_q, over_k, over_k, by_head, specs
+    return jax.shard_map(local, in_specs=ins, out_specs=(over_q, lse), check_vma=False)(
+        q, k, v, sinks, arrays
+    )
 
 
 def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
@@ -113,7 +117,7 @@ def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
 def _split(
     spec: AttentionSpec, layout: Layout
 ) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
-    """The arrays of a spec that devices are given, their layouts, and how to put it together.
+    """The arrays of a spec without sinks, their layouts, and how to put it together of them.
 
     What is known before tracing and is the same for all stays known.
     """
@@ -124,8 +128,6 @@ def _split(
             over = layout.over_scores(x.array.shape)
             known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
             return None if known else over
-        if x is spec.sinks:
-            return P(layout.heads)
         return P() if isinstance(x, jax.Array) else None
 
     specs = [layout_of(x) for x in leaves]
