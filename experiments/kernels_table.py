@@ -136,8 +136,9 @@ def refusals(name: str, platform: str) -> dict[str, str | None]:
 
 
 def _differentiates(name: str, differentiate: Callable[[Any], Any]) -> bool:
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        return dot_product_attention(q, k, v, kernel=name).sum(dtype=jnp.float32)
+    def loss(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        out = dot_product_attention(q, k, v, kernel=name, mask=mask)
+        return out.sum(dtype=jnp.float32)
 
     try:
         program = jax.make_jaxpr(differentiate(loss))(*operands({})[0])
@@ -158,9 +159,15 @@ def _second(loss: Any) -> Any:
     return jax.grad(total)
 
 
+def _second_ragged(loss: Any) -> Any:
+    """Under a mask of a traced array, by which kernels may loop a number of times not yet known."""
+    return lambda *qkv: _second(lambda *x: loss(*x, mask=Lengths(jnp.full(2, T // 2))))(*qkv)
+
+
 DERIVATIVES: dict[str, Callable[[Any], Any]] = {
     "gradients": jax.grad,
     "gradients of gradients": _second,
+    "gradients of gradients, `Lengths` traced": _second_ragged,
     "forward mode (`jax.jvp`)": _forward_mode,
 }
 

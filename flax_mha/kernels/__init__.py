@@ -81,7 +81,7 @@ def dot_product_attention(
         known before tracing, so that kernels can skip what a mask excludes.
       kv_positions: int [S] or [*B, S], or a number, likewise.
       kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
-        "reference", gradients of gradients that or "blockwise".
+        "reference", and so do gradients of gradients under masks of traced arrays.
       precision: of the matrix products, see `jax.lax.Precision`.
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the

@@ -41,7 +41,11 @@ def refuses(
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.attend`. First derivatives only."""
+    """See `reference.attend`.
+
+    No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`),
+    for JAX can't reverse loops of unknown length.
+    """
     dims, dtype = shapes.attention_dims(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:

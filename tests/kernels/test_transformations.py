@@ -194,3 +194,24 @@ def test_gradients_of_gradients(kernel: str) -> None:
         return jax.jit(jax.grad(slope, (0, 1, 2)))(q, k, v)
 
     assert_close(twice(kernel), twice("reference"))
+
+
+def test_gradients_of_gradients_under_traced_masks(kernel: str) -> None:
+    """JAX can't reverse loops of unknown length, and says so."""
+    x = arrays(2)
+    q, k, v = (x[name] for name in "qkv")
+
+    def slope(q, lengths):
+        def loss(q):
+            mask = Lengths(lengths)
+            return (dot_product_attention(q, k, v, mask=mask, kernel=kernel) ** 2).sum()
+
+        return jax.grad(loss)(q).sum()
+
+    twice = jax.jit(jax.grad(slope))
+    lengths = jnp.array([S, 5])
+    if kernel == "reference":
+        assert jnp.isfinite(twice(q, lengths)).all()
+    else:
+        with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+            twice(q, lengths)
