@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels import KERNELS, fused
+from flax_mha.kernels import KERNELS
+from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Dense, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 

@@ -8,7 +8,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha.kernels import flex, fused, splash
+from flax_mha.kernels import tpu as blocks
+from flax_mha.kernels.cudnn import fused
 from tests.kernels import cudnn_model
 
 
@@ -18,8 +19,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     _interpret(monkeypatch, True)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(splash, "BLOCKS", {128: 128})
-    monkeypatch.setattr(flex, "BLOCKS", {128: 128})
+    monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flax_mha.grid import whole
-from flax_mha.kernels import fused
+from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.shapes import Dims
 from tests import oracle

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain, sharding
-from flax_mha.kernels import fused
+from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, Window
 from tests.kernels.near import run
 from tests.kernels.oracle_check import B, N, arrays, check, table

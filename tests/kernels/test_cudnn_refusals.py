@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels import fused
+from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, Bias, SoftCap
 

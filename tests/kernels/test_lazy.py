@@ -6,7 +6,8 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 
 from flax_mha.grid import whole
-from flax_mha.kernels import ids, lazy, spec
+from flax_mha.kernels import ids, spec
+from flax_mha.kernels.splash import lazy
 from flax_mha.masks import Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
 from flax_mha.shapes import Dims
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels import lazy
+from flax_mha.kernels.splash import lazy
 from flax_mha.masks import (
     Causal,
     Dense,

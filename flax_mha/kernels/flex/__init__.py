@@ -23,31 +23,19 @@ from jax import lax
 
 from flax_mha import shapes
 from flax_mha.grid import Array, At, flat_batch
-from flax_mha.kernels import shards
+from flax_mha.kernels import shards, tpu
 from flax_mha.kernels.finite import guard
-from flax_mha.kernels.flex_core import Operands, core
-from flax_mha.kernels.flex_tile import Call
-from flax_mha.kernels.lowered import DTYPES, Function
+from flax_mha.kernels.flex.core import Operands, core
+from flax_mha.kernels.flex.lowered import DTYPES, Function
+from flax_mha.kernels.flex.tile import Call
+from flax_mha.kernels.flex.walk import Leaf
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tiling import map_grids
-from flax_mha.kernels.walk import Leaf
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
-# The most queries, and the most keys, of a block, for heads of at most so many features:
-#
-# | features | block |
-# |---|---|
-# | 256 | 512 |
-# | 512 | 256 |
-#
-# Each block of queries loads the keys anew, so large ones are better; what bounds them is that the
-# scores of a block in float32 (1 MiB at 512²), their gradients and what functions of them leave
-# behind share the fast memory of a core. These compile for v5e, v5p and v6e. Their speed has not
-# been measured.
-BLOCKS = {256: 512, 512: 256}
 # The most entries of a table of tiles: they lie in scalar memory.
 TABLE = 2**16
 # The most entries of an argument of a function, which lies whole in fast memory.
@@ -59,18 +47,10 @@ def refuses(
 ) -> str | None:
     """The reason why this kernel can't run the call, or None."""
     dims = shapes.attention_dims(q, k, v)
-    if platform != "tpu":
-        return f"runs on TPU only, this is {platform}"
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"takes float32 and bfloat16, got {q.dtype}"
-    if not (dims.T and dims.S and math.prod(dims.B)):
-        return "there are no rows, queries or keys"
-    if max(dims.H, dims.Hv) > max(BLOCKS):
-        return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
+    if (reason := tpu.refuses(q, k, v, platform)) is not None:
+        return reason
     if spec.precision not in _PRECISIONS:
         return f"has the precisions default and highest, got {spec.precision}"
-    if jax.typeof(q).mat.varying:
-        return "inside jax.shard_map it needs check_vma=False"
     found = trace(spec, dims)
     return found if isinstance(found, str) else shards.undivided()
 
@@ -107,7 +87,7 @@ def attend(
         sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
     at = spec.at(dims)
     operands = Operands(
-        _heads_first(q, T), _heads_first(k, S), _heads_first(v, S),
+        tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S),
         [x for x, learned in zip(arrays, call.learned, strict=True) if learned],
         sinks,
         [x for x, learned in zip(arrays, call.learned, strict=True) if not learned],
@@ -118,22 +98,6 @@ def attend(
     out, lse = core(call, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
-
-
-def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    """[*B, L, M, F] as [rows, M, length, F], filled with 0."""
-    x = jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
-
-
-def _plan(dims: Dims) -> Plan:
-    """The fewest equal blocks of at most as many as the table says, in multiples of 128."""
-    most = next(most for features, most in BLOCKS.items() if max(dims.H, dims.Hv) <= features)
-
-    def size(length: int) -> int:
-        return 128 * -(-length // (128 * -(-length // most)))
-
-    return Plan(dims, size(dims.T), size(dims.S))
 
 
 def _verdict(spec: AttentionSpec, dims: Dims, plan: Plan) -> Array:
@@ -171,7 +135,7 @@ class Traced(NamedTuple):
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     """The functions of a call, or the reason why they can't run in a kernel."""
-    plan = _plan(dims)
+    plan = Plan(dims, *tpu.blocks(dims))
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
     bare = spec.replace(sinks=None, dropout=None, q_pos=None, k_pos=None, rows=None, heads=None)

@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 
 from flax_mha.grid import At
 from flax_mha.kernels.dropout import Dropout
-from flax_mha.kernels.lowered import Function
+from flax_mha.kernels.flex.lowered import Function
+from flax_mha.kernels.flex.walk import Leaf, Step
 from flax_mha.kernels.plan import Plan
-from flax_mha.kernels.walk import Leaf, Step
 from flax_mha.masks import FULL, PARTIAL
 
 

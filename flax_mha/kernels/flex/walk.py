@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.grid import Array, flat_batch
-from flax_mha.kernels.lowered import flat
+from flax_mha.kernels.flex.lowered import flat
 from flax_mha.kernels.plan import Plan, tables_of
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 

@@ -10,7 +10,6 @@ own gradient knows no cotangent of the lse. Dao, "FlashAttention-2", 2023.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,24 +20,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha import shapes
-from flax_mha.kernels import lazy, shards
+from flax_mha.kernels import shards, tpu
 from flax_mha.kernels.finite import finite, poison
-from flax_mha.kernels.lazy import Blocks
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.splash import lazy
+from flax_mha.kernels.splash.lazy import Blocks
 from flax_mha.scores import SoftCap
-from flax_mha.shapes import Dims
-
-# The most queries, and the most keys, of a block, for heads of at most so many features:
-#
-# | features | block |
-# |---|---|
-# | 256 | 512 |
-# | 512 | 256 |
-#
-# Each block of queries loads the keys anew, so large ones are better; what bounds them is that the
-# scores of a block in float32 (1 MiB at 512²), its factors and their gradients share the fast
-# memory of a core. These compile for v5e, v5p and v6e. Their speed has not been measured.
-BLOCKS = {256: 512, 512: 256}
 
 # Its kernels are private, with the same signatures since JAX 0.10.0.
 kernels: Any = splash_attention_kernel
@@ -54,14 +41,8 @@ def refuses(
 ) -> str | None:
     """The reason why this kernel can't run the call, or None."""
     dims = shapes.attention_dims(q, k, v)
-    if platform != "tpu":
-        return f"runs on TPU only, this is {platform}"
-    if q.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"takes float32 and bfloat16, got {q.dtype}"
-    if not (dims.T and dims.S and math.prod(dims.B)):
-        return "there are no rows, queries or keys"
-    if max(dims.H, dims.Hv) > max(BLOCKS):
-        return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
+    if (reason := tpu.refuses(q, k, v, platform)) is not None:
+        return reason
     if spec.dropout is not None:
         return "has no dropout"
     if spec.precision is not None:
@@ -69,9 +50,7 @@ def refuses(
     if len(spec.scores) > 1 or not all(type(mod) is SoftCap for mod in spec.scores):
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one SoftCap only, got {names}"
-    if jax.typeof(q).mat.varying:
-        return "inside jax.shard_map it needs check_vma=False"
-    lowered = lazy.lower(spec, dims, _blocks(dims))
+    lowered = lazy.lower(spec, dims, Blocks(*tpu.blocks(dims)))
     if isinstance(lowered, str):
         return lowered
     if spec.heads is not None and lowered.by_head:
@@ -88,7 +67,7 @@ def attend(
     that is no power of two rounds them once more.
     """
     dims = shapes.attention_dims(q, k, v)
-    blocks = _blocks(dims)
+    blocks = Blocks(*tpu.blocks(dims))
     lowered = lazy.lower(spec, dims, blocks)
     if isinstance(lowered, str):
         raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec, 'tpu')}")
@@ -99,7 +78,7 @@ def attend(
         v = finite(v)
     q = q * jnp.asarray(spec.scale, q.dtype)
     T, S = blocks.padded(dims)
-    q, k, v = _heads_first(q, T), _heads_first(k, S), _heads_first(v, S)
+    q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
     sinks = jnp.full(dims.N, _NOTHING, jnp.float32)
     if spec.sinks is not None:
         sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _NOTHING)
@@ -230,19 +209,3 @@ def _backward(form: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
 
 _row.defvjp(_forward, _backward)
-
-
-def _blocks(dims: Dims) -> Blocks:
-    """The fewest equal blocks of at most as many as the table says, in multiples of 128."""
-    most = next(most for features, most in BLOCKS.items() if max(dims.H, dims.Hv) <= features)
-
-    def size(length: int) -> int:
-        return 128 * -(-length // (128 * -(-length // most)))
-
-    return Blocks(size(dims.T), size(dims.S))
-
-
-def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    """[*B, L, M, F] as [rows, M, length, F], filled with 0."""
-    x = jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
-    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))

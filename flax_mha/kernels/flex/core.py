@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.kernels.finite import finite
-from flax_mha.kernels.flex_tile import Call, Here, Tile
-from flax_mha.kernels.walk import Leaf, Walk
+from flax_mha.kernels.flex.tile import Call, Here, Tile
+from flax_mha.kernels.flex.walk import Leaf, Walk
 
 Shape = jax.ShapeDtypeStruct
 

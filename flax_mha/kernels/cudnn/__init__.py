@@ -27,11 +27,12 @@ import numpy as np
 
 from flax_mha import shapes
 from flax_mha.grid import flat_batch
-from flax_mha.kernels import band as bands
-from flax_mha.kernels import fused, shards
-from flax_mha.kernels.band import Band
+from flax_mha.kernels import shards
+from flax_mha.kernels.cudnn import band as bands
+from flax_mha.kernels.cudnn import fused
+from flax_mha.kernels.cudnn.band import Band
+from flax_mha.kernels.cudnn.fused import Kind
 from flax_mha.kernels.finite import finite
-from flax_mha.kernels.fused import Kind
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Bias
 from flax_mha.shapes import Dims
