@@ -103,7 +103,12 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not nn.get_logical_axis_rules() or _initializing.value:
         return x
-    spec = layouts.checked(x.shape, names, mesh)
+    return lay(x, layouts.checked(x.shape, names, mesh))
+
+
+def lay(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Lays x out over mesh axes: a constraint on Auto ones, a reshard on Explicit ones."""
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.explicit_axes:
         x = jax.sharding.reshard(x, layouts.only(spec, mesh.explicit_axes))
     if mesh.auto_axes:

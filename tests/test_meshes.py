@@ -55,7 +55,10 @@ def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
 
 
-def compare(fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any) -> None:
+def compare(
+    fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any,
+    shape: tuple[int, ...] = (2, 4),
+) -> None:  # fmt: skip
     """Holds fn's results and gradients on a mesh against those without one."""
 
     def loss(*args: Any) -> Any:
@@ -65,7 +68,7 @@ def compare(fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any
     floating = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
     whole = jax.jit(jax.grad(loss, floating, has_aux=True))
     gradients, out = whole(*args)
-    mesh, leave = on(kind, rules)
+    mesh, leave = on(kind, rules, shape)
     try:
         placed = [
             jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)

@@ -6,6 +6,7 @@ A kernel is a module with two functions:
 - `refuses(q, k, v, spec, platform) -> str | None`, the reason why it can't.
 """
 
+import functools
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -81,7 +82,9 @@ def dot_product_attention(
         known before tracing, so that kernels can skip what a mask excludes.
       kv_positions: int [S] or [*B, S], or a number, likewise.
       kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
-        "reference", and so do gradients of gradients under masks of traced arrays.
+        "reference", and so do gradients of gradients under masks of traced arrays. Of a sequence
+        divided over a mesh, the way to the other devices' keys: "ulysses", "ring" or "all_gather",
+        alone or before a kernel, as in "ring:blockwise"; on one device that kernel alone.
       precision: of the matrix products, see `jax.lax.Precision`.
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
@@ -108,13 +111,15 @@ def dot_product_attention(
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
 
+    way, kernel = _parsed(kernel)
+
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
     ) -> tuple[jax.Array, jax.Array]:
         name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
         return KERNELS[name].attend(q, k, v, spec)
 
-    out, lse = shards.run(attend, q, k, v, spec)
+    out, lse = shards.run(attend, q, k, v, spec, functools.partial(_way, way))
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(lse, (*B, N, T))
@@ -129,17 +134,26 @@ def dot_product_attention(
 
 
 class Explanation(NamedTuple):
-    """Which kernel a call takes, and why not another. Prints as a table."""
+    """Which kernel a call takes, and why not another. Prints as a table.
+
+    Attributes:
+      chosen: the kernel; None if all that may be taken refuse.
+      refused: why the others can't, and why not another way.
+      way: how a sequence divided over a mesh comes by its keys; None if it is not divided.
+    """
 
     chosen: str | None
     refused: dict[str, str]
+    way: str | None = None
 
     def __str__(self) -> str:
-        width = max(map(len, KERNELS))
+        names = [*KERNELS, *(shards.WAYS if {self.way, *self.refused} & {*shards.WAYS} else ())]
+        width = max(map(len, names))
         rows = []
-        for name in KERNELS:
+        for name in names:
             why = self.refused.get(name)
-            verdict = f"refused: {why}" if why else "chosen" if name == self.chosen else "possible"
+            chosen = name in (self.chosen, self.way)
+            verdict = f"refused: {why}" if why else "chosen" if chosen else "possible"
             rows.append(f"{name:<{width}}  {verdict}")
         return "\n".join(rows)
 
@@ -178,10 +192,10 @@ def explain(
       ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
     """
     del return_weights, return_residuals
-    _check_known(kernel)
+    way, kernel = _parsed(kernel)
     refused: dict[str, str] = {}
-
     preference: list[str] = []
+    taken: list[str] = []
 
     def ask(
         q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
@@ -194,12 +208,19 @@ def explain(
         q, k, v, spec = prepare(q, k, v, **call)
         dims = shapes.attention_dims(q, k, v)
         observe.check(dims, capture, capture_heads, capture_queries)
-        shards.run(ask, q, k, v, spec)
+        shards.run(ask, q, k, v, spec, choose)
+
+    def choose(layout: shards.Layout, dims: shapes.Dims) -> str:
+        refused.update(shards.refusals(layout, dims))
+        taken.append(_way(None if way in refused else way, layout, dims))
+        return taken[0]
 
     jax.eval_shape(trace, q, k, v)
     candidates = preference if kernel == "auto" else [kernel]
     chosen = next((name for name in candidates if name not in refused), None)
-    return Explanation(chosen, refused)
+    if way in refused:
+        return Explanation(None, refused)
+    return Explanation(chosen, refused, *taken)
 
 
 def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:
@@ -229,18 +250,38 @@ def _preference(q: jax.Array, k: jax.Array) -> list[str]:
 
 
 def _choose(kernel: str, preference: list[str], refused: dict[str, str]) -> str:
-    _check_known(kernel)
     if kernel == "auto":
         # The reference kernel refuses nothing, so there is always one.
         return next(name for name in preference if name not in refused)
+    _check_not_refused(kernel, refused)
+    return kernel
+
+
+def _way(way: str | None, layout: shards.Layout, dims: shapes.Dims) -> str:
+    """The way to take to the keys of other devices."""
+    refused = shards.refusals(layout, dims)
+    if way is None:
+        return next(name for name in shards.preference(layout, dims) if name not in refused)
+    _check_not_refused(way, refused)
+    return way
+
+
+def _check_not_refused(kernel: str, refused: dict[str, str]) -> None:
     if kernel in refused:
         raise ValueError(
             f"kernel={kernel!r} can't run this call: {refused[kernel]}; "
             f"choose kernel='auto', or see flax_mha.explain"
         )
-    return kernel
 
 
-def _check_known(kernel: str) -> None:
-    if kernel != "auto" and kernel not in KERNELS:
-        raise ValueError(f"kernel must be 'auto' or one of {list(KERNELS)}, got {kernel!r}")
+def _parsed(kernel: str) -> tuple[str | None, str]:
+    """A way, or None for any, and a kernel, of a name such as "ring:blockwise"."""
+    way, _, local = kernel.rpartition(":")
+    if not way and local in shards.WAYS:
+        way, local = local, "auto"
+    if local not in ("auto", *KERNELS) or way not in ("", *shards.WAYS):
+        raise ValueError(
+            f"kernel must be 'auto' or one of {list(KERNELS)}, for a sequence divided over a mesh "
+            f"one of {list(shards.WAYS)} too, alone or as in 'ring:blockwise', got {kernel!r}"
+        )
+    return way or None, local

@@ -2,9 +2,10 @@
 
 Rows of the batch and heads are divided as the rules say (see `flax_mha.sharding`), and every device
 runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a mesh. Where `length`
-is divided each device has its queries and all keys.
+is divided too, a call goes one of three `WAYS`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,11 +17,17 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import shapes, sharding
 from flax_mha.grid import Grid, whole
+from flax_mha.kernels import ring
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.layouts import each
 from flax_mha.shapes import Dims
 
 Result = tuple[jax.Array, jax.Array]
 Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], Result]
+
+# How the devices that a sequence is divided over come by the keys: each takes all tokens of some
+# heads; the keys go round; or each gathers all of them.
+WAYS = ("ulysses", "ring", "all_gather")
 
 
 class Layout(NamedTuple):
@@ -56,10 +63,33 @@ class Layout(NamedTuple):
             )
         return cls(tuple(batch), length, heads, kv_heads)
 
+    @property
+    def devices(self) -> int:
+        """How many the queries are divided over."""
+        return _devices(self.length)
+
+    def by_heads(self) -> "Layout":
+        """With heads divided further instead of queries."""
+        heads = (*each(self.heads), *each(self.length))
+        return self._replace(length=None, heads=heads, kv_heads=heads)
+
+    def over_queries(self) -> P:
+        """The layout of queries, and outputs, [*B, T, N, H]."""
+        return P(*self.batch, self.length, self.heads, None)
+
+    def over_lse(self) -> P:
+        """The layout of the lse [*B, N, T]."""
+        return P(*self.batch, self.heads, self.length)
+
     def over_scores(self, shape: tuple[int, ...]) -> P:
         """The layout of an array over the scores; axes of 1 stand for all."""
         axes = (*self.batch, self.heads, self.length, None)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
+
+
+def _devices(axes: Any) -> int:
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return math.prod(sizes[axis] for axis in each(axes))
 
 
 def _of_type(x: jax.Array) -> tuple[Any, ...]:
@@ -67,7 +97,35 @@ def _of_type(x: jax.Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
-def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
+def refusals(layout: Layout, dims: Dims) -> dict[str, str]:
+    """The reasons why a call can't go some of the `WAYS`."""
+    n, refused = layout.devices, {}
+    several = _devices(layout.heads) * n
+    if dims.N % several or dims.K % several:
+        refused["ulysses"] = (
+            f"it divides heads over the {several} devices that divide heads or queries, and there "
+            f"are {dims.N} query heads and {dims.K} key/value heads"
+        )
+    if dims.S % n:
+        refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
+    return refused
+
+
+def preference(layout: Layout, dims: Dims) -> list[str]:
+    """The ways, best first.
+
+    1. `ulysses`: it sends the least, 1/n of queries, keys, values and outputs, twice.
+    2. `all_gather`, where all keys and values take no more memory than a device's queries.
+    3. `ring`, whose memory is divided by n too.
+    """
+    small = dims.S * dims.K * layout.devices <= dims.T * dims.N
+    return ["ulysses", "all_gather", "ring"] if small else ["ulysses", "ring", "all_gather"]
+
+
+def run(
+    attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec,
+    choose: Callable[[Layout, Dims], str],
+) -> Result:  # fmt: skip
     """attend(q, k, v, spec), each device on its own shard.
 
     Args:
@@ -76,13 +134,23 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
       k: [*B, S, K, H].
       v: [*B, S, K, Hv].
       spec: the rest of the call.
+      choose: gives one of `WAYS` for a sequence that is divided.
     """
-    layout = Layout.of(q, k)
+    layout, dims = Layout.of(q, k), shapes.attention_dims(q, k, v)
     if layout is None:
         return attend(q, k, v, spec)
-    dims = shapes.attention_dims(q, k, v)
+    way = choose(layout, dims) if layout.devices > 1 else None
+    given = layout
+    if way == "ulysses":
+        layout = layout.by_heads()
+    over_keys = None
+    if way == "ring":
+        over_keys = layout.length
+        circle = ring.Ring.of(over_keys, layout.devices, spec, dims)
+        attend = functools.partial(ring.attend, circle, attend)
     sinks = spec.sinks
-    arrays, specs, join = _split(_placed(spec.replace(sinks=None), dims, layout), layout)
+    placed = _placed(spec.replace(sinks=None), dims, layout, by_key=way == "ring")
+    arrays, specs, join = _split(placed, layout)
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, arrays: list[Any]) -> Result:
         spec = join(arrays).replace(sinks=sinks)
@@ -90,20 +158,20 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
 
-    over_q = P(*layout.batch, layout.length, layout.heads, None)
-    over_k = P(*layout.batch, None, layout.kv_heads, None)
-    lse = P(*layout.batch, layout.heads, layout.length)
+    over_q, over_lse = layout.over_queries(), layout.over_lse()
+    over_k = P(*layout.batch, over_keys, layout.kv_heads, None)
     q, k, v = sharding.place(q, over_q), sharding.place(k, over_k), sharding.place(v, over_k)
     by_head = P(layout.heads)
     sinks = None if sinks is None else sharding.place(sinks, by_head)
     ins = over_q, over_k, over_k, by_head, specs
-    return jax.shard_map(local, in_specs=ins, out_specs=(over_q, lse), check_vma=False)(
+    out, lse = jax.shard_map(local, in_specs=ins, out_specs=(over_q, over_lse), check_vma=False)(
         q, k, v, sinks, arrays
     )
+    return sharding.lay(out, given.over_queries()), sharding.lay(lse, given.over_lse())
 
 
-def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
-    """The spec with the coordinates that a device can't know of its own shard."""
+def _placed(spec: AttentionSpec, dims: Dims, layout: Layout, by_key: bool) -> AttentionSpec:
+    """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
     at = whole(dims)
     if any(axes is not None for axes in layout.batch):
         spec = spec.replace(rows=Grid(at.row))
@@ -111,6 +179,8 @@ def _placed(spec: AttentionSpec, dims: Dims, layout: Layout) -> AttentionSpec:
         spec = spec.replace(heads=Grid(at.head))
     if layout.length is not None and spec.q_pos is None:
         spec = spec.replace(q_pos=Grid(at.q))
+    if by_key and spec.k_pos is None:
+        spec = spec.replace(k_pos=Grid(at.k))
     return spec
 
 

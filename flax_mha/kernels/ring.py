@@ -1,0 +1,285 @@
+"""Ring attention: queries stay where they are, keys and values go round the devices.
+
+Each of n devices has a block of the queries and a block of the keys. In step s it computes its
+queries' attention to the block of the device s places before it, while that block is on its way to
+the next device, and merges what it gets with what it has:
+
+    lse = log(exp(lse₁) + exp(lse₂));   out = exp(lse₁ − lse)·out₁ + exp(lse₂ − lse)·out₂
+
+Steps in which a mask known before tracing lets no device see anything are left out, and their
+blocks never sent; a device that sees nothing in a step computes nothing. The backward pass goes
+round again, with the gradients of each block travelling behind it, and home in the end. So memory
+is that of one block and its neighbour, forward and backward.
+
+Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
+that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mha import shapes
+from flax_mha.grid import Array
+from flax_mha.kernels.plan import Plan, ask
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tiling import map_grids, nothing
+from flax_mha.masks import EMPTY
+from flax_mha.shapes import Dims
+
+Pair = tuple[jax.Array, jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], Pair]
+
+
+class Ring(NamedTuple):
+    """The devices, and which steps they take.
+
+    Attributes:
+      axes: the mesh axes that queries and keys are divided over.
+      seen: bool [n, n], whether the queries of a device may see the keys of another, if it is
+        known.
+      steps: how many places before it the blocks come from that a device computes with, ascending.
+    """
+
+    axes: Any
+    seen: np.ndarray
+    steps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims) -> "Ring":
+        """The ring of n devices for a call, of which dims and spec are the whole."""
+        plan = Plan(dims, dims.T // n, dims.S // n)
+        verdict = ask(spec, spec.at(dims), plan)
+        seen = np.ones((n, n), bool)
+        if isinstance(verdict, np.ndarray):
+            seen = verdict.max((0, 1)) > EMPTY
+        here = np.arange(n)
+        steps = (s for s in range(n) if seen[here, here - s].any())
+        return cls(axes, seen, tuple(steps))
+
+    def send(self, tree: Any, hop: int) -> Any:
+        """Each device's arrays to the device so many places after it."""
+        n = len(self.seen)
+        if hop % n == 0:
+            return tree
+        pairs = [(i, (i + hop) % n) for i in range(n)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), tree)
+
+    def source(self, step: Array | int) -> jax.Array:
+        """Whose keys this device has in a step."""
+        return (lax.axis_index(self.axes) - step) % len(self.seen)
+
+    def where_seen(self, step: Any, fn: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
+        """fn(*args) on the devices that see something in a step, `otherwise` on the others."""
+        if self.seen.all():
+            return fn(*args)
+        seen = jnp.asarray(self.seen)[lax.axis_index(self.axes), self.source(step)]
+        return lax.cond(seen, fn, lambda *_: otherwise, *args)
+
+    def go(
+        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Pair
+    ) -> tuple[Any, Any]:
+        """Goes round: state, found = visit(step, state, blocks) in each of the steps.
+
+        Returns:
+          The last state, and the sum of what was found of each device's blocks; None if no step
+          is taken.
+        """
+        m, hops = len(steps), (np.diff([0, *steps]) % len(self.seen)).tolist()
+        add = functools.partial(jax.tree.map, jnp.add)
+        if not m:
+            return state, None
+
+        def turn(t: int, step: Any, state: Any, blocks: Pair, behind: Any) -> tuple[Any, Any, Any]:
+            # Sent before anything is computed, so that both can happen at once.
+            following = self.send(blocks, hops[t + 1]) if t + 1 < m else blocks
+            behind = None if behind is None else self.send(behind, hops[t])
+            state, found = visit(step, state, blocks)
+            return state, following, found if behind is None else add(found, behind)
+
+        home: Any = None
+        behind: Any = None
+        blocks, t = self.send(blocks, hops[0]), 0
+        if steps[0] == 0:
+            state, blocks, home = turn(0, 0, state, blocks, None)
+            t = 1
+        while t < m:
+            alike = len(list(next(itertools.groupby(hops[t:]))[1])) - 1
+            if behind is None or alike < 2:
+                state, blocks, behind = turn(t, steps[t], state, blocks, behind)
+                t += 1
+                continue
+
+            def body(carry: Any, step: jax.Array, t: int) -> tuple[Any, None]:
+                return turn(t, step, *carry), None
+
+            some, carry = np.array(steps[t : t + alike]), (state, blocks, behind)
+            (state, blocks, behind), _ = lax.scan(functools.partial(body, t=t), carry, some)
+            t += alike
+        if behind is not None:
+            behind = self.send(behind, -steps[-1])
+            home = behind if home is None else add(home, behind)
+        return state, home
+
+
+def attend(
+    ring: Ring, local: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+) -> Pair:
+    """Attention of this device's queries to the keys of all; inside `jax.shard_map`.
+
+    Args:
+      ring: the devices.
+      local: attention to a block of keys.
+      q: [*B, T/n, N, H].
+      k: [*B, S/n, K, H].
+      v: [*B, S/n, K, Hv].
+      spec: the rest of the call, of this device's queries and all S keys, with all coordinates.
+
+    Returns:
+      out [*B, T/n, N, Hv] and lse [*B, N, T/n].
+    """
+    leaves, tree = jax.tree.flatten(spec.replace(sinks=None))
+    traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    arrays = [leaves[i] for i in traced]
+    known = [None if i in traced else x for i, x in enumerate(leaves)]
+    out, lse = _core(Form(ring, local, known, tree, traced), q, k, v, arrays)
+    if spec.sinks is not None:
+        total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
+        out, lse = (out * _by_query(jnp.exp(lse - total))).astype(out.dtype), total
+    return out, lse
+
+
+class Form(NamedTuple):
+    """What of a call is known before tracing.
+
+    Attributes:
+      ring: the devices.
+      local: attention to a block of keys.
+      leaves: those of the spec, None where they are traced.
+      tree: its structure.
+      traced: indices of the leaves that are given to the call.
+    """
+
+    ring: Ring
+    local: Attend
+    leaves: list[Any]
+    tree: Any
+    traced: list[int]
+
+    def spec(self, arrays: list[jax.Array]) -> AttentionSpec:
+        """The spec of those arrays."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.traced, arrays, strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def block(self, arrays: list[jax.Array], S: int, step: Any) -> list[Any]:
+        """All leaves of the spec, of the keys of a step, S of n·S."""
+        start, n = self.ring.source(step) * S, len(self.ring.seen)
+
+        def cut(x: Array) -> Array:
+            if x.shape[-1] != n * S or n == 1:
+                return x
+            return lax.dynamic_slice_in_dim(jnp.asarray(x), start, S, axis=-1)
+
+        return jax.tree.leaves(map_grids(cut, self.spec(arrays)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]) -> Pair:
+    ring, S = form.ring, k.shape[-3]
+
+    def visit(step: Any, merged: Pair, blocks: Pair) -> tuple[Pair, tuple[()]]:
+        def see(k: jax.Array, v: jax.Array) -> Pair:
+            spec = jax.tree.unflatten(form.tree, form.block(arrays, S, step))
+            return _merge(merged, form.local(q, k, v, spec))
+
+        return ring.where_seen(step, see, merged, *blocks), ()
+
+    dims = shapes.attention_dims(q, k, v)
+    out, lse = nothing(dims, shapes.wide(q.dtype), None)
+    (out, lse), _ = ring.go(ring.steps, visit, (out, lse), (k, v))
+    return out.astype(q.dtype), lse
+
+
+def _merge(one: Pair, other: Pair) -> Pair:
+    """Attention to two sets of keys at once, from that to each."""
+    lse = jnp.logaddexp(one[1], other[1])
+    first, second = (x * _by_query(_share(part, lse)) for x, part in (one, other))
+    return first + second, lse
+
+
+def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
+    """The weight of some keys among all; 0 where nothing is seen."""
+    return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
+
+
+def _by_query(x: jax.Array) -> jax.Array:
+    """[*B, N, T] as [*B, T, N, 1]."""
+    return jnp.swapaxes(x, -1, -2)[..., None]
+
+
+def _forward(
+    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
+) -> tuple[Pair, Any]:
+    out, lse = _core(form, q, k, v, arrays)
+    return (out, lse), (q, k, v, arrays, out, lse)
+
+
+def _backward(form: Form, residuals: Any, cotangents: Pair) -> tuple[Any, ...]:
+    q, k, v, arrays, out, lse = residuals
+    dout, dlse = cotangents
+    ring, S, acc = form.ring, k.shape[-3], lse.dtype
+    learned = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def visit(step: Any, sums: Any, blocks: Pair) -> tuple[Any, Pair]:
+        leaves = form.block(arrays, S, step)
+        floats = [leaves[form.traced[n]] for n in learned]
+
+        def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Pair:
+            for n, x in zip(learned, floats, strict=True):
+                leaves[form.traced[n]] = x
+            return form.local(q, k, v, jax.tree.unflatten(form.tree, leaves))
+
+        def see(k: jax.Array, v: jax.Array) -> Any:
+            (some, part), pull = jax.vjp(block, q, k, v, floats)
+            # out = Σ share·some: what is asked of each part.
+            share = _share(part, lse)
+            gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(acc), some.astype(acc) - out)
+            dq, dk, dv, dfloats = pull(
+                ((dout * _by_query(share)).astype(some.dtype), share * (dlse + gain))
+            )
+            return (dq.astype(acc), dfloats), (dk, dv)
+
+        zeros = jax.tree.map(jnp.zeros_like, ((q.astype(acc), floats), blocks))
+        (dq, dfloats), found = ring.where_seen(step, see, zeros, *blocks)
+        start = ring.source(step) * S
+        more = [_add(x, d, start) for x, d in zip(sums[1], dfloats, strict=True)]
+        return (sums[0] + dq, more), found
+
+    zeros = jnp.zeros(q.shape, acc), [jnp.zeros_like(arrays[n]) for n in learned]
+    # The other way round: XLA would see that the same was sent before, and keep it all till now.
+    steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
+    (dq, dlearned), found = ring.go(steps, visit, zeros, (k, v))
+    dk, dv = found or (jnp.zeros_like(k), jnp.zeros_like(v))
+    darrays: list[Any] = [None] * len(arrays)
+    for n, d in zip(learned, dlearned, strict=True):
+        darrays[n] = d
+    return dq.astype(q.dtype), dk, dv, darrays
+
+
+def _add(x: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
+    """X with a block of its last axis added; with all of it, if that is what the block is."""
+    if block.shape == x.shape:
+        return x + block
+    block = block + lax.dynamic_slice_in_dim(x, start, block.shape[-1], axis=-1)
+    return lax.dynamic_update_slice_in_dim(x, block, start, axis=-1)
+
+
+_core.defvjp(_forward, _backward)

@@ -1,0 +1,244 @@
+"""A sequence over devices: each way to the others' keys computes what one device does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import dot_product_attention, explain, masks, scores
+from flax_mha.kernels import shards
+from tests.oracle import error
+from tests.test_meshes import FORWARD, KEY, KINDS, changed, collectives, compare, on
+
+RNG = np.random.default_rng(5)
+B, T, N, H, Hv = 2, 64, 8, 4, 6
+# Heads over two devices, positions over four; positions over eight.
+FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None)
+EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None)
+IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), axis=1))
+DENSE = jnp.asarray(RNG.random((B, N, T, T)) > 0.4)
+
+
+def _warped(s: Any, b: Any, n: Any, i: Any, j: Any, c: Any) -> Any:
+    return s * (1 + 0.1 * jnp.sin(c * (i - j + n + b).astype(s.dtype)))
+
+
+# S, K, and the call.
+CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "causal, dropout": (
+        T, 8, {"mask": masks.Causal(), "dropout_rate": 0.3, "dropout_rng": KEY},
+    ),
+    "few heads, a window, documents": (
+        T, 2,
+        {"mask": masks.Window(20, 3) & masks.Segments(IDS), "scores": (scores.SoftCap(4.0),)},
+    ),
+    "more keys than queries": (2 * T, 4, {"mask": ~masks.Window(9, 70), "q_positions": 31}),
+    "any mask of rows and heads, dropout": (
+        T, 4,
+        {
+            "mask": masks.Dense(DENSE) & masks.Lengths(jnp.array([50, 0])), "dropout_rate": 0.2,
+            "dropout_rng": KEY, "scores": (scores.Alibi(),),
+        },
+    ),
+}  # fmt: skip
+
+
+def operands(S: int, K: int) -> list[jax.Array]:
+    """q, k, v, a bias, sinks, a table of distances, and a number for a function."""
+    sizes = [(B, T, N, H), (B, S, K, H), (B, S, K, Hv), (N, T, S), (N,), (N, 32), ()]
+    return [jnp.asarray(RNG.normal(size=size), jnp.float32) for size in sizes]
+
+
+def attention(kernel: str, call: dict[str, Any]) -> Any:
+    def attend(q, k, v, bias, sinks, table, c):
+        more = scores.RelativeBias(table), scores.Score(_warped, (c,))
+        return dot_product_attention(
+            q, k, v, bias=bias, sinks=sinks, kernel=kernel, return_residuals=True,
+            **{**call, "scores": (*call.get("scores", ()), *more)},
+        )  # fmt: skip
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "name"),
+    [
+        ("ring", "Auto", "causal, dropout"),
+        ("ring", "Explicit", "few heads, a window, documents"),
+        ("ring:blockwise", "Auto", "more keys than queries"),
+        ("ring:blockwise", "Explicit", "any mask of rows and heads, dropout"),
+        ("ulysses:blockwise", "Explicit", "causal, dropout"),
+        ("ulysses", "Auto", "causal, dropout"),
+        ("all_gather", "Explicit", "any mask of rows and heads, dropout"),
+    ],
+)
+def test_as_one_device(way: str, kind: str, name: str) -> None:
+    S, K, call = CALLS[name]
+    over = (None, "model", "data")
+    specs = [P(*over), P(*over), P(*over), P(), P(), P(), P()]
+    compare(attention(way, call), operands(S, K), kind, FOUR, specs)
+
+
+def test_long_rings_loop() -> None:
+    S, K, call = CALLS["causal, dropout"]
+    specs = [P(None, "model")] * 3 + [P()] * 4
+    compare(attention("ring", call), operands(S, K), "Auto", EIGHT, specs, shape=(1, 8))
+
+
+def test_explicit_results_stay_where_the_queries_are() -> None:
+    mesh, leave = on("Explicit", FOUR)
+    try:
+        q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, P(None, "model", "data")))
+        for way in shards.WAYS:
+            out = jax.jit(lambda q, way=way: dot_product_attention(q, q, q, kernel=way))(q)
+            assert out.sharding.spec == P(None, "model", "data", None), way
+    finally:
+        leave()
+
+
+def program(way: str, mask: masks.Mask | None, K: int, *, grad: bool) -> list[tuple[str, int]]:
+    """What is sent for heads of 8 features over 4 devices, forward, or forward and backward."""
+
+    def attend(*qkv):
+        return dot_product_attention(*qkv, mask=mask, kernel=way)
+
+    def backward(q, k, v, dout):
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    mesh, leave = on("Auto", EIGHT, shape=(2, 4))
+    try:
+        placed = NamedSharding(mesh, P("data", "model"))
+        q, k = (jax.ShapeDtypeStruct((B, T, n, 8), jnp.float32, sharding=placed) for n in (N, K))
+        fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
+        text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
+    finally:
+        leave()
+    return collectives(text)
+
+
+def sent(found: list[tuple[str, int]], kind: str) -> int:
+    assert {name for name, _ in found} <= {kind}
+    return sum(size for _, size in found)
+
+
+def test_rings_send_each_block_once_round(optimized: None) -> None:
+    """(n−1)/n of keys and values; backward twice that; less where a mask leaves out steps."""
+    n, K = 4, 2
+    rows = B // 2
+    keys_and_values = 2 * 4 * rows * T * K * 8
+    once = keys_and_values * (n - 1) // n
+    assert sent(program("ring", masks.Causal(), K, grad=False), "collective-permute") == once
+    assert sent(program("ring", None, K, grad=True), "collective-permute") == 3 * once
+    # A window of a block needs one step, of the block before, which is kept till the backward pass.
+    window = masks.Window(T // n, 0)
+    block = keys_and_values // n
+    assert sent(program("ring", window, K, grad=False), "collective-permute") == block
+    assert sent(program("ring", window, K, grad=True), "collective-permute") == 2 * block
+
+
+def test_ulysses_sends_what_changes_hands(optimized: None) -> None:
+    """q, k, v and out, of which XLA counts a device's own part too; backward the same again."""
+    whole = 4 * (B // 2) * T * (2 * N + 2 * 4) * 8 // 4
+    assert sent(program("ulysses", masks.Causal(), 4, grad=False), "all-to-all") == whole
+    both = sent(program("ulysses", masks.Causal(), 4, grad=True), "all-to-all")
+    assert both <= 3 * whole
+
+
+def test_memory_is_that_of_a_block() -> None:
+    """T = 65,536 over 8 devices: forward and backward in a few times a device's q, k, v and out."""
+    T, N, H = 65536, 2, 64
+    mesh, leave = on("Auto", EIGHT, shape=(1, 8))
+
+    def loss(q, k, v):
+        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring:blockwise")
+        return jnp.sum(jnp.sin(out))
+
+    try:
+        x = jax.ShapeDtypeStruct(
+            (1, T, N, H), jnp.float32, sharding=NamedSharding(mesh, P(None, "model"))
+        )
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+    finally:
+        leave()
+    block = 4 * T // 8 * N * H
+    assert compiled.memory_analysis().temp_size_in_bytes < 30 * block
+
+
+def test_a_long_sequence_matches_one_device() -> None:
+    T = 16384
+    q, k, v = (jnp.asarray(RNG.normal(size=(1, T, 1, 8)), jnp.float32) for _ in "qkv")
+
+    def attend(q, k, v, kernel):
+        return dot_product_attention(q, k, v, mask=masks.Causal(), kernel=kernel)
+
+    whole = attend(q, k, v, "blockwise")
+    mesh, leave = on("Auto", EIGHT, shape=(1, 8))
+    try:
+        placed = jax.device_put((q, k, v), NamedSharding(mesh, P(None, "model")))
+        got = jax.device_get(jax.jit(attend, static_argnums=3)(*placed, "ring"))
+    finally:
+        leave()
+    assert error(got, whole) < FORWARD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_auto_takes(kind: str) -> None:
+    """ulysses where heads divide; else what keeps memory to that of the queries."""
+
+    def way(N: int, K: int, **more: Any) -> str | None:
+        q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
+        return explain(q, k, k, **more).way
+
+    mesh, leave = on(kind, FOUR)
+    at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
+    try:
+        assert way(8, 8) == "ulysses"
+        assert way(8, 4) == "ring"
+        assert way(8, 2) == "all_gather"
+        assert way(8, 8, kernel="ring:blockwise") == "ring"
+        assert way(8, 4, kernel="ulysses") is None
+        q = jax.ShapeDtypeStruct((B, T, 8, H), jnp.float32, sharding=at)
+        table = str(explain(q, q, q, kernel="ring"))
+        assert "ring        chosen" in table
+        assert "reference   chosen" in table
+    finally:
+        leave()
+    q = jnp.ones((B, T, N, H))
+    assert explain(q, q, q).way is None
+    assert "ring" not in str(explain(q, q, q))
+
+
+MISUSES = {
+    "heads do not divide": (FOUR, (T, 4), "ulysses", "8 devices .* 8 query heads and 4 key/value"),
+    "an unknown way": (FOUR, (T, N), "round:blockwise", "alone or as in 'ring:blockwise'"),
+    "an unknown kernel": (FOUR, (T, N), "ring:fast", "kernel must be 'auto' or one of"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse(name: str) -> None:
+    rules, (S, K), kernel, message = MISUSES[name]
+    _, leave = on("Auto", rules)
+    q, k = jnp.ones((B, T, N, H)), jnp.ones((B, S, K, H))
+    try:
+        with pytest.raises(ValueError, match=message):
+            dot_product_attention(q, k, k, kernel=kernel)
+    finally:
+        leave()
+
+
+def test_a_ring_divides_keys_too() -> None:
+    """On Explicit axes they need not be given so."""
+    mesh, leave = on("Explicit", ())
+    q, k = jnp.ones((B, T, N, H)), jnp.ones((B, T + 2, N, H))
+    try:
+        q = jax.device_put(q, NamedSharding(mesh, P(None, "model")))
+        with pytest.raises(ValueError, match="66 keys do not divide over 4 devices"):
+            dot_product_attention(q, k, k, kernel="ring")
+        assert dot_product_attention(q, k[:, :T], k[:, :T], kernel="ring").shape == q.shape
+    finally:
+        leave()
