@@ -109,7 +109,7 @@ def _run(
     out = jnp.zeros((*dims.B, dims.N, dims.T, dims.Hv), acc)
     carry = jax.tree.map(lambda x: vary(x, (q, k, v, spec)), (top, total, out))
 
-    size = _BLOCK.get(platform, _BLOCK_ELSEWHERE)
+    size = min(_BLOCK.get(platform, _BLOCK_ELSEWHERE), dims.S)
     blocks = -(-dims.S // size)
     # XLA:CPU widens all that one product reads before it, into memory.
     few = blocks if platform == "cpu" and _narrow(k, q.dtype) else int(blocks * _FEW)
