@@ -133,6 +133,7 @@ class EncoderBlock(nn.Module):
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         head_mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
@@ -144,7 +145,7 @@ class EncoderBlock(nn.Module):
         def run(block: "EncoderBlock", x: jax.Array) -> jax.Array:
             return block._run(
                 x, deterministic, mask=mask, bias=bias, positions=positions,
-                head_mask=head_mask, sow_weights=sow_weights,
+                head_mask=head_mask, lengths=lengths, sow_weights=sow_weights,
             )  # fmt: skip
 
         return (nn.remat(run) if self.remat else run)(self, x)

@@ -36,6 +36,7 @@ class Encoder(nn.Module):
         mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
@@ -46,8 +47,8 @@ class Encoder(nn.Module):
 
         def run(block: EncoderBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
             x = block(
-                x, mask=mask, bias=bias, positions=positions, deterministic=deterministic,
-                sow_weights=sow_weights,
+                x, mask=mask, bias=bias, positions=positions, lengths=lengths,
+                deterministic=deterministic, sow_weights=sow_weights,
             )  # fmt: skip
             return x, None
 

@@ -45,7 +45,7 @@ class Dims(NamedTuple):
         return (*self.B, self.N, self.T, self.S)
 
 
-def attention_dims(q: jax.Array, k: jax.Array, v: jax.Array) -> Dims:
+def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
     """Reads the dimensions off q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv].
 
     Raises:
@@ -168,6 +168,19 @@ def check_positive(**sizes: int) -> None:
             raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def row_lengths(name: str, lengths: Any, batch: Shape) -> jax.Array:
+    """How many tokens of each row are real, int32 [*B]."""
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {lengths.dtype}; cast with .astype(int)")
+    if lengths.shape != batch:
+        raise ValueError(
+            f"{name} must have shape [*B] = {batch}, got {lengths.shape}; "
+            f"give one length for each row of the batch"
+        )
+    return lengths.astype(jnp.int32)
 
 
 def check_rate(name: str, rate: Any) -> None:

@@ -23,7 +23,8 @@ from flax_mha.layouts import each
 from flax_mha.shapes import Dims
 
 Result = tuple[jax.Array, jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], Result]
+# Keys and values may be `Stored`.
+Attend = Callable[[jax.Array, Any, Any, AttentionSpec], Result]
 
 # How the devices that a sequence is divided over come by the keys: each takes all tokens of some
 # heads; the keys go round; or each gathers all of them.
@@ -46,7 +47,7 @@ class Layout(NamedTuple):
     kv_heads: Any
 
     @classmethod
-    def of(cls, q: jax.Array, k: jax.Array) -> "Layout | None":
+    def of(cls, q: jax.Array, k: Any) -> "Layout | None":
         """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
         of_q = sharding.layout(q.shape, sharding.HEADS)
         of_k = sharding.layout(k.shape, sharding.KV_HEADS)
@@ -54,7 +55,7 @@ class Layout(NamedTuple):
             if not jax.sharding.get_abstract_mesh().explicit_axes:
                 return None
             # On Explicit axes arrays say themselves how they are divided.
-            of_q, of_k = _of_type(q), _of_type(k)
+            of_q, of_k = _of_type(q), _of_type(jax.tree.leaves(k)[0])
         (*batch, length, heads, _), (*_, kv_heads, _) = of_q, of_k
         if kv_heads not in (None, heads):
             raise ValueError(
@@ -123,7 +124,7 @@ def preference(layout: Layout, dims: Dims) -> list[str]:
 
 
 def run(
-    attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec,
+    attend: Attend, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
     choose: Callable[[Layout, Dims], str],
 ) -> Result:  # fmt: skip
     """attend(q, k, v, spec), each device on its own shard.
@@ -152,7 +153,7 @@ def run(
     placed = _placed(spec.replace(sinks=None), dims, layout, by_key=way == "ring")
     arrays, specs, join = _split(placed, layout)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, arrays: list[Any]) -> Result:
+    def local(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Result:
         spec = join(arrays).replace(sinks=sinks)
         if spec.heads is not None and layout.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
@@ -160,7 +161,9 @@ def run(
 
     over_q, over_lse = layout.over_queries(), layout.over_lse()
     over_k = P(*layout.batch, over_keys, layout.kv_heads, None)
-    q, k, v = sharding.place(q, over_q), sharding.place(k, over_k), sharding.place(v, over_k)
+    q = sharding.place(q, over_q)
+    # Stored keys and values have scales, which lie as they do.
+    k, v = jax.tree.map(lambda x: sharding.place(x, over_k), (k, v))
     by_head = P(layout.heads)
     sinks = None if sinks is None else sharding.place(sinks, by_head)
     ins = over_q, over_k, over_k, by_head, specs
@@ -217,7 +220,7 @@ def _split(
     return given, [s for _, s in divided], join
 
 
-def _own_heads(k: jax.Array, v: jax.Array, heads: jax.Array, G: int) -> Result:
+def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     """The key/value heads that so many query heads of one device read, of all of them."""
     n = len(heads)
     if n % G == 0:
@@ -225,7 +228,8 @@ def _own_heads(k: jax.Array, v: jax.Array, heads: jax.Array, G: int) -> Result:
     elif G % n == 0:
         heads = heads[:1]
     # Else groups are cut by the ends of the shards: a copy for each query head.
-    return jnp.take(k, heads // G, axis=-2), jnp.take(v, heads // G, axis=-2)
+    own = heads // G
+    return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))
 
 
 def undivided() -> str | None:

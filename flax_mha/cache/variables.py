@@ -1,0 +1,220 @@
+"""Caches as variables of flax layers: the collection `cache`.
+
+A layer of self-attention holds
+
+    cached_key, cached_value                [*B, K, S, ·]
+    cached_key_scale, cached_value_scale    [*B, K, S], of int8
+    cache_index                             int32 [*B], the rows' lengths
+    cache_window                            int32, of a ring buffer
+
+and one of cross-attention `cross_key`, `cross_value`, `cross_key_scale` and `cross_value_scale`, of
+all tokens of the encoder. Layers under `nn.scan` have them with a leading axis.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype
+
+from flax_mha import masks, shapes, sharding
+from flax_mha.cache import slots
+from flax_mha.cache.kv import KVCache
+from flax_mha.cache.ring import FAR, truncated
+from flax_mha.cache.slots import check_dtype, stored, take_rows
+from flax_mha.kernels.stored import Stored
+
+_SELF = {
+    "cached_key": "key",
+    "cached_value": "value",
+    "cached_key_scale": "key_scale",
+    "cached_value_scale": "value_scale",
+    "cache_index": "length",
+}
+_CROSS = ("cross_key", "cross_value", "cross_key_scale", "cross_value_scale")
+
+
+def window(mask: masks.Mask | None, size: int | None) -> int | None:
+    """How many tokens before itself a token sees, under a ring buffer of that size; else None.
+
+    Raises:
+      ValueError: if the mask sees what the ring has forgotten.
+    """
+    if size is None:
+        return None
+    shapes.check_positive(cache_window=size)
+    reach = None if mask is None else mask.reach()
+    if reach is None or reach >= size:
+        raise ValueError(
+            f"cache_window={size} keeps the last {size} tokens, so the layer's mask must see none "
+            f"before them, got mask={mask}; give mask=masks.Window(W, 0) with W at most {size - 1}"
+        )
+    return reach
+
+
+def real(lengths: jax.Array | None, q: jax.Array, k: Any, itself: bool) -> masks.Mask | None:
+    """The mask of rows with so many real queries, and as many keys if they are the same tokens."""
+    if lengths is None:
+        return None
+    lengths = shapes.row_lengths("lengths", lengths, q.shape[:-3])
+    return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
+
+
+def load(layer: nn.Module, reach: int | None) -> KVCache | None:
+    """The layer's cache of self-attention, if it has one."""
+    if not layer.has_variable("cache", "cached_key"):
+        return None
+    fields: dict[str, Any] = {field: _get(layer, name) for name, field in _SELF.items()}
+    return KVCache(**fields, window=reach)
+
+
+def start(
+    layer: nn.Module, k: jax.Array, v: jax.Array, itself: bool, dtype: Dtype | None,
+    size: int | None, reach: int | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The first call of a layer: makes room for tokens, or keeps those of an encoder.
+
+    Args:
+      layer: that holds nothing yet, or an encoder's tokens, which are replaced.
+      k: [*B, S, K, H].
+      v: [*B, S, K, Hv].
+      itself: whether they are of self-attention.
+      dtype: of the cache, None for that of k.
+      size: slots of a ring buffer; None for S slots.
+      reach: see `window`.
+
+    Returns:
+      Keys and values to attend to in this call.
+    """
+    *B, S, K, H = k.shape
+    dtype = check_dtype(k.dtype if dtype is None else dtype)
+    if not itself:
+        return _remember(layer, k, v, dtype)
+    S, Hv = S if size is None else size, v.shape[-1]
+    store(layer, KVCache.empty(tuple(B), S, K, H, Hv, dtype=dtype, window=reach))
+    return k, v
+
+
+def store(layer: nn.Module, cache: KVCache) -> None:
+    """Puts a cache into the layer's variables."""
+    for name, field in _SELF.items():
+        _put(layer, name, getattr(cache, field))
+    if cache.window is not None:
+        layer.put_variable("cache", "cache_window", jnp.int32(cache.window))
+
+
+def _remember(
+    layer: nn.Module, k: jax.Array, v: jax.Array, dtype: jnp.dtype
+) -> tuple[Stored, Stored]:
+    encoded = [slots.encode(x, dtype) for x in (k, v)]
+    for name, (x, scale) in zip(_CROSS, encoded, strict=False):
+        _put(layer, name, jnp.swapaxes(x, -3, -2))
+        _put(layer, f"{name}_scale", None if scale is None else jnp.swapaxes(scale[..., 0], -1, -2))
+    key, value = (Stored(*x, jnp.float32) for x in encoded)
+    return key, value
+
+
+def recall(layer: nn.Module) -> tuple[Stored, Stored] | None:
+    """The encoder's keys and values [*B, S, K, ·] that the layer holds, if it does."""
+    if not layer.has_variable("cache", "cross_key"):
+        return None
+    key, value, key_scale, value_scale = (_get(layer, name) for name in _CROSS)
+    return stored(key, key_scale), stored(value, value_scale)
+
+
+def _get(layer: nn.Module, name: str) -> Any:
+    return layer.get_variable("cache", name) if layer.has_variable("cache", name) else None
+
+
+def _put(layer: nn.Module, name: str, x: jax.Array | None) -> None:
+    if x is None:
+        return
+    known = (
+        slots.ROWS if name == "cache_index" else slots.SCALES if "scale" in name else slots.SLOTS
+    )
+    names = ((None,) * x.ndim + known)[-x.ndim :] if x.ndim else ()
+    layer.put_variable("cache", name, sharding.name(sharding.constrain(x, names), names))
+
+
+def fork(collection: Any, rows: jax.Array) -> Any:
+    """The collection with the rows of the batch in that order: beams, or copies for best-of-n.
+
+    Args:
+      collection: `cache` of a model, of any depth.
+      rows: int [R], indices of rows (of the last axis of *B); R may differ from the rows there
+        are. One out of range gives a row that has overflowed.
+    """
+
+    def of(layer: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: x if name == "cache_window" else _fork(name, x, rows) for name, x in layer.items()
+        }
+
+    return _map(of, collection)
+
+
+def truncate(collection: Any, lengths: jax.Array | int) -> Any:
+    """The collection with the first `lengths` (int, or int [*B]) tokens of each row, at most.
+
+    What the encoder gave stays. A ring buffer can take back S − 1 − window tokens; a row of which
+    more are taken back has overflowed.
+    """
+
+    def of(layer: dict[str, Any]) -> dict[str, Any]:
+        if "cache_index" not in layer:
+            return layer
+        reach, size = layer.get("cache_window"), layer["cached_key"].shape[-2]
+        # Layers of a scan have one each, the same.
+        reach = None if reach is None else reach.max()
+        return {**layer, "cache_index": truncated(layer["cache_index"], lengths, size, reach)}
+
+    return _map(of, collection)
+
+
+def reset(collection: Any) -> Any:
+    """The collection with no token in any row. What the encoder gave stays until it is replaced."""
+    return truncate(collection, 0)
+
+
+def free(collection: Any) -> jax.Array:
+    """Int32 [rows], how many more tokens each row has room for in all layers.
+
+    2³⁰ less its length where all layers have ring buffers.
+
+    Raises:
+      ValueError: if no layer has a cache of self-attention.
+    """
+    found: list[jax.Array] = []
+
+    def of(layer: dict[str, Any]) -> dict[str, Any]:
+        if "cache_index" in layer:
+            most = FAR - 1 if "cache_window" in layer else layer["cached_key"].shape[-2]
+            left = jnp.maximum(most - layer["cache_index"], 0)
+            # Layers of a scan lie before the rows.
+            found.append(left.min(range(left.ndim - 1)))
+        return layer
+
+    _map(of, collection)
+    if not found:
+        raise ValueError(
+            "free needs a collection with the cache of a self-attention layer, got none; give "
+            "variables['cache'] of a model initialized with decode=True"
+        )
+    return functools.reduce(jnp.minimum, found)
+
+
+def _map(fn: Callable[[dict[str, Any]], dict[str, Any]], tree: Any) -> Any:
+    """Applies fn to the variables of each layer."""
+    if not isinstance(tree, Mapping):
+        return tree
+    if "cached_key" in tree or "cross_key" in tree:
+        return fn(dict(tree))
+    return {name: _map(fn, child) for name, child in tree.items()}
+
+
+def _fork(name: str, x: jax.Array, rows: jax.Array) -> jax.Array:
+    after = {"cache_index": 1}.get(name, 3 if name.endswith("scale") else 4)
+    return take_rows(x, rows, x.ndim - after)
