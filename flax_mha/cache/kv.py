@@ -1,6 +1,5 @@
 """The cache as a value: append, attend, truncate, fork."""
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -12,7 +11,7 @@ from jax.experimental import checkify
 from flax_mha import masks, shapes
 from flax_mha.cache import ring
 from flax_mha.cache.slots import check_dtype, encode, stored, take_rows, write
-from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels import decode, dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
 
@@ -135,7 +134,9 @@ class KVCache(struct.PyTreeNode):
           What `dot_product_attention` returns. Rows that have overflowed are NaN, and reported
           under `checkify` with its user checks.
         """
-        return self._attend(q, q_positions, self._stored(), self._positions(), mask, call)
+        return self._checked(
+            self._look(q, q_positions, self._stored(), self._positions(), mask, call)
+        )
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -160,20 +161,31 @@ class KVCache(struct.PyTreeNode):
         """
         T = key.shape[-3]
         q_positions, new = self.next_positions(T), self.append(key, value, lengths)
+        tokens = self._encode(key, value)
         if lengths is not None:
             mask = masks.combine(masks.Lengths(new.length, new.length), mask)
         if self.window is None or self.slots >= self.window + T:
-            return new._attend(q, q_positions, new._stored(), new._positions(), mask, call), new
-        # The ring has no room for all that these queries see: from what it held, and the new ones.
-        tokens = self._encode(key, value)
-        held = [
-            jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
-            for pair in zip(self._stored(), tokens, strict=True)
-        ]
-        k_positions = jnp.concatenate(
-            [ring.positions(self.length, self.slots), q_positions], axis=-1
-        )
-        return new._attend(q, q_positions, held, k_positions, mask, call), new
+            held, k_positions = new._stored(), new._positions()
+        else:
+            # No room for all that these queries see: what the ring held, and the new ones.
+            k, v = (
+                jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
+                for pair in zip(self._stored(), tokens, strict=True)
+            )
+            held, old = (k, v), ring.positions(self.length, self.slots)
+            k_positions = jnp.concatenate([old, q_positions], axis=-1)
+
+        def first() -> Any:
+            return self._look(q, None, tokens, None, mask, call)
+
+        def later() -> Any:
+            return self._look(q, q_positions, held, k_positions, mask, call)
+
+        weights = call.get("return_weights") or "weights" in call.get("capture", ())
+        if T <= decode.QUERIES or weights or ring.over_keys(_dims(q, held), mask, call):
+            return new._checked(later()), new
+        # Of a first prompt kernels know before tracing which tokens see which.
+        return new._checked(jax.lax.cond((self.length == 0).all(), first, later)), new
 
     def free(self) -> jax.Array:
         """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ in all."""
@@ -246,20 +258,21 @@ class KVCache(struct.PyTreeNode):
             length=self.length + count,
         )
 
-    def _attend(
-        self, q: jax.Array, q_positions: jax.Array, kv: Sequence[Stored],
+    def _look(
+        self, q: jax.Array, q_positions: jax.Array | None, kv: tuple[Stored, Stored],
         k_positions: jax.Array | None, mask: masks.MaskLike | None, call: dict[str, Any],
     ) -> Any:  # fmt: skip
-        k, v = kv
         if self.window is not None:
-            dims = shapes.attention_dims(q, k.replace(dtype=q.dtype), v.replace(dtype=q.dtype))
-            ring.check_positional(dims, mask, call)
+            ring.check_positional(_dims(q, kv), mask, call)
         # Causality also hides the slots that hold nothing.
         own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
-        result = dot_product_attention(
-            q, k, v, mask=masks.combine(own, mask), q_positions=q_positions,
+        return dot_product_attention(
+            q, *kv, mask=masks.combine(own, mask), q_positions=q_positions,
             kv_positions=k_positions, **call,
         )  # fmt: skip
+
+    def _checked(self, result: Any) -> Any:
+        """The result, NaN in rows that have overflowed."""
         checkify.debug_check(
             ~self.overflowed.any(),
             "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
@@ -279,3 +292,7 @@ class KVCache(struct.PyTreeNode):
                 f"[*B, K, S, H] = {held}, got {came}; initialize the cache with the full batch and "
                 f"length"
             )
+
+
+def _dims(q: jax.Array, kv: tuple[Stored, Stored]) -> shapes.Dims:
+    return shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))

@@ -42,8 +42,8 @@ def truncated(
     return jnp.where(lost, FAR, new)
 
 
-def check_positional(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> None:
-    """In a ring a slot is not a position: arrays along the keys would meet the wrong ones."""
+def over_keys(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> list[shapes.Shape]:
+    """The shapes over the scores of a call's masks, ids and biases that are arrays of the keys."""
     scores: Sequence[ScoreMod] = call.get("scores", ())
     if call.get("bias") is not None:
         scores = (*scores, Bias(call["bias"]))
@@ -51,7 +51,13 @@ def check_positional(dims: Dims, mask: masks.MaskLike | None, call: dict[str, An
     if mask is not None:
         parts.append(masks.as_mask(mask).bind(dims))
     leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Grid))
-    wrong = [x.array.shape for x in leaves if isinstance(x, Grid) and x.array.shape[-1] > 1]
+    grids = (x.array.shape for x in leaves if isinstance(x, Grid))
+    return [shape for shape in grids if shape[-1] > 1]
+
+
+def check_positional(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> None:
+    """In a ring a slot is not a position: arrays along the keys would meet the wrong ones."""
+    wrong = over_keys(dims, mask, call)
     if wrong:
         raise ValueError(
             f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
