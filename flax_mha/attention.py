@@ -1,3 +1,4 @@
+# Over 300 lines: half of them say what the fields and arguments mean.
 """The layer: project → position → cache → kernel → project."""
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks, shapes, sharding
 from flax_mha.cache import KVCache, variables
+from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention, observe
 from flax_mha.positions import Rotation, rotate
 from flax_mha.projections import Projection, fused
@@ -123,6 +125,7 @@ class MultiHeadAttention(nn.Module):
         positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         head_mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        order: Array | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
@@ -143,6 +146,9 @@ class MultiHeadAttention(nn.Module):
             the order given, whatever this says.
           lengths: int [*B], how many tokens of inputs_q are real in each row, from its first on
             (default: all). The others are neither attended to nor kept, and attend to nothing.
+          order: int [T], where the tokens stand in the sequence if they are given in another order,
+            such as `sharding.zigzag(T, 8)`: what masks, scores, dropout and, unless `positions`
+            says otherwise, `rotary` go by. Arrays in masks line up with the tokens as given.
           head_mask: [N] or [*B, N], scales the heads' outputs: 0 prunes a head.
           deterministic: if True, no dropout; here or in the constructor.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
@@ -165,7 +171,8 @@ class MultiHeadAttention(nn.Module):
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         else:
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
-        q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions)
+        _check_order(order, itself and not self.decode)
+        q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions, order)
         if memory is not None:
             k, v = memory
         elif self.decode and cache is None:
@@ -187,6 +194,7 @@ class MultiHeadAttention(nn.Module):
         }
         if cache is None:
             call["mask"] = masks.combine(call["mask"], variables.real(lengths, q, k, itself))
+            call |= {"q_positions": order, "kv_positions": order}
             x, *extras = dot_product_attention(q, k, v, **call)
         else:
             (x, *extras), cache = cache.extend(q, k, v, lengths, **call)
@@ -200,6 +208,7 @@ class MultiHeadAttention(nn.Module):
     def _heads(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None,
         cache: KVCache | None, positions: jax.Array | tuple[jax.Array, jax.Array] | None,
+        order: Array | None,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Queries, keys and values as attention takes them; of no inputs_k queries alone."""
         q, k, v = self._project(inputs_q, inputs_k, inputs_v)
@@ -207,6 +216,8 @@ class MultiHeadAttention(nn.Module):
             q = self._layer_norm("query_ln")(q)
             k = None if k is None else self._layer_norm("key_ln")(k)
         q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
+        if order is not None:
+            q_pos = k_pos = jnp.asarray(order)
         if cache is not None:
             q_pos = k_pos = cache.next_positions(inputs_q.shape[-2])
         q, k = rotate(self.rotary, q, k, positions, q_pos, k_pos)
@@ -297,3 +308,11 @@ class MultiHeadAttention(nn.Module):
             return {}
         heads, queries = self.capture_heads, self.capture_queries
         return {"capture": names, "capture_heads": heads, "capture_queries": queries}
+
+
+def _check_order(order: Array | None, itself: bool) -> None:
+    if order is not None and not itself:
+        raise ValueError(
+            "order says where the tokens of self-attention stand, all of them in one call; got it "
+            "in decoding or with inputs_k; leave it out"
+        )

@@ -33,6 +33,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_mha import layouts
 from flax_mha.layouts import LogicalNames
+from flax_mha.layouts import zigzag as zigzag
 
 HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 

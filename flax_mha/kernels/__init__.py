@@ -285,7 +285,7 @@ def _check_not_refused(kernel: str, refused: dict[str, str]) -> None:
 
 def _parsed(kernel: str) -> tuple[str | None, str]:
     """A way, or None for any, and a kernel, of a name such as "ring:blockwise"."""
-    way, _, local = kernel.rpartition(":")
+    way, _, local = str(kernel).rpartition(":")
     if not way and local in shards.WAYS:
         way, local = local, "auto"
     if local not in ("auto", *KERNELS) or way not in ("", *shards.WAYS):
