@@ -261,6 +261,11 @@ def wide(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
+def by_query(x: jax.Array) -> jax.Array:
+    """[*B, N, T] as [*B, T, N, 1]."""
+    return jnp.swapaxes(x, -1, -2)[..., None]
+
+
 def lead(x: Any, rank: int) -> Any:
     """Adds leading axes of size 1 up to the rank (never left to implicit broadcasting)."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)

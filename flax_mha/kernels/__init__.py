@@ -17,7 +17,7 @@ import jax
 from flax_mha import masks, shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import blockwise, cudnn, decode, flex, observe, reference, shards, splash
-from flax_mha.kernels.spec import AttentionSpec, prepare
+from flax_mha.kernels.spec import AttentionSpec, Result, prepare
 from flax_mha.kernels.stored import Stored, widened
 from flax_mha.kernels.tiling import nothing
 from flax_mha.scores import ScoreMod
@@ -31,6 +31,9 @@ KERNELS: dict[str, ModuleType] = {
     "reference": reference,
     "decode": decode,
 }
+
+# Those that can compute the gradients of a known result without computing it again.
+_RECALLING = ("flex", "blockwise")
 
 
 def dot_product_attention(
@@ -116,11 +119,11 @@ def dot_product_attention(
 
     way, kernel = _parsed(kernel)
 
-    def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
         name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
         if name != "decode":
             k, v = widened(k), widened(v)
-        return KERNELS[name].attend(q, k, v, spec)
+        return KERNELS[name].attend(q, k, v, spec, *(known if name in _RECALLING else ()))
 
     out, lse = shards.run(attend, q, k, v, spec, functools.partial(_way, way))
     *B, T, N, _ = q.shape

@@ -26,7 +26,7 @@ from flax_mha.grid import Array
 from flax_mha.kernels import tiling
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, rows, score_of, tile_of, vary
 
 
@@ -39,9 +39,9 @@ def refuses(
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, known: Result | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.attend`.
+    """See `reference.attend`; of a result that is known only the gradients are computed.
 
     No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`),
     for JAX can't reverse loops of unknown length.
@@ -65,7 +65,13 @@ def attend(
         rows(v, plan.block_k, K)[:, 0],
         learned, sinks, rest, tables,
     )  # fmt: skip
-    out, lse = _core(static, *jax.tree.map(lambda x: vary(x, args), args))
+    args = jax.tree.map(lambda x: vary(x, args), args)
+    if known is None:
+        out, lse = _core(static, *args)
+    else:
+        out, lse = known[0].astype(q.dtype), shapes.by_query(known[1])
+        laid = rows(out, plan.block_q, K), rows(lse, plan.block_q, K)[..., 0]
+        out, lse = _known(static, laid, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
@@ -99,12 +105,7 @@ def _visit(
 def _core(static: Form, *args: Any) -> tuple[jax.Array, jax.Array]:
     """The loops' out [R, G, nq, bq, Hv] and lse [R, G, nq, bq], see `_loops`."""
     out, top, total = _loops(static, *args)
-    return out, _lse(top, total)
-
-
-def _lse(top: jax.Array, total: jax.Array) -> jax.Array:
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    return out, tiling.lse_of(top, total)
 
 
 def _loops(
@@ -176,7 +177,7 @@ def _loops(
 
 def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
     out, top, total = _loops(static, *args)
-    return (out, _lse(top, total)), (args, out, top, total)
+    return (out, tiling.lse_of(top, total)), (args, out, top, total)
 
 
 def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -184,7 +185,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     plan, spec = static.plan, static.spec(learned, rest)
     acc = total.dtype
     dout, dlse = cotangents
-    of_rows = _of_rows(out, top, total, dout, dlse)
+    of_rows = tiling.of_rows(out, top, total, dout, dlse)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, k, v, dout, of_rows = x
@@ -235,31 +236,8 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, of_rows)
     grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
-    dsinks = None if sinks is None else _sink_gradient(plan, sinks, of_rows)
+    dsinks = None if sinks is None else tiling.sink_gradient(plan, sinks, of_rows)
     return dq, dk, dv, grads, dsinks, None, None
-
-
-def _of_rows(
-    out: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array, dlse: jax.Array
-) -> jax.Array:
-    """What the gradient of a tile needs of each query: shift, share and δ, [R, G, nq, bq, 3].
-
-    With them p = exp(score − shift)·share and d score = p·(dp − δ).
-    """
-    # Σ dout·out, less what lse itself is asked. (As an einsum, for XLA:CPU takes ten times as
-    # long for the sum of a product of rank 5.)
-    delta = jnp.einsum("...h,...h->...", dout, out, preferred_element_type=total.dtype) - dlse
-    # Not exp(score − lse), which would lose the last digits of large scores.
-    shift = jnp.where(top == -jnp.inf, 0.0, top)
-    return jnp.stack([shift, 1 / jnp.where(total == 0, 1.0, total), delta], -1)
-
-
-def _sink_gradient(plan: Plan, sinks: jax.Array, of_rows: jax.Array) -> jax.Array:
-    """A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head."""
-    shift, share, delta = jnp.moveaxis(
-        of_rows.reshape(-1, plan.dims.N, plan.nq * plan.block_q, 3), -1, 0
-    )
-    return -jnp.sum(jnp.exp(sinks[None, :, None] - shift) * share * delta, (0, 2))
 
 
 def _tile_gradient(
@@ -285,6 +263,26 @@ def _tile_gradient(
 
 
 _core.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _known(static: Form, known: Result, *args: Any) -> Result:
+    """The known result, whose gradients are those of `_core` with these keys among others."""
+    del static, args
+    return known
+
+
+def _known_forward(static: Form, known: Result, *args: Any) -> tuple[Result, Any]:
+    del static
+    out, lse = known
+    return known, (args, out, lse, jnp.ones_like(lse))
+
+
+def _known_backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    return None, *_backward(static, residuals, cotangents)
+
+
+_known.defvjp(_known_forward, _known_backward)
 
 
 def _dot(

@@ -28,13 +28,14 @@ from jax import lax
 from flax_mha import shapes
 from flax_mha.grid import Array
 from flax_mha.kernels.plan import Plan, ask
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids, nothing
 from flax_mha.masks import EMPTY
 from flax_mha.shapes import Dims
 
-Pair = tuple[jax.Array, jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], Pair]
+# (q, k, v, spec, known) -> (out, lse): what a device does. It may take a known result to compute
+# only gradients from.
+Attend = Callable[..., Result]
 
 
 class Ring(NamedTuple):
@@ -83,7 +84,7 @@ class Ring(NamedTuple):
         return lax.cond(seen, fn, lambda *_: otherwise, *args)
 
     def go(
-        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Pair
+        self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
     ) -> tuple[Any, Any]:
         """Goes round: state, found = visit(step, state, blocks) in each of the steps.
 
@@ -96,7 +97,9 @@ class Ring(NamedTuple):
         if not m:
             return state, None
 
-        def turn(t: int, step: Any, state: Any, blocks: Pair, behind: Any) -> tuple[Any, Any, Any]:
+        def turn(
+            t: int, step: Any, state: Any, blocks: Result, behind: Any
+        ) -> tuple[Any, Any, Any]:
             # Sent before anything is computed, so that both can happen at once.
             following = self.send(blocks, hops[t + 1]) if t + 1 < m else blocks
             behind = None if behind is None else self.send(behind, hops[t])
@@ -130,7 +133,7 @@ class Ring(NamedTuple):
 
 def attend(
     ring: Ring, local: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-) -> Pair:
+) -> Result:
     """Attention of this device's queries to the keys of all; inside `jax.shard_map`.
 
     Args:
@@ -151,7 +154,7 @@ def attend(
     out, lse = _core(Form(ring, local, known, tree, traced), q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
-        out, lse = (out * _by_query(jnp.exp(lse - total))).astype(out.dtype), total
+        out, lse = (out * shapes.by_query(jnp.exp(lse - total))).astype(out.dtype), total
     return out, lse
 
 
@@ -192,11 +195,11 @@ class Form(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]) -> Pair:
+def _core(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]) -> Result:
     ring, S = form.ring, k.shape[-3]
 
-    def visit(step: Any, merged: Pair, blocks: Pair) -> tuple[Pair, tuple[()]]:
-        def see(k: jax.Array, v: jax.Array) -> Pair:
+    def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
+        def see(k: jax.Array, v: jax.Array) -> Result:
             spec = jax.tree.unflatten(form.tree, form.block(arrays, S, step))
             return _merge(merged, form.local(q, k, v, spec))
 
@@ -208,10 +211,10 @@ def _core(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax
     return out.astype(q.dtype), lse
 
 
-def _merge(one: Pair, other: Pair) -> Pair:
+def _merge(one: Result, other: Result) -> Result:
     """Attention to two sets of keys at once, from that to each."""
     lse = jnp.logaddexp(one[1], other[1])
-    first, second = (x * _by_query(_share(part, lse)) for x, part in (one, other))
+    first, second = (x * shapes.by_query(_share(part, lse)) for x, part in (one, other))
     return first + second, lse
 
 
@@ -220,40 +223,35 @@ def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
-def _by_query(x: jax.Array) -> jax.Array:
-    """[*B, N, T] as [*B, T, N, 1]."""
-    return jnp.swapaxes(x, -1, -2)[..., None]
-
-
 def _forward(
     form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
-) -> tuple[Pair, Any]:
+) -> tuple[Result, Any]:
     out, lse = _core(form, q, k, v, arrays)
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
-def _backward(form: Form, residuals: Any, cotangents: Pair) -> tuple[Any, ...]:
+def _backward(form: Form, residuals: Any, cotangents: Result) -> tuple[Any, ...]:
     q, k, v, arrays, out, lse = residuals
     dout, dlse = cotangents
     ring, S, acc = form.ring, k.shape[-3], lse.dtype
     learned = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def visit(step: Any, sums: Any, blocks: Pair) -> tuple[Any, Pair]:
+    def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
         leaves = form.block(arrays, S, step)
         floats = [leaves[form.traced[n]] for n in learned]
 
-        def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Pair:
+        def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Result:
             for n, x in zip(learned, floats, strict=True):
                 leaves[form.traced[n]] = x
-            return form.local(q, k, v, jax.tree.unflatten(form.tree, leaves))
+            return form.local(q, k, v, jax.tree.unflatten(form.tree, leaves), (out, lse))
 
         def see(k: jax.Array, v: jax.Array) -> Any:
             (some, part), pull = jax.vjp(block, q, k, v, floats)
-            # out = Σ share·some: what is asked of each part.
+            # out = Σ share·some: what is asked of each part; of one that is `known`, of it all.
             share = _share(part, lse)
             gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(acc), some.astype(acc) - out)
             dq, dk, dv, dfloats = pull(
-                ((dout * _by_query(share)).astype(some.dtype), share * (dlse + gain))
+                ((dout * shapes.by_query(share)).astype(some.dtype), share * (dlse + gain))
             )
             return (dq.astype(acc), dfloats), (dk, dv)
 

@@ -18,13 +18,10 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import shapes, sharding
 from flax_mha.grid import Grid, whole
 from flax_mha.kernels import ring
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.ring import Attend
+from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.layouts import each
 from flax_mha.shapes import Dims
-
-Result = tuple[jax.Array, jax.Array]
-# Keys and values may be `Stored`.
-Attend = Callable[[jax.Array, Any, Any, AttentionSpec], Result]
 
 # How the devices that a sequence is divided over come by the keys: each takes all tokens of some
 # heads; the keys go round; or each gathers all of them.

@@ -17,6 +17,9 @@ from flax_mha.masks import Mask
 from flax_mha.scores import Bias, ScoreMod
 from flax_mha.shapes import Dims
 
+# An output [*B, T, N, Hv] and its lse [*B, N, T].
+Result = tuple[jax.Array, jax.Array]
+
 
 class AttentionSpec(struct.PyTreeNode):
     """Everything about a call but q, k and v. Its arrays have been checked against them.

@@ -154,6 +154,35 @@ def nothing(
     return jnp.zeros((*B, T, N, Hv), dtype), lse
 
 
+def lse_of(top: jax.Array, total: jax.Array) -> jax.Array:
+    """The lse of a greatest score and of the sum of the exponentials of the distances to it."""
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+
+
+def of_rows(
+    out: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array, dlse: jax.Array
+) -> jax.Array:
+    """What the gradient of a tile needs of each query: shift, share and δ, [R, G, nq, bq, 3].
+
+    With them p = exp(score − shift)·share and d score = p·(dp − δ).
+    """
+    # Σ dout·out, less what lse itself is asked. (As an einsum, for XLA:CPU takes ten times as
+    # long for the sum of a product of rank 5.)
+    delta = jnp.einsum("...h,...h->...", dout, out, preferred_element_type=total.dtype) - dlse
+    # Not exp(score − lse), which would lose the last digits of large scores.
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    return jnp.stack([shift, 1 / jnp.where(total == 0, 1.0, total), delta], -1)
+
+
+def sink_gradient(plan: Plan, sinks: jax.Array, rows: jax.Array) -> jax.Array:
+    """A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head."""
+    shift, share, delta = jnp.moveaxis(
+        rows.reshape(-1, plan.dims.N, plan.nq * plan.block_q, 3), -1, 0
+    )
+    return -jnp.sum(jnp.exp(sinks[None, :, None] - shift) * share * delta, (0, 2))
+
+
 class Form(NamedTuple):
     """How a call is divided, and how its spec is taken apart and put together again.
 

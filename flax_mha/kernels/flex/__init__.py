@@ -25,12 +25,12 @@ from flax_mha import shapes
 from flax_mha.grid import Array, At, flat_batch
 from flax_mha.kernels import shards, tpu
 from flax_mha.kernels.finite import guard
-from flax_mha.kernels.flex.core import Operands, core
+from flax_mha.kernels.flex.core import Operands, core, recall
 from flax_mha.kernels.flex.lowered import DTYPES, Function
 from flax_mha.kernels.flex.tile import Call
 from flax_mha.kernels.flex.walk import Leaf
 from flax_mha.kernels.plan import Plan, ask
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import known
@@ -62,9 +62,11 @@ _PRECISIONS: dict[Any, Any] = {
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-) -> tuple[jax.Array, jax.Array]:
-    """See `reference.attend`. First derivatives only.
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, result: Result | None = None
+) -> Result:
+    """See `reference.attend`; of a result that is known only the gradients are computed.
+
+    First derivatives only.
 
     Arguments of masks and scores arrive in float32, int32, uint32 or bool.
     """
@@ -95,7 +97,11 @@ def attend(
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip
-    out, lse = core(call, operands)
+    if result is None:
+        out, lse = core(call, operands)
+    else:
+        out, lse = (tpu.heads_first(x, T) for x in (result[0], shapes.by_query(result[1])))
+        out, lse = recall(call, (out.astype(q.dtype), lse[..., 0]), operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
 
