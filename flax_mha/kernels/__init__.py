@@ -131,12 +131,12 @@ def dot_product_attention(
     chex.assert_shape(lse, (*B, N, T))
     extras: list[Any] = []
     if return_weights:
-        extras.append(observe.on_mesh(q, widened(k), lse, spec, ["weights"])["weights"])
+        extras.append(observe.observe(q, widened(k), lse, spec, ["weights"])["weights"])
     if return_residuals:
         extras.append(lse)
     if capture:
         extras.append(
-            observe.on_mesh(q, widened(k), lse, spec, capture, capture_heads, capture_queries)
+            observe.observe(q, widened(k), lse, spec, capture, capture_heads, capture_queries)
         )
     return (out, *extras) if extras else out
 

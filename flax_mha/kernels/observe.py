@@ -43,28 +43,6 @@ _QUERIES = 16
 _LEAST = -800.0
 
 
-def on_mesh(
-    q: jax.Array,
-    k: jax.Array,
-    lse: jax.Array,
-    spec: AttentionSpec,
-    names: Collection[str],
-    heads: Sequence[int] | None = None,
-    queries: Sequence[int] | None = None,
-) -> dict[str, jax.Array]:
-    """`observe` on whatever mesh there is, divided by the compiler."""
-
-    def look(
-        q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec
-    ) -> dict[str, jax.Array]:
-        return observe(q, k, lse, spec, names, heads, queries)
-
-    rows = ("batch", "heads" if heads is None else None, None)
-    layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
-    found = sharding.auto(look, layouts, q, k, lse, spec)
-    return {name: found[name] for name in names}
-
-
 def observe(
     q: jax.Array,
     k: jax.Array,
@@ -74,7 +52,7 @@ def observe(
     heads: Sequence[int] | None = None,
     queries: Sequence[int] | None = None,
 ) -> dict[str, jax.Array]:
-    """Captures what `names` ask for.
+    """Captures what `names` ask for, on whatever mesh there is, divided by the compiler.
 
     Args:
       q: [*B, T, N, H].
@@ -92,12 +70,22 @@ def observe(
     Raises:
       ValueError: if a name is unknown, or an index out of range.
     """
-    dims = shapes.attention_dims(q, k, k)
-    chosen = check(dims, names, heads, queries)
+    chosen = check(shapes.attention_dims(q, k, k), names, heads, queries)
+    look = functools.partial(_look, names=names, chosen=chosen)
+    rows = ("batch", "heads" if heads is None else None, None)
+    layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
+    found = sharding.auto(look, layouts, q, k, lse, spec)
+    return {name: found[name] for name in names}
+
+
+def _look(
+    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, names: Collection[str],
+    chosen: tuple[np.ndarray | None, np.ndarray | None],
+) -> dict[str, jax.Array]:  # fmt: skip
     if not set(names) - {"lse"}:
         return {name: _pick(lse[..., None], *chosen)[..., 0] for name in names}
     dtype = q.dtype
-    at = spec.at(dims)
+    at = spec.at(shapes.attention_dims(q, k, k))
     # The observer must not change how the observed is compiled: nothing in common to fuse.
     q, k, lse = jax.lax.optimization_barrier((q, k, lse))
     q, k = reference.heads_first(q, k)
