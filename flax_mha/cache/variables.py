@@ -46,7 +46,7 @@ def window(mask: masks.Mask | None, size: int | None) -> int | None:
     if size is None:
         return None
     shapes.check_positive(cache_window=size)
-    reach = None if mask is None else mask.reach()
+    reach = None if mask is None else masks.as_mask(mask).reach()
     if reach is None or reach >= size:
         raise ValueError(
             f"cache_window={size} keeps the last {size} tokens, so the layer's mask must see none "

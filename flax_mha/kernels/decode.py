@@ -105,7 +105,8 @@ def _run(
     total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
     top = total - jnp.inf
     if spec.sinks is not None:
-        top, total = total + spec.sinks.astype(acc)[:, None, None], total + 1
+        sinks = shapes.lead(spec.sinks.astype(acc)[:, None, None], total.ndim)
+        top, total = total + sinks, total + 1
     out = jnp.zeros((*dims.B, dims.N, dims.T, dims.Hv), acc)
     carry = jax.tree.map(lambda x: vary(x, (q, k, v, spec)), (top, total, out))
 
