@@ -151,9 +151,7 @@ def test_padding_without_a_cache_is_not_seen() -> None:
     np.testing.assert_array_equal(again[:, :5], out[:, :5])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [("int8", 0.03), ("float16", 2e-3), ("bfloat16", 0.02)]
-)
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
 def test_storage(dtype: str, bound: float) -> None:
     """In a narrower dtype the output moves a little, and not by how the tokens came."""
     _, held, step, wanted = built("rotary, gqa, dv", cache_dtype=dtype)

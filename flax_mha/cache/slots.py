@@ -115,7 +115,17 @@ def check_dtype(dtype: Dtype) -> jnp.dtype:
     return found
 
 
-def take_rows(x: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
-    """Some rows of an array of a cache; one that does not exist gives a length of FAR."""
-    fill = FAR if x.dtype == jnp.int32 else 0
-    return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+def take_rows(x: jax.Array, rows: jax.Array, names: LogicalNames) -> jax.Array:
+    """Some rows of an array of a cache; one that does not exist gives a length of FAR.
+
+    Args:
+      x: [..., *names], rows of the batch first among those.
+      rows: int [R].
+      names: of its last axes.
+    """
+    axis, fill = x.ndim - len(names), FAR if x.dtype == jnp.int32 else 0
+
+    def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+
+    return sharding.auto(take, names, x, rows)

@@ -112,18 +112,24 @@ def _run(
 
     size = min(_BLOCK.get(platform, _BLOCK_ELSEWHERE), dims.S)
     blocks = -(-dims.S // size)
-    # XLA:CPU widens all that one product reads before it, into memory.
-    few = blocks if platform == "cpu" and _narrow(k, q.dtype) else int(blocks * _FEW)
+    # XLA:CPU widens all that one product reads before it, into memory; care does so anywhere.
+    narrow = platform == "cpu" and _narrow(k, q.dtype)
+    few = blocks if careful or narrow else int(blocks * _FEW)
     if spec.mask is None or few == 0:
         top, total, out = visit(dims.S, jnp.int32(0), carry)
     else:
         seen = jnp.asarray(ask(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
         seen = seen.any((0, 1, 2))
         order, count = jnp.argsort(~seen, stable=True), seen.sum()
-        top, total, out = lax.cond(
-            count <= few,
-            lambda: lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry),
-            lambda: visit(dims.S, jnp.int32(0), carry),
+
+        def by_blocks() -> tuple[jax.Array, ...]:
+            return lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry)
+
+        def at_once() -> tuple[jax.Array, ...]:
+            return visit(dims.S, jnp.int32(0), carry)
+
+        top, total, out = (
+            by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
         )
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
