@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import cache, masks, shapes, sharding
 from flax_mha.blocks import Dropout, EncoderBlock, check_module, make_norm
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection, default_kernel_init
@@ -62,7 +62,8 @@ class Encoder(nn.Module):
                 length=self.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x, _ = run(self.block.copy(name="layers"), x, None)
+            with cache.reporting(False):
+                x, _ = run(self.block.copy(name="layers"), x, None)
         else:
             for i in range(self.num_layers):
                 x, _ = run(self.block.copy(name=f"layers_{i}"), x, None)

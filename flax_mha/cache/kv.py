@@ -6,11 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
-from jax.experimental import checkify
 
 from flax_mha import masks, shapes
 from flax_mha.cache import ring
-from flax_mha.cache.slots import ROWS, SCALES, SLOTS, check_dtype, encode, stored, take_rows, write
+from flax_mha.cache.slots import (
+    ROWS,
+    SCALES,
+    SLOTS,
+    check_dtype,
+    encode,
+    report,
+    stored,
+    take_rows,
+    write,
+)
 from flax_mha.kernels import decode, dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
@@ -277,12 +286,7 @@ class KVCache(struct.PyTreeNode):
 
     def _checked(self, result: Any) -> Any:
         """The result, NaN in rows that have overflowed."""
-        checkify.debug_check(
-            ~self.overflowed.any(),
-            "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
-            "some that are needed; make room for more at init, and ask `free` before a call",
-            slots=jnp.int32(self.slots), length=self.length.max(),
-        )  # fmt: skip
+        report(self.overflowed, self.length, self.slots)
         out, *more = result if isinstance(result, tuple) else (result,)
         out = jnp.where(self.overflowed[..., None, None, None], jnp.nan, out)
         return (out, *more) if isinstance(result, tuple) else out
