@@ -73,8 +73,7 @@ class KVCache(struct.PyTreeNode):
           window: see `KVCache`.
 
         Raises:
-          ValueError: if the window does not fit the slots.
-          TypeError: if sizes are no ints, or the dtype is not supported.
+          ValueError, TypeError: if sizes, the window or the dtype do not fit.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         shapes.check_positive(
@@ -120,8 +119,7 @@ class KVCache(struct.PyTreeNode):
           has overflowed.
 
         Raises:
-          ValueError: if the tokens do not fit the cache's shape.
-          TypeError: if lengths are no integers.
+          ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
         self._check("keys", key.shape, self.key.shape)
         self._check("values", value.shape, self.value.shape)
@@ -165,8 +163,7 @@ class KVCache(struct.PyTreeNode):
           (what `dot_product_attention` returns, the new cache).
 
         Raises:
-          ValueError: if shapes do not fit.
-          TypeError: if dtypes do not.
+          ValueError, TypeError: if shapes or dtypes do not fit.
         """
         T = key.shape[-3]
         q_positions, new = self.next_positions(T), self.append(key, value, lengths)
