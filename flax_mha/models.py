@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import cache, masks, shapes, sharding
 from flax_mha.blocks import Dropout, EncoderBlock, check_module, make_norm
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection, default_kernel_init
@@ -62,7 +62,8 @@ class Encoder(nn.Module):
                 length=self.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x, _ = run(self.block.copy(name="layers"), x, None)
+            with cache.reporting(False):
+                x, _ = run(self.block.copy(name="layers"), x, None)
         else:
             for i in range(self.num_layers):
                 x, _ = run(self.block.copy(name=f"layers_{i}"), x, None)
@@ -226,12 +227,7 @@ def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """The mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != x.shape[:-2]:
-        raise ValueError(
-            f"lengths must have shape [*B] = {x.shape[:-2]}, got {lengths.shape}; "
-            f"give one length for each row of the batch"
-        )
+    lengths = shapes.row_lengths("lengths", lengths, x.shape[:-2])
     count = lengths[..., None]
     real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
     return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)

@@ -6,11 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
-from jax.experimental import checkify
 
 from flax_mha import masks, shapes
 from flax_mha.cache import ring
-from flax_mha.cache.slots import check_dtype, encode, stored, take_rows, write
+from flax_mha.cache.slots import (
+    ROWS,
+    SCALES,
+    SLOTS,
+    check_dtype,
+    encode,
+    report,
+    stored,
+    take_rows,
+    write,
+)
 from flax_mha.kernels import decode, dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
@@ -64,8 +73,7 @@ class KVCache(struct.PyTreeNode):
           window: see `KVCache`.
 
         Raises:
-          ValueError: if the window does not fit the slots.
-          TypeError: if sizes are no ints, or the dtype is not supported.
+          ValueError, TypeError: if sizes, the window or the dtype do not fit.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         shapes.check_positive(
@@ -111,8 +119,7 @@ class KVCache(struct.PyTreeNode):
           has overflowed.
 
         Raises:
-          ValueError: if the tokens do not fit the cache's shape.
-          TypeError: if lengths are no integers.
+          ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
         self._check("keys", key.shape, self.key.shape)
         self._check("values", value.shape, self.value.shape)
@@ -156,8 +163,7 @@ class KVCache(struct.PyTreeNode):
           (what `dot_product_attention` returns, the new cache).
 
         Raises:
-          ValueError: if shapes do not fit.
-          TypeError: if dtypes do not.
+          ValueError, TypeError: if shapes or dtypes do not fit.
         """
         T = key.shape[-3]
         q_positions, new = self.next_positions(T), self.append(key, value, lengths)
@@ -182,7 +188,7 @@ class KVCache(struct.PyTreeNode):
             return self._look(q, q_positions, held, k_positions, mask, call)
 
         weights = call.get("return_weights") or "weights" in call.get("capture", ())
-        if T <= decode.QUERIES or weights or ring.over_keys(_dims(q, held), mask, call):
+        if T <= decode.QUERIES or weights or ring.over_keys(q, held, mask, call):
             return new._checked(later()), new
         # Of a first prompt kernels know before tracing which tokens see which.
         return new._checked(jax.lax.cond((self.length == 0).all(), first, later)), new
@@ -209,8 +215,12 @@ class KVCache(struct.PyTreeNode):
         Args:
           rows: int [R], indices of rows; one out of range gives a row that has overflowed.
         """
-        axis = self.length.ndim - 1
-        return jax.tree.map(lambda x: take_rows(x, rows, axis), self)
+
+        def take(x: jax.Array) -> jax.Array:
+            # Axes after the rows: of lengths, scales, and slots.
+            return take_rows(x, rows, {0: ROWS, 2: SCALES, 3: SLOTS}[x.ndim - self.length.ndim])
+
+        return jax.tree.map(take, self)
 
     @property
     def overflowed(self) -> jax.Array:
@@ -263,7 +273,7 @@ class KVCache(struct.PyTreeNode):
         k_positions: jax.Array | None, mask: masks.MaskLike | None, call: dict[str, Any],
     ) -> Any:  # fmt: skip
         if self.window is not None:
-            ring.check_positional(_dims(q, kv), mask, call)
+            ring.check_positional(q, kv, mask, call)
         # Causality also hides the slots that hold nothing.
         own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
         return dot_product_attention(
@@ -273,12 +283,7 @@ class KVCache(struct.PyTreeNode):
 
     def _checked(self, result: Any) -> Any:
         """The result, NaN in rows that have overflowed."""
-        checkify.debug_check(
-            ~self.overflowed.any(),
-            "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
-            "some that are needed; make room for more at init, and ask `free` before a call",
-            slots=jnp.int32(self.slots), length=self.length.max(),
-        )  # fmt: skip
+        report(self.overflowed, self.length, self.slots)
         out, *more = result if isinstance(result, tuple) else (result,)
         out = jnp.where(self.overflowed[..., None, None, None], jnp.nan, out)
         return (out, *more) if isinstance(result, tuple) else out
@@ -292,7 +297,3 @@ class KVCache(struct.PyTreeNode):
                 f"[*B, K, S, H] = {held}, got {came}; initialize the cache with the full batch and "
                 f"length"
             )
-
-
-def _dims(q: jax.Array, kv: tuple[Stored, Stored]) -> shapes.Dims:
-    return shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))
