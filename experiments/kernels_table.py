@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import dot_product_attention, explain
+from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels import KERNELS, fused
 from flax_mha.masks import Causal, Dense, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
@@ -90,7 +90,7 @@ def pretended(platform: str) -> Iterator[None]:
     """As if one device of that platform were here; a GPU is one of NVIDIA's Hopper."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     with (
-        mock.patch.object(jax, "default_backend", return_value=platform),
+        mock.patch.object(sharding, "platform", return_value=platform),
         mock.patch.object(fused, "gpu", return_value=HOPPER),
         jax.set_mesh(mesh),
     ):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 
-from flax_mha import masks, shapes
+from flax_mha import masks, shapes, sharding
 from flax_mha.grid import Array
 from flax_mha.kernels import blockwise, cudnn, flex, observe, reference, shards, splash
 from flax_mha.kernels.spec import AttentionSpec, prepare
@@ -203,7 +203,7 @@ def explain(
 
 
 def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:
-    platform = jax.default_backend()
+    platform = sharding.platform()
     reasons = {name: module.refuses(q, k, v, spec, platform) for name, module in KERNELS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -218,7 +218,7 @@ def _preference(q: jax.Array, k: jax.Array) -> list[str]:
     | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
     """
     scores = q.shape[-3] * k.shape[-3]
-    if jax.default_backend() in ("cpu", "tpu"):
+    if sharding.platform() in ("cpu", "tpu"):
         # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
         # of splash would be mostly empty.
         first = ["reference"] if scores <= 256**2 else []

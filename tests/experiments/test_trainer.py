@@ -153,7 +153,7 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         ({"mesh.fsdp": 0}, "at least 1"),
         ({"steps": 0}, "config.steps must be at least 1, got 0"),
         ({"model.num_heads": 5}, "num_heads=5"),
-        ({"task": "digit"}, r"one of \['digits'\], got 'digit'"),
+        ({"task": "digit"}, r"one of \['digits', 'masked'\], got 'digit'"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
 def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
     config.mesh.data, config.batch_size = -1, batch
-    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1}
+    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
 
 
 def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:

@@ -1,0 +1,26 @@
+"""The encoder of configs/masked.py grown to a pod's size: 32 heads, 8,192 wide, 8 layers, T=8,192.
+
+    python -m experiments.plan --config=configs/long_encoder.py --topology=v5e:16x16
+
+TODO
+"""
+
+from ml_collections import ConfigDict
+
+from configs import masked
+
+
+def get_config() -> ConfigDict:
+    """The task of configs/masked.py, a row for each of 256 chips, parameters over all of them."""
+    config = masked.get_config()
+    config.length = 8192
+    config.batch_size = 256
+    config.mesh.fsdp = 256
+    config.model.features = 8192
+    config.model.num_layers = 8
+    config.model.num_heads = 32
+    config.model.num_kv_heads = 32
+    config.model.mlp_dim = 32768
+    config.model.dtype = "bfloat16"
+    config.model.remat = True
+    return config
