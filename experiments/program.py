@@ -60,8 +60,8 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     got = ", ".join(f"{axis}={config.mesh[axis]}" for axis in AXES)
     if min(sizes) < 1 or math.prod(sizes) > have:
         raise runs.RunError(
-            f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} there "
-            f"are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
+            f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} "
+            f"there are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
         )
     if processes > 1 and math.prod(sizes) != have:
         raise runs.RunError(
@@ -197,9 +197,7 @@ class Program:
         return NamedSharding(self.mesh, spec or PartitionSpec())
 
 
-def build(
-    config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None
-) -> Program:
+def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None) -> Program:
     """Jits the program of a run, which is to be run under `on(program.mesh)`.
 
     Args:

@@ -125,7 +125,7 @@ class Masked:
         return {
             "loss": jnp.sum(losses * weight),
             "accuracy": jnp.sum(correct * weight),
-            "count": jnp.sum(batch["hidden"] * weight),
+            "count": jnp.sum(batch["hidden"].astype(weight.dtype) * weight),
         }
 
     def headline(self, metrics: Mapping[str, np.ndarray]) -> str:
@@ -148,7 +148,7 @@ class Masked:
 
         @jax.jit
         def observe(params: Params, tokens: jax.Array) -> Any:
-            call = {"sow_weights": True, "mutable": ["intermediates"]}
+            call: dict[str, Any] = {"sow_weights": True, "mutable": ["intermediates"]}
             return self.model.apply({"params": params}, tokens, **call)[1]
 
         sown = jax.tree.leaves(jax.device_get(observe(params, tokens)))
@@ -169,9 +169,11 @@ class Masked:
     ) -> tuple[jax.Array, jax.Array]:
         """Loss, and whether the likeliest byte is the right one, [B, T]; 0 where none is hidden."""
         labels = values.astype(jnp.int32)
-        logits = self.model.apply({"params": params}, jnp.where(hidden, HIDDEN, labels), **call)
+        tokens = jnp.where(hidden, HIDDEN, labels)
+        logits: Any = self.model.apply({"params": params}, tokens, **call)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return jnp.where(hidden, losses, 0.0), (hidden & (logits.argmax(-1) == labels)) * 1.0
+        right = logits.argmax(-1) == labels
+        return jnp.where(hidden, losses, 0.0), (hidden & right).astype(losses.dtype)
 
     def _frequent(self, context: Any) -> float:
         """The share of held-out bytes guessed right by the likeliest byte in each context."""

@@ -36,7 +36,7 @@ CONFIG = config_flags.DEFINE_config_file("config", None, f"What to plan; unless 
 TOPOLOGY = flags.DEFINE_string("topology", "v5e:16x16", "Such as v5e:16x16, v5p:4x4x4, cpu:8.")
 SEARCH = flags.DEFINE_bool("search", False, "Try all splits over data, fsdp, model and context.")
 MOST = flags.DEFINE_integer("most", 8, "How many splits --search compiles.", lower_bound=1)
-SCALING = flags.DEFINE_bool("scaling", False, "The study of docs/scaling.md, half an hour and more.")
+SCALING = flags.DEFINE_bool("scaling", False, "The study of docs/scaling.md, which takes long.")
 WORKDIR = flags.DEFINE_string("workdir", None, "A new or empty folder for the results.")
 
 
@@ -47,11 +47,10 @@ def main(argv: Sequence[str]) -> None:
             raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
         if not TOPOLOGY.value.startswith("gpu"):
             jax.config.update("jax_platforms", "cpu")
-        folder = runs.result_folder(WORKDIR.value, "plan")
         if SCALING.value:
-            scaling.study(folder)
+            scaling.study(Path(WORKDIR.value or runs.new_folder("scaling")))
         else:
-            _plan(folder)
+            _plan(runs.result_folder(WORKDIR.value, "plan"))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

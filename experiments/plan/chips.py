@@ -1,18 +1,19 @@
 """What the chips can do: the constants of every estimate, in one table.
 
-| constant | what it is | source |
-|---|---|---|
-| `memory` | bytes of HBM on a chip | cloud.google.com/tpu/docs, the page of each generation |
-| `bandwidth` | bytes a second between HBM and the chip | the same |
-| `flops` | operations a second of products in bfloat16 | the same |
-| `link` | bytes a second through one link, one way: the page's bidirectional bandwidth of a chip | \
-the same; v4: Jouppi et al., "TPU v4", 2023 |
-| | by its links, 2 along each axis of the torus, and by 2 | |
-| `wraps` | sizes of which an axis is a ring, from a chip to the first again | v5e, v6e: a whole \
-pod's 16; others: multiples of 4, cloud.google.com/tpu/docs/v4 |
+| constant | what it is |
+|---|---|
+| `memory` | bytes of HBM on a chip |
+| `bandwidth` | bytes a second between HBM and the chip |
+| `flops` | operations a second of products in bfloat16 |
+| `link` | bytes a second through one link between chips, one way |
+| `wraps` | for which size an axis of the torus is a ring, from its last chip to the first again |
 
-Read in November 2026. A device of JAX is a chip, or on v4 and TPU7x one of a chip's two cores: then
-half of these, save `link`, are its own.
+Sources, read in November 2026: cloud.google.com/tpu/docs, the page of each generation. For `link`
+its bidirectional bandwidth of a chip (v5e 400, v5p 1200, v6e 800, TPU7x 1200 GB/s) by 2, and by
+the links, of which a chip has 2 along each axis; v4: Jouppi et al., "TPU v4", 2023. Axes are rings
+at 16 on v5e and v6e (a whole pod), elsewhere where they are multiples of 4 (the page of v4).
+
+A device of JAX is a chip, or on v4 and TPU7x one of a chip's two cores, which share all of these.
 """
 
 from collections.abc import Callable

@@ -106,13 +106,14 @@ def _result(x: Instruction) -> int:
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:
-    """The groups in any of XLA's four forms.
+    """The groups in any of XLA's forms.
 
     | form | example |
     |---|---|
     | lists | `{{0,1},{2,3}}`, or `{}` for all |
     | a reshaped and transposed count | `[2,2]<=[2,2]T(1,0)` |
-    | axes of a mesh | `mesh['a'=2,'b'=2] {'b'}`, `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
+    | axes of a mesh | `mesh['a'=2,'b'=2] {'b'}` |
+    | of devices in another order | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
     | pairs of a permutation | `source_target_pairs={{0,1},{1,0}}` |
     """
     if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):

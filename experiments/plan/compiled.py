@@ -83,7 +83,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
         traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())
     module = Module(text)
-    stats = found.memory_analysis()
+    stats: Any = found.memory_analysis()
     held = stats.argument_size_in_bytes
     parameters, optimizer = shard_bytes(state.params), shard_bytes(state.opt_state)
     produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -109,7 +109,7 @@ def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
       TooLargeError: if it does not fit a device's memory.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         try:
             found = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.plan import collectives
-from experiments.plan.chips import GIB
 from experiments.plan.roofline import Torus
 from experiments.plan.search import Layout
 
@@ -58,7 +57,7 @@ def memory(layouts: Sequence[Layout]) -> Table:
     table = Table(title="one device, one step", title_justify="left")
     table.add_column("layout")
     for name in ("parameters", "optimizer", "activations", "peak", "of"):
-        table.add_column(f"{name}\nGiB" if name != "of" else "of\nGiB", justify="right")
+        table.add_column(name, justify="right")
     for name in ("10¹² operations", "compute", "memory", "network"):
         unit = "" if name.startswith("10") else "\nms"
         table.add_column(name + unit, justify="right")
@@ -71,8 +70,8 @@ def memory(layouts: Sequence[Layout]) -> Table:
         held = [m.parameters, m.optimizer, m.activations, m.peak]
         spent = [f"{1e3 * x:.4g}" for x in times] if times else ["–"] * 3
         table.add_row(
-            str(layout), *(f"{x / GIB:.3g}" for x in held),
-            f"{torus.memory / GIB:.3g}" if torus else "–", f"{found.flops / 1e12:.4g}", *spent,
+            str(layout), *map(_size, held), _size(torus.memory) if torus else "–",
+            f"{found.flops / 1e12:.4g}", *spent,
             layout.reason or (times.binds if times else "–"),
         )  # fmt: skip
     return table
@@ -82,7 +81,7 @@ def sent(layout: Layout) -> Table:
     """A line for each kind of collective, and number of devices that take part."""
     table = Table(title=f"sent in a step: {layout}", title_justify="left")
     table.add_column("kind")
-    for name in ("devices", "times", "results, MiB", "sent by each, MiB", "ms"):
+    for name in ("devices", "times", "results", "sent by each", "ms"):
         table.add_column(name, justify="right")
     if layout.found is None:
         return table
@@ -94,11 +93,19 @@ def sent(layout: Layout) -> Table:
         seconds = sum(x.times * torus.seconds(x) for x in ones) if torus else None
         table.add_row(
             kind, str(size), str(sum(x.times for x in ones)),
-            f"{sum(x.times * x.bytes for x in ones) / 2**20:.4g}",
-            f"{sum(x.times * x.sent for x in ones) / 2**20:.4g}",
+            _size(sum(x.times * x.bytes for x in ones)), _size(sum(x.times * x.sent for x in ones)),
             "–" if seconds is None else f"{1e3 * seconds:.4g}",
         )  # fmt: skip
     return table
+
+
+def _size(count: float) -> str:
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
 
 
 def others(layouts: Sequence[Layout]) -> Table:

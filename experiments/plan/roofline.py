@@ -3,8 +3,8 @@
     step ≥ max(operations / peak, bytes / bandwidth of the memory, Σ collectives on their links)
 
 The network's part adds up one collective after another; within each all links work that can. Real
-steps overlap less, and run their products below the peak: a layout that is better here by little may
-be worse there.
+steps overlap less, and run their products below the peak: a layout that is better here by little
+may be worse there.
 """
 
 import math

@@ -1,8 +1,8 @@
 """How time, memory and what is sent by a device grow with the number of devices.
 
 Weak scaling keeps the rows of each device, strong scaling the rows of all. Up to 8 devices the step
-of configs/masked.py runs on devices as which this machine's cores serve; from 8 to 4,096 the step of
-an encoder 2,048 wide is compiled for TPU v5p.
+of configs/masked.py runs on devices as which this machine's cores serve; from 8 to 4,096 the step
+of an encoder 2,048 wide is compiled for TPU v5p.
 """
 
 import json
@@ -36,27 +36,34 @@ COLORS = {"cores": "tab:blue", "v5p": "tab:orange"}
 
 
 def study(folder: Path) -> None:
-    """Measures and compiles; leaves scaling.json and scaling.png, and prints the table."""
+    """Compiles and measures; leaves scaling.json and scaling.png, and prints the table.
+
+    A folder with a scaling.json that is not complete is gone on with: each point takes minutes.
+    """
     hosts.force_host_devices(max(HERE))
-    found, console = jax.devices("cpu"), Console(stderr=True)
+    here, console, path = jax.devices("cpu"), Console(stderr=True), folder / "scaling.json"
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+    rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
     for law in ("weak", "strong"):
-        for count in HERE:
-            rows.append(_here(law, found[:count]))
-        for count, topology in PODS.items():
-            console.print(f"compiling {law} scaling, {topology}")
-            # Where both laws have the same rows it is the same program.
-            twins = [r for r in rows if (r["devices"], r["rows"], r["where"]) == (count, ROWS, "v5p")]
-            rows.append(
-                twins[0] | {"law": law} if twins and law == "strong"
-                else _pod(law, devices.of(topology))
-            )  # fmt: skip
-            # Each takes a minute and more: nothing is lost if one fails.
-            (folder / "scaling.json").write_text(json.dumps(rows, indent=2) + "\n")
+        for where, counts in (("v5p", tuple(PODS)), ("cores", HERE)):
+            for count in counts:
+                if any(_point(row) == (law, where, count) for row in rows):
+                    continue
+                # Where both laws have as many rows of data it is the same program.
+                config = large(law, count) if where == "v5p" else small(law, count)
+                twin = [row for row in rows if _point(row)[1:] == (where, count)]
+                twin = [row | {"law": law} for row in twin if row["rows"] == config.batch_size]
+                console.print(f"{law} scaling, {count} devices, {where}")
+                found = devices.of(PODS[count]) if where == "v5p" else here[:count]
+                rows += twin[:1] or [_measured(law, where, config, found)]
+                path.write_text(json.dumps(rows, indent=2) + "\n")
     draw(folder / "scaling.png", rows)
     print(table(rows))
     console.print(f"scaling.json and scaling.png are in {folder}")
+
+
+def _point(row: Row) -> tuple[str, str, int]:
+    return row["law"], row["where"], row["devices"]
 
 
 def small(law: str, count: int) -> ConfigDict:
@@ -78,29 +85,9 @@ def large(law: str, count: int) -> ConfigDict:
     return config
 
 
-def _here(law: str, found: Sequence[jax.Device]) -> Row:
-    config = small(law, len(found))
+def _measured(law: str, where: str, config: ConfigDict, found: Sequence[jax.Device]) -> Row:
     layout = search.plan(config, found)
-    wall, busy = _timed(config, found)
-    return _row(law, "cores", layout, config) | {
-        "milliseconds": 1e3 * wall, "processor": 1e3 * busy / len(found),
-    }  # fmt: skip
-
-
-def _pod(law: str, found: Sequence[jax.Device]) -> Row:
-    config = large(law, len(found))
-    layout = search.plan(config, found)
-    row = _row(law, "v5p", layout, config)
-    if layout.times:
-        row |= {"milliseconds": 1e3 * layout.times.step, "binds": layout.times.binds}
-    return row
-
-
-def _row(law: str, where: str, layout: search.Layout, config: ConfigDict) -> Row:
-    count = 1
-    for size in layout.sizes.values():
-        count *= size
-    row = {"law": law, "where": where, "devices": count, "rows": config.batch_size}
+    row: Row = {"law": law, "where": where, "devices": len(found), "rows": config.batch_size}
     if layout.found:
         memory = layout.found.memory
         row |= {
@@ -109,6 +96,11 @@ def _row(law: str, where: str, layout: search.Layout, config: ConfigDict) -> Row
             "sent": sum(one.times * one.sent for one in layout.found.sent) / 2**20,
             "flops": layout.found.flops,
         }
+    if where == "cores":
+        wall, busy = _timed(config, found)
+        row |= {"milliseconds": 1e3 * wall, "processor": 1e3 * busy / len(found)}
+    elif layout.times:
+        row |= {"milliseconds": 1e3 * layout.times.step, "binds": layout.times.binds}
     return row | {"layout": report.row(layout)}
 
 

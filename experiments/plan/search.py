@@ -125,7 +125,8 @@ def search(
       Those that fit, the fastest first where the chips are known; then all others with the reason.
     """
     facts = Facts.of(config)
-    fits, others = [], []
+    fits: list[Layout] = []
+    others: list[Layout] = []
     torus = Torus.of(devices)
     for sizes in sorted(splits(len(devices)), key=lambda sizes: facts.sent(**sizes)):
         least = facts.state / (sizes["fsdp"] * sizes["model"])
@@ -153,4 +154,3 @@ def divided(config: ConfigDict, sizes: dict[str, int]) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config.mesh.update(sizes)
     return config
-

@@ -23,7 +23,9 @@ _FREE = (
 
 def flops(module: Module) -> int:
     """Operations of the matrix products of a program, save those inside Pallas kernels."""
-    return sum(run.times * _product(module, run.computation, run.instruction) for run in module.runs())
+    return sum(
+        run.times * _product(module, run.computation, run.instruction) for run in module.runs()
+    )
 
 
 def moved(module: Module) -> int:
@@ -166,4 +168,3 @@ def _fused_traffic(module: Module, x: Instruction, taken: dict[str, int], result
 
 def _main(found: list[Array]) -> int:
     return sum(array.bytes for array in found if array.main)
-

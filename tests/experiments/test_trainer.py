@@ -70,13 +70,13 @@ def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: P
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
 def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
     config.model.dropout_rate = 0.1
     one = train(config, tmp_path / "one")
-    config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
+    config.mesh.update(dict(zip(program.AXES, sizes, strict=True)))
     eight = train(config, tmp_path / "eight")
     assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
     np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
