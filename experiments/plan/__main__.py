@@ -20,6 +20,7 @@ from pathlib import Path
 # Before jax starts: the compiler for TPUs must not look for a TPU's host in the network, nor say
 # that it found none.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at a time
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 

@@ -1,7 +1,6 @@
 """The devices that a topology's name stands for, which need not be there."""
 
 import importlib.util
-import os
 import re
 from collections.abc import Sequence
 
@@ -36,8 +35,6 @@ def of(topology: str) -> Sequence[jax.Device]:
             f"--topology={topology} needs the compiler for TPUs, the wheel libtpu (no TPU); "
             f"pip install -e '.[experiments,tpu]'"
         )
-    # It must not look for a TPU's host in the network, and needs none here.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     try:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except jax.errors.JaxRuntimeError as error:

@@ -26,6 +26,7 @@ HERE = (1, 2, 4, 8)
 ROWS_HERE = 8  # of a device in weak scaling; of all, strong scaling keeps those of 8 devices
 PODS = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8", 4096: "v5p:16x16x16"}
 ROWS = 64  # of all devices in strong scaling; in weak scaling each has one
+SHARES = 512  # of the parameters at most: 4 of their 2,048 features
 STEPS = 10
 PANELS = {
     "milliseconds": "ms a step (cores: measured; v5p: least)",
@@ -75,13 +76,14 @@ def small(law: str, count: int) -> ConfigDict:
 
 
 def large(law: str, count: int) -> ConfigDict:
-    """The run that is compiled: parameters over all rows, and tokens over what is left."""
+    """The run that is compiled: rows over as many devices as there are, tokens over the rest."""
     config = long_encoder.get_config()
     config.model.features, config.model.mlp_dim = 2048, 8192
     config.model.num_heads = config.model.num_kv_heads = 16
     config.batch_size = count if law == "weak" else ROWS
-    fsdp = min(count, config.batch_size)
-    config.mesh.data, config.mesh.fsdp, config.mesh.context = 1, fsdp, count // fsdp
+    over_rows = min(count, config.batch_size)
+    config.mesh.fsdp = min(over_rows, SHARES)
+    config.mesh.data, config.mesh.context = over_rows // config.mesh.fsdp, count // over_rows
     return config
 
 
@@ -152,7 +154,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
                 axes.plot(
                     [row["devices"] for row in mine], [row[name] for row in mine],
                     color=color, marker="o", markersize=4,
-                    label="cores as devices, D=128" if where == "cores" else "TPU v5p, D=2,048",
+                    label="cores as devices, D=64" if where == "cores" else "TPU v5p, D=2,048",
                 )  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
