@@ -30,7 +30,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
         " ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n > 1) or "one device"
         for row in rows
     ]
-    figure = Figure(figsize=(11, 1.6 + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(11, 2.0 + 0.5 * len(rows)), layout="constrained")
     figure.suptitle(title)
     left, right = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(rows))
@@ -50,5 +50,5 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3, axis="x")
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=3)
+            axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
     figure.savefig(path, dpi=110)

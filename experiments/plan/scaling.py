@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter
 from ml_collections import ConfigDict
 from rich.console import Console
 
@@ -136,7 +137,8 @@ def table(rows: Sequence[Row]) -> str:
             continue
         cells += [f"{row[name]:,.4g}" for name in ("held", "peak", "sent")]
         cells.append(f"{row['flops'] / 1e9:,.4g}")
-        how = f"{row['processor']:.3g} of a core a device" if "processor" in row else row["binds"]
+        busy = f"{row.get('processor', 0):.3g} of a core for each device"
+        how = busy if "processor" in row else row["binds"]
         lines.append("| " + " | ".join([*cells, f"{row['milliseconds']:.4g} ({how})"]) + " |")
     return "\n".join(lines)
 
@@ -158,7 +160,10 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
                 )  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
-            axes.set_ylabel(label)
+            low, high = axes.get_ylim()
+            axes.set(ylabel=label, ylim=(low / 3, high * 3))
+            axes.xaxis.set_major_locator(FixedLocator([1, 8, 64, 512, 4096]))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
             axes.grid(alpha=0.3, which="both")
         fixed = "rows of each device fixed" if law == "weak" else "rows of all devices fixed"
         panels[1].set_title(f"{law} scaling: {fixed}")
