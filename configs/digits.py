@@ -29,6 +29,7 @@ def get_config() -> ConfigDict:
     config.mesh.data = -1  # devices along the batch; -1: all that are left
     config.mesh.fsdp = 1  # devices along the batch that also share out parameters and moments
     config.mesh.model = 1  # devices along the heads and the MLP's hidden features
+    config.mesh.context = 1  # devices along the tokens
     config.mesh.force_host_devices = 0  # on a CPU: as how many devices each process's cores serve
 
     config.model = ConfigDict()

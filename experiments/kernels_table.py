@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import dot_product_attention, explain, kernels
+from flax_mha import dot_product_attention, explain, kernels, sharding
 from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Dense, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
@@ -92,7 +92,7 @@ def pretended(platform: str) -> Iterator[None]:
     """As if one device of that platform were here; a GPU is one of NVIDIA's Hopper."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     with (
-        mock.patch.object(jax, "default_backend", return_value=platform),
+        mock.patch.object(sharding, "platform", return_value=platform),
         mock.patch.object(fused, "gpu", return_value=HOPPER),
         jax.set_mesh(mesh),
     ):

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -21,7 +22,7 @@ from experiments import runs
 from experiments.data.task import Batch, Params, Task
 from flax_mha import sharding
 
-AXES = ("data", "fsdp", "model")  # of the mesh
+AXES = ("data", "fsdp", "model", "context")  # of the mesh
 Metrics = dict[str, Any]  # each of shape [seeds]
 
 
@@ -34,33 +35,38 @@ class TrainState(flax.struct.PyTreeNode):
     key: jax.Array  # The randomness of a step is a pure function of this and of `step`.
 
 
-def make_mesh(config: ConfigDict) -> Mesh:
-    """A (data, fsdp, model) mesh of the sizes in config.mesh.
+def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A (data, fsdp, model, context) mesh of the sizes in config.mesh.
 
     With data=-1 it takes all devices it can use: all there are, or on one process those that split
     the batch evenly.
 
+    Args:
+      config: of the run.
+      devices: those there are (default: this run's own).
+
     Raises:
       RunError: if devices, processes, batch and sizes do not fit together.
     """
-    data, fsdp, model = (config.mesh[axis] for axis in AXES)
-    have, processes, rows = jax.device_count(), jax.process_count(), config.batch_size
-    if data == -1 and min(fsdp, model) >= 1:
-        most = max(1, have // (fsdp * model))
+    data, fsdp, model, context = (config.mesh[axis] for axis in AXES)
+    devices = jax.devices() if devices is None else devices
+    have, processes, rows = len(devices), jax.process_count(), config.batch_size
+    if data == -1 and min(fsdp, model, context) >= 1:
+        most = max(1, have // (fsdp * model * context))
         fits = (n for n in range(1, most + 1) if rows % (n * fsdp) == 0)
         # Every process has to take part, so that there several the batch has to fit.
         data = most if processes > 1 else max(fits, default=1)
-    sizes = (data, fsdp, model)
+    sizes = (data, fsdp, model, context)
     got = ", ".join(f"{axis}={config.mesh[axis]}" for axis in AXES)
     if min(sizes) < 1 or math.prod(sizes) > have:
         raise runs.RunError(
-            f"config.mesh needs data·fsdp·model devices, at least 1 and at most the {have} there "
-            f"are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
+            f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} "
+            f"there are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
         )
     if processes > 1 and math.prod(sizes) != have:
         raise runs.RunError(
             f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
-            f"try data={have // (fsdp * model)}"
+            f"try data={have // (fsdp * model * context)}"
         )
     if rows % (data * fsdp):
         raise runs.RunError(
@@ -68,18 +74,27 @@ def make_mesh(config: ConfigDict) -> Mesh:
             f"config.mesh.fsdp={fsdp}, got {rows}; try {-(-rows // (data * fsdp)) * data * fsdp}"
         )
     kinds = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(sizes, AXES, axis_types=kinds, devices=jax.devices()[: math.prod(sizes)])
+    # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
+    placed = mesh_utils.create_device_mesh(
+        sizes, devices[: math.prod(sizes)], allow_split_physical_axes=True
+    )
+    return Mesh(placed, AXES, axis_types=kinds)
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
     """Which logical axis goes to which mesh axes; the first rule that is free wins.
 
     Over fsdp go the rows of the batch, like over data, and the features of each parameter, and so
-    of its gradient and moments: XLA gathers a layer's parameters where it needs them.
+    of its gradient and moments: XLA gathers a layer's parameters where it needs them. Over context
+    go the positions of every row: only attention needs those of other devices, their keys and
+    values.
     """
-    if mesh.shape["fsdp"] == 1:
-        return sharding.RULES
-    return (("batch", ("data", "fsdp")), ("embed", "fsdp"), *sharding.RULES)
+    over: tuple[tuple[str, Any], ...] = ()
+    if mesh.shape["fsdp"] > 1:
+        over += (("batch", ("data", "fsdp")), ("embed", "fsdp"))
+    if mesh.shape["context"] > 1:
+        over += (("length", "context"), ("norm_length", "context"))
+    return (*over, *sharding.RULES)
 
 
 @contextlib.contextmanager
@@ -132,6 +147,18 @@ class Program:
             jax.eval_shape(self.create, self.seeds), self.shardings,
         )  # fmt: skip
 
+    def abstract_batch(self) -> Batch:
+        """Shapes, dtypes and shardings of a training batch."""
+        axis, size = int(self.config.seeds > 1), self.config.batch_size
+        row = next(iter(self.task.batches(self.config.seed, size, np.arange(1))))
+        seeds = (self.config.seeds,) * axis
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (*seeds, size, *x.shape[1:]), x.dtype, sharding=self._over_batch(axis)
+            ),
+            row,
+        )
+
     def batches(self) -> grain.DatasetIterator:
         """This process's rows of the training batches, [seeds, rows, ...] if seeds are several."""
         size = self.config.batch_size
@@ -157,7 +184,7 @@ class Program:
 
     def put_test(self, batch: Batch) -> Batch:
         """A test batch as global arrays, padded (with weight 0) to split evenly."""
-        parts = self._over_batch(0).num_devices // self.mesh.shape["model"]
+        parts = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
         def place(x: np.ndarray) -> jax.Array:
             x = np.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])
@@ -170,8 +197,13 @@ class Program:
         return NamedSharding(self.mesh, spec or PartitionSpec())
 
 
-def build(config: ConfigDict, task: Task) -> Program:
+def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None) -> Program:
     """Jits the program of a run, which is to be run under `on(program.mesh)`.
+
+    Args:
+      config: of the run.
+      task: that it names.
+      devices: those of the mesh (default: all there are).
 
     Raises:
       ValueError: if the config does not fit itself, the devices or the model.
@@ -179,7 +211,7 @@ def build(config: ConfigDict, task: Task) -> Program:
     for name in ("seeds", "steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every"):
         if config[name] < 1:
             raise runs.RunError(f"config.{name} must be at least 1, got {config[name]}")
-    mesh = make_mesh(config)
+    mesh = make_mesh(config, devices)
     create, step = _one_model(config, task)
     several = config.seeds > 1
     over_seeds: Callable[..., Any] = jax.vmap if several else lambda f, **_: f

@@ -133,6 +133,22 @@ def new_folder(task: str) -> Path:
     return path
 
 
+def result_folder(workdir: str | Path | None, name: str) -> Path:
+    """The folder for results that are written once: the given one, new or empty, or a new one.
+
+    Raises:
+      RunError: if there is something in it.
+    """
+    if workdir is None:
+        return new_folder(name)
+    path = Path(workdir).absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(
+            f"--workdir must be a new or empty folder, and {path} is not; choose another"
+        )
+    return path
+
+
 def _is_ours(path: Path) -> bool:
     """Whether there is a run; a folder that is missing or empty can become one."""
     if not path.exists():

@@ -12,8 +12,6 @@ with the same --workdir, on a file system that all of them see, and
     --distributed --coordinator_address=HOST:PORT --num_processes=N --process_id=I
 """
 
-import re
-import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +21,7 @@ from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-from experiments import data, hosts, plots, program, runs, trainer
+from experiments import data, hosts, plots, program, runs, settings, trainer
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
@@ -142,24 +140,7 @@ def _overrides() -> dict[str, object]:
 
 def _parse(argv: list[str]) -> list[str]:
     """The parser of absl, after a check of the config's keys with a kinder message."""
-    path, keys = None, []
-    for i, word in enumerate(argv):
-        if match := re.fullmatch(r"--?config(?:=(.*))?", word):
-            path = match[1] if match[1] is not None else "".join(argv[i + 1 : i + 2])
-        elif match := re.match(r"--?(?:no)?config\.([^=]+)", word):
-            keys.append(match[1])
-    if path is None:
-        path = str(DEFAULT)
-        argv = [argv[0], f"--config={path}", *argv[1:]]
-    try:
-        if not Path(path).is_file():
-            raise runs.RunError(f"--config must name a file such as {DEFAULT}, got {path!r}")
-        config = runpy.run_path(path)["get_config"]()
-        for key in keys:
-            runs.check_key(key, config)
-    except runs.RunError as error:
-        sys.exit(f"error: {error}")
-    return app.parse_flags_with_usage(argv)
+    return app.parse_flags_with_usage(settings.checked(argv, DEFAULT))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
     Returns:
       One [*B, T, n, h] for each projection.
     """
-    if jax.default_backend() == "cpu" and jax.sharding.get_abstract_mesh().empty:
+    if sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty:
         # Joining the kernels, and splitting what comes out, takes longer than it saves.
         return [project(x) for project in projections]
     found = (sharding.layout((x.shape[-1], *p.features), p.names) for p in projections)

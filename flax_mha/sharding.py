@@ -156,6 +156,16 @@ def local(
     return jax.shard_map(fn, in_specs=ins, out_specs=specs, check_vma=False)(*args)
 
 
+def platform() -> str:
+    """The platform that what is traced here will run on.
+
+    That of the ambient mesh's devices, which need not be those at hand: a program can be compiled
+    for chips that are elsewhere. Without a mesh it is JAX's default.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
     if not jax.sharding.get_abstract_mesh().explicit_axes:

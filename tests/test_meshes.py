@@ -1,7 +1,5 @@
 """One meaning on every mesh: no mesh, Auto axes, Explicit axes, inside jax.shard_map."""
 
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.plan.collectives import read
 from flax_mha import (
     Classifier,
     Encoder,
@@ -157,15 +156,7 @@ def test_one_array_in_two_places(kind: str) -> None:
 
 def collectives(text: str) -> list[tuple[str, int]]:
     """The collectives of a compiled program, and the bytes of each on one device."""
-    found = []
-    for shapes, kind in re.findall(
-        r"= (\(?[^=]*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
-        r"(?:-start)?\(",
-        text,
-    ):
-        sizes = re.findall(r"f32\[([\d,]*)\]", shapes)
-        found.append((kind, 4 * sum(math.prod(map(int, s.split(","))) for s in sizes if s)))
-    return found
+    return [(one.kind, one.bytes) for one in read(text, devices=8)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

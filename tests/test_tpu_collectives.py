@@ -1,4 +1,7 @@
-"""What a layer over a pod's chips sends, by the compiler for TPUs, which needs no TPU."""
+"""What a layer over a pod's chips sends, by the compiler for TPUs, which needs no TPU.
+
+The numbers are those of the formula in docs/sharding.md.
+"""
 
 import importlib.util
 
@@ -11,48 +14,68 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.plan import compiled, work
+from experiments.plan.collectives import read
+from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, masks, sharding
-from tests.test_meshes import KINDS, collectives
+from tests.test_meshes import KINDS
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
 )
-POD = {"v5e": "v5e:4x4", "v5p": "v5p:2x2x2", "v6e": "v6e:4x4"}
-SHAPE = (2, 1024, 256)
+N, H, T, D, ROWS = 16, 64, 512, 256, 2  # rows of each device
 
 
 @pytest.mark.parametrize(
-    ("kernel", "generation", "kind"),
-    [("splash", generation, kind) for generation in POD for kind in KINDS]
-    + [("flex", "v5e", "Explicit"), ("blockwise", "v5e", "Explicit")],
-)
-def test_heads_need_one_all_reduce_each_way(
-    monkeypatch: pytest.MonkeyPatch, optimized: None, kernel: str, generation: str, kind: str
+    ("kernel", "topology", "kind"),
+    [
+        ("auto", "v5e:4x4", "Auto"), ("auto", "v5p:4x4x4", "Explicit"),
+        ("auto", "v6e:16x16", "Auto"), ("flex", "v5e:4x4", "Explicit"),
+        ("blockwise", "v5e:4x4", "Explicit"),
+    ],
+)  # fmt: skip
+def test_a_layer_sends_what_the_formula_says(
+    optimized: None, kernel: str, topology: str, kind: str
 ) -> None:
-    layer = MultiHeadAttention(16, head_dim=64, mask=masks.Causal(), kernel=kernel)
+    """Heads 16-way, rows over what is left."""
+    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    plain = layer.copy(kernel="reference")
-    shapes = jax.eval_shape(lambda key: plain.init(key, jnp.zeros(SHAPE)), key)
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    chips = np.array(
+        topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    ).reshape(-1, N)
+    shape = (ROWS * len(chips), T, D)
 
     def create(key):
-        return layer.init(key, jnp.zeros(SHAPE))
+        return layer.init(key, jnp.zeros(shape))
 
     def loss(variables, x):
         return jnp.sum(jnp.sin(layer.apply(variables, x)))
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=POD[generation])
-    devices = np.array(topology.devices).reshape(1, -1)
-    mesh = Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        shardings = sharding.of(create, key)
         variables = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            shapes, shardings,
+            jax.eval_shape(create, key), sharding.of(create, key),
         )  # fmt: skip
-        x = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=NamedSharding(mesh, P("data")))
-        forward = jax.jit(layer.apply).lower(variables, x).compile().as_text()
-        both = jax.jit(jax.grad(loss, (0, 1))).lower(variables, x).compile().as_text()
-    BTD = 4 * int(np.prod(SHAPE))
-    assert collectives(forward) == [("all-reduce", BTD)]
-    assert collectives(both) == [("all-reduce", BTD)] * 2
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("data")))
+        traced = jax.jit(jax.grad(loss, (0, 1))).trace(variables, x)
+        both, _ = compiled.dumped(traced.lower())
+        if topology == "v5e:4x4":
+            forward, _ = compiled.dumped(jax.jit(layer.apply).lower(variables, x))
+    BTD, parameters = 4 * ROWS * T * D, compiled.shard_bytes(variables)
+    found = read(both, mesh.size)
+    over_heads = [one for one in found if set(one.groups[0]) == set(range(N))]
+    over_rows = [one for one in found if set(one.groups[0]) == set(range(0, mesh.size, N))]
+    assert len(over_heads) + len(over_rows) * (len(chips) > 1) == len(found)
+    assert [(one.kind, one.bytes) for one in over_heads] == [("all-reduce", BTD)] * 2
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert sum(one.bytes for one in over_rows) == parameters * (len(chips) > 1)
+    if topology == "v5e:4x4":
+        (one,) = read(forward, mesh.size)
+        assert (one.kind, one.bytes, one.groups.shape) == ("all-reduce", BTD, (1, N))
+    if kernel == "auto":
+        # The kernel of a run on those chips, though this machine has none. 12 products of D by H
+        # a token: 4 forward, and of each two gradients.
+        assert "splash_mha_fwd" in both
+        assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
+        assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> None:
         fields = {field.name for field in dataclasses.fields(races.Settings)}
         settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
         _check(settings)
-        folder = _folder(flags.get("workdir"))
+        folder = runs.result_folder(flags.get("workdir"), "benchmark")
     except runs.RunError as error:
         sys.exit(f"error: {error}")
     started, console = time.perf_counter(), report.console()
@@ -182,17 +182,6 @@ def _check(settings: races.Settings) -> None:
             f"--contestants must name one that takes part in --parts={','.join(settings.parts)}, "
             f"got {','.join(settings.contestants or ())}; choose among {', '.join(known)}"
         )
-
-
-def _folder(path: Path | None) -> Path:
-    if path is None:
-        return runs.new_folder("benchmark")
-    path = path.absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise runs.RunError(
-            f"--workdir must be a new or empty folder, and {path} is not; choose another"
-        )
-    return path
 
 
 def _header() -> dict[str, Any]:

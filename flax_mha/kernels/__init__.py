@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 
-from flax_mha import masks, shapes
+from flax_mha import masks, shapes, sharding
 from flax_mha.grid import Array
 from flax_mha.kernels import blockwise, cudnn, decode, flex, observe, reference, shards, splash
 from flax_mha.kernels.spec import AttentionSpec, Result, prepare
@@ -232,7 +232,7 @@ def explain(
 
 
 def _refusals(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> dict[str, str]:
-    platform = jax.default_backend()
+    platform = sharding.platform()
     reasons = {name: module.refuses(q, k, v, spec, platform) for name, module in KERNELS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -249,7 +249,7 @@ def _preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
     For keys of a cache `decode` comes before all of these.
     """
     scores = q.shape[-3] * k.shape[-3]
-    if jax.default_backend() in ("cpu", "tpu"):
+    if sharding.platform() in ("cpu", "tpu"):
         # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
         # of splash would be mostly empty.
         first = ["reference"] if scores <= 256**2 else []

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 from flax_mha.grid import Array
 from flax_mha.kernels import tiling
 from flax_mha.kernels.finite import finite, guard
@@ -51,7 +51,7 @@ def attend(
     if 0 in q.shape or S == 0:
         return tiling.nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims)
-    if jax.default_backend() == "cpu":
+    if sharding.platform() == "cpu":
         # Converted once here, not in every tile.
         q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
     q = q * jnp.asarray(spec.scale, q.dtype)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 from flax_mha.grid import At
 from flax_mha.kernels import reference
 from flax_mha.kernels.finite import guard
@@ -97,7 +97,7 @@ def _run(
       v: [*B, K, S, Hv].
       spec: the rest of the call.
     """
-    acc, platform = shapes.wide(q.dtype), jax.default_backend()
+    acc, platform = shapes.wide(q.dtype), sharding.platform()
     if platform == "cpu":
         # CPUs compute in no less.
         q = q.astype(acc)

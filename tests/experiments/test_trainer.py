@@ -70,13 +70,13 @@ def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: P
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
 def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
     config.model.dropout_rate = 0.1
     one = train(config, tmp_path / "one")
-    config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
+    config.mesh.update(dict(zip(program.AXES, sizes, strict=True)))
     eight = train(config, tmp_path / "eight")
     assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
     np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
@@ -153,7 +153,7 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         ({"mesh.fsdp": 0}, "at least 1"),
         ({"steps": 0}, "config.steps must be at least 1, got 0"),
         ({"model.num_heads": 5}, "num_heads=5"),
-        ({"task": "digit"}, r"one of \['digits'\], got 'digit'"),
+        ({"task": "digit"}, r"one of \['digits', 'masked'\], got 'digit'"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
 def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
     config.mesh.data, config.batch_size = -1, batch
-    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1}
+    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
 
 
 def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:

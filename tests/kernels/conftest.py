@@ -8,6 +8,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_mha import sharding
 from flax_mha.kernels import tpu as blocks
 from flax_mha.kernels.cudnn import fused
 from tests.kernels import cudnn_model
@@ -17,7 +18,7 @@ from tests.kernels import cudnn_model
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device that says it is a TPU, where Pallas is interpreted; blocks of 128."""
     _interpret(monkeypatch, True)
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(blocks, "BLOCKS", {128: 128})
 
@@ -45,7 +46,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device that says it is a GPU with a recent cuDNN; its primitives are not replaced."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(fused, "gpu", lambda: fused.Gpu((9, 0), (9, 20, 0)))
 

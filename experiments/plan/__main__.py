@@ -1,0 +1,107 @@
+"""Plans a run on chips that are not there.
+
+    python -m experiments.plan --config=configs/long_encoder.py --topology=v5e:16x16
+    python -m experiments.plan --topology=v5p:8x8x8 --config.mesh.fsdp=64 --config.mesh.model=8
+    python -m experiments.plan --topology=v5e:16x16 --search --most=6
+    python -m experiments.plan --topology=cpu:8 --config=configs/digits_sharded.py
+    python -m experiments.plan --scaling    # the study of docs/scaling.md
+
+Compiles the trainer's own step for the topology, on this machine's CPU, and reports what one device
+holds, computes and sends; plan.json and plan.png go to --workdir (default: a new folder under
+runs/). Without --search the layout is that of config.mesh.
+"""
+
+import datetime
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Before jax starts: the compiler for TPUs must not look for a TPU's host in the network, nor say
+# that it found none.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at a time
+os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
+
+import jax
+from absl import app, flags
+from ml_collections import config_flags
+
+from experiments import runs, settings
+from experiments.plan import devices, picture, report, scaling, search
+
+PROGRAM = "experiments.plan"
+DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
+CONFIG = config_flags.DEFINE_config_file("config", None, f"What to plan; unless said, {DEFAULT}.")
+TOPOLOGY = flags.DEFINE_string("topology", "v5e:16x16", "Such as v5e:16x16, v5p:4x4x4, cpu:8.")
+SEARCH = flags.DEFINE_bool("search", False, "Try all splits over data, fsdp, model and context.")
+MOST = flags.DEFINE_integer("most", 8, "How many splits --search compiles.", lower_bound=1)
+SCALING = flags.DEFINE_bool("scaling", False, "The study of docs/scaling.md, which takes long.")
+WORKDIR = flags.DEFINE_string("workdir", None, "A new or empty folder for the results.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compiles, reports, draws."""
+    try:
+        if argv[1:]:
+            raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
+        if not TOPOLOGY.value.startswith("gpu"):
+            jax.config.update("jax_platforms", "cpu")
+        if SCALING.value:
+            scaling.study(Path(WORKDIR.value or runs.new_folder("scaling")))
+        else:
+            _plan(runs.result_folder(WORKDIR.value, "plan"))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def _plan(folder: Path) -> None:
+    config, console = CONFIG.value, report.console()
+    found = devices.of(TOPOLOGY.value)
+    kind = found[0].device_kind
+    header = {
+        "program": PROGRAM,
+        "command": sys.argv,
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "topology": TOPOLOGY.value,
+        "device": kind,
+        "config": config.to_dict(),
+        "jax": jax.__version__,
+    }
+    console.print(f"{len(found)} × {kind}, {TOPOLOGY.value}", style="dim")
+    folder.mkdir(parents=True, exist_ok=True)
+    if SEARCH.value:
+        with console.status("compiling") as status:
+
+            def tell(layout: search.Layout) -> None:
+                status.update(f"compiled {layout}")
+                if not console.is_terminal:
+                    console.print(f"compiled {layout}")
+
+            layouts = search.search(config, found, MOST.value, tell)
+    else:
+        with console.status("compiling"):
+            layouts = [search.plan(config, found)]
+    report.write(folder / "plan.json", header, layouts)
+    compiled = [layout for layout in layouts if layout.found]
+    if compiled:
+        console.print(report.memory(compiled))
+        console.print(report.sent(compiled[0]))
+    if any(layout.reason for layout in layouts):
+        console.print(report.others(layouts))
+    for layout in compiled[:1]:
+        if layout.found and layout.found.unknown:
+            console.print(f"of unknown length, counted once: loops {layout.found.unknown}")
+    rows = [report.row(layout) for layout in layouts]
+    picture.draw(folder / "plan.png", rows, f"{TOPOLOGY.value}: {CONFIG.value.task}")
+    seconds = sum(layout.found.seconds for layout in compiled if layout.found)
+    console.print(f"{seconds:.0f} s to compile; plan.json and plan.png are in {folder}")
+
+
+def _parse(argv: list[str]) -> list[str]:
+    return app.parse_flags_with_usage(settings.checked(argv, DEFAULT))
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=_parse)

@@ -1,0 +1,156 @@
+"""What the devices of a compiled program send each other."""
+
+import math
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.plan.hlo import Instruction, Module, Run, arrays, parts
+
+KINDS = (
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+    "collective-permute", "collective-broadcast",
+)  # fmt: skip
+
+
+class Collective(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+      kind: one of KINDS.
+      bytes: of its result on one device.
+      times: how often it runs.
+      groups: the devices that take part together, as places in the mesh; [groups, size]. Of a
+        permutation the pairs of who sends and who gets.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    groups: np.ndarray
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device has to send at least, each time, for g devices in a group.
+
+        | kind | of a result of b bytes |
+        |---|---|
+        | all-reduce | 2·b·(g − 1)/g |
+        | all-gather, all-to-all | b·(g − 1)/g |
+        | reduce-scatter | b·(g − 1) |
+        | collective-permute, collective-broadcast | b |
+
+        Source: Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005.
+        """
+        g = self.groups.shape[1]
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.bytes)
+        each = {"all-reduce": 2 / g, "reduce-scatter": 1.0}.get(self.kind, 1 / g)
+        return self.bytes * (g - 1) * each
+
+
+def read(program: str | Module, devices: int) -> list[Collective]:
+    """The collectives of a program, in the order of its text.
+
+    Args:
+      program: its text.
+      devices: how many it runs on.
+    """
+    module = Module(program) if isinstance(program, str) else program
+    found = []
+    for run in module.runs():
+        kind = run.instruction.opcode.removesuffix("-start")
+        if kind not in KINDS or _again(module, run):
+            continue
+        if run.computation.startswith("all-reduce-scatter"):
+            # The compiler for TPUs writes a reduce-scatter as a fusion of that name: an all-reduce
+            # of which each device keeps its part.
+            kind, last = "reduce-scatter", module.computations[run.computation][-1]
+            size = sum(x.bytes for x in arrays(last.type))
+        else:
+            size = _result(run.instruction)
+        groups = _groups(run.instruction.rest, devices)
+        if groups.shape[1] > 1:
+            found.append(Collective(kind, size, run.times, groups))
+    return found
+
+
+def total(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+    """How many of each kind run, and the bytes of their results on one device."""
+    sums: dict[str, tuple[int, int]] = {}
+    for one in found:
+        count, size = sums.get(one.kind, (0, 0))
+        sums[one.kind] = count + one.times, size + one.times * one.bytes
+    return sums
+
+
+def _again(module: Module, run: Run) -> bool:
+    """Whether this is a later part of a collective that the compiler for TPUs divided.
+
+    It overlaps a collective with other work by fusions that begin it, go on with it, and end it,
+    and each of them shows it.
+    """
+    here = module.computations[run.computation]
+    return run.computation.startswith("async_collective_fusion") or any(
+        "AsyncCollectiveDone" in x.rest for x in here
+    )
+
+
+def _result(x: Instruction) -> int:
+    type_ = x.type
+    if x.opcode in ("all-gather-start", "collective-permute-start"):
+        type_ = parts(type_)[1]  # The first are the operands.
+    return sum(array.bytes for array in arrays(type_))
+
+
+def _groups(rest: str, devices: int) -> np.ndarray:
+    """The groups in any of XLA's forms.
+
+    | form | example |
+    |---|---|
+    | lists | `{{0,1},{2,3}}`, or `{}` for all |
+    | a reshaped and transposed count | `[2,2]<=[2,2]T(1,0)` |
+    | axes of a mesh | `mesh['a'=2,'b'=2] {'b'}` |
+    | of devices in another order | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
+    | pairs of a permutation | `source_target_pairs={{0,1},{1,0}}` |
+    """
+    if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
+        return _lists(pairs[1])
+    if lists := re.search(r"replica_groups=\{([\d,{} ]*)\}", rest):
+        return _lists(lists[1]) if lists[1] else np.arange(devices)[None]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
+        return _order(iota[2]).reshape(_numbers(iota[1]))
+    if mesh := re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}:]*)\}", rest
+    ):
+        axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
+        order = _order(mesh[2]) if mesh[2] else np.arange(math.prod(axes.values()))
+        return _over(axes, order, re.findall(r"'(\w+)'", mesh[3]))
+    raise ValueError(f"can't read the groups of a collective: {rest[:200]}")
+
+
+def _over(axes: dict[str, int], order: np.ndarray, over: list[str]) -> np.ndarray:
+    """Groups along axes of a mesh, whose devices stand in that order."""
+    sizes, names = list(axes.values()), list(axes)
+    places = order.reshape(sizes)
+    axis_order = [names.index(n) for n in (*(n for n in names if n not in over), *over)]
+    return places.transpose(axis_order).reshape(-1, math.prod(axes[n] for n in over))
+
+
+def _order(text: str) -> np.ndarray:
+    """`[2,2]T(1,0)`: a count, reshaped and transposed; or a list of numbers."""
+    if iota := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        sizes = _numbers(iota[1])
+        order = _numbers(iota[2]) if iota[2] else range(len(sizes))
+        return np.arange(math.prod(sizes)).reshape(sizes).transpose(order).reshape(-1)
+    return np.array(_numbers(text))
+
+
+def _lists(text: str) -> np.ndarray:
+    return np.array([_numbers(inner) for inner in re.findall(r"\{([\d, ]+)\}", text)])
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

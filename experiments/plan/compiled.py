@@ -1,0 +1,132 @@
+"""The trainer's own step, compiled for devices that need not be there, and read."""
+
+import math
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments import data, program
+from experiments.plan import collectives, work
+from experiments.plan.collectives import Collective
+from experiments.plan.hlo import Module
+
+
+class Memory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      parameters: the model's.
+      optimizer: moments and counts.
+      batch: a batch, keys, and what the layouts of all arguments pad.
+      activations: all that lives within a step, gradients and gathered parameters too.
+      peak: arguments and what is alive with them, by the compiler; its results take the place of
+        the arguments.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    activations: int
+    peak: int
+
+
+class Compiled(NamedTuple):
+    """A step for one layout, as compiled. Bytes and operations are those of one device.
+
+    Attributes:
+      sizes: of the mesh axes.
+      devices: of the mesh, in its order.
+      memory: what lies where.
+      flops: operations of matrix products, see `work`.
+      moved: bytes to and from the memory, see `work`.
+      sent: the collectives.
+      unknown: loops whose trip count is not in the program: they count as run once.
+      seconds: that compiling took.
+    """
+
+    sizes: dict[str, int]
+    devices: Sequence[jax.Device]
+    memory: Memory
+    flops: int
+    moved: int
+    sent: list[Collective]
+    unknown: list[str]
+    seconds: float
+
+
+class TooLargeError(ValueError):
+    """The compiler's word that a program does not fit the memory of a device."""
+
+    def __init__(self, needs: float, has: float) -> None:
+        super().__init__(f"needs {needs / 2**30:.1f} of {has / 2**30:.1f} GiB")
+        self.needs, self.has = needs, has
+
+
+def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
+    """Compiles the step of a run over those devices, and reads what it takes.
+
+    Raises:
+      TooLargeError: if the compiler finds that it does not fit.
+      ValueError: if the config does not fit itself, the devices or the model.
+    """
+    start = time.perf_counter()
+    built = program.build(config, data.make(config), devices)
+    state, batch = built.abstract_state(), built.abstract_batch()
+    with program.on(built.mesh):
+        traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
+        text, found = dumped(traced.lower())
+    module = Module(text)
+    stats: Any = found.memory_analysis()
+    held = stats.argument_size_in_bytes
+    parameters, optimizer = shard_bytes(state.params), shard_bytes(state.opt_state)
+    produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    memory = Memory(
+        parameters, optimizer, held - parameters - optimizer, stats.temp_size_in_bytes,
+        held + produced + stats.temp_size_in_bytes,
+    )  # fmt: skip
+    return Compiled(
+        dict(built.mesh.shape), list(built.mesh.devices.flat), memory,
+        work.flops(module) + work.pallas_flops(traced.jaxpr.jaxpr), work.moved(module),
+        collectives.read(module, built.mesh.size), list(module.unknown),
+        time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
+    """A compiled program, and its text.
+
+    The text is the compiler's own dump: `as_text` can't read the programs of a libtpu that is newer
+    than jaxlib.
+
+    Raises:
+      TooLargeError: if it does not fit a device's memory.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        try:
+            found = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if used := re.search(r"Used ([\d.]+)(\w) of ([\d.]+)(\w) hbm", str(error)):
+                raise TooLargeError(_bytes(*used.group(1, 2)), _bytes(*used.group(3, 4))) from error
+            raise
+        (path,) = Path(folder).glob("*after_optimizations.txt")
+        return path.read_text(), found
+
+
+def shard_bytes(tree: Any) -> int:
+    """Bytes of the shards that one device holds of a tree of arrays with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def _bytes(number: str, unit: str) -> float:
+    return float(number) * 1024 ** "BKMGT".index(unit)

@@ -1,0 +1,68 @@
+"""The devices that a topology's name stands for, which need not be there."""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from experiments import hosts
+from experiments.runs import RunError
+
+
+def of(topology: str) -> Sequence[jax.Device]:
+    """The devices of a topology.
+
+    | name | devices |
+    |---|---|
+    | `v5e:16x16`, and all others that libtpu knows | those chips, for its compiler alone |
+    | `cpu:8` | so many, as which the cores of this machine serve |
+    | `gpu:8` | so many of the GPUs that are here |
+
+    Raises:
+      RunError: if there is no such topology, or nothing that could compile for it.
+    """
+    if here := re.fullmatch(r"(cpu|gpu):(\d+)", topology):
+        return _local(here[1], int(here[2]))
+    if not re.fullmatch(r"\w+:\d+(x\d+)*", topology):
+        raise RunError(
+            f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, or cpu:8 "
+            f"or gpu:8, got {topology!r}"
+        )
+    if not importlib.util.find_spec("libtpu"):
+        raise RunError(
+            f"--topology={topology} needs the compiler for TPUs, the wheel libtpu (no TPU); "
+            f"pip install -e '.[experiments,tpu]'"
+        )
+    try:
+        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except jax.errors.JaxRuntimeError as error:
+        raise RunError(
+            f"libtpu refuses --topology={topology}: {error}; it knows such as v5e:16x16, "
+            f"v5p:4x4x4, v6e:16x16, tpu7x:4x4x4"
+        ) from error
+    return described.devices
+
+
+def _local(platform: str, count: int) -> Sequence[jax.Device]:
+    if platform == "cpu" and count:
+        hosts.force_host_devices(count)
+    try:
+        found = jax.devices(platform)
+    except RuntimeError as error:
+        raise RunError(f"--topology={platform}:{count} needs a {platform.upper()}: {error}") from (
+            error
+        )
+    if not 0 < count <= len(found):
+        raise RunError(
+            f"--topology={platform}:{count} must count at least 1 device, and at most the "
+            f"{len(found)} there are"
+        )
+    return found[:count]
+
+
+def coordinates(device: jax.Device) -> tuple[int, ...] | None:
+    """Where a TPU's chip stands in its torus; None for other devices."""
+    coords = getattr(device, "coords", None)
+    return None if coords is None else tuple(coords)

@@ -1,0 +1,200 @@
+"""Compiled programs as XLA prints them: which instruction runs how often.
+
+A loop's body stands in the text once, and runs as often as its trip count says: `known_trip_count`
+where the compiler left it (CPU, GPU), else the constant that the loop's condition compares with.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_HEAD = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([^\s=]+) = (.*)$")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|branch_computations|(?:true|false)_computation)=(?:\{([^}]*)\}|%?([^\s,)]+))"
+)
+_WORD = re.compile(r"%([^\s,(){}]+)")
+
+
+class Array(NamedTuple):
+    """An array in a type: its dtype, its sizes, and whether it lies in the chip's main memory."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    main: bool
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes, without what a layout pads."""
+        if self.dtype == "pred":
+            return self.size
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        return -(-self.size * int(bits[1]) // 8) if bits else 0  # tokens have none
+
+
+def arrays(type_: str) -> list[Array]:
+    """The arrays of a type, in order."""
+    return [
+        Array(dtype, tuple(int(n) for n in sizes.split(",") if n), "S(" not in layout)
+        for dtype, sizes, layout in _ARRAY.findall(type_)
+    ]
+
+
+def parts(type_: str) -> list[str]:
+    """The types in a tuple, one level deep; of what is no tuple, itself."""
+    if not type_.startswith("("):
+        return [type_]
+    found, depth, start = [], 0, 1
+    for i, letter in enumerate(type_):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or depth == 0:
+            found.append(type_[start:i].strip())
+            start = i + 1
+    return [part for part in found if part]
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str  # literals, attributes, metadata
+
+
+class Run(NamedTuple):
+    """An instruction in its place.
+
+    Attributes:
+      instruction: what is run.
+      computation: where it stands.
+      times: how often it runs in a run of the program.
+      fused: whether it is part of a fusion, so that its operands and result touch no memory.
+    """
+
+    instruction: Instruction
+    computation: str
+    times: int
+    fused: bool
+
+
+class Module:
+    """A program's computations by name, from `compiled.as_text()` or a dump of the compiler's.
+
+    Attributes:
+      computations: instructions by computation.
+      entry: the name of the one that is the program.
+      unknown: names of loops whose trip count is not known; they count as run once.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry, self.unknown = "", list[str]()
+        here: list[Instruction] = []
+        for line in text.splitlines():
+            if head := _HEAD.match(line):
+                here = self.computations[head[2]] = []
+                self.entry = head[2] if head[1] else self.entry
+            elif found := _LINE.match(line):
+                here.append(_instruction(found[1], found[2]))
+        self._types = {
+            name: {x.name: x.type for x in lines} for name, lines in self.computations.items()
+        }
+
+    def type_of(self, computation: str, name: str) -> str:
+        """The type of an operand."""
+        return self._types[computation][name]
+
+    def runs(self) -> Iterator[Run]:
+        """Every instruction that the program runs, with how often.
+
+        Of a conditional's branches all count, as no more than one of them runs at a time: what is
+        counted is a bound from above there.
+        """
+        self.unknown.clear()
+        yield from self._runs(self.entry, 1, False)
+
+    def _runs(self, name: str, times: int, fused: bool) -> Iterator[Run]:
+        for x in self.computations[name]:
+            yield Run(x, name, times, fused)
+            if x.opcode == "while":
+                trips = self._trips(name, x)
+                yield from self._runs(_attribute(x.rest, "body"), times * trips, fused)
+                continue
+            for several, one in _CALLED.findall(x.rest):
+                for inner in [word.strip(" %") for word in (several or one).split(",")]:
+                    # Of reductions and sorts it is the function of two numbers.
+                    if inner in self.computations and x.opcode not in _SCALAR:
+                        yield from self._runs(inner, times, fused or x.opcode == "fusion")
+
+    def _trips(self, computation: str, loop: Instruction) -> int:
+        if known := re.search(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)', loop.rest):
+            return int(known[1])
+        condition = {x.name: x for x in self.computations[_attribute(loop.rest, "condition")]}
+        root = [x for x in condition.values() if x.opcode == "compare"]
+        limits = [x for x in condition.values() if x.opcode == "constant"]
+        start = self._start(computation, loop, condition, root)
+        if len(root) == len(limits) == 1 and start is not None and "direction=LT" in root[0].rest:
+            return max(0, int(limits[0].rest.split(")")[0]) - start)
+        self.unknown.append(loop.name)
+        return 1
+
+    def _start(
+        self, computation: str, loop: Instruction, condition: dict[str, Instruction],
+        root: list[Instruction],
+    ) -> int | None:  # fmt: skip
+        """The counter's first value: the constant in its place of the tuple that the loop takes."""
+        lines = {x.name: x for x in self.computations[computation]}
+        counters = [
+            condition[name] for x in root for name in x.operands
+            if condition[name].opcode == "get-tuple-element"
+        ]  # fmt: skip
+        given = lines[loop.operands[0]]
+        if len(counters) != 1 or given.opcode != "tuple":
+            return None
+        first = lines[given.operands[int(_attribute(counters[0].rest, "index"))]]
+        while first.opcode in ("copy", "bitcast"):
+            first = lines[first.operands[0]]
+        return int(first.rest.split(")")[0]) if first.opcode == "constant" else None
+
+
+_SCALAR = (
+    "reduce", "reduce-window", "sort", "scatter", "select-and-scatter", "map", "all-reduce",
+    "all-reduce-start", "reduce-scatter",
+)  # fmt: skip
+
+
+def _instruction(name: str, text: str) -> Instruction:
+    """From what stands behind `name = `: a type, an opcode, operands in parentheses, the rest."""
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    opened = text.index("(", end)
+    closed = _closing(text, opened)
+    opcode, inside = text[end:opened].strip(), text[opened + 1 : closed]
+    # Literals have no operands.
+    operands = () if opcode == "constant" else tuple(_WORD.findall(inside))
+    rest = text[opened + 1 :] if opcode in ("constant", "parameter") else text[closed + 1 :]
+    return Instruction(name, text[:end], opcode, operands, rest)
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"no closing parenthesis in {text[:80]!r}")
+
+
+def _attribute(rest: str, name: str) -> str:
+    found = re.search(rf"\b{name}=%?([^\s,]+)", rest)
+    if found is None:
+        raise ValueError(f"no {name}= in {rest[:80]!r}")
+    return found[1]

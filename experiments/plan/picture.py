@@ -1,0 +1,54 @@
+"""Layouts side by side: what a chip holds, and how long each of its resources takes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+HELD = {
+    "parameters": "tab:blue", "optimizer": "tab:cyan", "batch": "tab:gray",
+    "activations": "tab:orange",
+}  # fmt: skip
+SPENT = {"compute": "tab:green", "memory": "tab:purple", "network": "tab:red"}
+
+
+def draw(path: Path, rows: Sequence[Row], title: str) -> None:
+    """A stacked bar of memory for each layout, and beside it its three times.
+
+    Args:
+      path: of the PNG.
+      rows: as in the JSON, see `report.row`; those that were compiled are drawn.
+      title: of the picture.
+    """
+    rows = [row for row in rows if "bytes" in row][::-1]  # the first on top
+    if not rows:
+        return
+    names = [
+        " ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n > 1) or "one device"
+        for row in rows
+    ]
+    figure = Figure(figsize=(11, 2.0 + 0.5 * len(rows)), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2, sharey=True)
+    at = np.arange(len(rows))
+    start = np.zeros(len(rows))
+    for kind, color in HELD.items():
+        sizes = np.array([row["bytes"][kind] for row in rows]) / 2**30
+        left.barh(at, sizes, left=start, color=color, label=kind)
+        start += sizes
+    if chip := rows[0]["bytes"]["chip"]:
+        left.axvline(chip / 2**30, color="black", linestyle="--", label="memory of a chip")
+    left.set(xlabel="GiB on one device", yticks=at, yticklabels=names)
+    timed = all(row["seconds"] for row in rows)
+    for i, (kind, color) in enumerate(SPENT.items() if timed else ()):
+        seconds = [1e3 * row["seconds"][kind] for row in rows]
+        right.barh(at + 0.27 * (1 - i), seconds, height=0.25, color=color, label=kind)
+    right.set(xlabel="least time of a step, ms" if timed else "no constants of this device")
+    for axes in (left, right):
+        axes.grid(alpha=0.3, axis="x")
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,123 @@
+"""A plan as tables on the terminal, and as JSON."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.plan import collectives
+from experiments.plan.roofline import Torus
+from experiments.plan.search import Layout
+
+Row = dict[str, Any]
+
+
+def console() -> Console:
+    """As wide as the terminal; where there is none, wide enough for all tables."""
+    found = Console()
+    return found if found.is_terminal else Console(width=140)
+
+
+def row(layout: Layout) -> Row:
+    """A layout in JSON's terms, bytes and operations of one device, seconds of a step."""
+    found, times = layout.found, layout.times
+    numbers: Row = {"mesh": layout.sizes, "reason": layout.reason}
+    if found is None:
+        return numbers
+    torus = Torus.of(found.devices)
+    sent = [
+        {
+            "kind": one.kind, "times": one.times, "devices": one.groups.shape[1],
+            "bytes": one.bytes, "sent": one.sent, "seconds": torus and torus.seconds(one),
+        }
+        for one in found.sent
+    ]  # fmt: skip
+    return numbers | {
+        "bytes": found.memory._asdict() | {"chip": torus and torus.memory},
+        "flops": found.flops,
+        "moved": found.moved,
+        "collectives": sent,
+        "seconds": times and times._asdict() | {"step": times.step, "binds": times.binds},
+        "unknown_loops": found.unknown,
+        "compiling": found.seconds,
+    }
+
+
+def write(path: Path, header: Row, layouts: Sequence[Layout]) -> None:
+    """Leaves all layouts as JSON."""
+    rows = [row(layout) for layout in layouts]
+    path.write_text(json.dumps(header | {"layouts": rows}, indent=2) + "\n")
+
+
+def memory(layouts: Sequence[Layout]) -> Table:
+    """A line for each layout that was compiled, and what it takes of a device."""
+    table = Table(title="one device, one step", title_justify="left")
+    table.add_column("layout")
+    for name in ("parameters", "optimizer", "activations", "peak", "of"):
+        table.add_column(name, justify="right")
+    for name in ("10¹² operations", "compute", "memory", "network"):
+        unit = "" if name.startswith("10") else "\nms"
+        table.add_column(name + unit, justify="right")
+    table.add_column("binds")
+    for layout in layouts:
+        found, times = layout.found, layout.times
+        if found is None:
+            continue
+        torus, m = Torus.of(found.devices), found.memory
+        held = [m.parameters, m.optimizer, m.activations, m.peak]
+        spent = [f"{1e3 * x:.4g}" for x in times] if times else ["–"] * 3
+        table.add_row(
+            str(layout), *map(_size, held), _size(torus.memory) if torus else "–",
+            f"{found.flops / 1e12:.4g}", *spent,
+            layout.reason or (times.binds if times else "–"),
+        )  # fmt: skip
+    return table
+
+
+def sent(layout: Layout) -> Table:
+    """A line for each kind of collective, and number of devices that take part."""
+    table = Table(title=f"sent in a step: {layout}", title_justify="left")
+    table.add_column("kind")
+    for name in ("devices", "times", "results", "sent by each", "ms"):
+        table.add_column(name, justify="right")
+    if layout.found is None:
+        return table
+    torus = Torus.of(layout.found.devices)
+    groups: dict[tuple[str, int], list[collectives.Collective]] = {}
+    for one in layout.found.sent:
+        groups.setdefault((one.kind, one.groups.shape[1]), []).append(one)
+    for (kind, size), ones in sorted(groups.items(), key=lambda group: group[0]):
+        seconds = sum(x.times * torus.seconds(x) for x in ones) if torus else None
+        table.add_row(
+            kind, str(size), str(sum(x.times for x in ones)),
+            _size(sum(x.times * x.bytes for x in ones)), _size(sum(x.times * x.sent for x in ones)),
+            "–" if seconds is None else f"{1e3 * seconds:.4g}",
+        )  # fmt: skip
+    return table
+
+
+def _size(count: float) -> str:
+    unit = "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+
+
+def others(layouts: Sequence[Layout]) -> Table:
+    """Those that do not fit or were not compiled, counted by reason."""
+    table = Table(title="not compiled, or too large", title_justify="left")
+    table.add_column("layouts", justify="right")
+    table.add_column("such as")
+    table.add_column("reason")
+    reasons: dict[str, list[Layout]] = {}
+    for layout in layouts:
+        if layout.reason:
+            reasons.setdefault(layout.reason, []).append(layout)
+    for reason, those in reasons.items():
+        table.add_row(str(len(those)), str(those[0]), reason)
+    return table

@@ -1,0 +1,134 @@
+"""The least time that a step takes: what each resource of a chip needs for its share, alone.
+
+    step ≥ max(operations / peak, bytes / bandwidth of the memory, Σ collectives on their links)
+
+The network's part adds up one collective after another; within each all links work that can. Real
+steps overlap less, and run their products below the peak: a layout that is better here by little
+may be worse there.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.plan.chips import CHIPS, Chip
+from experiments.plan.collectives import Collective
+from experiments.plan.compiled import Compiled
+from experiments.plan.devices import coordinates
+
+
+class Times(NamedTuple):
+    """Seconds of a step, by resource."""
+
+    compute: float
+    memory: float
+    network: float
+
+    @property
+    def step(self) -> float:
+        """The least that a step takes."""
+        return max(self)
+
+    @property
+    def binds(self) -> str:
+        """Which of them it is."""
+        return self._fields[self.index(self.step)]
+
+
+def times(found: Compiled) -> Times | None:
+    """The times of a step; None where the table of chips lacks the device."""
+    torus = Torus.of(found.devices)
+    if torus is None:
+        return None
+    share = torus.cores
+    return Times(
+        share * found.flops / torus.chip.flops,
+        share * found.moved / torus.chip.bandwidth,
+        float(sum(one.times * torus.seconds(one) for one in found.sent)),
+    )
+
+
+class Torus(NamedTuple):
+    """Chips and the links between them.
+
+    Attributes:
+      chip: what one can do.
+      cores: devices on a chip.
+      places: of each device of the mesh, in its order; [devices, axes].
+      sizes: of the whole, along each axis.
+    """
+
+    chip: Chip
+    cores: int
+    places: np.ndarray
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device]) -> "Torus | None":
+        """That of the devices of a mesh, all there are."""
+        places = [coordinates(device) for device in devices]
+        if devices[0].device_kind not in CHIPS or None in places:
+            return None
+        array = np.array(places)
+        cores = max(Counter(map(tuple, array)).values())
+        sizes = tuple(int(n) for n in array.max(0) + 1)
+        return cls(CHIPS[devices[0].device_kind], cores, array, sizes)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device's own memory."""
+        return self.chip.memory / self.cores
+
+    def seconds(self, one: Collective) -> float:
+        """The least time of a collective, once.
+
+        | kind | time |
+        |---|---|
+        | permutation | bytes · hops of the longest way / link |
+        | all-to-all | the longer of the below, and half of all through the middle of an axis |
+        | others | bytes that a chip sends / its links along the axes that the group spans |
+
+        An axis has two links for a chip where it is a ring, and one where it is a line, by the
+        chips at its ends. Where a group takes every second chip of an axis, another group takes the
+        others, and the same links: they share them.
+        """
+        if one.kind == "collective-permute":
+            return one.bytes * int(self._hops(one.groups).max(initial=0)) / self.chip.link
+        members = self.places[one.groups[0]]
+        group = np.unique(members, axis=0)
+        if len(group) == 1:
+            return 0.0  # between the cores of a chip
+        axes = [self._along(axis, sorted(set(group[:, axis]))) for axis in range(len(self.sizes))]
+        sharing = math.prod(covered for covered, _ in axes) / len(group)
+        # The cores of a chip send through the same links; those of one group what both need once.
+        sent = sharing * one.sent * self.cores * len(group) / len(members)
+        sending = sent / (sum(links for _, links in axes) * self.chip.link)
+        if not one.kind.endswith("all-to-all"):
+            return sending
+        middle = max(covered / (4 * links) for covered, links in axes if links)
+        return max(sending, sharing * middle * one.bytes / self.chip.link)
+
+    def _along(self, axis: int, places: list[int]) -> tuple[int, int]:
+        """How much of an axis a group at those places covers, and the links that a chip has there.
+
+        It is a ring for a group that goes all around.
+        """
+        size, count = self.sizes[axis], len(places)
+        around = places == list(range(places[0], size, max(1, size // count)))
+        if count == 1:
+            return 1, 0
+        return (size, 2) if around and self._ring(axis) else (places[-1] - places[0] + 1, 1)
+
+    def _ring(self, axis: int) -> bool:
+        return self.chip.wraps(self.sizes[axis])
+
+    def _hops(self, pairs: np.ndarray) -> np.ndarray:
+        apart = np.abs(self.places[pairs[:, 0]] - self.places[pairs[:, 1]])
+        for axis, size in enumerate(self.sizes):
+            if self._ring(axis):
+                apart[:, axis] = np.minimum(apart[:, axis], size - apart[:, axis])
+        return apart.sum(1)

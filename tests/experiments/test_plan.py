@@ -1,0 +1,222 @@
+"""The planner: what it reads off compiled programs, and what it makes of that."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from configs import long_encoder, masked
+from experiments import data, runs
+from experiments.plan import __main__ as command
+from experiments.plan import collectives, compiled, devices, hlo, picture, report, search, work
+from experiments.plan.chips import CHIPS
+from experiments.plan.collectives import Collective
+from experiments.plan.roofline import Torus
+
+
+def test_loops_count_as_often_as_they_run(optimized: None) -> None:
+    """Operations and collectives of nested scans, against the formula and XLA's own count."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    w, x = jnp.ones((3, 16, 16)), jnp.ones((8, 4, 16))
+
+    def layer(x, w):
+        def inner(x, _):
+            return jax.lax.psum(x @ w, "x") / 8, None
+
+        return jax.lax.scan(inner, x, None, length=5)[0], None
+
+    def whole(w, x):
+        return jax.lax.scan(layer, x, w)[0]
+
+    specs = {"in_specs": (P(), P("x")), "out_specs": P("x"), "check_vma": False}
+    over = jax.shard_map(whole, mesh=mesh, **specs)
+    text, _ = compiled.dumped(jax.jit(over).lower(w, x))
+    module = hlo.Module(text)
+    assert work.flops(module) == 3 * 5 * 2 * 4 * 16 * 16
+    assert collectives.total(collectives.read(module, 8)) == {"all-reduce": (15, 15 * 4 * 4 * 16)}
+    assert not module.unknown
+
+    def plain(w, x):
+        return jnp.einsum("bts,lst->lb", jnp.einsum("bti,lio->bto", x, w), jnp.ones((3, 16, 4)))
+
+    text, found = compiled.dumped(jax.jit(plain).lower(w, x))
+    assert work.flops(hlo.Module(text)) == pytest.approx(found.cost_analysis()["flops"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [[3, 1], [2, 0]]),
+        ("source_target_pairs={{0,1},{1,2}}", [[0, 1], [1, 2]]),
+    ],
+)
+def test_groups_are_read_in_all_their_forms(text: str, groups: list[list[int]]) -> None:
+    text_of_it = "\n".join([
+        "ENTRY %e (p: f32[6]) -> f32[6] {", "  %p = f32[6]{0} parameter(0)",
+        f"  ROOT %r = f32[6]{{0}} all-gather(%p), {text}, dimensions={{0}}", "}",
+    ])  # fmt: skip
+    (found,) = collectives.read(text_of_it, 4)
+    assert found.groups.tolist() == groups
+    with pytest.raises(ValueError, match="can't read the groups"):
+        collectives.read(text_of_it.replace(text, "replica_groups=new"), 4)
+
+
+# What the compiler for TPUs makes of a gather that it overlaps with a product, and of a reduction
+# of which each device keeps a part.
+OVERLAPPED = """
+%async_collective_fusion.1 (p: f32[4]) -> f32[8] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %all-gather.2 = f32[8]{0} all-gather(%p), channel_id=1, replica_groups=[1,2]<=[2]
+}
+
+%begin (p.1: f32[4]) -> (f32[4], f32[8]) {
+  %p.1 = f32[4]{0} parameter(0)
+  %all-gather.1 = f32[8]{0} all-gather(%p.1), channel_id=1, replica_groups=[1,2]<=[2]
+  ROOT %c = (f32[4], f32[8]) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%end (p.2: f32[4]) -> f32[8] {
+  %p.2 = f32[4]{0} parameter(0)
+  %all-gather.3 = f32[8]{0} all-gather(%p.2), channel_id=1, replica_groups=[1,2]<=[2]
+  ROOT %d = f32[8]{0} custom-call(%all-gather.3), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.1 (p.3: f32[8]) -> f32[4] {
+  %p.3 = f32[8]{0} parameter(0)
+  %all-reduce.1 = f32[8]{0} all-reduce(%p.3), channel_id=2, replica_groups={{0,1}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %s = f32[4]{0} dynamic-slice(%all-reduce.1, %zero), dynamic_slice_sizes={4}
+}
+
+ENTRY %main (p.4: f32[4]) -> f32[4] {
+  %p.4 = f32[4]{0} parameter(0)
+  %f.1 = (f32[4]{0}, f32[8]{0}) fusion(%p.4), kind=kCustom, calls=%begin
+  %f.2 = f32[8]{0} fusion(%p.4), kind=kCustom, calls=%async_collective_fusion.1
+  %f.3 = f32[8]{0:T(8,128)S(1)} fusion(%p.4), kind=kCustom, calls=%end
+  %g = ((f32[4]{0}), f32[8]{0}, u32[]) all-gather-start(%p.4), replica_groups=[1,2]<=[2]
+  %h = f32[8]{0} all-gather-done(%g)
+  ROOT %f.4 = f32[4]{0} fusion(%f.3), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_a_collective_in_parts_is_one() -> None:
+    found = collectives.read(OVERLAPPED, 2)
+    assert [(one.kind, one.bytes) for one in found] == [
+        ("all-gather", 32), ("all-gather", 32), ("reduce-scatter", 16),
+    ]  # fmt: skip
+    assert [one.sent for one in found] == [16, 16, 16]
+
+
+CHIP = CHIPS["TPU v5 lite"]
+PLACES = np.stack(np.meshgrid(np.arange(16), np.arange(16), indexing="ij"), -1).reshape(-1, 2)
+POD = Torus(CHIP, 1, PLACES, (16, 16))
+HALF = Torus(CHIP, 1, PLACES[:128], (8, 16))
+ROW = np.arange(256).reshape(16, 16)  # groups along the second axis
+
+
+@pytest.mark.parametrize(
+    ("torus", "kind", "groups", "expected"),
+    [
+        # A ring has two links into a chip, a line one; two axes twice as many.
+        (POD, "all-gather", ROW, 15 / 16 / 2),
+        (HALF, "all-gather", np.arange(128).reshape(8, 16).T, 7 / 8),
+        (POD, "all-gather", ROW.reshape(1, 256), 255 / 256 / 4),
+        (POD, "all-reduce", ROW, 2 * 15 / 16 / 2),
+        # Every second chip: another group shares the links.
+        (POD, "all-gather", ROW[:, ::2], 2 * 7 / 8 / 2),
+        # Half a ring is a line.
+        (POD, "reduce-scatter", ROW[:, :8], 7.0),
+        # To the next; three on; across the end of the ring.
+        (POD, "collective-permute", np.array([[0, 1], [1, 2]]), 1.0),
+        (POD, "collective-permute", np.array([[0, 3], [1, 2]]), 3.0),
+        (POD, "collective-permute", np.array([[15, 0]]), 1.0),
+        (POD, "all-to-all", ROW, 16 / 4 / 2),
+    ],
+)
+def test_the_time_of_a_collective_is_that_of_its_links(
+    torus: Torus, kind: str, groups: np.ndarray, expected: float
+) -> None:
+    one = Collective(kind, 1000, 1, groups)
+    assert torus.seconds(one) * CHIP.link / 1000 == pytest.approx(expected)
+
+
+def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) -> None:
+    """Bytes by kind add up to those of the program; table, JSON and picture come of them."""
+    layouts = search.search(config, jax.devices(), most=1)
+    (done,) = [layout for layout in layouts if layout.found]
+    assert len(layouts) == len(list(search.splits(8))) == 20
+    memory, rows = done.found.memory, config.batch_size // done.sizes["data"] // done.sizes["fsdp"]
+    # Beside state: images of 8×8 and labels, four bytes each; the step and a random key.
+    assert memory.batch == 4 * rows * 65 + 4 + 8
+    facts = search.Facts.of(config)
+    shards = done.sizes["fsdp"] * done.sizes["model"]
+    assert facts.state / shards <= memory.parameters + memory.optimizer <= facts.state
+    assert memory.peak >= memory.parameters + memory.optimizer + memory.activations
+    reasons = {layout.reason.split(":")[0].split(" ")[0] for layout in layouts}
+    assert reasons == {"", "left"}
+    report.write(tmp_path / "plan.json", {}, layouts)
+    rows = json.loads((tmp_path / "plan.json").read_text())["layouts"]
+    assert rows[0]["bytes"]["parameters"] == memory.parameters
+    assert rows[0]["flops"] > 0
+    picture.draw(tmp_path / "plan.png", rows, "digits")
+    assert matplotlib.image.imread(tmp_path / "plan.png").std() > 0.05
+    report.console().print(report.memory([done]), report.sent(done), report.others(layouts))
+
+
+def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
+    """What is not hidden has no loss, and what is hidden leaves no trace in the guesses."""
+    config = masked.get_config()
+    config.length, config.batch_size, config.model.num_layers = 32, 4, 1
+    task = data.make(config)
+    params = jax.jit(task.init)(jax.random.key(0))
+    evaluate, apply = jax.jit(task.evaluate), jax.jit(task.model.apply)
+    (test,) = task.test_batches()
+    test = {name: x[:4] for name, x in test.items()}
+    before = evaluate(params, test)
+    assert int(before["count"]) == test["hidden"].sum()
+    changed = np.where(test["hidden"], test["bytes"] ^ 1, test["bytes"])
+    x, y = (
+        apply({"params": params}, jnp.where(test["hidden"], 255, b.astype(int)))
+        for b in (test["bytes"], changed)
+    )
+    np.testing.assert_array_equal(x, y)
+    nothing = {**test, "hidden": np.zeros_like(test["hidden"])}
+    assert evaluate(params, nothing)["loss"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5e", "a generation of TPUs and its sizes, such as v5e:16x16.*got 'v5e'"),
+        ("cpu:9", "at most the 8 there are"),
+        ("cpu:0", "at least 1 device"),
+        ("gpu:1", "needs a GPU"),
+        ("v9:2x2", "libtpu"),  # refuses it, or is not there
+    ],
+)
+def test_topologies_that_are_none(topology: str, message: str) -> None:
+    with pytest.raises(runs.RunError, match=message):
+        devices.of(topology)
+
+
+def test_the_long_encoder_is_what_it_says() -> None:
+    config = long_encoder.get_config()
+    with jax.numpy_dtype_promotion("standard"):  # as users have it: flax's norms need it
+        facts = search.Facts.of(config)
+    assert facts.numbers == pytest.approx(8 * 12 * 8192**2, rel=1e-3)
+    assert (config.model.num_heads, config.length, facts.layers) == (32, 8192, 8)
+    assert Path(command.DEFAULT).is_file()
