@@ -76,7 +76,9 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
 def test_four_processes_go_on_where_eight_devices_stopped(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Parameters, heads and positions divided, keys that go round between processes."""
     config.mesh.data, config.mesh.fsdp, config.mesh.model = 4, 1, 2
+    config.model.kernel = "ring"
     whole = alone(config, tmp_path / "whole")
     half = tmp_path / "half"
     with monkeypatch.context() as patch:
@@ -87,7 +89,8 @@ def test_four_processes_go_on_where_eight_devices_stopped(
     np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
 
     monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
-    mesh = ("--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.mesh.model=2")
+    sizes = {"data": 1, "fsdp": 2, "model": 2, "context": 2}
+    mesh = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
     with together(
         4, tmp_path / "logs", *mesh, f"--workdir={half}", module="tests.experiments.checked"
     ) as processes:
@@ -96,7 +99,7 @@ def test_four_processes_go_on_where_eight_devices_stopped(
     assert codes == [0] * 4, "\n".join(said)
     for i, each in enumerate(said):
         assert f"process {i} restored" in each
-    assert "data=2, fsdp=2, model=2; 4 processes" in said[0]
+    assert "data=1, fsdp=2, model=2, context=2; 4 processes" in said[0]
     np.testing.assert_allclose(losses(rows(half)), losses(whole.rows), rtol=0, atol=1e-5)
 
 
