@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import MultiHeadAttention, dot_product_attention, explain, masks, scores, sharding
 from flax_mha.kernels import shards
 from flax_mha.positions import Rotary
+from tests.meshes import FORWARD, KEY, KINDS, changed, collectives, compare, on
 from tests.oracle import error
-from tests.test_meshes import FORWARD, KEY, KINDS, changed, collectives, compare, on
 
 RNG = np.random.default_rng(5)
 B, T, N, H, Hv = 2, 64, 8, 4, 6

@@ -1,18 +1,15 @@
 """One meaning on every mesh: no mesh, Auto axes, Explicit axes, inside jax.shard_map."""
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.plan.collectives import read
 from flax_mha import (
     Classifier,
     Encoder,
@@ -26,59 +23,8 @@ from flax_mha import (
 from flax_mha.models import PatchEmbedding, TokenEmbedding
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS
+from tests.meshes import BACKWARD, KEY, KINDS, RNG, B, H, N, T, X, changed, compare, on
 from tests.oracle import error
-
-KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
-B, T, N, H = 4, 70, 8, 4
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(B, 16, 32)), jnp.float32)
-FORWARD, BACKWARD = 2e-6, 1e-5
-
-
-def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
-    """A mesh of 8 devices and its rules."""
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    stack = jax.set_mesh(mesh)
-    stack.__enter__()
-    inner = nn.logical_axis_rules(rules)
-    inner.__enter__()
-
-    def leave() -> None:
-        inner.__exit__(None, None, None)
-        stack.__exit__(None, None, None)
-
-    return mesh, leave
-
-
-def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
-
-
-def compare(
-    fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any,
-    shape: tuple[int, ...] = (2, 4),
-) -> None:  # fmt: skip
-    """Holds fn's results and gradients on a mesh against those without one."""
-
-    def loss(*args: Any) -> Any:
-        out = fn(*args)
-        return sum(jnp.sum(jnp.sin(3 * x)) for x in jax.tree.leaves(out)), out
-
-    floating = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
-    whole = jax.jit(jax.grad(loss, floating, has_aux=True))
-    gradients, out = whole(*args)
-    mesh, leave = on(kind, rules, shape)
-    try:
-        placed = [
-            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
-        ]
-        got, got_out = jax.device_get(jax.jit(jax.grad(loss, floating, has_aux=True))(*placed))
-    finally:
-        leave()
-    for a, b in zip(jax.tree.leaves(got_out), jax.tree.leaves(out), strict=True):
-        assert error(a, b) < FORWARD
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True):
-        assert error(a, b) < BACKWARD
 
 
 def _scaled(s: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
@@ -86,7 +32,6 @@ def _scaled(s: Any, b: Any, n: Any, i: Any, j: Any) -> Any:
 
 
 IDS = np.sort(RNG.integers(0, 3, (B, T)), axis=1)
-KEY = jax.random.key(3)
 CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "causal": (8, {"mask": masks.Causal()}, sharding.RULES),
     "two groups on four devices": (2, {"mask": masks.Causal() & masks.Window(20)}, sharding.RULES),
@@ -152,63 +97,6 @@ def test_one_array_in_two_places(kind: str) -> None:
         return dot_product_attention(q, q, q, scores=(score,), sinks=each)
 
     compare(attend, (q, each), kind, sharding.RULES, [P("data"), P()])
-
-
-def collectives(text: str) -> list[tuple[str, int]]:
-    """The collectives of a compiled program, and the bytes of each on one device."""
-    return [(one.kind, one.bytes) for one in read(text, devices=8)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("K", "kernel"), [(8, "reference"), (8, "blockwise"), (1, "blockwise")])
-def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind: str) -> None:
-    """Of B·T·D forward and of B·T·D backward, and nothing else."""
-    layer = MultiHeadAttention(
-        8, num_kv_heads=K, kernel=kernel, mask=masks.Causal(), rotary=Rotary()
-    )
-
-    def loss(params, x):
-        return jnp.sum(jnp.sin(layer.apply(params, x)))
-
-    _, leave = on(kind, shape=(1, 8))
-    try:
-        params = sharding.init(layer, KEY, X)
-        forward = jax.jit(layer.apply).lower(params, X).compile().as_text()
-        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
-    finally:
-        leave()
-    BTD = 4 * X.size
-    assert collectives(forward) == [("all-reduce", BTD)]
-    found = collectives(both)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    # One group's keys and values are on every device: their gradients are summed over devices.
-    shared = 0 if K == 8 else 2 * 4 * B * 16 * H
-    assert sum(size for _, size in found) == 2 * BTD + shared
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None:
-    """For each half of a block, each way; the sums are scattered, not reduced for all."""
-    block = EncoderBlock(MultiHeadAttention(8), 64)
-
-    def loss(params, x):
-        return jnp.sum(jnp.sin(block.apply(params, x)))
-
-    _, leave = on(kind, changed(norm_length="model"), shape=(1, 8))
-    try:
-        params = sharding.init(block, KEY, X)
-        forward = jax.jit(block.apply).lower(params, X).compile().as_text()
-        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
-    finally:
-        leave()
-    whole, own = ("all-gather", 4 * X.size), ("reduce-scatter", 4 * X.size // 8)
-    # The input and the output are those of the user: whole.
-    assert collectives(forward)[:4] == [whole, own, whole, own]
-    scattered = [found for found in collectives(both) if found[0] == "reduce-scatter"]
-    assert scattered == [own] * 4
-    # Parameters of norms and biases have their gradients summed over positions.
-    rest = [size for kind, size in collectives(both) if kind == "all-reduce"]
-    assert sum(rest) < X.size
 
 
 LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
@@ -314,23 +202,6 @@ def test_inside_ones_own_shard_map(kernel: str, kind: str) -> None:
         leave()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) < BACKWARD
-
-
-def test_a_loss_over_a_divided_vocabulary_gathers_no_logits(optimized) -> None:
-    logits, labels = jnp.asarray(RNG.normal(size=(B, 6, 64)), jnp.float32), jnp.ones((B, 6), int)
-
-    def loss(logits: jax.Array) -> jax.Array:
-        logits = sharding.constrain(logits, ("batch", "length", "vocab"))
-        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 64)).mean()
-
-    _, leave = on("Auto", shape=(1, 8))
-    try:
-        text = jax.jit(jax.grad(loss)).lower(logits).compile().as_text()
-    finally:
-        leave()
-    found = collectives(text)
-    assert {kind for kind, _ in found} == {"all-reduce"}
-    assert sum(size for _, size in found) <= 4 * 3 * B * 6
 
 
 MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {

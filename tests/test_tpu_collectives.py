@@ -18,7 +18,7 @@ from experiments.plan import compiled, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, masks, sharding
-from tests.test_meshes import KINDS
+from tests.meshes import KINDS
 
 pytestmark = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
