@@ -27,8 +27,9 @@ LAYERS = [
     {"kernels.observe"},
     {"kernels"},
     {"cache"},
-    {"attention"},
+    {"attention", "mlp", "embeddings"},
     {"blocks"},
+    {"stacks"},
     {"models"},
     {""},
 ]
