@@ -103,6 +103,7 @@ class EncoderBlock(Block):
         mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         head_mask: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
@@ -112,8 +113,8 @@ class EncoderBlock(Block):
         A layer whose `deterministic` field is set keeps to that.
         """
         call = {
-            "mask": mask, "bias": bias, "positions": positions, "head_mask": head_mask,
-            "sow_weights": sow_weights,
+            "mask": mask, "bias": bias, "positions": positions, "lengths": lengths,
+            "head_mask": head_mask, "sow_weights": sow_weights,
         }  # fmt: skip
         return self.run(x, deterministic, {"attention": call})
 
@@ -145,6 +146,7 @@ class DecoderBlock(Block):
         memory_mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         head_mask: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
@@ -158,6 +160,7 @@ class DecoderBlock(Block):
           memory_mask: which of the memory a token may see, such as `masks.Lengths(n)`.
           bias: of the self-attention, as all that follow: see `MultiHeadAttention`.
           positions: see there.
+          lengths: see there.
           head_mask: see there.
           deterministic: a layer whose field of that name is set keeps to that.
           sow_weights: both layers sow theirs.
@@ -183,12 +186,13 @@ class DecoderBlock(Block):
         calls: Calls = {
             "attention": {
                 "mask": masks.combine(masks.Causal(), mask), "bias": bias, "positions": positions,
-                "head_mask": head_mask, "sow_weights": sow_weights,
+                "lengths": lengths, "head_mask": head_mask, "sow_weights": sow_weights,
             }
         }  # fmt: skip
         if cross is not None:
             calls["cross_attention"] = {
-                "inputs_k": memory, "mask": memory_mask, "sow_weights": sow_weights,
+                "inputs_k": memory, "mask": memory_mask, "lengths": lengths,
+                "sow_weights": sow_weights,
             }  # fmt: skip
         return self.run(x, deterministic, calls)
 

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import masks, shapes
+from flax_mha import masks, shapes, sharding
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
@@ -121,8 +121,10 @@ class LanguageModel(nn.Module):
         memory: jax.Array | None = None,
         *,
         mask: masks.MaskLike | None = None,
+        lengths: jax.Array | None = None,
         memory_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
+        at: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
@@ -132,14 +134,17 @@ class LanguageModel(nn.Module):
           tokens: int [*B, T].
           memory: [*B, S, D'], what `cross_attention` attends to.
           mask: joins causality.
+          lengths: int [*B], how many tokens of each row are real (default: all), see
+            `MultiHeadAttention`.
           memory_lengths: int [*B], how many of the memory's rows are real (default: all).
           positions: int [T] or [*B, T], where the tokens stand (default: 0 … T−1; in decoding, on
             from there, but for `position_embedding`, which has to be told).
+          at: int [*B], the one token of each row whose successor is wanted (default: all are).
           deterministic: False turns dropout on; needs the rng `dropout`.
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
-          Logits [*B, T, vocab_size], float32 at least.
+          Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 at least.
 
         Raises:
           ValueError: if sizes do not fit, or positions are missing.
@@ -147,10 +152,13 @@ class LanguageModel(nn.Module):
         x = self.embed(tokens, positions=positions, deterministic=deterministic)
         rotates = self.decoder.block.attention.rotary is not None
         x = self.decoder(
-            x, memory, mask=mask, positions=positions if rotates else None,
+            x, memory, mask=mask, lengths=lengths, positions=positions if rotates else None,
             memory_mask=None if memory_lengths is None else masks.Lengths(memory_lengths),
             deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
+        if at is not None:
+            # Before the product: the logits of a whole prompt are large, and nobody reads them.
+            x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
         return (self.embedding if self.tied else self.head).logits(x)
 
     def embed(
@@ -174,6 +182,11 @@ class LanguageModel(nn.Module):
         """Whether there are tokens before those of the call, and P needs their number."""
         started = self.has_variable("cache", "decoder")
         return started and self.position_embedding.kind != "none"
+
+
+def _select(x: jax.Array, at: jax.Array) -> jax.Array:
+    """The features [*B, 1, D] of one token of each row."""
+    return jnp.take_along_axis(x, at[..., None, None], axis=-2)
 
 
 class Translator(nn.Module):

@@ -69,13 +69,14 @@ class Encoder(Stack):
         mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
         return self.run(
-            x, mask=mask, bias=bias, positions=positions, deterministic=deterministic,
-            sow_weights=sow_weights,
+            x, mask=mask, bias=bias, positions=positions, lengths=lengths,
+            deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
 
 
@@ -94,13 +95,14 @@ class Decoder(Stack):
         memory_mask: masks.MaskLike | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each."""
         return self.run(
             x, memory, mask=mask, memory_mask=memory_mask, bias=bias, positions=positions,
-            deterministic=deterministic, sow_weights=sow_weights,
+            lengths=lengths, deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
 
 

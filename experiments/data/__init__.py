@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from experiments.data import digits
+from experiments.data import digits, text
 from experiments.data.task import Task
 from experiments.runs import RunError
 
 # By `config.task`. A new task is one file here and one in configs/.
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "digits": digits.Digits,
+    "text": text.Text,
 }
 
 
