@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks, shapes, sharding
-from flax_mha.cache import KVCache
+from flax_mha.cache import KVCache, variables
 from flax_mha.kernels import dot_product_attention, observe
+from flax_mha.kernels.stored import Stored
 from flax_mha.positions import Rotation, rotate
 from flax_mha.projections import Projection, fused
 from flax_mha.scores import ScoreMod
@@ -46,10 +47,15 @@ class MultiHeadAttention(nn.Module):
       bias_init: of the biases.
       out_bias_init: of the output projection's bias (default: bias_init).
       use_bias: whether the projections have biases.
-      decode: keep keys and values in the `cache` collection. `init` with an input of the full
-        length makes room for that many tokens; each `apply` appends the tokens it is given (one
-        or more) and attends to all so far, each token to itself and those before. Beyond the
-        capacity the output is NaN.
+      decode: keep keys and values in the `cache` collection (see `flax_mha.cache`). `init` with an
+        input of the full length makes room for that many tokens; each `apply` appends the tokens
+        it is given (one or more) and attends to all so far, each token to itself and those before.
+        Beyond the capacity the output is NaN. Cross-attention keeps the keys and values of
+        inputs_k, and attends to them again where none are given.
+      cache_dtype: of what the cache holds (default: that of the keys); "int8" has a scale for
+        each token and head.
+      cache_window: tokens that the cache holds, in a ring buffer, at least W + 1 under a mask
+        `Window(W, ·)`; then there is no end to the tokens that follow.
       normalize_qk: apply a LayerNorm without bias to queries and keys, per head (ViT-22B).
       num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
       head_dim: H, whatever the model's size (default: qkv_features / N).
@@ -87,6 +93,8 @@ class MultiHeadAttention(nn.Module):
     out_bias_init: Initializer | None = None
     use_bias: bool = True
     decode: bool = False
+    cache_dtype: Dtype | None = None
+    cache_window: int | None = None
     normalize_qk: bool = False
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -115,6 +123,7 @@ class MultiHeadAttention(nn.Module):
         scores: Sequence[ScoreMod] = (),
         positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
         head_mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
@@ -133,6 +142,8 @@ class MultiHeadAttention(nn.Module):
           positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens
             stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
             the order given, whatever this says.
+          lengths: int [*B], how many tokens of inputs_q are real in each row, counted from its first
+            (default: all). The others are neither attended to nor kept, and attend to nothing.
           head_mask: [N] or [*B, N], scales the heads' outputs: 0 prunes a head.
           deterministic: if True, no dropout; here or in the constructor.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
@@ -147,52 +158,66 @@ class MultiHeadAttention(nn.Module):
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
-        inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
-        q, k, v = self._project(inputs_q, inputs_k, inputs_v)
-        if self.normalize_qk:
-            q, k = self._layer_norm("query_ln")(q), self._layer_norm("key_ln")(k)
-
-        mask = masks.combine(self.mask, mask)
-        cache = self._cache(k, v) if self.decode else None
-        if cache is None:
-            q_pos, new_pos = jnp.arange(q.shape[-3]), jnp.arange(k.shape[-3])
+        itself = inputs_k is None or inputs_k is inputs_q
+        cache = variables.load(self, self._window()) if self.decode else None
+        memory = variables.recall(self) if self.decode and inputs_k is None else None
+        if memory is None:
+            inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         else:
-            q_pos = new_pos = cache.next_positions(k.shape[-3])
-            # Causality also hides the slots that are not filled yet.
-            mask = masks.combine(masks.Causal(), mask)
-        q, k = rotate(self.rotary, q, k, positions, q_pos, new_pos)
-        if cache is not None:
-            cache = cache.append(k, v)
-            self._store(cache)
-            k, v = cache.key, cache.value
+            shapes.check_inputs(inputs_q, inputs_q, inputs_q)
+        q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions)
+        if memory is not None:
+            k, v = memory
+        elif self.decode and cache is None and itself:
+            size = self.cache_window
+            variables.make(self, k, v, self.cache_dtype, size, self._window())
+        elif self.decode and cache is None:
+            k, v = variables.remember(self, k, v, self.cache_dtype)
 
         observed = self._observed(sow_weights)
-        x, *extras = dot_product_attention(
-            sharding.constrain(q, sharding.HEADS),
-            sharding.constrain(k, sharding.KV_HEADS),
-            sharding.constrain(v, sharding.KV_HEADS),
-            mask=mask,
-            bias=bias,
-            scores=(*self.scores, *scores),
-            sinks=self._sinks(),
-            q_positions=None if cache is None else q_pos,
-            kernel=self.kernel,
-            precision=self.precision,
-            return_weights=return_weights,
-            return_residuals=True,  # Always a tuple.
+        call: dict[str, Any] = {
+            "mask": masks.combine(self.mask, mask),
+            "bias": bias,
+            "scores": (*self.scores, *scores),
+            "sinks": self._sinks(),
+            "kernel": self.kernel,
+            "precision": self.precision,
+            "return_weights": return_weights,
+            "return_residuals": True,  # Always a tuple.
             **observed,
             **self._dropout(deterministic, dropout_rng),
-        )
-        if cache is not None:
-            x = jnp.where(cache.overflowed, jnp.nan, x)
+        }
+        if cache is None:
+            call["mask"] = masks.combine(call["mask"], _real(lengths, q, k, itself and not memory))
+            x, *extras = dot_product_attention(q, k, v, **call)
+        else:
+            (x, *extras), cache = cache.extend(q, k, v, lengths, **call)
+            variables.store(self, cache)
         for name, captured in extras.pop().items() if observed else ():
             self.sow("intermediates", f"attention_{name}", captured)
         x = sharding.constrain(shapes.scale_heads(x, head_mask), sharding.HEADS)
         out = self._project_out(x, inputs_q.shape[-1])
         return (out, extras[0]) if return_weights else out
 
-    def _project(self, *inputs: jax.Array) -> list[jax.Array]:
-        """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]."""
+    def _heads(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None,
+        cache: KVCache | None, positions: jax.Array | tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Queries, keys and values as attention takes them; of no inputs_k queries alone."""
+        q, k, v = self._project(inputs_q, inputs_k, inputs_v)
+        if self.normalize_qk:
+            q = self._layer_norm("query_ln")(q)
+            k = None if k is None else self._layer_norm("key_ln")(k)
+        q_pos, k_pos = jnp.arange(q.shape[-3]), None if k is None else jnp.arange(k.shape[-3])
+        if cache is not None:
+            q_pos = k_pos = cache.next_positions(k.shape[-3])
+        q, k = rotate(self.rotary, q, k, positions, q_pos, k_pos)
+        if k is not None:
+            k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
+        return sharding.constrain(q, sharding.HEADS), k, v
+
+    def _project(self, *inputs: jax.Array | None) -> list[Any]:
+        """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv], of the inputs given."""
         N, K, H, Hv = shapes.head_sizes(
             inputs[0].shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim, self.v_head_dim,
@@ -204,6 +229,8 @@ class MultiHeadAttention(nn.Module):
         key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
         value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
         x_q, x_k, x_v = inputs
+        if x_k is None:
+            return [query(x_q), None, None]
         if x_q is x_k is x_v:
             q, k, v = fused(x_q, (query, key, value), groups=K)
         elif x_k is x_v:
@@ -277,17 +304,26 @@ class MultiHeadAttention(nn.Module):
             "capture_queries": self.capture_queries,
         }
 
-    def _cache(self, k: jax.Array, v: jax.Array) -> KVCache | None:
-        """The cache so far; None, after making room for it, if there was none."""
-        if self.has_variable("cache", "cached_key"):
-            return KVCache(*(self.get_variable("cache", name) for name in _CACHE))
-        self._store(KVCache.empty(k, v))
+    def _window(self) -> int | None:
+        """How many tokens before itself a token sees, where the cache is a ring buffer."""
+        if self.cache_window is None:
+            return None
+        shapes.check_positive(cache_window=self.cache_window)
+        reach = None if self.mask is None else self.mask.reach()
+        if reach is None or reach >= self.cache_window:
+            raise ValueError(
+                f"cache_window={self.cache_window} forgets the tokens before its own, so the mask "
+                f"must not see them, got mask={self.mask}; give mask=masks.Window(W, 0) with W at "
+                f"most {self.cache_window - 1}, or no cache_window"
+            )
+        return reach
+
+
+def _real(
+    lengths: jax.Array | None, q: jax.Array, k: jax.Array | Stored, itself: bool
+) -> masks.Mask | None:
+    """Rows of which only so many queries are real; and as many keys, if they are of the same tokens."""
+    if lengths is None:
         return None
-
-    def _store(self, cache: KVCache) -> None:
-        key, value = (sharding.name(x, sharding.KV_HEADS) for x in (cache.key, cache.value))
-        for name, x in zip(_CACHE, (key, value, cache.index), strict=True):
-            self.put_variable("cache", name, x)
-
-
-_CACHE = ("cached_key", "cached_value", "cache_index")
+    lengths = shapes.row_lengths("lengths", lengths, q.shape[:-3])
+    return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)

@@ -119,12 +119,14 @@ class Rotary:
 def rotate(
     rotation: Rotation | None,
     q: jax.Array,
-    k: jax.Array,
+    k: jax.Array | None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None,
     q_pos: jax.Array,
     k_pos: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Turns queries and keys by the positions given (both, or a pair), or else by q_pos and k_pos.
+
+    No keys (None) stand for those that a cache holds, turned already.
 
     Raises:
       ValueError: if positions are given and there is no rotation.
@@ -139,9 +141,9 @@ def rotate(
     if isinstance(positions, tuple) and len(positions) == 2:
         q_pos, k_pos = positions
     elif positions is not None:
-        k_pos = positions if len(q_pos) == len(k_pos) else k_pos
+        k_pos = positions if q_pos.shape[-1] == k_pos.shape[-1] else k_pos
         q_pos = positions
-    return rotation(q, q_pos), rotation(k, k_pos)
+    return rotation(q, q_pos), None if k is None else rotation(k, k_pos)
 
 
 class PositionEmbedding(nn.Module):

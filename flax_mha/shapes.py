@@ -171,6 +171,19 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be at least 1, got {size}")
 
 
+def row_lengths(name: str, lengths: Any, batch: Shape) -> jax.Array:
+    """How many tokens of each row are real, int32 [*B]."""
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {lengths.dtype}; cast with .astype(int)")
+    if lengths.shape != batch:
+        raise ValueError(
+            f"{name} must have shape [*B] = {batch}, got {lengths.shape}; "
+            f"give one length for each row of the batch"
+        )
+    return lengths.astype(jnp.int32)
+
+
 def check_rate(name: str, rate: Any) -> None:
     """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
     if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):

@@ -15,8 +15,9 @@ import jax
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Array
-from flax_mha.kernels import blockwise, cudnn, flex, observe, reference, shards, splash
+from flax_mha.kernels import blockwise, cudnn, decode, flex, observe, reference, shards, splash
 from flax_mha.kernels.spec import AttentionSpec, prepare
+from flax_mha.kernels.stored import Stored, widened
 from flax_mha.kernels.tiling import nothing
 from flax_mha.scores import ScoreMod
 
@@ -27,13 +28,14 @@ KERNELS: dict[str, ModuleType] = {
     "flex": flex,
     "blockwise": blockwise,
     "reference": reference,
+    "decode": decode,
 }
 
 
 def dot_product_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Stored,
+    v: jax.Array | Stored,
     *,
     mask: masks.MaskLike | None = None,
     bias: jax.Array | None = None,
@@ -66,7 +68,8 @@ def dot_product_attention(
     Args:
       q: [*B, T, N, H], floating point.
       k: [*B, S, K, H].
-      v: [*B, S, K, Hv]. The three are promoted to one dtype.
+      v: [*B, S, K, Hv]. The three are promoted to one dtype; `Stored` keys and values, of a
+        cache, are read in that of q.
       mask: a `flax_mha.masks.Mask`, or a bool array that broadcasts to [*B, N, T, S], True where
         a query may see a key.
       bias: added to the scores, after `scores`; broadcasts to [*B, N, T, S].
@@ -112,6 +115,8 @@ def dot_product_attention(
         q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
     ) -> tuple[jax.Array, jax.Array]:
         name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
+        if name != "decode":
+            k, v = widened(k), widened(v)
         return KERNELS[name].attend(q, k, v, spec)
 
     out, lse = shards.run(attend, q, k, v, spec)
@@ -120,11 +125,13 @@ def dot_product_attention(
     chex.assert_shape(lse, (*B, N, T))
     extras: list[Any] = []
     if return_weights:
-        extras.append(observe.on_mesh(q, k, lse, spec, ["weights"])["weights"])
+        extras.append(observe.on_mesh(q, widened(k), lse, spec, ["weights"])["weights"])
     if return_residuals:
         extras.append(lse)
     if capture:
-        extras.append(observe.on_mesh(q, k, lse, spec, capture, capture_heads, capture_queries))
+        extras.append(
+            observe.on_mesh(q, widened(k), lse, spec, capture, capture_heads, capture_queries)
+        )
     return (out, *extras) if extras else out
 
 
@@ -208,7 +215,7 @@ def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> 
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _preference(q: jax.Array, k: jax.Array) -> list[str]:
+def _preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
     """The kernels, best first, for a call of this size.
 
     | platform | first of those that do not refuse |
@@ -216,6 +223,8 @@ def _preference(q: jax.Array, k: jax.Array) -> list[str]:
     | CPU | `reference` up to T·S = 256², the others in their order |
     | TPU | likewise |
     | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
+
+    For keys of a cache `decode` comes before all of these.
     """
     scores = q.shape[-3] * k.shape[-3]
     if jax.default_backend() in ("cpu", "tpu"):
@@ -225,6 +234,8 @@ def _preference(q: jax.Array, k: jax.Array) -> list[str]:
     else:
         # Plain einsums are one large product each, until the scores no longer fit.
         first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]
+    if isinstance(k, Stored):
+        first = ["decode", *first]
     return first + [name for name in KERNELS if name not in first]
 
 

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
             if not jax.sharding.get_abstract_mesh().explicit_axes:
                 return None
             # On Explicit axes arrays say themselves how they are divided.
-            of_q, of_k = _of_type(q), _of_type(k)
+            of_q, of_k = _of_type(q), _of_type(jax.tree.leaves(k)[0])
         (*batch, length, heads, _), (*_, kv_heads, _) = of_q, of_k
         if kv_heads not in (None, heads):
             raise ValueError(
@@ -93,7 +93,9 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
     over_q = P(*layout.batch, layout.length, layout.heads, None)
     over_k = P(*layout.batch, None, layout.kv_heads, None)
     lse = P(*layout.batch, layout.heads, layout.length)
-    q, k, v = sharding.place(q, over_q), sharding.place(k, over_k), sharding.place(v, over_k)
+    q = sharding.place(q, over_q)
+    # Stored keys and values have scales, which lie as they do.
+    k, v = jax.tree.map(lambda x: sharding.place(x, over_k), (k, v))
     by_head = P(layout.heads)
     sinks = None if sinks is None else sharding.place(sinks, by_head)
     ins = over_q, over_k, over_k, by_head, specs
@@ -155,7 +157,8 @@ def _own_heads(k: jax.Array, v: jax.Array, heads: jax.Array, G: int) -> Result:
     elif G % n == 0:
         heads = heads[:1]
     # Else groups are cut by the ends of the shards: a copy for each query head.
-    return jnp.take(k, heads // G, axis=-2), jnp.take(v, heads // G, axis=-2)
+    own = heads // G
+    return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))
 
 
 def undivided() -> str | None:

@@ -1,6 +1,7 @@
 """What one attention call computes, in one value that every kernel reads."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax.linen.dtypes import promote_dtype
 from flax_mha import masks, shapes
 from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import Dropout
+from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask
 from flax_mha.scores import Bias, ScoreMod
 from flax_mha.shapes import Dims
@@ -67,8 +69,8 @@ class AttentionSpec(struct.PyTreeNode):
 
 def prepare(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | Stored,
+    v: jax.Array | Stored,
     *,
     mask: masks.MaskLike | None = None,
     bias: jax.Array | None = None,
@@ -81,11 +83,14 @@ def prepare(
     q_positions: Array | int | None = None,
     kv_positions: Array | int | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, AttentionSpec]:
+) -> tuple[jax.Array, Any, Any, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
-    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    q, k, v = (x if isinstance(x, Stored) else jnp.asarray(x) for x in (q, k, v))
     dims = shapes.attention_dims(q, k, v)
-    q, k, v = promote_dtype(q, k, v, dtype=None)
+    if isinstance(k, Stored):
+        k, v = (x.replace(dtype=q.dtype) for x in (k, v))
+    else:
+        q, k, v = promote_dtype(q, k, v, dtype=None)
     if bias is not None:
         scores = (*scores, Bias(bias))
     if sinks is not None:

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
 
 import jax
@@ -45,6 +46,10 @@ class Mask(struct.PyTreeNode):
         """
         del tiles
         return judge(np.True_, np.False_)
+
+    def reach(self) -> int | None:
+        """How many positions before its own a query may see at most; None if that is not known."""
+        return None
 
     def dense(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
@@ -101,6 +106,11 @@ class And(_Combined):
         """See `Mask.tiles`."""
         return functools.reduce(both, (mask.tiles(tiles) for mask in self.masks))
 
+    def reach(self) -> int | None:
+        """See `Mask.reach`."""
+        known = [reach for mask in self.masks if (reach := mask.reach()) is not None]
+        return min(known, default=None)
+
 
 class Or(_Combined):
     """Allowed where any of its masks allows."""
@@ -112,6 +122,10 @@ class Or(_Combined):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         return functools.reduce(either, (mask.tiles(tiles) for mask in self.masks))
+
+    def reach(self) -> int | None:
+        """See `Mask.reach`."""
+        return farthest(self.masks)
 
 
 class Not(Mask):
@@ -195,6 +209,12 @@ def both(x: Array, y: Array) -> Array:
 def either(x: Array, y: Array) -> Array:
     """What either of two masks says: the greatest."""
     return np.maximum(x, y) if known(x, y) else jnp.maximum(x, y)
+
+
+def farthest(masks: Sequence[Mask]) -> int | None:
+    """The greatest reach of several masks, None if one of them is not known."""
+    reaches = [mask.reach() for mask in masks]
+    return None if None in reaches else max(reaches)
 
 
 def known(*arrays: Array) -> bool:

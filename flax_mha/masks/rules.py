@@ -10,7 +10,7 @@ from flax import struct
 
 from flax_mha import shapes
 from flax_mha.grid import Array, At, Grid, Tiles
-from flax_mha.masks.base import Mask, as_mask, both, either, judge, known
+from flax_mha.masks.base import Mask, as_mask, both, either, farthest, judge, known
 from flax_mha.shapes import Dims
 
 
@@ -65,6 +65,10 @@ class Window(Mask):
             far = tiles.k_min <= tiles.q_max + self.right
             verdict = both(verdict, judge(far, tiles.k_max <= tiles.q_min + self.right))
         return verdict
+
+    def reach(self) -> int | None:
+        """See `Mask.reach`."""
+        return self.left
 
 
 class Lengths(Mask):
@@ -220,6 +224,10 @@ class PerHead(Mask):
         shape = np.broadcast_shapes(*(verdict.shape for verdict in each))
         xp = np if known(*each) else jnp
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
+
+    def reach(self) -> int | None:
+        """See `Mask.reach`."""
+        return farthest(self.masks)
 
 
 def _int32(name: str, x: Any) -> Array:

@@ -1,0 +1,14 @@
+"""Keys and values of the tokens so far, for decoding.
+
+>>> cache = KVCache.empty((2,), slots=16, num_kv_heads=4, head_dim=8)
+>>> out, cache = cache.extend(q, k, v)  # any number of tokens: a prompt, then one at a time
+
+The layer keeps one in the collection `cache` under `decode=True`; `fork`, `truncate`, `reset` and
+`free` do to all caches of such a collection what the methods do to one.
+"""
+
+from flax_mha.cache.kv import KVCache as KVCache
+from flax_mha.cache.variables import fork as fork
+from flax_mha.cache.variables import free as free
+from flax_mha.cache.variables import reset as reset
+from flax_mha.cache.variables import truncate as truncate

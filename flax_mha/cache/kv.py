@@ -1,0 +1,339 @@
+"""The cache as a value: append, attend, truncate, fork."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.typing import Dtype
+from jax.experimental import checkify
+
+from flax_mha import masks, shapes, sharding
+from flax_mha.cache import slots
+from flax_mha.grid import Grid
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.stored import Stored
+from flax_mha.masks.base import Mask
+from flax_mha.scores import Bias, ScoreMod
+from flax_mha.shapes import Dims, Shape
+
+# Beyond the position of any token: that of a slot which holds none, and the length of a row whose
+# tokens are lost.
+FAR = 2**30
+
+
+class KVCache(struct.PyTreeNode):
+    """Keys and values of the tokens so far, each row of the batch with a length of its own.
+
+    Without a window slot j holds the token at position j. With one the slots are a ring buffer:
+    the token at position p is in slot p mod S, and the last S tokens are held.
+
+    Attributes:
+      key: [*B, K, S, H], heads first, as decoding reads them.
+      value: [*B, K, S, Hv].
+      length: int32 [*B], tokens appended so far to each row. Zeros are an empty cache, whatever
+        the slots hold.
+      key_scale: float32 [*B, K, S], of int8 keys; else None.
+      value_scale: likewise.
+      window: how many tokens before itself a token sees (`masks.Window(window, 0)`), at most
+        S − 1; None for all.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+    window: int | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def empty(
+        cls,
+        batch: Shape,
+        slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        *,
+        dtype: Dtype = jnp.float32,
+        window: int | None = None,
+    ) -> Self:
+        """An empty cache.
+
+        Args:
+          batch: *B.
+          slots: S, with a window at least window + 1.
+          num_kv_heads: K.
+          head_dim: H.
+          v_head_dim: Hv (default: H).
+          dtype: of keys and values, floating point or int8.
+          window: see `KVCache`.
+
+        Raises:
+          ValueError: if the window does not fit the slots.
+          TypeError: if sizes are no ints, or the dtype is not supported.
+        """
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        shapes.check_positive(
+            slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
+        )
+        dtype = check_dtype(dtype)
+        if window is not None and not 0 <= window < slots:
+            raise ValueError(
+                f"a window of {window} tokens before each needs at least {window + 1} slots and a "
+                f"size of at least 0, got {slots} slots; give window + 1"
+            )
+        heads = (*batch, num_kv_heads, slots)
+        # Arrays of their own: one can't be donated twice.
+        key_scale, value_scale = (
+            jnp.zeros(heads, jnp.float32) if dtype == jnp.int8 else None for _ in range(2)
+        )
+        return cls(
+            jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
+            jnp.zeros(batch, jnp.int32), key_scale, value_scale, window,
+        )  # fmt: skip
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.key.shape[-2]
+
+    def next_positions(self, T: int) -> jax.Array:
+        """Int32 [*B, T], the positions of the next T tokens of each row."""
+        return self.length[..., None] + shapes.lead(
+            jnp.arange(T, dtype=jnp.int32), self.length.ndim + 1
+        )
+
+    def append(
+        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
+    ) -> Self:
+        """Adds T ≥ 1 tokens to each row, or the first `lengths` of them.
+
+        Args:
+          key: [*B, T, K, H].
+          value: [*B, T, K, Hv].
+          lengths: int [*B], in 0 … T: how many tokens of each row are real (default: all).
+
+        Returns:
+          The new cache. Tokens beyond the last slot are left out (without a window), and the row
+          has overflowed.
+
+        Raises:
+          ValueError: if the tokens do not fit the cache's shape.
+          TypeError: if lengths are no integers.
+        """
+        self._check("keys", key.shape, self.key.shape)
+        self._check("values", value.shape, self.value.shape)
+        return self._write(self._encode(key, value), lengths)
+
+    def attend(
+        self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
+        **call: Any,
+    ) -> Any:  # fmt: skip
+        """Attends to all tokens held, each query to those up to its own position.
+
+        Args:
+          q: [*B, T, N, H].
+          q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
+          mask: joins causality and the window; of bool arrays the last axis is the slots.
+          **call: more arguments of `dot_product_attention`.
+
+        Returns:
+          What `dot_product_attention` returns. Rows that have overflowed are NaN, and reported
+          under `checkify` with its user checks.
+        """
+        return self._attend(q, q_positions, self._stored(), self._positions(), mask, call)
+
+    def extend(
+        self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
+        *, mask: masks.MaskLike | None = None, **call: Any,
+    ) -> tuple[Any, Self]:  # fmt: skip
+        """Appends tokens and attends from them to all so far, themselves included.
+
+        Args:
+          q: [*B, T, N, H], of the new tokens.
+          key: [*B, T, K, H].
+          value: [*B, T, K, Hv].
+          lengths: see `append`. The others attend to nothing: their outputs are 0.
+          mask: see `attend`.
+          **call: see `attend`.
+
+        Returns:
+          (what `dot_product_attention` returns, the new cache).
+
+        Raises:
+          ValueError: if shapes do not fit.
+          TypeError: if dtypes do not.
+        """
+        T = key.shape[-3]
+        q_positions, new = self.next_positions(T), self.append(key, value, lengths)
+        if lengths is not None:
+            mask = masks.combine(masks.Lengths(new.length, new.length), mask)
+        if self.window is None or self.slots >= self.window + T:
+            return new._attend(q, q_positions, new._stored(), new._positions(), mask, call), new
+        # The ring has no room for all that these queries see: from what it held, and the new ones.
+        tokens = self._encode(key, value)
+        held = [
+            jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
+            for pair in zip(self._stored(), tokens, strict=True)
+        ]
+        k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
+        return new._attend(q, q_positions, held, k_positions, mask, call), new
+
+    def free(self) -> jax.Array:
+        """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ in all."""
+        return jnp.maximum(self._most - self.length, 0)
+
+    def reset(self) -> Self:
+        """The cache with no token in it."""
+        return self.replace(length=jnp.zeros_like(self.length))
+
+    def truncate(self, lengths: jax.Array | int) -> Self:
+        """The cache with the first `lengths` (int, or int [*B]) tokens of each row, at most.
+
+        With a window, tokens that are needed again may have been overwritten: a row then has
+        overflowed. S − 1 − window tokens can always be taken back.
+        """
+        return self.replace(length=truncated(self.length, lengths, self.slots, self.window))
+
+    def fork(self, rows: jax.Array) -> Self:
+        """The rows of that order (of the last axis of *B): beams, or copies for best-of-n.
+
+        Args:
+          rows: int [R], indices of rows; one out of range gives a row that has overflowed.
+        """
+        axis = self.length.ndim - 1
+        return jax.tree.map(lambda x: take_rows(x, rows, axis), self)
+
+    @property
+    def overflowed(self) -> jax.Array:
+        """Bool [*B]: tokens are missing that later ones would see."""
+        return self.length > self._most
+
+    @property
+    def _most(self) -> int:
+        return self.slots if self.window is None else FAR - 1
+
+    def _positions(self) -> jax.Array | None:
+        """Int32 [*B, S], where each slot's token stands, FAR where there is none; None: slot j."""
+        if self.window is None:
+            return None
+        slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
+        last = self.length[..., None] - 1
+        # The last position of each slot's before the length.
+        positions = last - (last - slot) % self.slots
+        return jnp.where(positions < 0, FAR, positions)
+
+    def _stored(self) -> tuple[Stored, Stored]:
+        """Keys and values as kernels take them, [*B, S, K, ·]."""
+        return stored(self.key, self.key_scale), stored(self.value, self.value_scale)
+
+    def _encode(self, key: jax.Array, value: jax.Array) -> tuple[Stored, Stored]:
+        """New tokens as they will be stored, [*B, T, K, ·]."""
+        key, value = (
+            Stored(*slots.encode(x, self.key.dtype), jnp.float32) for x in (key, value)
+        )
+        return key, value
+
+    def _write(self, tokens: tuple[Stored, Stored], lengths: jax.Array | None) -> Self:
+        T = tokens[0].shape[-3]
+        count = jnp.full_like(self.length, T)
+        if lengths is not None:
+            count = jnp.clip(shapes.row_lengths("lengths", lengths, self.length.shape), 0, T)
+
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            return slots.write(x, new, self.length, count, self.window is not None)
+
+        def put_scale(x: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+            return None if x is None or new is None else put(x[..., None], new)[..., 0]
+
+        key, value = tokens
+        return self.replace(
+            key=put(self.key, key.values),
+            value=put(self.value, value.values),
+            key_scale=put_scale(self.key_scale, key.scale),
+            value_scale=put_scale(self.value_scale, value.scale),
+            length=self.length + count,
+        )
+
+    def _attend(
+        self, q: jax.Array, q_positions: jax.Array, kv: Sequence[Stored],
+        k_positions: jax.Array | None, mask: masks.MaskLike | None, call: dict[str, Any],
+    ) -> Any:  # fmt: skip
+        k, v = kv
+        if self.window is not None:
+            dims = shapes.attention_dims(q, k.replace(dtype=q.dtype), v.replace(dtype=q.dtype))
+            _check_positional(dims, mask, call)
+        # Causality also hides the slots that hold nothing.
+        own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
+        result = dot_product_attention(
+            q, k, v, mask=masks.combine(own, mask), q_positions=q_positions,
+            kv_positions=k_positions, **call,
+        )  # fmt: skip
+        checkify.debug_check(
+            ~self.overflowed.any(),
+            "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
+            "some that are needed; make room for more at init, and ask `free` before a call",
+            slots=jnp.int32(self.slots), length=self.length.max(),
+        )  # fmt: skip
+        out, *more = result if isinstance(result, tuple) else (result,)
+        out = jnp.where(self.overflowed[..., None, None, None], jnp.nan, out)
+        return (out, *more) if isinstance(result, tuple) else out
+
+    def _check(self, name: str, came: Shape, held: Shape) -> None:
+        *B, K, S, F = held
+        T = came[-3] if len(came) == len(held) else 0
+        if T < 1 or came != (*B, T, K, F) or (self.window is None and T > S):
+            raise ValueError(
+                f"{name} for the cache must have shape [*B, at most S, K, H] where the cache is "
+                f"[*B, K, S, H] = {held}, got {came}; initialize the cache with the full batch and "
+                f"length"
+            )
+
+
+def stored(x: jax.Array, scale: jax.Array | None) -> Stored:
+    """Slots [*B, K, S, H] and their scale [*B, K, S] as kernels take them, [*B, S, K, ·]."""
+    scale = None if scale is None else jnp.swapaxes(scale, -1, -2)[..., None]
+    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
+
+
+def check_dtype(dtype: Dtype) -> jnp.dtype:
+    """A cache stores floats, or int8 with scales."""
+    found = jnp.dtype(dtype)
+    if found != jnp.int8 and not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"a cache stores floats or int8, got {found}; give one of those as its dtype")
+    return found
+
+
+def truncated(length: jax.Array, to: jax.Array | int, S: int, window: int | None) -> jax.Array:
+    """Lengths [*B] cut to `to`; FAR where a ring of S slots has overwritten what is needed then."""
+    new = jnp.minimum(length, jnp.maximum(jnp.asarray(to, jnp.int32), 0))
+    if window is None:
+        return new
+    lost = jnp.maximum(new - window, 0) < jnp.maximum(length - S, 0)
+    return jnp.where(lost, FAR, new)
+
+
+def take_rows(x: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
+    """Some rows of an array of a cache; one that does not exist gives a length of FAR."""
+    fill = FAR if x.dtype == jnp.int32 else 0
+    return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+
+
+def _check_positional(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> None:
+    """In a ring buffer a slot is not a position: arrays along the keys would meet the wrong ones."""
+    scores: Sequence[ScoreMod] = call.get("scores", ())
+    if call.get("bias") is not None:
+        scores = (*scores, Bias(call["bias"]))
+    parts: list[Mask | ScoreMod] = [mod.bind(dims) for mod in scores]
+    if mask is not None:
+        parts.append(masks.as_mask(mask).bind(dims))
+    leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Grid))
+    wrong = [x.array.shape for x in leaves if isinstance(x, Grid) and x.array.shape[-1] > 1]
+    if wrong:
+        raise ValueError(
+            f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
+            f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
+            f"give rules of positions, such as masks.Window, or a cache without a window"
+        )

@@ -1,0 +1,96 @@
+"""Slots of a cache: how tokens are encoded, and written where they belong."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha import sharding
+from flax_mha.sharding import LogicalNames
+
+# Arrays over slots, heads first, and their scales; those over new tokens; those of rows.
+SLOTS: LogicalNames = ("batch", "kv_heads", None, None)
+SCALES: LogicalNames = ("batch", "kv_heads", None)
+_TOKENS: LogicalNames = ("batch", None, "kv_heads", None)
+ROWS: LogicalNames = ("batch",)
+
+
+def encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Tokens in the dtype of a cache, and their scale.
+
+    int8: of each token and head the greatest magnitude is 127 steps, and every feature the nearest
+    step, so that |x − values·scale| ≤ max|x| / 254.
+
+    Args:
+      x: [*B, T, K, H], floating point.
+      dtype: int8, or a floating one.
+
+    Returns:
+      values [*B, T, K, H], and scale float32 [*B, T, K, 1] for int8, else None.
+    """
+    if dtype != jnp.int8:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
+    steps = jnp.round(x / jnp.where(scale == 0, 1.0, scale))
+    return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
+
+
+def write(
+    slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, wraps: bool
+) -> jax.Array:
+    """The slots with token t of each row in slot start + t, for t < count.
+
+    Args:
+      slots: [*B, K, S, F].
+      tokens: [*B, T, K, F], of the same dtype.
+      start: int32 [*B], at least 0.
+      count: int32 [*B], of the row's tokens from its first on.
+      wraps: whether slot S is slot 0 again, so that the last S tokens stay. Else tokens beyond
+        the last slot are left out.
+    """
+    fn = _ring if wraps else _line
+    for _ in start.shape:
+        fn = jax.vmap(fn)
+    rank = start.ndim
+    names = [SLOTS, _TOKENS, ROWS[:rank], ROWS[:rank]]
+    if sharding.layout(slots.shape, SLOTS) is None:
+        return fn(slots, tokens, start, count)
+    # Each device writes into its own slots: none are sent.
+    args = [sharding.constrain(x, n) for x, n in zip((slots, tokens, start, count), names, strict=True)]
+    return sharding.local(fn, names, (slots.shape, SLOTS), *args)
+
+
+def _line(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    return _put(slots, jnp.swapaxes(tokens, 0, 1), start, jnp.int32(0), count)
+
+
+def _ring(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    S, T = slots.shape[1], tokens.shape[0]
+    tokens = jnp.swapaxes(tokens, 0, 1)
+    if T > S:
+        skipped = jnp.maximum(count - S, 0)
+        tokens = jax.lax.dynamic_slice_in_dim(tokens, skipped, S, axis=1)
+        start, count = start + skipped, count - skipped
+    start = start % S
+    slots = _put(slots, tokens, start, jnp.int32(0), count)
+    # What reaches beyond the last slot goes on at the first.
+    return slots if T == 1 else _put(slots, tokens, start - S, S - start, count)
+
+
+def _put(
+    slots: jax.Array, tokens: jax.Array, start: jax.Array, first: jax.Array, end: jax.Array
+) -> jax.Array:
+    """Slots [K, S, F] with token t of [K, T ≤ S, F] in slot start + t, for first ≤ t < end.
+
+    One window of T slots is read and written, the one nearest to those that are meant.
+    """
+    S, T = slots.shape[1], tokens.shape[1]
+    at = jnp.clip(start, 0, S - T)
+    t = jnp.arange(T, dtype=jnp.int32) + at - start
+    if T > 1:
+        tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
+    window = jax.lax.dynamic_slice_in_dim(slots, at, T, axis=1)
+    meant = ((t >= first) & (t < end))[None, :, None]
+    window = jnp.where(meant, tokens, window)
+    return jax.lax.dynamic_update_slice_in_dim(slots, window, at, axis=1)

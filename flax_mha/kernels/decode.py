@@ -1,0 +1,173 @@
+"""Few queries against many keys, as in decoding: each key is read once, where it lies.
+
+All queries that share a key/value head are rows of one product with its keys, heads first: the
+layout of a `KVCache`, of which nothing is copied or transposed. Where the mask leaves few blocks of
+keys they are visited one by one (what a cache has not filled yet costs nothing), elsewhere one
+product has all keys. Stored keys and values are widened on the way, int8 by scaling scores and
+weights instead.
+
+Source: the online softmax is that of `blockwise`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flax_mha import shapes
+from flax_mha.grid import At
+from flax_mha.kernels import reference
+from flax_mha.kernels.finite import guard
+from flax_mha.kernels.plan import Plan, ask
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.stored import Stored, widened
+from flax_mha.kernels.tiling import map_grids, nothing, vary
+from flax_mha.masks import EMPTY
+
+QUERIES = 64
+# Keys of a block that is visited by itself: on CPU its copy stays in the cache of a core.
+_BLOCK = {"cpu": 32}
+_BLOCK_ELSEWHERE = 1024
+# The share of the blocks up to which visiting them one by one is faster than reading all keys,
+# measured on two CPU cores at 2,048 keys.
+_FEW = 0.2
+
+Result = tuple[jax.Array, jax.Array]
+Keyed = jax.Array | Stored
+
+
+def refuses(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: str) -> str | None:
+    """The reason why this kernel can't run the call: more queries than a decoding step has."""
+    del k, v, spec, platform
+    if q.shape[-3] > QUERIES:
+        return f"it is for at most {QUERIES} queries, got {q.shape[-3]}"
+    return None
+
+
+def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+    """See `reference.attend`; keys and values may be `Stored`. No forward mode."""
+    if 0 in q.shape or k.shape[-3] == 0:
+        return nothing(shapes.attention_dims(q, k, v), q.dtype, spec.sinks)
+    return _core(q, k, v, spec)
+
+
+@jax.custom_vjp
+def _core(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+    dims = shapes.attention_dims(q, k, v)
+    args = _rows(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
+    out, lse = _run(dims, False, *args)
+    if spec.mask is not None:
+        # A weight of 0 does not hide the NaN of a masked value: then, and only then, again.
+        careful = functools.partial(_run, dims, True, *args)
+        out, lse = lax.cond(jnp.isnan(out).any(), careful, lambda: (out, lse))
+    return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse
+
+
+def _forward(*args: Any) -> tuple[Result, Any]:
+    return _core(*args), args
+
+
+def _backward(args: Any, cotangents: Result) -> Any:
+    def again(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+        return reference.attend(q, widened(k), widened(v), spec)
+
+    return jax.vjp(again, *args)[1](cotangents)
+
+
+_core.defvjp(_forward, _backward)
+
+
+def _rows(q: jax.Array, dims: shapes.Dims) -> jax.Array:
+    """[*B, T, N, H] as [*B, K, G·T, H]: rows of one product with a head's keys."""
+    return jnp.swapaxes(q, -3, -2).reshape(*dims.B, dims.K, dims.G * dims.T, dims.H)
+
+
+def _run(
+    dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec
+) -> Result:
+    """out [*B, N, T, Hv] and lse [*B, N, T] in float32 at least.
+
+    Args:
+      dims: of the call.
+      careful: whether values that are not finite are kept from those that may not see them.
+      q: [*B, K, G·T, H].
+      k: [*B, K, S, H].
+      v: [*B, K, S, Hv].
+      spec: the rest of the call.
+    """
+    acc, platform = shapes.wide(q.dtype), jax.default_backend()
+    if platform == "cpu":
+        # CPUs compute in no less.
+        q = q.astype(acc)
+    visit = functools.partial(_visit, dims, careful, q, k, v, spec)
+    total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
+    top = total - jnp.inf
+    if spec.sinks is not None:
+        top, total = total + spec.sinks.astype(acc)[:, None, None], total + 1
+    out = jnp.zeros((*dims.B, dims.N, dims.T, dims.Hv), acc)
+    carry = jax.tree.map(lambda x: vary(x, (q, k, v, spec)), (top, total, out))
+
+    size = _BLOCK.get(platform, _BLOCK_ELSEWHERE)
+    blocks = -(-dims.S // size)
+    if spec.mask is None or blocks * _FEW < 1:
+        top, total, out = visit(dims.S, jnp.int32(0), carry)
+    else:
+        seen = jnp.asarray(ask(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
+        seen = seen.any((0, 1, 2))
+        order, count = jnp.argsort(~seen, stable=True), seen.sum()
+        top, total, out = lax.cond(
+            count <= blocks * _FEW,
+            lambda: lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry),
+            lambda: visit(dims.S, jnp.int32(0), carry),
+        )
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    return out / total, jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
+
+
+def _visit(
+    dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec,
+    size: int, index: jax.Array, carry: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Adds a block of keys to the greatest score, the sum of exponentials, and the output."""
+    first = index.astype(jnp.int32) * size
+    start = jnp.minimum(first, dims.S - size)
+
+    def cut(x: Any, axis: int) -> jax.Array:
+        if size == dims.S or x.shape[axis] == 1:
+            return jnp.asarray(x)
+        return lax.dynamic_slice_in_dim(x, start, size, axis)
+
+    k, v = jax.tree.map(lambda x: cut(x, -2), (k, v))
+    at = At(*(cut(x, -1) for x in spec.at(dims)))
+    spec = map_grids(lambda x: cut(x, -1), spec)
+    if careful:
+        k, v = guard(widened(k), widened(v))
+    (k, k_scale), (v, v_scale) = _parts(k, q.dtype), _parts(v, q.dtype)
+    top, total, out = carry
+    by_head = (*dims.B, dims.K, dims.G * dims.T)
+    dot = functools.partial(
+        jnp.einsum, precision=spec.precision, preferred_element_type=total.dtype
+    )
+    s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
+    s = spec.apply((s * k_scale).reshape(*dims.logits[:-1], size), at)
+    if dims.S % size:
+        # The last block begins where it still has all its keys: some were visited before.
+        fresh = start + jnp.arange(size, dtype=jnp.int32) >= first
+        s = jnp.where(shapes.lead(fresh, s.ndim), s, -jnp.inf)
+    new = jnp.maximum(top, s.max(-1, keepdims=True))
+    # Any finite shift will do while nothing has been seen.
+    shift = jnp.where(new == -jnp.inf, 0.0, new)
+    p, old = jnp.exp(s - shift), jnp.exp(top - shift)
+    total = total * old + p.sum(-1, keepdims=True)
+    p = spec.drop(p, at).reshape(*by_head, size) * v_scale
+    more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
+    return new, total, out * old + more.reshape(out.shape)
+
+
+def _parts(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+    """Values [*B, K, S, H] in that dtype, and their scale [*B, K, 1, S], or 1."""
+    values, scale = (x.values, x.scale) if isinstance(x, Stored) else (x, None)
+    return values.astype(dtype), 1.0 if scale is None else jnp.swapaxes(scale, -1, -2)
