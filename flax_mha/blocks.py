@@ -169,11 +169,17 @@ class DecoderBlock(Block):
           [*B, T, D].
 
         Raises:
-          ValueError: if there is a memory and no `cross_attention`, or the other way round.
+          ValueError: if there is a memory and no `cross_attention`, or the other way round; if
+            both layers are one module.
         """
         cross = self.cross_attention
         if cross is not None:
             check_module("cross_attention", cross, MultiHeadAttention)
+        if cross is self.attention:
+            raise ValueError(
+                "attention and cross_attention must be two modules, got the same twice, which would "
+                "share its parameters; give cross_attention=layer.copy()"
+            )
         if cross is None and (memory is not None or memory_mask is not None):
             raise ValueError(
                 "memory and memory_mask are for cross_attention, which is None; set it to a "

@@ -93,7 +93,7 @@ class Sampling(struct.PyTreeNode):
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
         """Draws tokens int32 [B] by logits [B, V]; a row's draw depends on key and its index."""
-        if self.temperature is None:
+        if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
         def limit(logits: jax.Array, rule: Self) -> jax.Array:

@@ -71,18 +71,19 @@ def begin(
 ) -> State:
     """Makes the cache, reads the prompt, and chooses the first token."""
     tokens, lengths = _by_rows(prompt), _by_rows(lengths)
-    memory, memory_lengths = (), None
-    if isinstance(plan.model, Translator):
+    memory: Any = None
+    memory_lengths = None
+    if plan.start is not None:
         encode = partial(plan.model.apply, source_lengths=lengths, method="encode")
-        memory, memory_lengths = (encode(variables, tokens),), lengths
+        memory, memory_lengths = encode(variables, tokens), lengths
         tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
+    # A call without a cache makes one; of what else it computes nothing is left when compiled.
     room = jnp.zeros((len(tokens), plan.capacity), jnp.int32)
-    make = partial(_read, plan, variables, room, *memory, at=lengths)
-    _, cache = sharding.laid_out(make)
-    variables = {**variables, "cache": cache}
+    _, cache = _read(plan, variables, room, memory, at=lengths)
     logits, cache = _read(
-        plan, variables, tokens, at=lengths - 1, lengths=lengths, memory_lengths=memory_lengths
-    )
+        plan, {**variables, "cache": cache}, tokens, at=lengths - 1, lengths=lengths,
+        positions=jnp.arange(tokens.shape[1]), memory_lengths=memory_lengths,
+    )  # fmt: skip
     at, beams = lengths - 1, plan.beams
     if beams > 1:
         owners = jnp.repeat(jnp.arange(len(tokens)), beams)
@@ -133,12 +134,12 @@ def best(plan: Plan, x: jax.Array) -> jax.Array:
 
 
 def _read(
-    plan: Plan, variables: Any, tokens: jax.Array, *memory: jax.Array, **call: Any
+    plan: Plan, variables: Any, tokens: jax.Array, memory: jax.Array | None = None, **call: Any
 ) -> tuple[jax.Array, Any]:
     """Logits [R, V] of the token at `at`, and the cache after all of them."""
     method = "decode" if isinstance(plan.model, Translator) else "__call__"
     logits, new = plan.model.apply(
-        variables, tokens, *memory, mutable=["cache"], method=method, **call
+        variables, tokens, memory, mutable=["cache"], method=method, **call
     )
     return _by_rows(logits[:, 0]), new["cache"]
 

@@ -86,16 +86,6 @@ def name(x: Any, names: LogicalNames) -> Any:
     return Named(x, names) if _naming.value else x
 
 
-def laid_out(fn: Callable[[], Any]) -> Any:
-    """fn(), traced, with the variables in it that have logical names laid out by them."""
-    with _naming(True):
-        made = fn()
-    return jax.tree.map(
-        lambda x: constrain(x.value, x.names) if isinstance(x, Named) else x, made,
-        is_leaf=lambda x: isinstance(x, Named),
-    )  # fmt: skip
-
-
 def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     """Lays x out as the rules say, on whatever mesh there is.
 

@@ -33,7 +33,9 @@ LAYERS = [
     {"attention", "mlp", "embeddings"},
     {"blocks"},
     {"stacks"},
-    {"models"},
+    {"models", "sampling"},
+    {"search"},
+    {"generate"},
     {""},
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
