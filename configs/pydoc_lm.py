@@ -11,29 +11,29 @@ def get_config() -> ConfigDict:
     config.task = "text"
     config.seed = 0
     config.seeds = 1
-    config.steps = 1000
-    config.batch_size = 16
-    config.length = 256  # bytes that a prediction can be made from
+    config.steps = 2400
+    config.batch_size = 8
+    config.length = 128  # bytes that a prediction can be made from
 
     config.log_every = 50
-    config.evaluate_every = 250
-    config.checkpoint_every = 500
+    config.evaluate_every = 600
+    config.checkpoint_every = 600
 
     config.mesh = digits.get_config().mesh
 
     config.data = ConfigDict()
     config.data.path = ""  # a file of text; "": pydoc_data.topics
     config.data.split = "test"  # or "validation", to choose settings by
-    config.data.stride = 64  # of the windows over the held-out text
+    config.data.stride = 32  # of the windows over the held-out text
 
     config.model = ConfigDict()
-    config.model.features = 192
+    config.model.features = 128
     config.model.num_layers = 4
-    config.model.num_heads = 6
+    config.model.num_heads = 4
     config.model.num_kv_heads = 2
     config.model.mlp_dim = 512
-    config.model.activation = "silu"
-    config.model.gated = True
+    config.model.activation = "relu"
+    config.model.gated = False
     config.model.norm = "rmsnorm"
     config.model.tied = True
     config.model.dropout_rate = 0.0
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     config.model.kernel = "auto"
 
     config.optimizer = ConfigDict()
-    config.optimizer.learning_rate = 3e-3
+    config.optimizer.learning_rate = 4e-3
     config.optimizer.warmup = 0.1
     config.optimizer.final = 0.05
     config.optimizer.b1 = 0.9

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 COLORS = {"train": "tab:blue", "test": "tab:orange"}
 
@@ -78,3 +79,51 @@ def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Seque
     bar = figure.colorbar(ScalarMappable(norm, "Reds"), figure.add_axes((0.945, 0.2, 0.012, 0.6)))
     bar.set_label("attention a patch receives (1: an even spread)", fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+def alignment(
+    path: Path, sources: Sequence[str], targets: Sequence[str], weights: np.ndarray
+) -> None:
+    """How much each character of a target looks at each of its source's, a panel for each pair.
+
+    Characters that the font lacks are shown by their code point.
+
+    Args:
+      path: of the PNG.
+      sources: n strings.
+      targets: n strings.
+      weights: [n, T, S]; row t is that of the query which gives character t.
+    """
+    figure = Figure(figsize=(11, 2.9 * len(sources)), layout="constrained")
+    panels = figure.subplots(len(sources), 1, squeeze=False)[:, 0]
+    for axes, source, target, each in zip(panels, sources, targets, weights, strict=True):
+        image = axes.imshow(each[: len(target), : len(source)], cmap="Reds", vmin=0, vmax=1)
+        axes.set_xticks(range(len(source)), map(_readable, source))
+        axes.set_yticks(range(len(target)), map(_readable, target))
+        axes.set_title(f"read as {target}" if target else "read as nothing", fontsize=9)
+        figure.colorbar(image, ax=axes, label="weight")
+    figure.savefig(path, dpi=110)
+
+
+def _readable(character: str) -> str:
+    """A character as a label."""
+    if character.isspace():
+        return "␣"
+    font = get_font(findfont(FontProperties()))
+    drawn = character.isprintable() and font.get_char_index(ord(character))
+    return character if drawn else f"{ord(character):04X}"
+
+
+def by_place(path: Path, bits: np.ndarray) -> None:
+    """Bits per byte over how many bytes the model saw before.
+
+    Args:
+      path: of the PNG.
+      bits: [T], NaN where nothing was predicted.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.arange(len(bits)), bits, color=COLORS["test"])
+    axes.set(xlabel="bytes before in the window", ylabel="bits per byte, held-out text")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -47,8 +47,8 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     order = jnp.argsort(logits, axis=-1, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(likely, axis=-1) - likely
-    first = jnp.arange(logits.shape[-1]) == 0
-    kept = (before < p) | jnp.broadcast_to(first, before.shape)
+    first = jax.lax.broadcasted_iota(jnp.int32, before.shape, before.ndim - 1) == 0
+    kept = (before < p) | first
     return jnp.where(jnp.take_along_axis(kept, _ranks(logits), axis=-1), logits, -jnp.inf)
 
 

@@ -154,7 +154,7 @@ def _choose(
     token = sampling.choose(key, logits)
     if plan.eos is not None:
         token = jnp.where(state.done, plan.eos, token)
-    chosen = jnp.arange(logits.shape[-1]) == token[:, None]
+    chosen = jnp.arange(logits.shape[-1])[None] == token[:, None]
     gained = jnp.sum(log_p, axis=-1, where=chosen)
     return _append(plan, state, token, jnp.where(state.done, 0.0, gained) + state.scores)
 
@@ -166,7 +166,7 @@ def _choose_beams(plan: Plan, state: State, log_p: jax.Array) -> State:
     def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
         if plan.eos is not None:
             # What has ended goes on as it is.
-            stay = jnp.where(jnp.arange(V) == plan.eos, 0.0, -jnp.inf)
+            stay = jnp.where(jnp.arange(V)[None] == plan.eos, 0.0, -jnp.inf)
             log_p = jnp.where(done[:, None], stay, log_p)
         total = (scores[:, None] + log_p).reshape(-1, beams * V)
         scores, flat = jax.lax.top_k(total, beams)
@@ -183,7 +183,7 @@ def _choose_beams(plan: Plan, state: State, log_p: jax.Array) -> State:
 
 
 def _append(plan: Plan, state: State, token: jax.Array, scores: jax.Array) -> State:
-    here = jnp.arange(plan.max_new_tokens) == state.step
+    here = jnp.arange(plan.max_new_tokens)[None] == state.step
     done = state.done if plan.eos is None else state.done | (token == plan.eos)
     return state.replace(
         step=state.step + 1, last=token, at=state.at + 1, done=done, scores=scores,

@@ -1,11 +1,12 @@
 """Text, byte by byte: Python's own documentation, or a file of yours."""
 
+import codecs
 import gzip
 import hashlib
 import lzma
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from experiments import plots
 from experiments.data.task import Batch, Params, shuffled
 from experiments.runs import RunError
 from flax_mha import DecoderBlock, MultiHeadAttention
+from flax_mha.generate import generate
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
 
@@ -218,6 +221,44 @@ class Text:
             "xz": 8 * len(lzma.compress(self.test, preset=9)) / n,
             "Witten-Bell 6-gram": witten_bell(self.train, self.test),
         }
+
+    def draw(self, params: Params, workdir: Path) -> None:
+        """`context.png`: how much better a byte is predicted the more was seen before it."""
+        T = self.config.length
+        apart = windows(self.test, T, T)
+        losses = np.asarray(jax.jit(self._losses)(params, apart))
+        weight = apart["weight"]
+        bits = (losses * weight).sum(0) / np.maximum(weight.sum(0), 1) / math.log(2)
+        plots.by_place(workdir / "context.png", np.where(weight.any(0), bits, np.nan))
+
+    def respond(
+        self, params: Params, prompt: str, say: Callable[[str], None], **options: Any
+    ) -> None:
+        """Says how a text goes on, byte by byte, as far as the model's context reaches."""
+        given = (START + prompt.encode())[-self.config.length :]
+        room = self.config.length - len(given) + 1
+        options = {name: value for name, value in options.items() if value is not None}
+        count = options.pop("max_new_tokens", room)
+        if not 1 <= count <= room:
+            raise RunError(
+                f"--max_new_tokens must be in 1 … {room}: the model has seen {self.config.length} "
+                f"bytes at once, of which the prompt takes {len(given)}, got {count}"
+            )
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+        def show(step: int, tokens: np.ndarray) -> None:
+            say(utf8.decode(tokens.astype(np.uint8).tobytes()))
+
+        if options.get("beams", 1) == 1:
+            options["callback"] = show
+        tokens = jnp.asarray(np.frombuffer(given, np.uint8)[None], jnp.int32)
+        found = generate(
+            self.model, {"params": params}, tokens, max_new_tokens=count,
+            # Prompts of all lengths find the compiled step again.
+            capacity=self.config.length, **options,
+        )  # fmt: skip
+        if "callback" not in options:
+            show(count, np.asarray(found.tokens[0]))
 
     def _losses(self, params: Params, batch: Batch, **call: Any) -> jax.Array:
         tokens = batch["tokens"].astype(jnp.int32)
