@@ -12,7 +12,6 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from flax_mha import masks, shapes, sharding
 from flax_mha.cache import KVCache, variables
 from flax_mha.kernels import dot_product_attention, observe
-from flax_mha.kernels.stored import Stored
 from flax_mha.positions import Rotation, rotate
 from flax_mha.projections import Projection, fused
 from flax_mha.scores import ScoreMod
@@ -142,7 +141,7 @@ class MultiHeadAttention(nn.Module):
           positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens
             stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
             the order given, whatever this says.
-          lengths: int [*B], how many tokens of inputs_q are real in each row, counted from its first
+          lengths: int [*B], how many tokens of inputs_q are real in each row, from its first on
             (default: all). The others are neither attended to nor kept, and attend to nothing.
           head_mask: [N] or [*B, N], scales the heads' outputs: 0 prunes a head.
           deterministic: if True, no dropout; here or in the constructor.
@@ -158,9 +157,10 @@ class MultiHeadAttention(nn.Module):
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
-        itself = inputs_k is None or inputs_k is inputs_q
-        cache = variables.load(self, self._window()) if self.decode else None
+        window = variables.window(self.mask, self.cache_window) if self.decode else None
+        cache = variables.load(self, window) if self.decode else None
         memory = variables.recall(self) if self.decode and inputs_k is None else None
+        itself = memory is None and (inputs_k is None or inputs_k is inputs_q)
         if memory is None:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         else:
@@ -168,11 +168,9 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions)
         if memory is not None:
             k, v = memory
-        elif self.decode and cache is None and itself:
-            size = self.cache_window
-            variables.make(self, k, v, self.cache_dtype, size, self._window())
         elif self.decode and cache is None:
-            k, v = variables.remember(self, k, v, self.cache_dtype)
+            size = self.cache_window
+            k, v = variables.start(self, k, v, itself, self.cache_dtype, size, window)
 
         observed = self._observed(sow_weights)
         call: dict[str, Any] = {
@@ -188,7 +186,7 @@ class MultiHeadAttention(nn.Module):
             **self._dropout(deterministic, dropout_rng),
         }
         if cache is None:
-            call["mask"] = masks.combine(call["mask"], _real(lengths, q, k, itself and not memory))
+            call["mask"] = masks.combine(call["mask"], variables.real(lengths, q, k, itself))
             x, *extras = dot_product_attention(q, k, v, **call)
         else:
             (x, *extras), cache = cache.extend(q, k, v, lengths, **call)
@@ -208,18 +206,18 @@ class MultiHeadAttention(nn.Module):
         if self.normalize_qk:
             q = self._layer_norm("query_ln")(q)
             k = None if k is None else self._layer_norm("key_ln")(k)
-        q_pos, k_pos = jnp.arange(q.shape[-3]), None if k is None else jnp.arange(k.shape[-3])
+        q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
         if cache is not None:
-            q_pos = k_pos = cache.next_positions(k.shape[-3])
+            q_pos = k_pos = cache.next_positions(inputs_q.shape[-2])
         q, k = rotate(self.rotary, q, k, positions, q_pos, k_pos)
         if k is not None:
             k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
         return sharding.constrain(q, sharding.HEADS), k, v
 
-    def _project(self, *inputs: jax.Array | None) -> list[Any]:
-        """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv], of the inputs given."""
+    def _project(self, x_q: jax.Array, x_k: Any, x_v: Any) -> list[Any]:
+        """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]."""
         N, K, H, Hv = shapes.head_sizes(
-            inputs[0].shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
+            x_q.shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim, self.v_head_dim,
         )  # fmt: skip
         shapes.check_optional(out_features=self.out_features)
@@ -228,7 +226,6 @@ class MultiHeadAttention(nn.Module):
         query = self._projection("query", ("embed", "heads", "head_dim"), (N, H))
         key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
         value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
-        x_q, x_k, x_v = inputs
         if x_k is None:
             return [query(x_q), None, None]
         if x_q is x_k is x_v:
@@ -298,32 +295,5 @@ class MultiHeadAttention(nn.Module):
             names += ("weights",)
         if not names or not self.is_mutable_collection("intermediates"):
             return {}
-        return {
-            "capture": names,
-            "capture_heads": self.capture_heads,
-            "capture_queries": self.capture_queries,
-        }
-
-    def _window(self) -> int | None:
-        """How many tokens before itself a token sees, where the cache is a ring buffer."""
-        if self.cache_window is None:
-            return None
-        shapes.check_positive(cache_window=self.cache_window)
-        reach = None if self.mask is None else self.mask.reach()
-        if reach is None or reach >= self.cache_window:
-            raise ValueError(
-                f"cache_window={self.cache_window} forgets the tokens before its own, so the mask "
-                f"must not see them, got mask={self.mask}; give mask=masks.Window(W, 0) with W at "
-                f"most {self.cache_window - 1}, or no cache_window"
-            )
-        return reach
-
-
-def _real(
-    lengths: jax.Array | None, q: jax.Array, k: jax.Array | Stored, itself: bool
-) -> masks.Mask | None:
-    """Rows of which only so many queries are real; and as many keys, if they are of the same tokens."""
-    if lengths is None:
-        return None
-    lengths = shapes.row_lengths("lengths", lengths, q.shape[:-3])
-    return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
+        heads, queries = self.capture_heads, self.capture_queries
+        return {"capture": names, "capture_heads": heads, "capture_queries": queries}

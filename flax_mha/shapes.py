@@ -46,7 +46,7 @@ class Dims(NamedTuple):
         return (*self.B, self.N, self.T, self.S)
 
 
-def attention_dims(q: jax.Array, k: jax.Array, v: jax.Array) -> Dims:
+def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
     """Reads the dimensions off q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv].
 
     Raises:

@@ -26,6 +26,7 @@ LAYERS = [
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
     {"kernels.observe", "kernels.decode"},
     {"kernels"},
+    {"cache.ring"},
     {"cache.slots"},
     {"cache.kv"},
     {"cache.variables"},

@@ -3,6 +3,7 @@
     python -m experiments.benchmark --quick
     python -m experiments.benchmark --parts=core --lengths=1024,4096 --contestants=ours,jax-xla
     python -m experiments.benchmark --parts=layer --dtypes=bfloat16 --workdir=runs/mine
+    python -m experiments.benchmark --decode
 
 Every race is interleaved: its contestants are called in turns, and medians are compared. Tables go
 to the terminal, results.json and times.png to --workdir (default: a new folder under runs/).
@@ -25,7 +26,17 @@ import jax
 from rich.console import Console
 
 from experiments import runs
-from experiments.benchmark import cases, contestants, fresh, machine, picture, races, report, timing
+from experiments.benchmark import (
+    cases,
+    contestants,
+    decoding,
+    fresh,
+    machine,
+    picture,
+    races,
+    report,
+    timing,
+)
 
 PROGRAM = "experiments.benchmark"
 QUICK = {
@@ -50,6 +61,9 @@ def main(argv: Sequence[str]) -> None:
     end = started + flags["total"]
     header = _header()
     _introduce(console, header["machine"])
+    if flags.get("decode"):
+        decode(console, folder, header, flags)
+        return
     rows: list[report.Row] = []
     for race in races.plan(settings):
         dtypes = {entry.case.dtype for entry in race.entries}
@@ -64,6 +78,30 @@ def main(argv: Sequence[str]) -> None:
     console.print(report.ratios(rows))
     picture.draw(folder / "times.png", rows)
     console.print(f"{header['seconds']:.0f} s; results.json and times.png are in {folder}")
+
+
+def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Measures steps at each size, and a prompt at the first."""
+    rows: list[report.Row] = []
+    started, found = time.perf_counter(), list(decoding.sizes(machine.free_bytes()))
+    for size in found:
+        if time.perf_counter() - started > flags["total"]:
+            break
+        with console.status(f"B={size.B}, S={size.S}"):
+            bandwidth = decoding.bandwidth(size)
+            here = decoding.race(size, flags["repeats"], flags["seconds"])
+            # Others may have had the machine: the best counts.
+            bandwidth = max(bandwidth, decoding.bandwidth(size))
+        rows += [row | {"bandwidth": bandwidth} for row in here]
+        console.print(decoding.table(here, bandwidth))
+        report.write(folder / "results.json", header, rows)
+    header["prefill"] = decoding.prefill(found[0], flags["seconds"])
+    console.print(
+        "a prompt of {tokens:,} tokens: {seconds:.3g} s in one call, {token_by_token:.3g} s token "
+        "by token, {ratio:.1f} times as long".format(**header["prefill"])
+    )
+    report.write(folder / "results.json", header, rows)
+    console.print(f"results.json is in {folder}")
 
 
 def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[report.Row]:
@@ -111,6 +149,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )  # fmt: skip
     add = parser.add_argument
     add("--quick", action="store_true", help="a few cases, within 2 minutes")
+    add("--decode", action="store_true", help="steps against a cache, instead of layer and core")
     add("--parts", type=_among(cases.PARTS), help="layer, core")
     add("--passes", type=_among(cases.PASSES), help="forward, backward (forward and backward)")
     add("--masks", type=_among(cases.MASKS), help="causal, full")

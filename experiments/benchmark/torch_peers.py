@@ -81,6 +81,33 @@ def multihead_attention(case: Case) -> Work:
     return _work(case, torch, forward, [x], list(layer.parameters()), cotangent)
 
 
+def decoding(size: Any, filled: int) -> Work:
+    """Steps of one token: four `Linear`, a static cache, and SDPA under a mask of its slots."""
+    torch, device = _torch()
+    B, S, N, D = size[:4]
+    dtype = getattr(torch, size.dtype)
+    q, k, v, out = (torch.nn.Linear(D, D, device=device, dtype=dtype) for _ in range(4))
+    keys, values = (torch.zeros(B, N, S, D // N, device=device, dtype=dtype) for _ in range(2))
+    x, slots = torch.ones(B, 1, D, device=device, dtype=dtype), torch.arange(S, device=device)
+    state = {"at": filled}
+
+    def call() -> Any:
+        at = state["at"]
+        state["at"] = at + 1 if at + 1 < S else filled
+        with torch.no_grad():
+            heads = [f(x).view(B, 1, N, -1).transpose(1, 2) for f in (q, k, v)]
+            keys[:, :, at : at + 1], values[:, :, at : at + 1] = heads[1:]
+            attend = torch.nn.functional.scaled_dot_product_attention
+            seen = attend(heads[0], keys, values, attn_mask=(slots <= at)[None, None, None])
+            return out(seen.transpose(1, 2).reshape(B, 1, D))
+
+    def wait(_: Any) -> None:
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    return Work(call, wait, lambda result: Outcome(_float32(result), (), 0.0))
+
+
 def _torch() -> tuple[Any, str]:
     """The module, and the device that matches JAX's."""
     import torch

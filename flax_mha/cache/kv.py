@@ -1,6 +1,5 @@
 """The cache as a value: append, attend, truncate, fork."""
 
-from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -9,18 +8,12 @@ from flax import struct
 from flax.typing import Dtype
 from jax.experimental import checkify
 
-from flax_mha import masks, shapes, sharding
-from flax_mha.cache import slots
-from flax_mha.grid import Grid
-from flax_mha.kernels import dot_product_attention
+from flax_mha import masks, shapes
+from flax_mha.cache import ring
+from flax_mha.cache.slots import check_dtype, encode, stored, take_rows, write
+from flax_mha.kernels import decode, dot_product_attention
 from flax_mha.kernels.stored import Stored
-from flax_mha.masks.base import Mask
-from flax_mha.scores import Bias, ScoreMod
-from flax_mha.shapes import Dims, Shape
-
-# Beyond the position of any token: that of a slot which holds none, and the length of a row whose
-# tokens are lost.
-FAR = 2**30
+from flax_mha.shapes import Shape
 
 
 class KVCache(struct.PyTreeNode):
@@ -105,9 +98,7 @@ class KVCache(struct.PyTreeNode):
             jnp.arange(T, dtype=jnp.int32), self.length.ndim + 1
         )
 
-    def append(
-        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
-    ) -> Self:
+    def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
         """Adds T ≥ 1 tokens to each row, or the first `lengths` of them.
 
         Args:
@@ -143,7 +134,9 @@ class KVCache(struct.PyTreeNode):
           What `dot_product_attention` returns. Rows that have overflowed are NaN, and reported
           under `checkify` with its user checks.
         """
-        return self._attend(q, q_positions, self._stored(), self._positions(), mask, call)
+        return self._checked(
+            self._look(q, q_positions, self._stored(), self._positions(), mask, call)
+        )
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -168,18 +161,31 @@ class KVCache(struct.PyTreeNode):
         """
         T = key.shape[-3]
         q_positions, new = self.next_positions(T), self.append(key, value, lengths)
+        tokens = self._encode(key, value)
         if lengths is not None:
             mask = masks.combine(masks.Lengths(new.length, new.length), mask)
         if self.window is None or self.slots >= self.window + T:
-            return new._attend(q, q_positions, new._stored(), new._positions(), mask, call), new
-        # The ring has no room for all that these queries see: from what it held, and the new ones.
-        tokens = self._encode(key, value)
-        held = [
-            jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
-            for pair in zip(self._stored(), tokens, strict=True)
-        ]
-        k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
-        return new._attend(q, q_positions, held, k_positions, mask, call), new
+            held, k_positions = new._stored(), new._positions()
+        else:
+            # No room for all that these queries see: what the ring held, and the new ones.
+            k, v = (
+                jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
+                for pair in zip(self._stored(), tokens, strict=True)
+            )
+            held, old = (k, v), ring.positions(self.length, self.slots)
+            k_positions = jnp.concatenate([old, q_positions], axis=-1)
+
+        def first() -> Any:
+            return self._look(q, None, tokens, None, mask, call)
+
+        def later() -> Any:
+            return self._look(q, q_positions, held, k_positions, mask, call)
+
+        weights = call.get("return_weights") or "weights" in call.get("capture", ())
+        if T <= decode.QUERIES or weights or ring.over_keys(_dims(q, held), mask, call):
+            return new._checked(later()), new
+        # Of a first prompt kernels know before tracing which tokens see which.
+        return new._checked(jax.lax.cond((self.length == 0).all(), first, later)), new
 
     def free(self) -> jax.Array:
         """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ in all."""
@@ -195,7 +201,7 @@ class KVCache(struct.PyTreeNode):
         With a window, tokens that are needed again may have been overwritten: a row then has
         overflowed. S − 1 − window tokens can always be taken back.
         """
-        return self.replace(length=truncated(self.length, lengths, self.slots, self.window))
+        return self.replace(length=ring.truncated(self.length, lengths, self.slots, self.window))
 
     def fork(self, rows: jax.Array) -> Self:
         """The rows of that order (of the last axis of *B): beams, or copies for best-of-n.
@@ -213,17 +219,11 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def _most(self) -> int:
-        return self.slots if self.window is None else FAR - 1
+        return self.slots if self.window is None else ring.FAR - 1
 
     def _positions(self) -> jax.Array | None:
         """Int32 [*B, S], where each slot's token stands, FAR where there is none; None: slot j."""
-        if self.window is None:
-            return None
-        slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
-        last = self.length[..., None] - 1
-        # The last position of each slot's before the length.
-        positions = last - (last - slot) % self.slots
-        return jnp.where(positions < 0, FAR, positions)
+        return None if self.window is None else ring.positions(self.length, self.slots)
 
     def _stored(self) -> tuple[Stored, Stored]:
         """Keys and values as kernels take them, [*B, S, K, ·]."""
@@ -231,10 +231,11 @@ class KVCache(struct.PyTreeNode):
 
     def _encode(self, key: jax.Array, value: jax.Array) -> tuple[Stored, Stored]:
         """New tokens as they will be stored, [*B, T, K, ·]."""
-        key, value = (
-            Stored(*slots.encode(x, self.key.dtype), jnp.float32) for x in (key, value)
-        )
-        return key, value
+
+        def of(x: jax.Array) -> Stored:
+            return Stored(*encode(x, self.key.dtype), jnp.float32)
+
+        return of(key), of(value)
 
     def _write(self, tokens: tuple[Stored, Stored], lengths: jax.Array | None) -> Self:
         T = tokens[0].shape[-3]
@@ -243,7 +244,7 @@ class KVCache(struct.PyTreeNode):
             count = jnp.clip(shapes.row_lengths("lengths", lengths, self.length.shape), 0, T)
 
         def put(x: jax.Array, new: jax.Array) -> jax.Array:
-            return slots.write(x, new, self.length, count, self.window is not None)
+            return write(x, new, self.length, count, self.window is not None)
 
         def put_scale(x: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
             return None if x is None or new is None else put(x[..., None], new)[..., 0]
@@ -257,20 +258,21 @@ class KVCache(struct.PyTreeNode):
             length=self.length + count,
         )
 
-    def _attend(
-        self, q: jax.Array, q_positions: jax.Array, kv: Sequence[Stored],
+    def _look(
+        self, q: jax.Array, q_positions: jax.Array | None, kv: tuple[Stored, Stored],
         k_positions: jax.Array | None, mask: masks.MaskLike | None, call: dict[str, Any],
     ) -> Any:  # fmt: skip
-        k, v = kv
         if self.window is not None:
-            dims = shapes.attention_dims(q, k.replace(dtype=q.dtype), v.replace(dtype=q.dtype))
-            _check_positional(dims, mask, call)
+            ring.check_positional(_dims(q, kv), mask, call)
         # Causality also hides the slots that hold nothing.
         own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
-        result = dot_product_attention(
-            q, k, v, mask=masks.combine(own, mask), q_positions=q_positions,
+        return dot_product_attention(
+            q, *kv, mask=masks.combine(own, mask), q_positions=q_positions,
             kv_positions=k_positions, **call,
         )  # fmt: skip
+
+    def _checked(self, result: Any) -> Any:
+        """The result, NaN in rows that have overflowed."""
         checkify.debug_check(
             ~self.overflowed.any(),
             "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
@@ -292,48 +294,5 @@ class KVCache(struct.PyTreeNode):
             )
 
 
-def stored(x: jax.Array, scale: jax.Array | None) -> Stored:
-    """Slots [*B, K, S, H] and their scale [*B, K, S] as kernels take them, [*B, S, K, ·]."""
-    scale = None if scale is None else jnp.swapaxes(scale, -1, -2)[..., None]
-    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
-
-
-def check_dtype(dtype: Dtype) -> jnp.dtype:
-    """A cache stores floats, or int8 with scales."""
-    found = jnp.dtype(dtype)
-    if found != jnp.int8 and not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"a cache stores floats or int8, got {found}; give one of those as its dtype")
-    return found
-
-
-def truncated(length: jax.Array, to: jax.Array | int, S: int, window: int | None) -> jax.Array:
-    """Lengths [*B] cut to `to`; FAR where a ring of S slots has overwritten what is needed then."""
-    new = jnp.minimum(length, jnp.maximum(jnp.asarray(to, jnp.int32), 0))
-    if window is None:
-        return new
-    lost = jnp.maximum(new - window, 0) < jnp.maximum(length - S, 0)
-    return jnp.where(lost, FAR, new)
-
-
-def take_rows(x: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
-    """Some rows of an array of a cache; one that does not exist gives a length of FAR."""
-    fill = FAR if x.dtype == jnp.int32 else 0
-    return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
-
-
-def _check_positional(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> None:
-    """In a ring buffer a slot is not a position: arrays along the keys would meet the wrong ones."""
-    scores: Sequence[ScoreMod] = call.get("scores", ())
-    if call.get("bias") is not None:
-        scores = (*scores, Bias(call["bias"]))
-    parts: list[Mask | ScoreMod] = [mod.bind(dims) for mod in scores]
-    if mask is not None:
-        parts.append(masks.as_mask(mask).bind(dims))
-    leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Grid))
-    wrong = [x.array.shape for x in leaves if isinstance(x, Grid) and x.array.shape[-1] > 1]
-    if wrong:
-        raise ValueError(
-            f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
-            f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
-            f"give rules of positions, such as masks.Window, or a cache without a window"
-        )
+def _dims(q: jax.Array, kv: tuple[Stored, Stored]) -> shapes.Dims:
+    return shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))

@@ -1,11 +1,12 @@
 """Slots of a cache: how tokens are encoded, and written where they belong."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
+from flax.typing import Dtype
 
 from flax_mha import sharding
+from flax_mha.cache.ring import FAR
+from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import LogicalNames
 
 # Arrays over slots, heads first, and their scales; those over new tokens; those of rows.
@@ -57,7 +58,9 @@ def write(
     if sharding.layout(slots.shape, SLOTS) is None:
         return fn(slots, tokens, start, count)
     # Each device writes into its own slots: none are sent.
-    args = [sharding.constrain(x, n) for x, n in zip((slots, tokens, start, count), names, strict=True)]
+    args = [
+        sharding.constrain(x, n) for x, n in zip((slots, tokens, start, count), names, strict=True)
+    ]
     return sharding.local(fn, names, (slots.shape, SLOTS), *args)
 
 
@@ -94,3 +97,25 @@ def _put(
     meant = ((t >= first) & (t < end))[None, :, None]
     window = jnp.where(meant, tokens, window)
     return jax.lax.dynamic_update_slice_in_dim(slots, window, at, axis=1)
+
+
+def stored(x: jax.Array, scale: jax.Array | None) -> Stored:
+    """Slots [*B, K, S, H] and their scale [*B, K, S] as kernels take them, [*B, S, K, ·]."""
+    scale = None if scale is None else jnp.swapaxes(scale, -1, -2)[..., None]
+    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
+
+
+def check_dtype(dtype: Dtype) -> jnp.dtype:
+    """A cache stores floats, or int8 with scales."""
+    found = jnp.dtype(dtype)
+    if found != jnp.int8 and not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(
+            f"a cache stores floats or int8, got {found}; give one of those as its dtype"
+        )
+    return found
+
+
+def take_rows(x: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
+    """Some rows of an array of a cache; one that does not exist gives a length of FAR."""
+    fill = FAR if x.dtype == jnp.int32 else 0
+    return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)

@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import sharding
+from flax_mha import masks, shapes, sharding
 from flax_mha.cache import slots
-from flax_mha.cache.kv import FAR, KVCache, check_dtype, stored, take_rows, truncated
+from flax_mha.cache.kv import KVCache
+from flax_mha.cache.ring import FAR, truncated
+from flax_mha.cache.slots import check_dtype, stored, take_rows
 from flax_mha.kernels.stored import Stored
 
 _SELF = {
@@ -35,31 +37,65 @@ _SELF = {
 _CROSS = ("cross_key", "cross_value", "cross_key_scale", "cross_value_scale")
 
 
-def load(layer: nn.Module, window: int | None) -> KVCache | None:
+def window(mask: masks.Mask | None, size: int | None) -> int | None:
+    """How many tokens before itself a token sees, under a ring buffer of that size; else None.
+
+    Raises:
+      ValueError: if the mask sees what the ring has forgotten.
+    """
+    if size is None:
+        return None
+    shapes.check_positive(cache_window=size)
+    reach = None if mask is None else mask.reach()
+    if reach is None or reach >= size:
+        raise ValueError(
+            f"cache_window={size} keeps the last {size} tokens, so the layer's mask must see none "
+            f"before them, got mask={mask}; give mask=masks.Window(W, 0) with W at most {size - 1}"
+        )
+    return reach
+
+
+def real(lengths: jax.Array | None, q: jax.Array, k: Any, itself: bool) -> masks.Mask | None:
+    """The mask of rows with so many real queries, and as many keys if they are the same tokens."""
+    if lengths is None:
+        return None
+    lengths = shapes.row_lengths("lengths", lengths, q.shape[:-3])
+    return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
+
+
+def load(layer: nn.Module, reach: int | None) -> KVCache | None:
     """The layer's cache of self-attention, if it has one."""
     if not layer.has_variable("cache", "cached_key"):
         return None
-    fields = {
-        field: layer.get_variable("cache", name)
-        for name, field in _SELF.items()
-        if layer.has_variable("cache", name)
-    }
-    return KVCache(**fields, window=window)
+    fields: dict[str, Any] = {field: _get(layer, name) for name, field in _SELF.items()}
+    return KVCache(**fields, window=reach)
 
 
-def make(
-    layer: nn.Module, k: jax.Array, v: jax.Array, dtype: Dtype | None, size: int | None,
-    window: int | None,
-) -> None:  # fmt: skip
-    """Makes room in the layer for as many tokens as k [*B, S, K, H], or `size` in a ring."""
+def start(
+    layer: nn.Module, k: jax.Array, v: jax.Array, itself: bool, dtype: Dtype | None,
+    size: int | None, reach: int | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """The first call of a layer: makes room for tokens, or keeps those of an encoder.
+
+    Args:
+      layer: that holds nothing yet, or an encoder's tokens, which are replaced.
+      k: [*B, S, K, H].
+      v: [*B, S, K, Hv].
+      itself: whether they are of self-attention.
+      dtype: of the cache, None for that of k.
+      size: slots of a ring buffer; None for S slots.
+      reach: see `window`.
+
+    Returns:
+      Keys and values to attend to in this call.
+    """
     *B, S, K, H = k.shape
-    store(
-        layer,
-        KVCache.empty(
-            tuple(B), S if size is None else size, K, H, v.shape[-1],
-            dtype=k.dtype if dtype is None else dtype, window=window,
-        ),
-    )  # fmt: skip
+    dtype = check_dtype(k.dtype if dtype is None else dtype)
+    if not itself:
+        return _remember(layer, k, v, dtype)
+    S, Hv = S if size is None else size, v.shape[-1]
+    store(layer, KVCache.empty(tuple(B), S, K, H, Hv, dtype=dtype, window=reach))
+    return k, v
 
 
 def store(layer: nn.Module, cache: KVCache) -> None:
@@ -70,33 +106,35 @@ def store(layer: nn.Module, cache: KVCache) -> None:
         layer.put_variable("cache", "cache_window", jnp.int32(cache.window))
 
 
-def remember(
-    layer: nn.Module, k: jax.Array, v: jax.Array, dtype: Dtype | None
+def _remember(
+    layer: nn.Module, k: jax.Array, v: jax.Array, dtype: jnp.dtype
 ) -> tuple[Stored, Stored]:
-    """Keeps the encoder's keys [*B, S, K, H] and values [*B, S, K, Hv] in the layer."""
-    encoded = [slots.encode(x, check_dtype(x.dtype if dtype is None else dtype)) for x in (k, v)]
+    encoded = [slots.encode(x, dtype) for x in (k, v)]
     for name, (x, scale) in zip(_CROSS, encoded, strict=False):
         _put(layer, name, jnp.swapaxes(x, -3, -2))
         _put(layer, f"{name}_scale", None if scale is None else jnp.swapaxes(scale[..., 0], -1, -2))
-    return tuple(Stored(*held, jnp.float32) for held in encoded)
+    key, value = (Stored(*x, jnp.float32) for x in encoded)
+    return key, value
 
 
 def recall(layer: nn.Module) -> tuple[Stored, Stored] | None:
     """The encoder's keys and values [*B, S, K, ·] that the layer holds, if it does."""
     if not layer.has_variable("cache", "cross_key"):
         return None
-    held = (
-        layer.get_variable("cache", name) if layer.has_variable("cache", name) else None
-        for name in _CROSS
-    )
-    key, value, key_scale, value_scale = held
+    key, value, key_scale, value_scale = (_get(layer, name) for name in _CROSS)
     return stored(key, key_scale), stored(value, value_scale)
+
+
+def _get(layer: nn.Module, name: str) -> Any:
+    return layer.get_variable("cache", name) if layer.has_variable("cache", name) else None
 
 
 def _put(layer: nn.Module, name: str, x: jax.Array | None) -> None:
     if x is None:
         return
-    known = slots.ROWS if name == "cache_index" else slots.SCALES if "scale" in name else slots.SLOTS
+    known = (
+        slots.ROWS if name == "cache_index" else slots.SCALES if "scale" in name else slots.SLOTS
+    )
     names = ((None,) * x.ndim + known)[-x.ndim :] if x.ndim else ()
     layer.put_variable("cache", name, sharding.name(sharding.constrain(x, names), names))
 
@@ -111,7 +149,9 @@ def fork(collection: Any, rows: jax.Array) -> Any:
     """
 
     def of(layer: dict[str, Any]) -> dict[str, Any]:
-        return {name: x if name == "cache_window" else _fork(name, x, rows) for name, x in layer.items()}
+        return {
+            name: x if name == "cache_window" else _fork(name, x, rows) for name, x in layer.items()
+        }
 
     return _map(of, collection)
 
@@ -126,12 +166,10 @@ def truncate(collection: Any, lengths: jax.Array | int) -> Any:
     def of(layer: dict[str, Any]) -> dict[str, Any]:
         if "cache_index" not in layer:
             return layer
-        window, length = layer.get("cache_window"), layer["cache_index"]
-        if window is not None:
-            # Layers of a scan have one each, of the same size.
-            window = window.max()
-        size = layer["cached_key"].shape[-2]
-        return {**layer, "cache_index": truncated(length, lengths, size, window)}
+        reach, size = layer.get("cache_window"), layer["cached_key"].shape[-2]
+        # Layers of a scan have one each, the same.
+        reach = None if reach is None else reach.max()
+        return {**layer, "cache_index": truncated(layer["cache_index"], lengths, size, reach)}
 
     return _map(of, collection)
 

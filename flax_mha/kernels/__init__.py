@@ -111,9 +111,7 @@ def dot_product_attention(
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
 
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-    ) -> tuple[jax.Array, jax.Array]:
+    def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
         name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
         if name != "decode":
             k, v = widened(k), widened(v)
@@ -209,7 +207,7 @@ def explain(
     return Explanation(chosen, refused)
 
 
-def _refusals(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> dict[str, str]:
+def _refusals(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> dict[str, str]:
     platform = jax.default_backend()
     reasons = {name: module.refuses(q, k, v, spec, platform) for name, module in KERNELS.items()}
     return {name: reason for name, reason in reasons.items() if reason}

@@ -27,7 +27,7 @@ from flax_mha.kernels.tiling import map_grids, nothing, vary
 from flax_mha.masks import EMPTY
 
 QUERIES = 64
-# Keys of a block that is visited by itself: on CPU its copy stays in the cache of a core.
+# Keys of a block that is visited by itself, which copies it.
 _BLOCK = {"cpu": 32}
 _BLOCK_ELSEWHERE = 1024
 # The share of the blocks up to which visiting them one by one is faster than reading all keys,
@@ -87,7 +87,7 @@ def _rows(q: jax.Array, dims: shapes.Dims) -> jax.Array:
 def _run(
     dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec
 ) -> Result:
-    """out [*B, N, T, Hv] and lse [*B, N, T] in float32 at least.
+    """Out [*B, N, T, Hv] and lse [*B, N, T] in float32 at least.
 
     Args:
       dims: of the call.
@@ -109,16 +109,18 @@ def _run(
     out = jnp.zeros((*dims.B, dims.N, dims.T, dims.Hv), acc)
     carry = jax.tree.map(lambda x: vary(x, (q, k, v, spec)), (top, total, out))
 
-    size = _BLOCK.get(platform, _BLOCK_ELSEWHERE)
+    size = min(_BLOCK.get(platform, _BLOCK_ELSEWHERE), dims.S)
     blocks = -(-dims.S // size)
-    if spec.mask is None or blocks * _FEW < 1:
+    # XLA:CPU widens all that one product reads before it, into memory.
+    few = blocks if platform == "cpu" and _narrow(k, q.dtype) else int(blocks * _FEW)
+    if spec.mask is None or few == 0:
         top, total, out = visit(dims.S, jnp.int32(0), carry)
     else:
         seen = jnp.asarray(ask(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
         seen = seen.any((0, 1, 2))
         order, count = jnp.argsort(~seen, stable=True), seen.sum()
         top, total, out = lax.cond(
-            count <= blocks * _FEW,
+            count <= few,
             lambda: lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry),
             lambda: visit(dims.S, jnp.int32(0), carry),
         )
@@ -165,6 +167,10 @@ def _visit(
     p = spec.drop(p, at).reshape(*by_head, size) * v_scale
     more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
     return new, total, out * old + more.reshape(out.shape)
+
+
+def _narrow(x: Keyed, dtype: jnp.dtype) -> bool:
+    return isinstance(x, Stored) and x.values.dtype != dtype
 
 
 def _parts(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:

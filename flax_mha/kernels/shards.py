@@ -20,7 +20,8 @@ from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.shapes import Dims
 
 Result = tuple[jax.Array, jax.Array]
-Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionSpec], Result]
+# Keys and values may be `Stored`.
+Attend = Callable[[jax.Array, Any, Any, AttentionSpec], Result]
 
 
 class Layout(NamedTuple):
@@ -39,7 +40,7 @@ class Layout(NamedTuple):
     kv_heads: Any
 
     @classmethod
-    def of(cls, q: jax.Array, k: jax.Array) -> "Layout | None":
+    def of(cls, q: jax.Array, k: Any) -> "Layout | None":
         """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
         of_q = sharding.layout(q.shape, sharding.HEADS)
         of_k = sharding.layout(k.shape, sharding.KV_HEADS)
@@ -67,7 +68,7 @@ def _of_type(x: jax.Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
-def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> Result:
+def run(attend: Attend, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Result:
     """attend(q, k, v, spec), each device on its own shard.
 
     Args:
@@ -84,7 +85,7 @@ def run(attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: Attentio
     sinks = spec.sinks
     arrays, specs, join = _split(_placed(spec.replace(sinks=None), dims, layout), layout)
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, arrays: list[Any]) -> Result:
+    def local(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Result:
         spec = join(arrays).replace(sinks=sinks)
         if spec.heads is not None and layout.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
@@ -149,7 +150,7 @@ def _split(
     return given, [s for _, s in divided], join
 
 
-def _own_heads(k: jax.Array, v: jax.Array, heads: jax.Array, G: int) -> Result:
+def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     """The key/value heads that so many query heads of one device read, of all of them."""
     n = len(heads)
     if n % G == 0:

@@ -85,11 +85,13 @@ def prepare(
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[jax.Array, Any, Any, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
-    q, k, v = (x if isinstance(x, Stored) else jnp.asarray(x) for x in (q, k, v))
-    dims = shapes.attention_dims(q, k, v)
-    if isinstance(k, Stored):
-        k, v = (x.replace(dtype=q.dtype) for x in (k, v))
+    q = jnp.asarray(q)
+    if isinstance(k, Stored) and isinstance(v, Stored):
+        k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
+        dims = shapes.attention_dims(q, k, v)
     else:
+        k, v = jnp.asarray(k), jnp.asarray(v)
+        dims = shapes.attention_dims(q, k, v)
         q, k, v = promote_dtype(q, k, v, dtype=None)
     if bias is not None:
         scores = (*scores, Bias(bias))

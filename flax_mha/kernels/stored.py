@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import struct
 
 from flax_mha.shapes import Shape

@@ -213,8 +213,8 @@ def either(x: Array, y: Array) -> Array:
 
 def farthest(masks: Sequence[Mask]) -> int | None:
     """The greatest reach of several masks, None if one of them is not known."""
-    reaches = [mask.reach() for mask in masks]
-    return None if None in reaches else max(reaches)
+    known = [reach for mask in masks if (reach := mask.reach()) is not None]
+    return max(known) if len(known) == len(masks) else None
 
 
 def known(*arrays: Array) -> bool:

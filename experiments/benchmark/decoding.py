@@ -1,0 +1,240 @@
+"""Decoding: a step of one token, and a prompt, against a cache of a fixed size.
+
+    python -m experiments.benchmark --decode
+
+Each contestant holds its own cache, donated to every step, and all run in turns. A step must read
+the keys and values of the tokens so far and the layer's parameters, at least: those bytes a second
+stand beside what a large reduction reads on this machine, in the same run. On a GPU the sizes are
+many (B = 1 … 256, S = 1,024 … 32,768, bfloat16), on a CPU one. PyTorch takes part where it is
+installed, with a static cache under `scaled_dot_product_attention`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from rich import box
+from rich.table import Table
+
+from experiments.benchmark import report, timing, torch_peers
+from experiments.benchmark.work import Outcome, RefusalError, Work
+from flax_mha import MultiHeadAttention
+
+PROMPT = 1024
+
+
+class Size(NamedTuple):
+    """B rows, S slots, D = N·H features, and the dtype of everything."""
+
+    B: int
+    S: int
+    N: int
+    D: int
+    dtype: str
+
+    def bytes(self, filled: int, stored: str | None = None) -> int:
+        """What a step reads at least: so many keys and values, and four projections."""
+        held = jnp.dtype(stored or self.dtype).itemsize + (4 * self.N / self.D if stored else 0)
+        return int(2 * self.B * filled * self.D * held) + 4 * self.D**2 * self.item
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def most(self) -> int:
+        """Bytes that the caches of all contestants of a race hold, and room to make them."""
+        return 6 * 2 * self.B * self.S * self.D * self.item
+
+
+class Entry(NamedTuple):
+    """A contestant: how it steps, how many tokens there are before, and in which dtype they are."""
+
+    name: str
+    make: Callable[[Size, int], Work]
+    filled: int
+    stored: str | None = None
+
+
+def sizes(free: int | None) -> Iterator[Size]:
+    """Those that suit the device."""
+    if jax.default_backend() == "cpu":
+        yield Size(8, 2048, 8, 512, "float32")
+        return
+    for S in (1024, 8192, 32768):
+        for B in (1, 8, 64, 256):
+            size = Size(B, S, 8, 1024, "bfloat16")
+            if free is None or size.most < free:
+                yield size
+
+
+def entries(size: Size) -> list[Entry]:
+    """Full caches, ours nearly empty, and in int8."""
+    full, little = size.S - 512, size.S // 64
+    return [
+        Entry("linen", _linen, full),
+        Entry("ours", _ours(None), full),
+        Entry("ours, nearly empty", _ours(None), little),
+        Entry("ours, int8", _ours("int8"), full, "int8"),
+        Entry("torch SDPA, static cache", torch_peers.decoding, full),
+    ]
+
+
+def race(size: Size, rounds: int, seconds: float) -> list[report.Row]:
+    """Times the steps of all contestants in turns."""
+    works: dict[str, Work] = {}
+    rows: list[report.Row] = []
+    for name, make, filled, stored in entries(size):
+        row = {**size._asdict(), "label": name, "filled": filled, "status": "ok", "reason": None}
+        rows.append(row | {"bytes": size.bytes(filled, stored), "seconds": None})
+        try:
+            works[name] = make(size, filled)
+        except (RefusalError, ImportError) as refusal:
+            rows[-1] |= {"status": "skipped", "reason": str(refusal)}
+    # Calls of a step wait for each other by themselves: each takes the cache of the one before.
+    found = timing.interleave(works, rounds, seconds, queue=jax.default_backend() != "cpu")
+    base = found.get("linen")
+    for row in rows:
+        time = found.get(row["label"])
+        if isinstance(time, timing.Failure):
+            row |= {"status": "failed", "reason": time.reason}
+        elif time is not None:
+            row["seconds"] = time._asdict()
+            row["tokens_per_second"] = size.B / time.median
+            row["bytes_per_second"] = row["bytes"] / time.median
+            if isinstance(base, timing.Timing):
+                row["ratio"] = base.median / time.median
+    return rows
+
+
+def table(rows: Sequence[report.Row], bandwidth: float) -> Table:
+    """The rows of one size."""
+    first = rows[0]
+    title = "a step: B={B}, S={S:,}, D={D}, {N} heads, {dtype}".format(**first)
+    grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
+    grid.add_column("")
+    for name in ("tokens held", "median", "tokens/s", "GB/s", "of bandwidth", "× linen"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    grid.add_column("")
+    for row in rows:
+        time = row["seconds"]
+        rate = row.get("bytes_per_second", 0.0)
+        cells = ("",) * 5
+        if time:
+            cells = (
+                report.duration(time["median"]), f"{row['tokens_per_second']:,.0f}",
+                f"{rate / 1e9:.3g}", f"{rate / bandwidth:.0%}",
+                f"{row['ratio']:.2f}" if "ratio" in row else "",
+            )  # fmt: skip
+        note = "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"
+        grid.add_row(row["label"], f"{row['filled']:,}", *cells, note)
+    return grid
+
+
+def prefill(size: Size, seconds: float) -> dict[str, Any]:
+    """A prompt of `PROMPT` tokens in one call, and as steps of one token, of which 64 are timed."""
+    layer, params, x = _layer(size, None)
+    step = _step(layer, params)
+
+    def once(width: int, calls: int) -> float:
+        piece = x[:, :width]
+        jax.block_until_ready(step(_cache(layer, size, 0), piece))  # compiles
+        held = jax.block_until_ready(_cache(layer, size, 0))
+        start = time.perf_counter()
+        for _ in range(calls):
+            out, held = step(held, piece)
+        jax.block_until_ready((out, held))
+        return (time.perf_counter() - start) / calls
+
+    whole: list[float] = []
+    steps: list[float] = []
+    end = time.perf_counter() + seconds
+    while not whole or time.perf_counter() < end:
+        whole.append(once(PROMPT, 1))
+        steps.append(once(1, 64) * PROMPT)
+    median = [timing.summary(samples).median for samples in (whole, steps)]
+    return {
+        "tokens": PROMPT, "seconds": median[0], "token_by_token": median[1],
+        "ratio": median[1] / median[0], **size._asdict(),
+    }  # fmt: skip
+
+
+def bandwidth(size: Size) -> float:
+    """Bytes a second that a reduction of two arrays as large as the cache reads, at best."""
+    shape = (size.B, size.N, size.S, size.D // size.N)
+    arrays = [jnp.ones(shape, size.dtype) for _ in range(2)]
+    total = jax.jit(lambda *arrays: [x.max() for x in arrays])
+    jax.block_until_ready(total(*arrays))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(total(*arrays))
+        times.append(time.perf_counter() - start)
+    return sum(x.nbytes for x in arrays) / min(times)
+
+
+def _ours(stored: str | None) -> Callable[[Size, int], Work]:
+    def make(size: Size, filled: int) -> Work:
+        layer, params, x = _layer(size, stored)
+        return _work(_step(layer, params), lambda: _cache(layer, size, filled), x[:, :1], size)
+
+    return make
+
+
+def _linen(size: Size, filled: int) -> Work:
+    layer = nn.MultiHeadDotProductAttention(
+        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype
+    )
+    x = _tokens(size)
+    params = layer.init(jax.random.key(0), x[:, :1])["params"]
+    return _work(_step(layer, params), lambda: _cache(layer, size, filled), x[:, :1], size)
+
+
+def _layer(size: Size, stored: str | None) -> tuple[MultiHeadAttention, Any, jax.Array]:
+    layer = MultiHeadAttention(
+        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype, cache_dtype=stored
+    )
+    x = _tokens(size)
+    return layer, layer.init(jax.random.key(0), x[:, :1])["params"], x
+
+
+def _tokens(size: Size) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (size.B, PROMPT, size.D), size.dtype)
+
+
+def _cache(layer: nn.Module, size: Size, filled: int) -> Any:
+    """A cache of S slots that holds so many tokens, all of them zeros."""
+    room = jax.ShapeDtypeStruct((size.B, size.S, size.D), size.dtype)
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), room)["cache"]
+    held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return {**held, "cache_index": jnp.full_like(held["cache_index"], filled)}
+
+
+def _step(layer: nn.Module, params: Any) -> Callable[[Any, jax.Array], tuple[jax.Array, Any]]:
+    def step(params: Any, cache: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        out, new = layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return out, new["cache"]
+
+    compiled = jax.jit(step, donate_argnums=1)
+    return lambda cache, x: compiled(params, cache, x)
+
+
+def _work(
+    step: Callable[[Any, jax.Array], tuple[jax.Array, Any]], start: Callable[[], Any],
+    x: jax.Array, size: Size,
+) -> Work:  # fmt: skip
+    """Steps that go on from each other, and begin again before the cache is full."""
+    state = {"cache": start(), "left": 500}
+
+    def call() -> jax.Array:
+        if state["left"] == 0:
+            state.update(cache=start(), left=500)
+        out, cache = step(state["cache"], x)
+        state.update(cache=cache, left=state["left"] - 1)
+        return out
+
+    return Work(call, jax.block_until_ready, lambda out: Outcome(out, (), 0.0))
