@@ -11,12 +11,12 @@ def get_config() -> ConfigDict:
     config.task = "translation"
     config.seed = 0
     config.seeds = 1
-    config.steps = 2000
+    config.steps = 900
     config.batch_size = 128
 
     config.log_every = 50
-    config.evaluate_every = 500
-    config.checkpoint_every = 500
+    config.evaluate_every = 300
+    config.checkpoint_every = 300
 
     config.mesh = digits.get_config().mesh
 

@@ -23,6 +23,8 @@ def curves(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for split, color in COLORS.items():
             drawn = [row for row in rows if row["split"] == split and name in row]
+            if not drawn:
+                continue  # Some are measured on test data alone.
             steps = [row["step"] for row in drawn]
             values = np.asarray([np.atleast_1d(row[name]) for row in drawn])
             if values.shape[-1] > 1:

@@ -177,8 +177,8 @@ class DecoderBlock(Block):
             check_module("cross_attention", cross, MultiHeadAttention)
         if cross is self.attention:
             raise ValueError(
-                "attention and cross_attention must be two modules, got the same twice, which would "
-                "share its parameters; give cross_attention=layer.copy()"
+                "attention and cross_attention must be two modules, got one that would share its "
+                "parameters; give cross_attention=layer.copy()"
             )
         if cross is None and (memory is not None or memory_mask is not None):
             raise ValueError(

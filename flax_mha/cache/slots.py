@@ -118,4 +118,8 @@ def check_dtype(dtype: Dtype) -> jnp.dtype:
 def take_rows(x: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
     """Some rows of an array of a cache; one that does not exist gives a length of FAR."""
     fill = FAR if x.dtype == jnp.int32 else 0
-    return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+    # On Explicit axes JAX asks where a gather's result belongs: where x does.
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    spec = jax.typeof(x).sharding.spec if explicit else None
+    index = (*[slice(None)] * axis, rows)
+    return x.at[index].get(mode="fill", fill_value=fill, out_sharding=spec)
