@@ -8,6 +8,8 @@ The run's own config and its latest checkpoint are used, on one device.
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -31,14 +33,27 @@ def main(argv: Sequence[str]) -> None:
     try:
         if argv[1:]:
             raise runs.RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
-        speak()
+        options = {
+            "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
+            "max_new_tokens": NEW.value, "beams": BEAMS.value,
+        }  # fmt: skip
+        speak(WORKDIR.value, PROMPT.value, rng=jax.random.key(SEED.value), **options)
     except ValueError as error:
         sys.exit(f"error: {error}")
 
 
-def speak() -> None:
-    """Restores the run, and asks it."""
-    run = runs.find_run(WORKDIR.value)
+def speak(workdir: str | Path, prompt: str, **options: Any) -> None:
+    """Restores the run in a folder, and prints what it makes of the prompt.
+
+    Args:
+      workdir: the folder.
+      prompt: a text.
+      **options: of `flax_mha.generate.generate`; None for the task's own.
+
+    Raises:
+      ValueError: if there is no such run, or it can't do that.
+    """
+    run = runs.find_run(workdir)
     for axis in program.AXES:
         run.config.mesh[axis] = 1
     task = data.make(run.config)
@@ -51,11 +66,7 @@ def speak() -> None:
     params = trainer.load(program.build(run.config, task), run.path).params
     if run.config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
-    task.respond(
-        params, PROMPT.value, lambda piece: print(piece, end="", flush=True),
-        temperature=TEMPERATURE.value, top_k=TOP_K.value, top_p=TOP_P.value, beams=BEAMS.value,
-        max_new_tokens=NEW.value, rng=jax.random.key(SEED.value),
-    )  # fmt: skip
+    task.respond(params, prompt, lambda piece: print(piece, end="", flush=True), **options)
     print(flush=True)
 
 

@@ -96,10 +96,15 @@ def alignment(
       targets: n strings.
       weights: [n, T, S]; row t is that of the query which gives character t.
     """
-    figure = Figure(figsize=(11, 2.9 * len(sources)), layout="constrained")
-    panels = figure.subplots(len(sources), 1, squeeze=False)[:, 0]
-    for axes, source, target, each in zip(panels, sources, targets, weights, strict=True):
-        image = axes.imshow(each[: len(target), : len(source)], cmap="Reds", vmin=0, vmax=1)
+    rows = -(-len(sources) // 2)
+    figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False).flat
+    for axes in panels[len(sources) :]:
+        axes.set_axis_off()
+    for axes, source, target, each in zip(panels, sources, targets, weights, strict=False):
+        image = axes.imshow(
+            each[: len(target), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
+        )
         axes.set_xticks(range(len(source)), map(_readable, source))
         axes.set_yticks(range(len(target)), map(_readable, target))
         axes.set_title(f"read as {target}" if target else "read as nothing", fontsize=9)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import (
     Classifier,
+    DecoderBlock,
     Encoder,
     EncoderBlock,
     MultiHeadAttention,
@@ -24,7 +25,7 @@ from flax_mha import (
     scores,
     sharding,
 )
-from flax_mha.models import PatchEmbedding, TokenEmbedding
+from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS
 from tests.oracle import error
@@ -217,6 +218,15 @@ def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None
     assert sum(rest) < X.size
 
 
+class Reader(nn.Module):
+    """A translator from a text to itself."""
+
+    translator: Translator
+
+    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+        return self.translator(x, x, deterministic=deterministic)
+
+
 LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
 ENCODER = Encoder(2, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
 MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
@@ -236,6 +246,25 @@ MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
     "images": (
         Classifier(PatchEmbedding(2, 32), ENCODER, 10),
         jnp.ones((B, 8, 8, 1)),
+        sharding.RULES,
+    ),
+    "language model": (
+        LanguageModel(TokenEmbedding(16, 32), Decoder(2, DecoderBlock(LAYER, 64), scan=True)),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
+        changed(embed="data"),
+    ),
+    "translator": (
+        Reader(
+            Translator(
+                Encoder(1, EncoderBlock(LAYER, 64)),
+                LanguageModel(
+                    TokenEmbedding(16, 32),
+                    Decoder(1, DecoderBlock(LAYER, 64, cross_attention=MultiHeadAttention(8))),
+                    tied=False,
+                ),
+            )
+        ),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
         sharding.RULES,
     ),
     "tokens": (

@@ -1,6 +1,7 @@
 """Strings into strings, character by character: dates into ISO dates, or a file of your pairs."""
 
 import hashlib
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from flax_mha.positions import Rotary
 START, END, UNKNOWN = 0, 1, 2  # tokens that are no characters; padding is END
 EVERY = 10  # of the pairs of a file, one is held out
 ROWS = 500  # of a test batch
-DRAWN = 4  # test pairs in the picture
+DRAWN = 6  # test pairs in the picture
 
 
 class Vocabulary:
@@ -207,7 +208,7 @@ class Translation:
 
     def draw(self, params: Params, workdir: Path) -> None:
         """`alignment.png`: which characters of some held-out sources each output looks at."""
-        pairs = self.split.test[:DRAWN]
+        pairs = _various(self.split.test)[:DRAWN]
         batch = self.arrays(pairs)
 
         @jax.jit
@@ -257,6 +258,16 @@ class Translation:
 def _losses(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The cross entropy of each token up to the end, and which those are, float32 [n, T]."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-    ended = jnp.cumsum((target == END).astype(jnp.int32), axis=-1) - (target == END)
-    real = (ended == 0).astype(losses.dtype)
+    ends = (target == END).astype(losses.dtype)
+    real = (jnp.cumsum(ends, axis=-1) == ends).astype(losses.dtype)  # no end before it
     return losses * real, real
+
+
+def _various(pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs, first one in each script."""
+    first: dict[str, Pair] = {}
+    for pair in pairs:
+        letter = next(filter(str.isalpha, pair[0]), None)
+        if letter:
+            first.setdefault(unicodedata.name(letter, "").split(" ")[0], pair)
+    return list(dict.fromkeys([*first.values(), *pairs]))
