@@ -1,5 +1,6 @@
 """Multi-head attention for Flax: masks as values, sharded heads, linear memory."""
 
+from flax_mha import cache as cache
 from flax_mha import masks as masks
 from flax_mha import positions as positions
 from flax_mha import scores as scores

@@ -72,12 +72,7 @@ def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """The mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != x.shape[:-2]:
-        raise ValueError(
-            f"lengths must have shape [*B] = {x.shape[:-2]}, got {lengths.shape}; "
-            f"give one length for each row of the batch"
-        )
+    lengths = shapes.row_lengths("lengths", lengths, x.shape[:-2])
     count = lengths[..., None]
     real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
     return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)

@@ -22,6 +22,7 @@ from flax_mha.cache import KVCache
 from flax_mha.kernels import decode
 from flax_mha.masks import Causal, Lengths, Prefix, Window
 from flax_mha.positions import Rotary
+from tests.oracle import random_like
 
 B, T, D = 2, 12, 16
 KEY = jax.random.key(0)
@@ -64,10 +65,11 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
     """A layer that decodes, its variables, its step, and its whole forward of X."""
     fields, mask = LAYERS[name]
     layer = MultiHeadAttention(4, decode=True, **fields, **more)
-    variables = layer.init(KEY, X)
-    params = {"params": jax.tree.map(lambda x: x + 0.1, variables["params"])}
+    variables = jax.eval_shape(layer.init, KEY, X)
+    params = {"params": random_like(variables["params"])}
+    held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables["cache"])
     whole = layer.clone(decode=False, cache_dtype=None, cache_window=None)
-    wanted = whole.apply(params, X, mask=masks.combine(Causal(), mask))
+    wanted = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
 
     @jax.jit
     def step(variables: Any, x: jax.Array, **call: Any) -> Any:
@@ -75,16 +77,19 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
         given = None if mask is None else mask
         return layer.apply({**params, "cache": variables}, x, mask=given, mutable=["cache"], **call)
 
-    return layer, variables["cache"], step, wanted
+    return layer, held, step, wanted
 
 
 def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
     return iter(jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=1))
 
 
-# A prompt and steps; speculation; all at once. Every split is a sequence of such calls.
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("sizes", [(8, 1, 1, 1, 1), (5, 3, 4)], ids=str)
+# A prompt and steps; speculation, and a prompt more. Every split is a sequence of such calls.
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [*((name, (7, 1, 1, 1, 1, 1)) for name in LAYERS), ("plain", (1, 3, 8))],
+    ids=str,
+)
 def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
     _, held, step, wanted = built(name)
     outs = []
@@ -96,7 +101,7 @@ def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(held["cache_index"], T)
 
 
-@settings(max_examples=8)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=3, max_size=5), st.booleans())
 def test_ragged_rows_are_as_if_alone(counts: list[tuple[int, ...]], ring: bool) -> None:
     """Each row continues at its own length; padding is not seen, and sees nothing."""
@@ -121,7 +126,7 @@ def test_a_ring_is_the_full_cache(size: int) -> None:
     """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
     _, held, step, wanted = built("window", cache_window=size)
     assert held["cached_key"].shape[-2] == size
-    for sizes in [(9, 1, 1, 1), (2, 3, 3, 3, 1), (1,) * T]:
+    for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
         now, outs = cache.reset(held), []
         for x in pieces(X, sizes):
             out, new = step(now, x)
@@ -129,7 +134,7 @@ def test_a_ring_is_the_full_cache(size: int) -> None:
             outs.append(out)
         close(jnp.concatenate(outs, 1), wanted)
     # What is left over the window can be taken back; more is lost, and said to be.
-    back = cache.truncate(now, T - 2)
+    back = cache.truncate(now, T - 2)  # After steps of one.
     out, _ = step(back, X[:, T - 2 : T - 1])
     assert np.isnan(out).all() == (size == 4)
     if size == 6:
@@ -146,9 +151,7 @@ def test_padding_without_a_cache_is_not_seen() -> None:
     np.testing.assert_array_equal(again[:, :5], out[:, :5])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [("int8", 0.03), ("float16", 2e-3), ("bfloat16", 0.02)]
-)
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
 def test_storage(dtype: str, bound: float) -> None:
     """In a narrower dtype the output moves a little, and not by how the tokens came."""
     _, held, step, wanted = built("rotary, gqa, dv", cache_dtype=dtype)

@@ -20,6 +20,7 @@ from flax_mha import (
     Encoder,
     EncoderBlock,
     MultiHeadAttention,
+    cache,
     dot_product_attention,
     explain,
     masks,
@@ -27,6 +28,7 @@ from flax_mha import (
     sampling,
     sharding,
 )
+from flax_mha.cache import KVCache
 from flax_mha.generate import generate
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import PositionEmbedding, Rotary
@@ -162,6 +164,27 @@ LAYER: list[Case] = [
     layer("kernel", ValueError, r"'auto' or one of .*got 'flash'", kernel="flash"),
     layer("rotary class", TypeError, r"rotary must be a function.*give.*parentheses",
           rotary=Rotary),
+    layer("lengths rows", ValueError, r"lengths must have shape \[\*B\] = \(2,\), got \(4,\); give",
+          call={"lengths": IDS}),
+    layer("lengths dtype", TypeError, r"lengths must be integers, got float32; cast",
+          call={"lengths": ones(2)}),
+    layer("cache_window", ValueError,
+          r"cache_window=4 keeps the last 4.*got mask=Causal\(\); give mask=.*W at most 3",
+          decode=True, cache_window=4, mask=masks.Causal()),
+    layer("cache_window 0", ValueError, r"cache_window must be at least 1, got 0",
+          decode=True, cache_window=0),
+    layer("cache_dtype", TypeError, r"stores floats or int8, got int32; give one of those",
+          decode=True, cache_dtype="int32"),
+    ("cache: window", lambda: KVCache.empty((2,), 4, 6, 8, window=4), ValueError,
+     r"needs at least 5 slots.*got 4 slots; give window \+ 1"),
+    ("cache: keys", lambda: KVCache.empty((2,), 3, 6, 8).append(Q, Q), ValueError,
+     r"keys for the cache must.*at most S.*\(2, 6, 3, 8\), got \(2, 4, 6, 8\); initialize"),
+    ("cache: values", lambda: KVCache.empty((2,), 4, 6, 8, 7).append(Q, Q), ValueError,
+     r"values for the cache must.*\(2, 6, 4, 7\), got \(2, 4, 6, 8\); initialize"),
+    ("cache: a ring's mask",
+     lambda: KVCache.empty((2,), 8, 6, 8, window=4).extend(Q, Q, Q, mask=jnp.ones((4, 8), bool)),
+     ValueError, r"slots are not positions.*got one of shape \(1, 1, 4, 8\).*give rules"),
+    ("cache: free", lambda: cache.free({}), ValueError, r"free needs.*got none; give variables"),
     layer("rotary True", TypeError, r"rotary must be a function.*got True", rotary=True),
     layer("odd rotary", ValueError, r"must be even.*fraction=1.0 of H=3; choose", head_dim=3,
           rotary=Rotary()),

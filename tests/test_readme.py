@@ -38,6 +38,15 @@ def test_the_page_on_sharding_runs() -> None:
     np.testing.assert_allclose(jax.device_get(y), expected, atol=1e-5)
 
 
+def test_the_page_on_decoding_runs() -> None:
+    scope: dict = {}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for code in blocks("python", (ROOT / "docs" / "decoding.md").read_text()):
+            exec(code, scope)
+    np.testing.assert_array_equal(scope["cache"].free(scope["held"]), [9, 12])
+    np.testing.assert_array_equal(scope["cache"].free(scope["best_of_3"]), [9] * 3 + [12] * 3)
+
+
 def test_ci_runs_the_command_of_the_readme() -> None:
     commands = [block.strip() for block in blocks("sh")]
     (tests,) = [command for command in commands if "pytest" in command]

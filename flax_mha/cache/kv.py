@@ -10,7 +10,7 @@ from jax.experimental import checkify
 
 from flax_mha import masks, shapes
 from flax_mha.cache import ring
-from flax_mha.cache.slots import check_dtype, encode, stored, take_rows, write
+from flax_mha.cache.slots import ROWS, SCALES, SLOTS, check_dtype, encode, stored, take_rows, write
 from flax_mha.kernels import decode, dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
@@ -182,7 +182,7 @@ class KVCache(struct.PyTreeNode):
             return self._look(q, q_positions, held, k_positions, mask, call)
 
         weights = call.get("return_weights") or "weights" in call.get("capture", ())
-        if T <= decode.QUERIES or weights or ring.over_keys(_dims(q, held), mask, call):
+        if T <= decode.QUERIES or weights or ring.over_keys(q, held, mask, call):
             return new._checked(later()), new
         # Of a first prompt kernels know before tracing which tokens see which.
         return new._checked(jax.lax.cond((self.length == 0).all(), first, later)), new
@@ -209,8 +209,12 @@ class KVCache(struct.PyTreeNode):
         Args:
           rows: int [R], indices of rows; one out of range gives a row that has overflowed.
         """
-        axis = self.length.ndim - 1
-        return jax.tree.map(lambda x: take_rows(x, rows, axis), self)
+
+        def take(x: jax.Array) -> jax.Array:
+            # Axes after the rows: of lengths, scales, and slots.
+            return take_rows(x, rows, {0: ROWS, 2: SCALES, 3: SLOTS}[x.ndim - self.length.ndim])
+
+        return jax.tree.map(take, self)
 
     @property
     def overflowed(self) -> jax.Array:
@@ -263,7 +267,7 @@ class KVCache(struct.PyTreeNode):
         k_positions: jax.Array | None, mask: masks.MaskLike | None, call: dict[str, Any],
     ) -> Any:  # fmt: skip
         if self.window is not None:
-            ring.check_positional(_dims(q, kv), mask, call)
+            ring.check_positional(q, kv, mask, call)
         # Causality also hides the slots that hold nothing.
         own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
         return dot_product_attention(
@@ -292,7 +296,3 @@ class KVCache(struct.PyTreeNode):
                 f"[*B, K, S, H] = {held}, got {came}; initialize the cache with the full batch and "
                 f"length"
             )
-
-
-def _dims(q: jax.Array, kv: tuple[Stored, Stored]) -> shapes.Dims:
-    return shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))

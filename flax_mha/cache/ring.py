@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from flax_mha import masks, shapes
 from flax_mha.grid import Grid
+from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
-from flax_mha.shapes import Dims
 
 # Beyond the position of any token: that of a slot which holds none, and the length of a row whose
 # tokens are lost.
@@ -35,15 +35,19 @@ def truncated(
     length: jax.Array, to: jax.Array | int, S: int, window: jax.Array | int | None
 ) -> jax.Array:
     """Lengths [*B] cut to `to`; FAR where a ring of S slots has overwritten what is needed then."""
-    new = jnp.minimum(length, jnp.maximum(jnp.asarray(to, jnp.int32), 0))
+    to = shapes.lead(jnp.asarray(to, jnp.int32), length.ndim)
+    new = jnp.minimum(length, jnp.maximum(to, 0))
     if window is None:
         return new
     lost = jnp.maximum(new - window, 0) < jnp.maximum(length - S, 0)
     return jnp.where(lost, FAR, new)
 
 
-def over_keys(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> list[shapes.Shape]:
+def over_keys(
+    q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
+) -> list[shapes.Shape]:
     """The shapes over the scores of a call's masks, ids and biases that are arrays of the keys."""
+    dims = shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))
     scores: Sequence[ScoreMod] = call.get("scores", ())
     if call.get("bias") is not None:
         scores = (*scores, Bias(call["bias"]))
@@ -55,9 +59,11 @@ def over_keys(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> 
     return [shape for shape in grids if shape[-1] > 1]
 
 
-def check_positional(dims: Dims, mask: masks.MaskLike | None, call: dict[str, Any]) -> None:
+def check_positional(
+    q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
+) -> None:
     """In a ring a slot is not a position: arrays along the keys would meet the wrong ones."""
-    wrong = over_keys(dims, mask, call)
+    wrong = over_keys(q, kv, mask, call)
     if wrong:
         raise ValueError(
             f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "

@@ -115,11 +115,17 @@ def check_dtype(dtype: Dtype) -> jnp.dtype:
     return found
 
 
-def take_rows(x: jax.Array, rows: jax.Array, axis: int) -> jax.Array:
-    """Some rows of an array of a cache; one that does not exist gives a length of FAR."""
-    fill = FAR if x.dtype == jnp.int32 else 0
-    # On Explicit axes JAX asks where a gather's result belongs: where x does.
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    spec = jax.typeof(x).sharding.spec if explicit else None
-    index = (*[slice(None)] * axis, rows)
-    return x.at[index].get(mode="fill", fill_value=fill, out_sharding=spec)
+def take_rows(x: jax.Array, rows: jax.Array, names: LogicalNames) -> jax.Array:
+    """Some rows of an array of a cache; one that does not exist gives a length of FAR.
+
+    Args:
+      x: [..., *names], rows of the batch first among those.
+      rows: int [R].
+      names: of its last axes.
+    """
+    axis, fill = x.ndim - len(names), FAR if x.dtype == jnp.int32 else 0
+
+    def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+
+    return sharding.auto(take, names, x, rows)

@@ -26,6 +26,7 @@ from flax_mha.cache.kv import KVCache
 from flax_mha.cache.ring import FAR, truncated
 from flax_mha.cache.slots import check_dtype, stored, take_rows
 from flax_mha.kernels.stored import Stored
+from flax_mha.sharding import LogicalNames
 
 _SELF = {
     "cached_key": "key",
@@ -46,7 +47,7 @@ def window(mask: masks.Mask | None, size: int | None) -> int | None:
     if size is None:
         return None
     shapes.check_positive(cache_window=size)
-    reach = None if mask is None else mask.reach()
+    reach = None if mask is None else masks.as_mask(mask).reach()
     if reach is None or reach >= size:
         raise ValueError(
             f"cache_window={size} keeps the last {size} tokens, so the layer's mask must see none "
@@ -132,11 +133,15 @@ def _get(layer: nn.Module, name: str) -> Any:
 def _put(layer: nn.Module, name: str, x: jax.Array | None) -> None:
     if x is None:
         return
-    known = (
-        slots.ROWS if name == "cache_index" else slots.SCALES if "scale" in name else slots.SLOTS
-    )
-    names = ((None,) * x.ndim + known)[-x.ndim :] if x.ndim else ()
+    names = ((None,) * x.ndim + _names(name))[-x.ndim :] if x.ndim else ()
     layer.put_variable("cache", name, sharding.name(sharding.constrain(x, names), names))
+
+
+def _names(name: str) -> LogicalNames:
+    """The logical names of a variable's last axes."""
+    if name == "cache_index":
+        return slots.ROWS
+    return slots.SCALES if name.endswith("scale") else slots.SLOTS
 
 
 def fork(collection: Any, rows: jax.Array) -> Any:
@@ -149,9 +154,9 @@ def fork(collection: Any, rows: jax.Array) -> Any:
     """
 
     def of(layer: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: x if name == "cache_window" else _fork(name, x, rows) for name, x in layer.items()
-        }
+        same = {name: x for name, x in layer.items() if name == "cache_window"}
+        rest = layer.keys() - same.keys()
+        return same | {name: take_rows(layer[name], rows, _names(name)) for name in sorted(rest)}
 
     return _map(of, collection)
 
@@ -213,8 +218,3 @@ def _map(fn: Callable[[dict[str, Any]], dict[str, Any]], tree: Any) -> Any:
     if "cached_key" in tree or "cross_key" in tree:
         return fn(dict(tree))
     return {name: _map(fn, child) for name, child in tree.items()}
-
-
-def _fork(name: str, x: jax.Array, rows: jax.Array) -> jax.Array:
-    after = {"cache_index": 1}.get(name, 3 if name.endswith("scale") else 4)
-    return take_rows(x, rows, x.ndim - after)

@@ -105,24 +105,31 @@ def _run(
     total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
     top = total - jnp.inf
     if spec.sinks is not None:
-        top, total = total + spec.sinks.astype(acc)[:, None, None], total + 1
+        sinks = shapes.lead(spec.sinks.astype(acc)[:, None, None], total.ndim)
+        top, total = total + sinks, total + 1
     out = jnp.zeros((*dims.B, dims.N, dims.T, dims.Hv), acc)
     carry = jax.tree.map(lambda x: vary(x, (q, k, v, spec)), (top, total, out))
 
     size = min(_BLOCK.get(platform, _BLOCK_ELSEWHERE), dims.S)
     blocks = -(-dims.S // size)
-    # XLA:CPU widens all that one product reads before it, into memory.
-    few = blocks if platform == "cpu" and _narrow(k, q.dtype) else int(blocks * _FEW)
+    # XLA:CPU widens all that one product reads before it, into memory; care does so anywhere.
+    narrow = platform == "cpu" and _narrow(k, q.dtype)
+    few = blocks if careful or narrow else int(blocks * _FEW)
     if spec.mask is None or few == 0:
         top, total, out = visit(dims.S, jnp.int32(0), carry)
     else:
         seen = jnp.asarray(ask(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
         seen = seen.any((0, 1, 2))
         order, count = jnp.argsort(~seen, stable=True), seen.sum()
-        top, total, out = lax.cond(
-            count <= few,
-            lambda: lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry),
-            lambda: visit(dims.S, jnp.int32(0), carry),
+
+        def by_blocks() -> tuple[jax.Array, ...]:
+            return lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry)
+
+        def at_once() -> tuple[jax.Array, ...]:
+            return visit(dims.S, jnp.int32(0), carry)
+
+        top, total, out = (
+            by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
         )
     empty = total == 0
     total = jnp.where(empty, 1.0, total)

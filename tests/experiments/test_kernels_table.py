@@ -5,7 +5,7 @@ import re
 import pytest
 
 from experiments import kernels_table
-from flax_mha.kernels import KERNELS
+from experiments.kernels_table import KERNELS
 
 
 def test_the_page_is_what_is_generated() -> None:
