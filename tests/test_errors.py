@@ -343,8 +343,8 @@ MODELS: list[Case] = [
            LanguageModel(EMBED, ENCODER), TOKENS),
     module("translator: decoder", TypeError, r"decoder must be a flax_mha.LanguageModel, got Dec",
            Translator(ENCODER, DECODER), TOKENS, TOKENS),
-    ("language model: positions", lambda: decoding(TABLE).apply(
-        decoding(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"]), ValueError,
+    ("language model: positions", lambda: jax.eval_shape(lambda: decoding(TABLE).apply(
+        decoding(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"])), ValueError,
      r"position_embedding needs to know where the tokens stand; give positions="),
     generated("model", TypeError, r"must be a LanguageModel or a Translator.*got Encoder", ENCODER),
     generated("list in a field", TypeError, r"model must be hashable.*no arrays", LISTED),

@@ -19,20 +19,20 @@ from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Tra
 from flax_mha.positions import PositionEmbedding, Rotary
 
 KEY = jax.random.key(0, impl="unsafe_rbg")
-V, D, NEW, EOS, START = 5, 8, 4, 1, 2
+V, D, NEW, EOS, START = 6, 8, 4, 1, 2
 PROMPT, LENGTHS = np.array([[3, 4, 2], [2, 0, 0], [4, 3, 0]]), np.array([3, 1, 2])
 
 
 def language_model(scan: bool = False, **fields: Any) -> LanguageModel:
     rotary = None if fields else Rotary()
     attention = MultiHeadAttention(2, num_kv_heads=1, rotary=rotary, kernel="reference")
-    block = DecoderBlock(attention, 16)
+    block = DecoderBlock(attention, 16, norm="rmsnorm")
     return LanguageModel(TokenEmbedding(V, D), Decoder(2, block, scan=scan), **fields)
 
 
 def translator() -> Translator:
     self, cross = (MultiHeadAttention(2, kernel="reference") for _ in range(2))
-    block = DecoderBlock(self, 16, cross_attention=cross)
+    block = DecoderBlock(self, 16, "rmsnorm", cross_attention=cross)
     table = PositionEmbedding("learned", max_length=8)
     decoder = LanguageModel(
         TokenEmbedding(V, D), Decoder(2, block, scan=True), tied=False, position_embedding=table
@@ -47,6 +47,8 @@ MODELS = {
     ),
     "translator": translator(),
 }
+# Of parameters by which prompts go on differently, and end after 1 to 4 tokens.
+SEEDS = {"rotary": 8, "scanned, learned positions": 4, "translator": 2}
 
 
 @functools.cache
@@ -55,8 +57,7 @@ def made(name: str) -> tuple[Any, Any, dict[str, int]]:
     model = MODELS[name]
     translates = isinstance(model, Translator)
     shapes = jax.eval_shape(model.init, KEY, *[PROMPT] * (1 + translates))
-    # Larger, so that tokens differ clearly.
-    variables = jax.tree.map(lambda x: 2 * x, random_like(shapes))
+    variables = jax.tree.map(lambda x: 2 * x, random_like(shapes, SEEDS[name]))
     return model, variables, {"start": START} if translates else {}
 
 
@@ -121,7 +122,7 @@ def test_greedy_with_a_cache_is_greedy_without(name: str) -> None:
     found = generate(model, variables, PROMPT, **call)
     expected = [greedy(name, row[:n]) for row, n in zip(PROMPT, LENGTHS, strict=True)]
     same(rows(found), expected)
-    assert len({tuple(tokens) for tokens, _ in expected}) > 1
+    assert len({len(tokens) for tokens, _ in expected}) == 3
 
     seen: list[tuple[int, np.ndarray]] = []
     again = generate(model, variables, PROMPT, callback=lambda *step: seen.append(step), **call)
@@ -173,16 +174,16 @@ def test_what_is_drawn_from(logits: list[int], k: int, p: float) -> None:
 def test_draws_follow_the_distribution() -> None:
     """Of the tempered and cut logits; and a draw is a function of its key."""
     logits = jnp.asarray([2.0, 1.0, 0.0, -1.0, -2.0])
-    many = jnp.broadcast_to(logits, (20_000, V))
+    many = jnp.broadcast_to(logits, (20_000, 5))
     rule = sampling.Sampling.checked(temperature=2.0, top_k=4, top_p=0.9)
     tokens = rule.choose(KEY, many)
     p = np.exp(np.array([1.0, 0.5, 0.0, -0.5]))
     p = np.where(np.cumsum(p / p.sum()) - p / p.sum() < 0.9, p, 0)
-    share = np.bincount(tokens, minlength=V) / len(many)
+    share = np.bincount(tokens, minlength=5) / len(many)
     np.testing.assert_allclose(share, [*p / p.sum(), 0], atol=0.02)
 
     model, variables, _ = made("rotary")
-    call = {"max_new_tokens": NEW, "temperature": 100.0}
+    call = {"max_new_tokens": NEW, "temperature": 9.0}
     one, same, other = (
         generate(model, variables, PROMPT[:1], rng=jax.random.key(seed), **call).tokens
         for seed in (0, 0, 1)
@@ -201,8 +202,7 @@ def test_a_mesh_changes_nothing(name: str, beams: int, kind: str) -> None:
     alone = generate(model, variables, prompt, lengths=lengths, **call)
     types = (jax.sharding.AxisType[kind],) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
-    rules = tuple((n, None if n == "vocab" else axis) for n, axis in sharding.RULES)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         layout = sharding.of(lambda: model.init(KEY, *[prompt] * (1 + len(start))))
         found = generate(model, jax.device_put(variables, layout), prompt, lengths=lengths, **call)
     same(rows(found), rows(alone))
