@@ -9,7 +9,7 @@ import numpy as np
 from babel import Locale, UnknownLocaleError
 from babel.dates import format_date, parse_date
 
-# Latin, Cyrillic, Greek, Han and kana, Hangul, Arabic (with its own digits), Devanagari.
+# Latin, Cyrillic, Greek, Han, Hangul, Arabic, Devanagari.
 LOCALES = ("en_US", "de", "fr", "es", "it", "pl", "ru", "el", "ja", "ko", "ar_EG", "hi")
 LENGTHS = ("short", "medium", "long", "full")
 FIRST, LAST = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
