@@ -119,7 +119,7 @@ def _readable(character: str) -> str:
         return "␣"
     font = get_font(findfont(FontProperties()))
     drawn = character.isprintable() and font.get_char_index(ord(character))
-    return character if drawn else "\n".join(re.findall("..", f"{ord(character):06X}"))
+    return character if drawn else "\n".join(re.findall("..?", f"{ord(character):04X}"))
 
 
 def by_place(path: Path, bits: np.ndarray) -> None:
