@@ -285,6 +285,21 @@ def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.Monk
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
+@pytest.mark.usefixtures("optimized")
+def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
+    layer = MultiHeadAttention(4, decode=True)
+    x = jnp.ones((2, 128, 16))
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        variables = sharding.init(layer, KEY, x)
+        token = jax.device_put(x[:, :1], NamedSharding(mesh, P("data")))
+        step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache"]))
+        text = step.lower(variables, token).compile().as_text()
+    sent = re.findall(r"= (\S+?)\{\S* (?:all-|reduce-scatter|collective-)", text)
+    assert sent == ["f32[1,1,16]"]
+
+
 def test_gradients_and_nan_pass_as_through_the_reference() -> None:
     q, k, v = (
         jnp.asarray(RNG.normal(size=(2, n, h, 4)), jnp.float32) for n, h in ((3, 4), (7, 2), (7, 2))

@@ -74,7 +74,7 @@ def sizes(free: int | None) -> Iterator[Size]:
 
 def entries(size: Size) -> list[Entry]:
     """Full caches, ours nearly empty, and in int8."""
-    full, little = size.S - 512, size.S // 64
+    full, little = size.S - size.S // 4, size.S // 64
     return [
         Entry("linen", _linen, full),
         Entry("ours", _ours(None), full),
@@ -228,11 +228,11 @@ def _work(
     x: jax.Array, size: Size,
 ) -> Work:  # fmt: skip
     """Steps that go on from each other, and begin again before the cache is full."""
-    state = {"cache": start(), "left": 500}
+    state = {"cache": start(), "left": size.S // 4}
 
     def call() -> jax.Array:
         if state["left"] == 0:
-            state.update(cache=start(), left=500)
+            state.update(cache=start(), left=size.S // 4)
         out, cache = step(state["cache"], x)
         state.update(cache=cache, left=state["left"] - 1)
         return out

@@ -6,11 +6,20 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
-from jax.experimental import checkify
 
 from flax_mha import masks, shapes
 from flax_mha.cache import ring
-from flax_mha.cache.slots import ROWS, SCALES, SLOTS, check_dtype, encode, stored, take_rows, write
+from flax_mha.cache.slots import (
+    ROWS,
+    SCALES,
+    SLOTS,
+    check_dtype,
+    encode,
+    report,
+    stored,
+    take_rows,
+    write,
+)
 from flax_mha.kernels import decode, dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
@@ -64,8 +73,7 @@ class KVCache(struct.PyTreeNode):
           window: see `KVCache`.
 
         Raises:
-          ValueError: if the window does not fit the slots.
-          TypeError: if sizes are no ints, or the dtype is not supported.
+          ValueError, TypeError: if sizes, the window or the dtype do not fit.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         shapes.check_positive(
@@ -111,8 +119,7 @@ class KVCache(struct.PyTreeNode):
           has overflowed.
 
         Raises:
-          ValueError: if the tokens do not fit the cache's shape.
-          TypeError: if lengths are no integers.
+          ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
         self._check("keys", key.shape, self.key.shape)
         self._check("values", value.shape, self.value.shape)
@@ -156,8 +163,7 @@ class KVCache(struct.PyTreeNode):
           (what `dot_product_attention` returns, the new cache).
 
         Raises:
-          ValueError: if shapes do not fit.
-          TypeError: if dtypes do not.
+          ValueError, TypeError: if shapes or dtypes do not fit.
         """
         T = key.shape[-3]
         q_positions, new = self.next_positions(T), self.append(key, value, lengths)
@@ -277,12 +283,7 @@ class KVCache(struct.PyTreeNode):
 
     def _checked(self, result: Any) -> Any:
         """The result, NaN in rows that have overflowed."""
-        checkify.debug_check(
-            ~self.overflowed.any(),
-            "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
-            "some that are needed; make room for more at init, and ask `free` before a call",
-            slots=jnp.int32(self.slots), length=self.length.max(),
-        )  # fmt: skip
+        report(self.overflowed, self.length, self.slots)
         out, *more = result if isinstance(result, tuple) else (result,)
         out = jnp.where(self.overflowed[..., None, None, None], jnp.nan, out)
         return (out, *more) if isinstance(result, tuple) else out
