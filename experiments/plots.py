@@ -1,5 +1,6 @@
 """Pictures of a run, drawn without a display."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 COLORS = {"train": "tab:blue", "test": "tab:orange"}
 
@@ -22,6 +24,8 @@ def curves(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
         for split, color in COLORS.items():
             drawn = [row for row in rows if row["split"] == split and name in row]
+            if not drawn:
+                continue  # Some are measured on test data alone.
             steps = [row["step"] for row in drawn]
             values = np.asarray([np.atleast_1d(row[name]) for row in drawn])
             if values.shape[-1] > 1:
@@ -78,3 +82,56 @@ def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Seque
     bar = figure.colorbar(ScalarMappable(norm, "Reds"), figure.add_axes((0.945, 0.2, 0.012, 0.6)))
     bar.set_label("attention a patch receives (1: an even spread)", fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+def alignment(
+    path: Path, sources: Sequence[str], targets: Sequence[str], weights: np.ndarray
+) -> None:
+    """How much each character of a target looks at each of its source's, a panel for each pair.
+
+    Characters that the font lacks are shown by their code point.
+
+    Args:
+      path: of the PNG.
+      sources: n strings.
+      targets: n strings.
+      weights: [n, T, S]; row t is that of the query which gives character t.
+    """
+    rows = -(-len(sources) // 2)
+    figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
+    panels = figure.subplots(rows, 2, squeeze=False).flat
+    for axes in panels[len(sources) :]:
+        axes.set_axis_off()
+    for axes, source, target, each in zip(panels, sources, targets, weights, strict=False):
+        image = axes.imshow(
+            each[: len(target), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
+        )
+        axes.set_xticks(range(len(source)), map(_readable, source))
+        axes.set_yticks(range(len(target)), map(_readable, target))
+        axes.set_title(f"read as {target}" if target else "read as nothing", fontsize=9)
+        figure.colorbar(image, ax=axes, label="weight")
+    figure.savefig(path, dpi=110)
+
+
+def _readable(character: str) -> str:
+    """A character as a label."""
+    if character.isspace():
+        return "␣"
+    font = get_font(findfont(FontProperties()))
+    drawn = character.isprintable() and font.get_char_index(ord(character))
+    return character if drawn else "\n".join(re.findall("..?", f"{ord(character):04X}"))
+
+
+def by_place(path: Path, bits: np.ndarray) -> None:
+    """Bits per byte over how many bytes the model saw before.
+
+    Args:
+      path: of the PNG.
+      bits: [T], NaN where nothing was predicted.
+    """
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(np.arange(len(bits)), bits, color=COLORS["test"])
+    axes.set(xlabel="bytes before in the window", ylabel="bits per byte, held-out text")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -39,8 +39,10 @@ class Run:
     config: ConfigDict
     resumed: bool
 
-    def begin(self) -> None:
-        """Makes a new run's folder ours; nothing is written before."""
+    def begin(self, data: str) -> None:
+        """Makes a new run's folder ours, with its data's fingerprint; checks that of an old one."""
+        if self.resumed:
+            self.check_data(data)
         _wait_for_all("workdir read")
         if not self.resumed and jax.process_index() == 0:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -51,9 +53,19 @@ class Run:
                 "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
                 "jax": jax.__version__,
                 "devices": [device.device_kind for device in jax.devices()],
+                "data": data,
             }
             _write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
         _wait_for_all("workdir written")
+
+    def check_data(self, data: str) -> None:
+        """Raises a RunError unless the run was begun with the data of this fingerprint."""
+        had = json.loads((self.path / MARK).read_text()).get("data", data)
+        if had != data:
+            raise RunError(
+                f"the data of {self.path} have the SHA-256 {had}, those found now {data}; go on "
+                f"with the files and the versions of Python and packages that it was begun with"
+            )
 
 
 def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
@@ -76,7 +88,7 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
         path = Path(workdir).absolute()
     resumed = _is_ours(path)
     if resumed:
-        saved = ConfigDict(json.loads((path / CONFIG).read_text()))
+        saved = find_run(path).config
         _check_agrees(path, saved, overrides)
         asked = {
             key.removeprefix("mesh."): value
@@ -86,6 +98,18 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
         saved.mesh = ConfigDict({**config.mesh, **saved.mesh, **asked})
         config = saved
     return Run(path, config, resumed)
+
+
+def find_run(workdir: str | Path) -> Run:
+    """The run in a folder.
+
+    Raises:
+      RunError: if there is none.
+    """
+    path = Path(workdir).absolute()
+    if not _is_ours(path):
+        raise RunError(f"--workdir must be the folder of a run, and there is none in {path}")
+    return Run(path, ConfigDict(json.loads((path / CONFIG).read_text())), resumed=True)
 
 
 def check_key(key: str, config: ConfigDict) -> None:

@@ -4,6 +4,7 @@
     python -m experiments.train --config.seeds=5 --config.optimizer.learning_rate=0.001
     python -m experiments.train --workdir=runs/mine    # again: resumes
     python -m experiments.train --config=configs/digits_sharded.py
+    python -m experiments.train --config=configs/pydoc_lm.py --config.data.path=FILE
 
 Without --workdir, results go to a new folder under runs/. Over several processes, each is started
 with the same --workdir, on a file system that all of them see, and
@@ -74,7 +75,7 @@ def _run() -> None:
         sys.exit(f"error: {error}")
     try:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
-        run.begin()
+        run.begin(built.task.fingerprint())
         _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
         result = trainer.train(built, run.path)
     except runs.RunError as error:
@@ -117,7 +118,7 @@ def report(built: program.Program, workdir: Path, result: trainer.Result) -> Non
         plots.curves(workdir / "curves.png", result.rows)
         task.draw(params, workdir)
         for name, score in task.baselines().items():
-            _say(f"{name} {score:.1%}")
+            _say(f"{name} {task.score(score)}")
     _say(task.headline(result.metrics))
 
 

@@ -143,6 +143,18 @@ class Clock:
         return self._first - self._start, time.perf_counter() - self._first - self._aside
 
 
+def load(program: Program, workdir: Path) -> TrainState:
+    """The latest state that a run has saved, on the devices of the program.
+
+    Raises:
+      RunError: if there is none.
+    """
+    with on(program.mesh), ocp.CheckpointManager(workdir / "checkpoints") as checkpoints:
+        if checkpoints.latest_step() is None:
+            raise runs.RunError(f"{workdir} has no checkpoint yet; train it first")
+        return _restore(program, checkpoints, program.batches())
+
+
 def _restore(program: Program, checkpoints: ocp.CheckpointManager, data: Any) -> TrainState:
     """The latest state; the data iterator is moved to where it was then."""
     restored = checkpoints.restore(

@@ -1,107 +1,29 @@
 """Transformer blocks around the attention layer."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
-from flax_mha.projections import Projection, default_bias_init, default_kernel_init
+from flax_mha.mlp import MLP, Dropout
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": nn.gelu,
-    "relu": nn.relu,
-    "silu": nn.silu,
-}
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-Choice = TypeVar("Choice")
+Calls: TypeAlias = dict[str, dict[str, Any]]  # by the name of a field, arguments of its call
 
 
-class MLP(nn.Module):
-    """act(x W_up) W_down; with `gated`, (act(x W_gate) ⊙ (x W_up)) W_down.
+class Block(nn.Module):
+    """What the blocks share: branches (attention layers, then an MLP), each with a residual.
 
-    Attributes:
-      hidden: features between the two products.
-      activation: "gelu", "relu" or "silu".
-      gated: one more product, whose activation scales the first (GEGLU, SwiGLU).
-      dropout_rate: of the hidden features.
-      use_bias: whether the products have biases.
-      kernel_init: initializer of the kernels.
-      bias_init: initializer of the biases.
-      dtype: of the computation (default: promoted from inputs and parameters).
-      param_dtype: of the parameters.
-      precision: of the products, see `jax.lax.Precision`.
-      partitioned: box the parameters with their logical axis names.
-
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020, for the gated form.
-    """
-
-    hidden: int
-    activation: str = "gelu"
-    gated: bool = False
-    dropout_rate: float = 0.0
-    use_bias: bool = True
-    kernel_init: Initializer = default_kernel_init
-    bias_init: Initializer = default_bias_init
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    precision: PrecisionLike = None
-    partitioned: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]."""
-        shapes.check_positive(hidden=self.hidden)
-        shapes.check_rate("dropout_rate", self.dropout_rate)
-        act = choose("activation", self.activation, ACTIVATIONS)
-        up = self._dense("up", self.hidden, ("embed", "mlp"))(x)
-        if self.gated:
-            h = act(self._dense("gate", self.hidden, ("embed", "mlp"))(x)) * up
-        else:
-            h = act(up)
-        h = sharding.constrain(h, ("batch", "length", "mlp"))
-        h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
-        rows = ("batch", "norm_length")
-        return self._dense("down", x.shape[-1], ("mlp", "embed"), rows=rows)(h)
-
-    def _dense(
-        self, name: str, features: int, names: sharding.LogicalNames, **more: Any
-    ) -> Projection:
-        return Projection(
-            (features,), names, kernel_init=self.kernel_init,
-            bias_init=self.bias_init if self.use_bias else None, dtype=self.dtype,
-            param_dtype=self.param_dtype, precision=self.precision, partitioned=self.partitioned,
-            name=name, **more,
-        )  # fmt: skip
-
-
-class Dropout(nn.Module):
-    """`nn.Dropout`, with its bits, on any mesh."""
-
-    rate: float
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
-        """Sets a share of x to 0, and scales the rest to keep the expectation."""
-        if self.rate == 0 or deterministic:
-            return x
-        keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.rate, x.shape)
-        return jnp.where(sharding.like(keep, x), x / (1 - self.rate), 0)
-
-
-class EncoderBlock(nn.Module):
-    """Self-attention and an MLP, each with a norm and a residual.
-
-        pre-norm:   x ← x + attention(norm(x));   x ← x + mlp(norm(x))
-        post-norm:  x ← norm(x + attention(x));   x ← norm(x + mlp(x))
+        pre-norm:   x ← x + branch(norm(x))
+        post-norm:  x ← norm(x + branch(x))
 
     Attributes:
-      attention: the layer, with all its options. Dtypes, precision, initializers, biases and
-        partitioning of the MLP and the norms are those of the layer.
+      attention: the layer of self-attention, with all its options. Dtypes, precision, initializers,
+        biases and partitioning of the MLP and the norms are those of the layer.
       mlp_dim: hidden features of the MLP.
       norm: "layernorm" or "rmsnorm".
       pre_norm: where the norms stand, see above.
@@ -124,48 +46,32 @@ class EncoderBlock(nn.Module):
     dropout_rate: float = 0.0
     remat: bool = False
 
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: masks.MaskLike | None = None,
-        bias: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        head_mask: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        deterministic: bool = True,
-        sow_weights: bool = False,
-    ) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; arguments as for `MultiHeadAttention`.
+    def run(self, x: jax.Array, deterministic: bool, calls: Calls) -> jax.Array:
+        """The attention layers and the MLP in turn; `calls` holds each layer's arguments."""
 
-        A layer whose `deterministic` field is set keeps to that.
-        """
+        def branches(block: "Block", x: jax.Array) -> jax.Array:
+            return block._branches(x, deterministic, calls)
 
-        def run(block: "EncoderBlock", x: jax.Array) -> jax.Array:
-            return block._run(
-                x, deterministic, mask=mask, bias=bias, positions=positions,
-                head_mask=head_mask, lengths=lengths, sow_weights=sow_weights,
-            )  # fmt: skip
+        return (nn.remat(branches) if self.remat else branches)(self, x)
 
-        return (nn.remat(run) if self.remat else run)(self, x)
-
-    def _run(self, x: jax.Array, deterministic: bool, **call: Any) -> jax.Array:
-        layer = self.attention
-        check_module("attention", layer, MultiHeadAttention)
+    def _branches(self, x: jax.Array, deterministic: bool, calls: Calls) -> jax.Array:
+        branches: dict[str, Callable[[jax.Array], jax.Array]] = {}
+        for name, call in calls.items():
+            layer = getattr(self, name)
+            check_module(name, layer, MultiHeadAttention)
+            # A layer whose own field is set keeps to that.
+            own = deterministic if layer.deterministic is None else None
+            branches[name] = functools.partial(layer, deterministic=own, **call)
+        like = self.attention
         mlp = MLP(
-            self.mlp_dim, self.activation, self.gated, self.dropout_rate, layer.use_bias,
-            layer.kernel_init, layer.bias_init, layer.dtype, layer.param_dtype, layer.precision,
-            layer.partitioned, name="mlp",
+            self.mlp_dim, self.activation, self.gated, self.dropout_rate, like.use_bias,
+            like.kernel_init, like.bias_init, like.dtype, like.param_dtype, like.precision,
+            like.partitioned, name="mlp",
         )  # fmt: skip
-        layer_deterministic = deterministic if layer.deterministic is None else None
-        branches: dict[str, Callable[[jax.Array], jax.Array]] = {
-            "attention": lambda x: layer(x, deterministic=layer_deterministic, **call),
-            "mlp": lambda x: mlp(x, deterministic=deterministic),
-        }
+        branches["mlp"] = functools.partial(mlp, deterministic=deterministic)
         x = sharding.constrain(x, ("batch", "norm_length", None))
         for name, branch in branches.items():
-            norm = make_norm(self.norm, f"{name}_norm", layer)
+            norm = make_norm(self.norm, f"{name}_norm", like)
             dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
             y = branch(norm(x)) if self.pre_norm else branch(x)
             if y.shape != x.shape:
@@ -180,9 +86,126 @@ class EncoderBlock(nn.Module):
         return x
 
 
+class EncoderBlock(Block):
+    """Self-attention and an MLP, each with a norm and a residual: fields and equation of `Block`.
+
+        pre-norm:   x ← x + attention(norm(x));   x ← x + mlp(norm(x))
+        post-norm:  x ← norm(x + attention(x));   x ← norm(x + mlp(x))
+
+    Sources: see `Block`.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: masks.MaskLike | None = None,
+        bias: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        head_mask: jax.Array | None = None,
+        deterministic: bool = True,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Maps [*B, T, D] to [*B, T, D]; arguments as for `MultiHeadAttention`.
+
+        A layer whose `deterministic` field is set keeps to that.
+        """
+        call = {
+            "mask": mask, "bias": bias, "positions": positions, "lengths": lengths,
+            "head_mask": head_mask, "sow_weights": sow_weights,
+        }  # fmt: skip
+        return self.run(x, deterministic, {"attention": call})
+
+
+class DecoderBlock(Block):
+    """Causal self-attention, attention to a memory, and an MLP: fields and equation of `Block`.
+
+        pre-norm:   x ← x + attention(norm(x));                causally
+                    x ← x + cross_attention(norm(x), memory);  unless that is None
+                    x ← x + mlp(norm(x))
+
+    Attributes:
+      cross_attention: the layer that attends to the memory, such as an encoder's output (default:
+        None, there is no memory).
+
+    With `decode=True` in its layers the block goes on from the tokens so far: `MultiHeadAttention`
+    says how. The memory is then given once, when the cache is made.
+    """
+
+    cross_attention: MultiHeadAttention | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        memory: jax.Array | None = None,
+        *,
+        mask: masks.MaskLike | None = None,
+        memory_mask: masks.MaskLike | None = None,
+        bias: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        head_mask: jax.Array | None = None,
+        deterministic: bool = True,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Decodes.
+
+        Args:
+          x: [*B, T, D].
+          memory: [*B, S, D'], what `cross_attention` attends to.
+          mask: joins causality in the self-attention.
+          memory_mask: which of the memory a token may see, such as `masks.Lengths(n)`.
+          bias: of the self-attention, as all that follow: see `MultiHeadAttention`.
+          positions: see there.
+          lengths: see there.
+          head_mask: see there.
+          deterministic: a layer whose field of that name is set keeps to that.
+          sow_weights: both layers sow theirs.
+
+        Returns:
+          [*B, T, D].
+
+        Raises:
+          ValueError: if there is a memory and no `cross_attention`, or the other way round; if
+            both layers are one module.
+        """
+        cross = self.cross_attention
+        if cross is not None:
+            check_module("cross_attention", cross, MultiHeadAttention)
+        if cross is self.attention:
+            raise ValueError(
+                "attention and cross_attention must be two modules, got one that would share its "
+                "parameters; give cross_attention=layer.copy()"
+            )
+        if cross is None and (memory is not None or memory_mask is not None):
+            raise ValueError(
+                "memory and memory_mask are for cross_attention, which is None; set it to a "
+                "MultiHeadAttention, or drop them"
+            )
+        if cross is not None and memory is None and not cross.decode:
+            raise ValueError(
+                "cross_attention needs a memory to attend to, got None; give the encoder's output"
+            )
+        calls: Calls = {
+            "attention": {
+                "mask": masks.combine(masks.Causal(), mask), "bias": bias, "positions": positions,
+                "lengths": lengths, "head_mask": head_mask, "sow_weights": sow_weights,
+            }
+        }  # fmt: skip
+        if cross is not None:
+            calls["cross_attention"] = {
+                "inputs_k": memory, "mask": memory_mask, "lengths": lengths,
+                "sow_weights": sow_weights,
+            }  # fmt: skip
+        return self.run(x, deterministic, calls)
+
+
 def make_norm(kind: str, name: str, like: MultiHeadAttention) -> nn.Module:
     """A norm over features, in the dtypes of the attention layer."""
-    norm = choose("norm", kind, NORMS)
+    norm = shapes.choose("norm", kind, NORMS)
     return norm(dtype=like.dtype, param_dtype=like.param_dtype, name=name)
 
 
@@ -193,10 +216,3 @@ def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:
             f"{name} must be a flax_mha.{kind.__name__}, got {type(module).__name__}; "
             f"build one with the options of yours"
         )
-
-
-def choose(name: str, value: str, choices: dict[str, Choice]) -> Choice:
-    """The choice of that name, or an error that lists them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
-    return choices[value]

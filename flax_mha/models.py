@@ -1,175 +1,20 @@
 """Models made of the blocks."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen.dtypes import promote_dtype
-from flax.typing import Dtype, Initializer
 
-from flax_mha import cache, masks, shapes, sharding
-from flax_mha.blocks import Dropout, EncoderBlock, check_module, make_norm
+from flax_mha import masks, shapes, sharding
+from flax_mha.blocks import check_module
+from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
+from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
+from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
-from flax_mha.projections import Projection, default_kernel_init
-
-
-class Encoder(nn.Module):
-    """A stack of blocks, with a norm at the end if they are pre-norm.
-
-    Attributes:
-      num_layers: how many blocks.
-      block: the block that each is a copy of, with parameters of its own.
-      scan: run them by `nn.scan`, compiled once instead of num_layers times; the parameters are
-        then stacked on a leading axis under `layers` instead of `layers_0`, `layers_1`, …
-    """
-
-    num_layers: int
-    block: EncoderBlock
-    scan: bool = False
-
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: masks.MaskLike | None = None,
-        bias: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        deterministic: bool = True,
-        sow_weights: bool = False,
-    ) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
-        shapes.check_positive(num_layers=self.num_layers)
-        check_module("block", self.block, EncoderBlock)
-        x = sharding.constrain(x, ("batch", "norm_length", None))
-
-        def run(block: EncoderBlock, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            x = block(
-                x, mask=mask, bias=bias, positions=positions, lengths=lengths,
-                deterministic=deterministic, sow_weights=sow_weights,
-            )  # fmt: skip
-            return x, None
-
-        if self.scan:
-            # A scan's carry has one dtype, that of the blocks.
-            x = x.astype(_residual_dtype(self.block, x.dtype))
-            run = nn.scan(
-                run,
-                variable_axes={"params": 0, "intermediates": 0, "cache": 0},
-                split_rngs={"params": True, "dropout": True},
-                length=self.num_layers,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            with cache.reporting(False):
-                x, _ = run(self.block.copy(name="layers"), x, None)
-        else:
-            for i in range(self.num_layers):
-                x, _ = run(self.block.copy(name=f"layers_{i}"), x, None)
-        return (
-            make_norm(self.block.norm, "norm", self.block.attention)(x)
-            if self.block.pre_norm
-            else x
-        )
-
-
-def _residual_dtype(block: EncoderBlock, given: Dtype) -> Dtype:
-    """What a block makes of an input of the given dtype."""
-    layer = block.attention
-    computed = layer.dtype or jnp.promote_types(given, layer.param_dtype)
-    return jnp.promote_types(given, computed) if block.pre_norm else computed
-
-
-class TokenEmbedding(nn.Module):
-    """Token ids to features.
-
-    Attributes:
-      vocab_size: number of tokens.
-      features: D.
-      embedding_init: initializer of the table.
-      dtype: of the result (default: that of the table).
-      param_dtype: of the table.
-      partitioned: box the table with its logical axis names.
-    """
-
-    vocab_size: int
-    features: int
-    embedding_init: Initializer = nn.linear.default_embed_init
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    partitioned: bool = False
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int [*B, T] to [*B, T, D]."""
-        shapes.check_positive(vocab_size=self.vocab_size, features=self.features)
-        shapes.check_array("tokens", tokens)
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"tokens must be integer ids, got {tokens.dtype}; cast them to int32")
-        init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
-        table = nn.Embed(
-            self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
-            embedding_init=init, name="table",
-        ).embedding  # fmt: skip
-        (table,) = promote_dtype(table, dtype=self.dtype, inexact=False)
-
-        def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-            return jnp.take(sharding.constrain(table, ("vocab", None)), tokens, axis=0)
-
-        return sharding.auto(look_up, ("batch", "norm_length", None), table, tokens)
-
-
-class PatchEmbedding(nn.Module):
-    """Images to one token for each patch, row by row.
-
-    Attributes:
-      patch_size: height and width of a patch, or one number for both.
-      features: D.
-      kernel_init: initializer of the projection.
-      dtype: of the result (default: promoted from image and parameters).
-      param_dtype: of the parameters.
-      partitioned: box the parameters with their logical axis names.
-
-    Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
-    """
-
-    patch_size: int | Sequence[int]
-    features: int
-    kernel_init: Initializer = default_kernel_init
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
-    partitioned: bool = False
-
-    @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Maps [*B, height, width, channels] to [*B, (height/h)·(width/w), D]."""
-        sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
-        if len(sizes) != 2:
-            raise ValueError(
-                f"patch_size must be one number, or height and width, got {self.patch_size!r}"
-            )
-        h, w = sizes
-        shapes.check_positive(patch_height=h, patch_width=w, features=self.features)
-        shapes.check_floating("images", images)
-        if images.ndim < 3 or images.shape[-3] % h or images.shape[-2] % w:
-            raise ValueError(
-                f"images must have shape [*B, height, width, channels] with height and width "
-                f"multiples of the patch {(h, w)}, got {images.shape}; pad or crop them"
-            )
-        *B, height, width, channels = images.shape
-
-        def cut(images: jax.Array) -> jax.Array:
-            patches = images.reshape(*B, height // h, h, width // w, w, channels)
-            patches = jnp.swapaxes(patches, -4, -3)
-            return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
-
-        patches = sharding.auto(cut, ("batch", "norm_length", None), images)
-        return Projection(
-            (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
-            param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
-            rows=("batch", "norm_length"),
-        )(patches)  # fmt: skip
+from flax_mha.projections import Projection
+from flax_mha.stacks import Decoder as Decoder
+from flax_mha.stacks import Encoder as Encoder
 
 
 class Classifier(nn.Module):
@@ -231,3 +76,175 @@ def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     count = lengths[..., None]
     real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
     return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next token from those before it: embeds, decodes, and gives logits.
+
+        logits[t] = decoder(E[tokens[0 … t]] + P)[t] · Eᵀ
+
+    Attributes:
+      embedding: the table E.
+      decoder: the stack. With `cross_attention` in its blocks the model is conditioned on a memory.
+      tied: whether E gives the logits too; otherwise a table of its own, `head`, does.
+      position_embedding: P, for layers that do not rotate (default: none).
+      dropout_rate: of the embedded tokens.
+
+    With `decode=True` in its layers the model goes on from the tokens so far, see
+    `MultiHeadAttention` and `flax_mha.generate`.
+    """
+
+    embedding: TokenEmbedding
+    decoder: Decoder
+    tied: bool = True
+    position_embedding: PositionEmbedding = PositionEmbedding("none")
+    dropout_rate: float = 0.0
+
+    def setup(self) -> None:
+        """Makes what the fields don't hold."""
+        check_module("embedding", self.embedding, TokenEmbedding)
+        check_module("decoder", self.decoder, Decoder)
+        check_module("position_embedding", self.position_embedding, PositionEmbedding)
+        shapes.check_rate("dropout_rate", self.dropout_rate)
+        self.dropout = Dropout(self.dropout_rate)
+        if not self.tied:
+            self.head = self.embedding.copy(name=None)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        memory: jax.Array | None = None,
+        *,
+        mask: masks.MaskLike | None = None,
+        lengths: jax.Array | None = None,
+        memory_lengths: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        at: jax.Array | None = None,
+        deterministic: bool = True,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Scores every token as the next one.
+
+        Args:
+          tokens: int [*B, T].
+          memory: [*B, S, D'], what `cross_attention` attends to.
+          mask: joins causality.
+          lengths: int [*B], how many tokens of each row are real (default: all), see
+            `MultiHeadAttention`.
+          memory_lengths: int [*B], how many of the memory's rows are real (default: all).
+          positions: int [T] or [*B, T], where the tokens stand (default: 0 … T−1; in decoding, on
+            from there, but for `position_embedding`, which has to be told).
+          at: int [*B], the one token of each row whose successor is wanted (default: all are).
+          deterministic: False turns dropout on; needs the rng `dropout`.
+          sow_weights: see `MultiHeadAttention`.
+
+        Returns:
+          Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 at least.
+
+        Raises:
+          ValueError: if sizes do not fit, or positions are missing.
+        """
+        x = self.embed(tokens, positions=positions, deterministic=deterministic)
+        rotates = self.decoder.block.attention.rotary is not None
+        x = self.decoder(
+            x, memory, mask=mask, lengths=lengths, positions=positions if rotates else None,
+            memory_mask=None if memory_lengths is None else masks.Lengths(memory_lengths),
+            deterministic=deterministic, sow_weights=sow_weights,
+        )  # fmt: skip
+        if at is not None:
+            # Before the product: the logits of a whole prompt are large, and nobody reads them.
+            x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
+        return (self.embedding if self.tied else self.head).logits(x)
+
+    def embed(
+        self,
+        tokens: jax.Array,
+        embedding: TokenEmbedding | None = None,
+        *,
+        positions: jax.Array | None = None,
+        deterministic: bool = True,
+    ) -> jax.Array:
+        """Maps tokens int [*B, T] to what goes into a stack, [*B, T, D], by E or another table."""
+        if positions is None and embedding is None and self._goes_on():
+            raise ValueError(
+                "in decoding, position_embedding needs to know where the tokens stand; give "
+                "positions=, or use layers that rotate"
+            )
+        x = (self.embedding if embedding is None else embedding)(tokens)
+        return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
+
+    def _goes_on(self) -> bool:
+        """Whether there are tokens before those of the call, and P needs their number."""
+        started = self.has_variable("cache", "decoder")
+        return started and self.position_embedding.kind != "none"
+
+
+def _select(x: jax.Array, at: jax.Array) -> jax.Array:
+    """The features [*B, 1, D] of one token of each row."""
+    return jnp.take_along_axis(x, at[..., None, None], axis=-2)
+
+
+class Translator(nn.Module):
+    """One sequence from another: an encoder, and a language model that attends to its output.
+
+        logits = decoder(target, encoder(E[source] + P))
+
+    Attributes:
+      encoder: the stack over the source.
+      decoder: the model of the target, whose blocks have `cross_attention`.
+      embedding: the table of source tokens (default: that of the decoder, which both share).
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    """
+
+    encoder: Encoder
+    decoder: LanguageModel
+    embedding: TokenEmbedding | None = None
+
+    def __call__(
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        *,
+        source_lengths: jax.Array | None = None,
+        deterministic: bool = True,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Scores every token as the one after each of the target's.
+
+        Args:
+          source: int [*B, S].
+          target: int [*B, T].
+          source_lengths: int [*B], how many tokens of each source are real (default: all). The
+            others have no influence.
+          deterministic: False turns dropout on; needs the rng `dropout`.
+          sow_weights: see `MultiHeadAttention`.
+
+        Returns:
+          Logits [*B, T, vocab_size], float32 at least.
+        """
+        call = {"deterministic": deterministic, "sow_weights": sow_weights}
+        memory = self.encode(source, source_lengths=source_lengths, **call)
+        return self.decode(target, memory, memory_lengths=source_lengths, **call)
+
+    def encode(
+        self,
+        source: jax.Array,
+        *,
+        source_lengths: jax.Array | None = None,
+        deterministic: bool = True,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Maps a source int [*B, S] to the memory [*B, S, D]; arguments as in the call."""
+        check_module("encoder", self.encoder, Encoder)
+        check_module("decoder", self.decoder, LanguageModel)
+        if self.embedding is not None:
+            check_module("embedding", self.embedding, TokenEmbedding)
+        table = self.embedding or self.decoder.embedding
+        x = self.decoder.embed(source, table, deterministic=deterministic)
+        mask = None if source_lengths is None else masks.Lengths(source_lengths)
+        return self.encoder(x, mask=mask, deterministic=deterministic, sow_weights=sow_weights)
+
+    def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
+        """The decoder's logits, with arguments as for `LanguageModel`."""
+        return self.decoder(target, memory, **call)

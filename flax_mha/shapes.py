@@ -14,13 +14,14 @@ Every signature, einsum and error in this package uses these letters:
 | `D` | features of the model |
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Shape = tuple[int, ...]
+Choice = TypeVar("Choice")
 
 
 class Dims(NamedTuple):
@@ -253,6 +254,13 @@ def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: s
     )
     if not fits:
         raise ValueError(f"{name} must broadcast to {letters} = {to}, got {shape}; {remedy}")
+
+
+def choose(name: str, value: str, choices: dict[str, Choice]) -> Choice:
+    """The choice of that name, or an error that lists them."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
+    return choices[value]
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:

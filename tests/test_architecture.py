@@ -35,9 +35,12 @@ LAYERS = [
     {"cache.kv"},
     {"cache.variables"},
     {"cache"},
-    {"attention"},
+    {"attention", "mlp", "embeddings"},
     {"blocks"},
-    {"models"},
+    {"stacks"},
+    {"models", "sampling"},
+    {"search"},
+    {"generate"},
     {""},
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

@@ -16,6 +16,7 @@ import pytest
 from flax_mha import (
     MLP,
     Classifier,
+    DecoderBlock,
     Encoder,
     EncoderBlock,
     MultiHeadAttention,
@@ -24,11 +25,14 @@ from flax_mha import (
     explain,
     masks,
     positions,
+    sampling,
     sharding,
 )
 from flax_mha.cache import KVCache
-from flax_mha.models import PatchEmbedding, TokenEmbedding
+from flax_mha.generate import generate
+from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import PositionEmbedding, Rotary
+from flax_mha.search import decoding
 
 KEY = jax.random.key(0)
 IDS = jnp.arange(4)
@@ -310,10 +314,81 @@ MODULES: list[Case] = [
      r"need a mesh.*none is set; wrap in"),
 ]  # fmt: skip
 
+CROSS = DecoderBlock(ATTENTION, 16, cross_attention=MultiHeadAttention(2))
+DECODER = Decoder(1, DecoderBlock(ATTENTION, 16))
+MODEL = LanguageModel(EMBED, DECODER)
+TABLE = LanguageModel(EMBED, DECODER, position_embedding=PositionEmbedding(max_length=5))
+TRANSLATOR = Translator(ENCODER, LanguageModel(EMBED, Decoder(1, CROSS)))
+LISTED = LanguageModel(
+    EMBED, Decoder(1, DecoderBlock(MultiHeadAttention(2, mask=masks.Lengths(jnp.ones(2, int))), 16))
+)
+
+
+def generated(
+    name: str, error: type[Exception], message: str, model: Any = MODEL, prompt: Any = TOKENS,
+    **call: Any,
+) -> Case:  # fmt: skip
+    """One call of generate; nothing is compiled, so that no variables are needed."""
+    call = {"max_new_tokens": 3} | call
+    return f"generate: {name}", lambda: generate(model, {}, prompt, **call), error, message
+
+
+MODELS: list[Case] = [
+    module("decoder block: memory for nobody", ValueError,
+           r"memory and memory_mask are for cross_attention, which is None; set",
+           DecoderBlock(ATTENTION, 16), X, X),
+    module("decoder block: no memory", ValueError, r"needs a memory.*got None; give the enc", CROSS,
+           X),
+    module("decoder block: one layer twice", ValueError, r"must be two modules.*layer.copy\(\)",
+           DecoderBlock(ATTENTION, 16, cross_attention=ATTENTION), X, X),
+    module("decoder block: cross attention", TypeError, r"cross_attention must be a flax_mha.Mul",
+           DecoderBlock(ATTENTION, 16, cross_attention=EMBED), X, X),
+    module("decoder: block", TypeError, r"block must be a flax_mha.DecoderBlock, got EncoderBlock",
+           Decoder(1, BLOCK), X),
+    module("language model: decoder", TypeError, r"decoder must be a flax_mha.Decoder, got Enc",
+           LanguageModel(EMBED, ENCODER), TOKENS),
+    module("translator: decoder", TypeError, r"decoder must be a flax_mha.LanguageModel, got Dec",
+           Translator(ENCODER, DECODER), TOKENS, TOKENS),
+    ("language model: positions", lambda: jax.eval_shape(lambda: decoding(TABLE).apply(
+        decoding(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"])), ValueError,
+     r"position_embedding needs to know where the tokens stand; give positions="),
+    generated("model", TypeError, r"must be a LanguageModel or a Translator.*got Encoder", ENCODER),
+    generated("list in a field", TypeError, r"model must be hashable.*no arrays", LISTED),
+    generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
+    generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),
+    generated("prompt", TypeError, r"prompt must be integer ids, got float32; cast", prompt=X),
+    generated("prompt list", TypeError, r"prompt must be an array, got list", prompt=[[1]]),
+    generated("prompt rank", ValueError, r"\[B, T\].*got \(4,\); give.*prompt\[None\]",
+              prompt=TOKENS[0]),
+    generated("empty prompt", ValueError, r"at least one row and token, got \(2, 0\)",
+              prompt=TOKENS[:, :0]),
+    generated("lengths", ValueError, r"lengths must be in 1 … T=4, got \[0, 4\]; there is nothing",
+              lengths=jnp.array([0, 4])),
+    generated("lengths shape", ValueError, r"lengths must have shape \[\*B\] = \(2,\), got \(4,\)",
+              lengths=IDS),
+    generated("tokens", ValueError, r"max_new_tokens must be at least 1, got 0", max_new_tokens=0),
+    generated("capacity", ValueError, r"capacity must be at least 6, the 4.*got 5; raise it",
+              capacity=5),
+    generated("table", ValueError, r"max_length=5 rows, and 6 tokens are to be read; shorten",
+              TABLE),
+    generated("temperature", ValueError, r"temperature must be at least 0.*got -1", temperature=-1),
+    generated("no rng", ValueError, r"temperature=1.0 needs an rng.*got None", temperature=1.0),
+    generated("top_p", ValueError, r"top_p must be in \(0, 1\], got 0", rng=KEY, temperature=1.0,
+              top_p=0),
+    generated("top_k", ValueError, r"top_k must be at least 1, got 0", rng=KEY, temperature=1.0,
+              top_k=0),
+    ("top_k", lambda: sampling.top_k(ones(5), 6), ValueError, r"at most the 5 tokens.*got 6; None"),
+    generated("top_k for nobody", ValueError, r"top_k=2 and top_p=None limit what is drawn.*set a",
+              top_k=2),
+    generated("beams", ValueError, r"beams must be at least 1, got 0", beams=0),
+    generated("beams drawn", ValueError, r"beams=2 are searched, not drawn", beams=2, rng=KEY,
+              temperature=1.0),
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("call", "error", "message"), [pytest.param(*row, id=name) for name,
-     *row in KERNEL + LAYER + MODULES]
+     *row in KERNEL + LAYER + MODULES + MODELS]
 )  # fmt: skip
 def test_message(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"(?s){message}") as raised:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import (
     Classifier,
+    DecoderBlock,
     Encoder,
     EncoderBlock,
     MultiHeadAttention,
@@ -20,7 +21,7 @@ from flax_mha import (
     scores,
     sharding,
 )
-from flax_mha.models import PatchEmbedding, TokenEmbedding
+from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS
 from tests.meshes import BACKWARD, KEY, KINDS, RNG, B, H, N, T, X, changed, compare, on
@@ -99,6 +100,15 @@ def test_one_array_in_two_places(kind: str) -> None:
     compare(attend, (q, each), kind, sharding.RULES, [P("data"), P()])
 
 
+class Reader(nn.Module):
+    """A translator from a text to itself."""
+
+    translator: Translator
+
+    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+        return self.translator(x, x, deterministic=deterministic)
+
+
 LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
 ENCODER = Encoder(2, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
 MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
@@ -118,6 +128,25 @@ MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
     "images": (
         Classifier(PatchEmbedding(2, 32), ENCODER, 10),
         jnp.ones((B, 8, 8, 1)),
+        sharding.RULES,
+    ),
+    "language model": (
+        LanguageModel(TokenEmbedding(16, 32), Decoder(2, DecoderBlock(LAYER, 64), scan=True)),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
+        changed(embed="data"),
+    ),
+    "translator": (
+        Reader(
+            Translator(
+                Encoder(1, EncoderBlock(LAYER, 64)),
+                LanguageModel(
+                    TokenEmbedding(16, 32),
+                    Decoder(1, DecoderBlock(LAYER, 64, cross_attention=MultiHeadAttention(8))),
+                    tied=False,
+                ),
+            )
+        ),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
         sharding.RULES,
     ),
     "tokens": (

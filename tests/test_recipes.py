@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -20,7 +21,7 @@ OUTPUT = 5e-6
 def page() -> Scope:
     """The variables that the page's code leaves."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     scope: Scope = {"__name__": "recipes"}
     # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
     with jax.default_prng_impl("unsafe_rbg"):
@@ -164,3 +165,12 @@ def test_looking_inside(page: Scope) -> None:
     bias = float64(page["layer_params"]["params"]["out"]["bias"]).sum() * 20
     total = float64(page["layer_output"]).sum() - bias
     np.testing.assert_allclose(float64(page["importance"]).sum(), total, rtol=1e-4)
+
+
+def test_writing(page: Scope) -> None:
+    greedy, searched = page["greedy"], page["searched"]
+    assert greedy.tokens.shape == page["drawn"].tokens.shape == searched.tokens.shape == (2, 5)
+    # What beams find is at least as likely as what greed finds, by the scores of both.
+    assert (searched.scores >= greedy.scores - 1e-5).all()
+    first = page["next_logits"][jnp.arange(2), page["real"] - 1].argmax(-1)
+    np.testing.assert_array_equal(greedy.tokens[:, 0], first)

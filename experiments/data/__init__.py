@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
-from experiments.data import digits, masked
+from experiments.data import digits, masked, text, translation
 from experiments.data.task import Task
 from experiments.runs import RunError
 
@@ -12,6 +12,8 @@ from experiments.runs import RunError
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "digits": digits.Digits,
     "masked": masked.Masked,
+    "text": text.Text,
+    "translation": translation.Translation,
 }
 
 

@@ -1,5 +1,6 @@
 """Handwritten digits: the 1,797 images of 8×8 pixels that scikit-learn brings along."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,9 +151,18 @@ class Digits:
 
     def headline(self, metrics: Mapping[str, np.ndarray]) -> str:
         """The test accuracy, with the standard deviation over the seeds if there are several."""
-        accuracy = 100 * metrics["accuracy"]
-        spread = f" ± {accuracy.std(ddof=1):.1f}%" if accuracy.size > 1 else ""
-        return f"test accuracy {accuracy.mean():.1f}%{spread}"
+        accuracy = metrics["accuracy"]
+        spread = f" ± {self.score(accuracy.std(ddof=1))}" if accuracy.size > 1 else ""
+        return f"test accuracy {self.score(accuracy.mean())}{spread}"
+
+    def score(self, value: float) -> str:
+        """A share in percent."""
+        return f"{value:.1%}"
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of images and labels."""
+        arrays = [x for split in (self.train, self.test) for x in split.values()]
+        return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
 
     def baselines(self) -> dict[str, float]:
         """Two classics on the raw pixels of the same split."""

@@ -1,5 +1,6 @@
 """Masked bytes of Python's own reference manual, which every Python brings along: `pydoc_data`."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import optax
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
+from experiments.data import text
 from experiments.data.task import Batch, Params, shuffled
 from experiments.runs import RunError
 from flax_mha import EncoderBlock, MultiHeadAttention
@@ -22,19 +24,7 @@ from flax_mha.projections import Projection
 
 BYTES = 256
 HIDDEN = 255  # in the place of a byte that is to be guessed: no byte of UTF-8
-EVERY = 10  # topics, of which one is held out
 DRAWN = 256  # tokens at most in the picture of the attention
-
-
-def load() -> tuple[np.ndarray, np.ndarray]:
-    """The manual's topics, uint8: those to learn from, and every tenth by name, held out."""
-    from pydoc_data.topics import topics
-
-    parts: tuple[list[bytes], list[bytes]] = [], []
-    for i, name in enumerate(sorted(topics)):
-        parts[i % EVERY == 0].append(topics[name].encode())
-    train, test = (np.frombuffer(b"\n".join(part), np.uint8) for part in parts)
-    return train, test
 
 
 class MaskedModel(nn.Module):
@@ -68,7 +58,7 @@ class Masked:
 
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
-        self.train, self.test = load()
+        self.train, self.test = (np.frombuffer(part, np.uint8) for part in text.load())
         if not 0 < config.length <= len(self.test):
             raise RunError(
                 f"config.length must be at least 1 and at most the {len(self.test)} bytes that "
@@ -132,6 +122,14 @@ class Masked:
         """Bits and accuracy of a hidden byte, means over the seeds."""
         bits, accuracy = metrics["loss"].mean() / np.log(2), 100 * metrics["accuracy"].mean()
         return f"test {bits:.2f} bits a hidden byte, {accuracy:.1f}% right"
+
+    def score(self, value: float) -> str:
+        """A share in percent."""
+        return f"{value:.1%}"
+
+    def fingerprint(self) -> str:
+        """The SHA-256 of training and held-out text."""
+        return hashlib.sha256(self.train.tobytes() + b"\0" + self.test.tobytes()).hexdigest()
 
     def baselines(self) -> dict[str, float]:
         """The byte that stood most often where it stands, or between such neighbours."""

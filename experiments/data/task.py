@@ -1,8 +1,8 @@
 """What the trainer asks of a task, and an endless shuffled stream for its data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -47,11 +47,37 @@ class Task(Protocol):
     def headline(self, metrics: Mapping[str, np.ndarray]) -> str:
         """The last line of a run, from test metrics of shape [seeds]."""
 
+    def score(self, value: float) -> str:
+        """How a score is written, such as 98.9%."""
+
+    def fingerprint(self) -> str:
+        """A hash of the data: a run, and what is made of it, are about those."""
+
     def baselines(self) -> dict[str, float]:
         """What others score on the same held-out data, by name."""
 
     def draw(self, params: Params, workdir: Path) -> None:
         """Leaves pictures of the trained model in the folder."""
+
+
+@runtime_checkable
+class Speaker(Protocol):
+    """A task whose model makes text of text."""
+
+    def respond(
+        self, params: Params, prompt: str, say: Callable[[str], None], **options: Any
+    ) -> None:
+        """Says, piece by piece, what the model makes of a prompt.
+
+        Args:
+          params: of the trained model.
+          prompt: a text.
+          say: takes the pieces.
+          **options: of `flax_mha.generate.generate`; None for the task's own.
+
+        Raises:
+          RunError: if the prompt does not suit the model.
+        """
 
 
 def shuffled(size: int, batch_size: int, seed: int) -> grain.IterDataset:

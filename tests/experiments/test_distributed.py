@@ -23,7 +23,7 @@ HEARTBEAT = 10
 def alone(config: ConfigDict, workdir: Path) -> trainer.Result:
     """The run in this process, as the command does it."""
     run = runs.open_run(workdir, config, {})
-    run.begin()
+    run.begin("hash of the data")
     return trainer.train(program.build(config, data.make(config)), run.path)
 
 

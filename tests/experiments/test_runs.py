@@ -33,7 +33,7 @@ def test_keys_that_exist_pass(config: ConfigDict) -> None:
 
 def begin(*arguments: Any) -> runs.Run:
     run = runs.open_run(*arguments)
-    run.begin()
+    run.begin("hash of the data")
     return run
 
 
@@ -77,6 +77,12 @@ def test_a_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
     assert run.config.to_dict() == config.to_dict()
     with pytest.raises(runs.RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
         runs.open_run(tmp_path, config, {"optimizer.b1": 0.5})
+
+
+def test_a_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
+    begin(tmp_path, config, {})
+    with pytest.raises(runs.RunError, match=r"have the SHA-256 hash of the data, those found now"):
+        runs.open_run(tmp_path, config, {}).begin("another")
 
 
 def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""Lets a trained run speak: goes on with a text, or translates it.
+
+    python -m experiments.generate --workdir=runs/text-… --prompt="The import statement"
+    python -m experiments.generate --workdir=runs/translation-… --prompt="samedi 3 mars 2012"
+
+The run's own config and its latest checkpoint are used, on one device.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags, logging
+
+from experiments import data, program, runs, trainer
+from experiments.data.task import Speaker
+
+WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.", required=True)
+PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
+TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
+TOP_P = flags.DEFINE_float("top_p", None, "Draw from the most likely that have this probability.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+NEW = flags.DEFINE_integer("max_new_tokens", None, "How many at most (default: the task's).")
+BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints what the model says, piece by piece."""
+    logging.set_verbosity(logging.WARNING)  # orbax tells much at the level below
+    try:
+        if argv[1:]:
+            raise runs.RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
+        options = {
+            "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
+            "max_new_tokens": NEW.value, "beams": BEAMS.value,
+        }  # fmt: skip
+        speak(WORKDIR.value, PROMPT.value, rng=jax.random.key(SEED.value), **options)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+def speak(workdir: str | Path, prompt: str, **options: Any) -> None:
+    """Restores the run in a folder, and prints what it makes of the prompt.
+
+    Args:
+      workdir: the folder.
+      prompt: a text.
+      **options: of `flax_mha.generate.generate`; None for the task's own.
+
+    Raises:
+      ValueError: if there is no such run, or it can't do that.
+    """
+    run = runs.find_run(workdir)
+    for axis in program.AXES:
+        run.config.mesh[axis] = 1
+    task = data.make(run.config)
+    run.check_data(task.fingerprint())
+    if not isinstance(task, Speaker):
+        raise runs.RunError(
+            f"{run.path} was trained on {run.config.task!r}, which makes no text; give a run of "
+            f"configs/pydoc_lm.py or configs/dates.py"
+        )
+    params = trainer.load(program.build(run.config, task), run.path).params
+    if run.config.seeds > 1:
+        params = jax.tree.map(lambda x: x[0], params)
+    task.respond(params, prompt, lambda piece: print(piece, end="", flush=True), **options)
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    app.run(main)

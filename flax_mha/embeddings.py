@@ -1,0 +1,121 @@
+"""Tokens and patches of images to features."""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from flax.typing import Dtype, Initializer
+
+from flax_mha import shapes, sharding
+from flax_mha.projections import Projection, default_kernel_init
+
+
+class TokenEmbedding(nn.Module):
+    """Token ids to features, and features to logits over the tokens, by one table E [V, D].
+
+        x = E[tokens],   logits = x Eᵀ
+
+    Attributes:
+      vocab_size: V, number of tokens.
+      features: D.
+      embedding_init: initializer of the table.
+      dtype: of the features (default: that of the table).
+      param_dtype: of the table.
+      partitioned: box the table with its logical axis names.
+
+    Source of the table's second use: Press and Wolf, "Using the Output Embedding to Improve
+    Language Models", 2017.
+    """
+
+    vocab_size: int
+    features: int
+    embedding_init: Initializer = nn.linear.default_embed_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    partitioned: bool = False
+
+    def setup(self) -> None:
+        """Makes the table."""
+        shapes.check_positive(vocab_size=self.vocab_size, features=self.features)
+        init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
+        self.table = nn.Embed(
+            self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
+            embedding_init=init,
+        )  # fmt: skip
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Maps int [*B, T] to [*B, T, D]."""
+        shapes.check_array("tokens", tokens)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens must be integer ids, got {tokens.dtype}; cast them to int32")
+        (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
+
+        def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+            return jnp.take(sharding.constrain(table, ("vocab", None)), tokens, axis=0)
+
+        return sharding.auto(look_up, ("batch", "norm_length", None), table, tokens)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Maps features [*B, T, D] to logits [*B, T, V], float32 at least."""
+        x, table = promote_dtype(x, self.table.embedding, dtype=self.dtype)
+
+        def product(x: jax.Array, table: jax.Array) -> jax.Array:
+            table = sharding.constrain(table, ("vocab", None))
+            wide = shapes.wide(x.dtype)
+            return jnp.einsum("...td,vd->...tv", x, table, preferred_element_type=wide)
+
+        return sharding.auto(product, ("batch", "length", "vocab"), x, table)
+
+
+class PatchEmbedding(nn.Module):
+    """Images to one token for each patch, row by row.
+
+    Attributes:
+      patch_size: height and width of a patch, or one number for both.
+      features: D.
+      kernel_init: initializer of the projection.
+      dtype: of the result (default: promoted from image and parameters).
+      param_dtype: of the parameters.
+      partitioned: box the parameters with their logical axis names.
+
+    Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
+    """
+
+    patch_size: int | Sequence[int]
+    features: int
+    kernel_init: Initializer = default_kernel_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    partitioned: bool = False
+
+    @nn.compact
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Maps [*B, height, width, channels] to [*B, (height/h)·(width/w), D]."""
+        sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
+        if len(sizes) != 2:
+            raise ValueError(
+                f"patch_size must be one number, or height and width, got {self.patch_size!r}"
+            )
+        h, w = sizes
+        shapes.check_positive(patch_height=h, patch_width=w, features=self.features)
+        shapes.check_floating("images", images)
+        if images.ndim < 3 or images.shape[-3] % h or images.shape[-2] % w:
+            raise ValueError(
+                f"images must have shape [*B, height, width, channels] with height and width "
+                f"multiples of the patch {(h, w)}, got {images.shape}; pad or crop them"
+            )
+        *B, height, width, channels = images.shape
+
+        def cut(images: jax.Array) -> jax.Array:
+            patches = images.reshape(*B, height // h, h, width // w, w, channels)
+            patches = jnp.swapaxes(patches, -4, -3)
+            return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
+
+        patches = sharding.auto(cut, ("batch", "norm_length", None), images)
+        return Projection(
+            (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
+            param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
+            rows=("batch", "norm_length"),
+        )(patches)  # fmt: skip

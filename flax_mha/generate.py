@@ -1,0 +1,171 @@
+"""Tokens after a prompt: read it once, then token by token from the cache."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha import search, shapes
+from flax_mha.models import LanguageModel, Translator
+from flax_mha.sampling import Sampling
+from flax_mha.search import Model, Plan, decoding
+
+Callback = Callable[[int, np.ndarray], None]
+
+
+class Generated(NamedTuple):
+    """What `generate` returns.
+
+    Attributes:
+      tokens: int32 [B, max_new_tokens]; after a row's eos, eos again.
+      lengths: int32 [B], tokens up to the eos, and with it.
+      scores: float32 [B], the log-probability of those tokens by the model, whatever they were
+        drawn by.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    scores: jax.Array
+
+
+def generate(
+    model: Model,
+    variables: Mapping[str, Any],
+    prompt: jax.Array,
+    *,
+    max_new_tokens: int,
+    lengths: jax.Array | None = None,
+    start: int | None = None,
+    eos: int | None = None,
+    rng: jax.Array | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    beams: int = 1,
+    capacity: int | None = None,
+    callback: Callback | None = None,
+) -> Generated:
+    """Continues each prompt, or translates it, by a model as it was trained.
+
+    The prompt is read in one call; then each step reads one token, in a compiled loop that ends
+    when all rows have. Greedy unless a temperature or beams are given. Compiled once for each
+    model, shape and rule; the numbers of a rule may change. On a mesh (`jax.set_mesh` and logical
+    axis rules) everything is laid out as they say.
+
+    Args:
+      model: a `LanguageModel`, or a `Translator`, whose prompt is the source.
+      variables: its variables; a `cache` among them is not used.
+      prompt: int [B, T].
+      max_new_tokens: how many tokens at most.
+      lengths: int [B], how many tokens of each prompt are real, 1 … T (default: all).
+      start: for a `Translator`, the token that a target begins with; it is not returned.
+      eos: the token that ends a row (default: none, all rows get max_new_tokens).
+      rng: a key, which the draws are a pure function of; needed with a temperature.
+      temperature: what logits are divided by before a draw; 0 takes the most likely token.
+      top_k: draw from the k most likely tokens only.
+      top_p: draw from the fewest tokens that have this probability together.
+      beams: beam search: follow so many candidates a row, and return the one with the highest
+        score, the sum of its tokens' log-probabilities.
+      capacity: slots of the cache (default: as many as needed). One number for prompts of many
+        lengths.
+      callback: called as callback(step, tokens) with int32 [B] after each step, in order, with eos
+        for rows that have ended; the loop then runs on the host.
+
+    Returns:
+      `Generated`.
+
+    Raises:
+      ValueError: if sizes or settings do not fit, before anything is compiled.
+      TypeError: if a dtype is not supported.
+    """
+    _check_model(model, start)
+    prompt, lengths = _check_prompt(prompt, lengths)
+    shapes.check_positive(max_new_tokens=max_new_tokens, beams=beams)
+    sampling = Sampling.checked(temperature, top_k, top_p)
+    if beams > 1 and (temperature or callback):
+        raise ValueError(
+            f"beams={beams} are searched, not drawn, and settled at the end only; drop temperature "
+            f"and callback, or use beams=1"
+        )
+    if temperature and rng is None:
+        raise ValueError(f"temperature={temperature} needs an rng to draw with, got None")
+    read = 1 if isinstance(model, Translator) else prompt.shape[1]
+    capacity = _check_capacity(model, read, max_new_tokens, capacity)
+    rules = tuple(nn.get_logical_axis_rules())
+    plan = Plan(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
+    rest = {name: value for name, value in variables.items() if name != "cache"}
+    state = search.begin(plan, rest, prompt, lengths, sampling, rng)
+    if callback is None:
+        state = search.finish(plan, rest, state, sampling, rng)
+    else:
+        callback(0, np.asarray(state.last))
+        while not search.ended(plan, state):
+            state = search.advance(plan, rest, state, sampling, rng)
+            callback(int(state.step) - 1, np.asarray(state.last))
+    found = (state.tokens, state.lengths, state.scores)
+    return Generated(*(search.best(plan, x) for x in found))
+
+
+def _check_model(model: Model, start: int | None) -> None:
+    if not isinstance(model, LanguageModel | Translator):
+        raise TypeError(
+            f"model must be a LanguageModel or a Translator of flax_mha.models, got "
+            f"{type(model).__name__}"
+        )
+    if isinstance(model, Translator) != (start is not None):
+        raise ValueError(
+            f"start is the token that a Translator's target begins with, got start={start} for a "
+            f"{type(model).__name__}; {'give it' if start is None else 'drop it'}"
+        )
+    try:
+        hash(model)
+    except TypeError:
+        raise TypeError(
+            f"model must be hashable, so that its compiled loop is found again, got {model}; "
+            f"hold no arrays or lists in its fields, tuples instead"
+        ) from None
+
+
+def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Tokens int32 [B, T] and how many are real, int32 [B]."""
+    shapes.check_array("prompt", prompt)
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"prompt must be integer ids, got {prompt.dtype}; cast them to int32")
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(
+            f"prompt must have shape [B, T] with at least one row and token, got {prompt.shape}; "
+            f"give a single prompt as prompt[None]"
+        )
+    B, T = prompt.shape
+    lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
+    lengths = shapes.row_lengths("lengths", lengths, (B,))
+    if not isinstance(lengths, jax.core.Tracer):
+        given = np.asarray(lengths)
+        if given.min() < 1 or given.max() > T:
+            raise ValueError(
+                f"lengths must be in 1 … T={T}, got {given.tolist()}; there is nothing to go on "
+                f"from in an empty prompt, give it a first token"
+            )
+    return jnp.asarray(prompt, jnp.int32), lengths
+
+
+def _check_capacity(model: Model, read: int, new: int, capacity: int | None) -> int:
+    """Slots of the cache, enough for the tokens read at first and all new ones but the last."""
+    shapes.check_optional(capacity=capacity)
+    needed = read + new - 1
+    if capacity is not None and capacity < needed:
+        raise ValueError(
+            f"capacity must be at least {needed}, the {read} tokens read at first and "
+            f"max_new_tokens={new} but one, got {capacity}; raise it, or generate fewer"
+        )
+    table = (model.decoder if isinstance(model, Translator) else model).position_embedding
+    rows = table.max_length if table.kind == "learned" else None
+    if rows is not None and rows < (capacity or needed):
+        raise ValueError(
+            f"the learned position table has max_length={rows} rows, and {capacity or needed} "
+            f"tokens are to be read; shorten the prompt, max_new_tokens or capacity"
+        )
+    return capacity or needed

@@ -1,0 +1,90 @@
+"""The feed-forward half of a block, and dropout."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from flax_mha import shapes, sharding
+from flax_mha.projections import Projection, default_bias_init, default_kernel_init
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu": nn.gelu,
+    "relu": nn.relu,
+    "silu": nn.silu,
+}
+
+
+class MLP(nn.Module):
+    """act(x W_up) W_down; with `gated`, (act(x W_gate) ⊙ (x W_up)) W_down.
+
+    Attributes:
+      hidden: features between the two products.
+      activation: "gelu", "relu" or "silu".
+      gated: one more product, whose activation scales the first (GEGLU, SwiGLU).
+      dropout_rate: of the hidden features.
+      use_bias: whether the products have biases.
+      kernel_init: initializer of the kernels.
+      bias_init: initializer of the biases.
+      dtype: of the computation (default: promoted from inputs and parameters).
+      param_dtype: of the parameters.
+      precision: of the products, see `jax.lax.Precision`.
+      partitioned: box the parameters with their logical axis names.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020, for the gated form.
+    """
+
+    hidden: int
+    activation: str = "gelu"
+    gated: bool = False
+    dropout_rate: float = 0.0
+    use_bias: bool = True
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    partitioned: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool = True) -> jax.Array:
+        """Maps [*B, T, D] to [*B, T, D]."""
+        shapes.check_positive(hidden=self.hidden)
+        shapes.check_rate("dropout_rate", self.dropout_rate)
+        act = shapes.choose("activation", self.activation, ACTIVATIONS)
+        up = self._dense("up", self.hidden, ("embed", "mlp"))(x)
+        if self.gated:
+            h = act(self._dense("gate", self.hidden, ("embed", "mlp"))(x)) * up
+        else:
+            h = act(up)
+        h = sharding.constrain(h, ("batch", "length", "mlp"))
+        h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
+        rows = ("batch", "norm_length")
+        return self._dense("down", x.shape[-1], ("mlp", "embed"), rows=rows)(h)
+
+    def _dense(
+        self, name: str, features: int, names: sharding.LogicalNames, **more: Any
+    ) -> Projection:
+        return Projection(
+            (features,), names, kernel_init=self.kernel_init,
+            bias_init=self.bias_init if self.use_bias else None, dtype=self.dtype,
+            param_dtype=self.param_dtype, precision=self.precision, partitioned=self.partitioned,
+            name=name, **more,
+        )  # fmt: skip
+
+
+class Dropout(nn.Module):
+    """`nn.Dropout`, with its bits, on any mesh."""
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
+        """Sets a share of x to 0, and scales the rest to keep the expectation."""
+        if self.rate == 0 or deterministic:
+            return x
+        keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.rate, x.shape)
+        return jnp.where(sharding.like(keep, x), x / (1 - self.rate), 0)

@@ -1,0 +1,202 @@
+"""The steps of `flax_mha.generate`, traced: read tokens, choose the next, follow beams."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from flax_mha import cache as caches
+from flax_mha import sharding
+from flax_mha.models import LanguageModel, Translator
+from flax_mha.sampling import Sampling
+
+Model = LanguageModel | Translator
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is known before tracing."""
+
+    model: Model
+    max_new_tokens: int
+    capacity: int
+    start: int | None
+    eos: int | None
+    beams: int
+    rules: Any  # that were ambient: a trace holds for those
+
+
+class State(struct.PyTreeNode):
+    """What a step reads and writes; of R rows, `beams` in succession belong to a prompt.
+
+    Attributes:
+      step: how many tokens were chosen.
+      tokens: [R, max_new_tokens], those.
+      last: [R], the newest.
+      at: [R], where it stands.
+      done: [R], whether the row has ended.
+      lengths: [R], its tokens up to its end.
+      scores: [R], their log-probability.
+      cache: of the model.
+      memory_lengths: [R], or None for a model without a memory.
+    """
+
+    step: jax.Array
+    tokens: jax.Array
+    last: jax.Array
+    at: jax.Array
+    done: jax.Array
+    lengths: jax.Array
+    scores: jax.Array
+    cache: Any
+    memory_lengths: jax.Array | None
+
+
+def decoding(model: Any) -> Any:
+    """The model with caches in the layers of its decoder."""
+    if isinstance(model, Translator):
+        return model.clone(decoder=decoding(model.decoder))
+    block = model.decoder.block
+    layers = {"attention": block.attention, "cross_attention": block.cross_attention}
+    cached = {name: layer.clone(decode=True) for name, layer in layers.items() if layer}
+    return model.clone(decoder=model.decoder.clone(block=block.clone(**cached)))
+
+
+@partial(jax.jit, static_argnums=0)
+def begin(
+    plan: Plan, variables: Any, prompt: jax.Array, lengths: jax.Array, sampling: Sampling, rng: Any
+) -> State:
+    """Makes the cache, reads the prompt, and chooses the first token."""
+    tokens, lengths = _by_rows(prompt), _by_rows(lengths)
+    memory: Any = None
+    memory_lengths = None
+    if plan.start is not None:
+        encode = partial(plan.model.apply, source_lengths=lengths, method="encode")
+        memory, memory_lengths = encode(variables, tokens), lengths
+        tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
+    # A call without a cache makes one; of what else it computes nothing is left when compiled.
+    room = jnp.zeros((len(tokens), plan.capacity), jnp.int32)
+    _, cache = _read(plan, variables, room, memory, at=lengths)
+    logits, cache = _read(
+        plan, {**variables, "cache": cache}, tokens, at=lengths - 1, lengths=lengths,
+        positions=jnp.arange(tokens.shape[1]), memory_lengths=memory_lengths,
+    )  # fmt: skip
+    at, beams = lengths - 1, plan.beams
+    if beams > 1:
+        owners = jnp.repeat(jnp.arange(len(tokens)), beams)
+        cache = caches.fork(cache, owners)
+        logits, at = _take(logits, owners), _take(at, owners)
+        memory_lengths = None if memory_lengths is None else _take(memory_lengths, owners)
+    R = len(at)
+    # The beams of a prompt are all the same as yet: one of them counts.
+    scores = jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf).astype(jnp.float32)
+    chosen = jnp.full((R, plan.max_new_tokens), plan.eos or 0, jnp.int32)
+    state = State(
+        jnp.int32(0), _by_rows(chosen), at, at, at < 0, jnp.zeros_like(at), _by_rows(scores),
+        cache, memory_lengths,
+    )  # fmt: skip
+    return _choose(plan, state, logits, sampling, rng)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def advance(plan: Plan, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
+    """Reads the newest token, and chooses the next."""
+    logits, cache = _read(
+        plan, {**variables, "cache": state.cache}, state.last[:, None],
+        at=jnp.zeros_like(state.at), positions=state.at[:, None],
+        memory_lengths=state.memory_lengths,
+    )  # fmt: skip
+    return _choose(plan, state.replace(cache=cache), logits, sampling, rng)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def finish(plan: Plan, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
+    """Advances until all rows have ended."""
+    return jax.lax.while_loop(
+        lambda state: ~ended(plan, state),
+        lambda state: advance(plan, variables, state, sampling, rng),
+        state,
+    )
+
+
+def ended(plan: Plan, state: State) -> jax.Array:
+    """Whether every row has its tokens."""
+    # The best beam comes first, and none below it can pass it any more: scores only fall.
+    return (state.step == plan.max_new_tokens) | jnp.all(best(plan, state.done))
+
+
+def best(plan: Plan, x: jax.Array) -> jax.Array:
+    """Of rows [R, …] the best of each prompt, [B, …]."""
+    return x if plan.beams == 1 else _take(x, jnp.arange(0, len(x), plan.beams))
+
+
+def _read(
+    plan: Plan, variables: Any, tokens: jax.Array, memory: jax.Array | None = None, **call: Any
+) -> tuple[jax.Array, Any]:
+    """Logits [R, V] of the token at `at`, and the cache after all of them."""
+    method = "decode" if isinstance(plan.model, Translator) else "__call__"
+    logits, new = plan.model.apply(
+        variables, tokens, memory, mutable=["cache"], method=method, **call
+    )
+    return _by_rows(logits[:, 0]), new["cache"]
+
+
+def _choose(
+    plan: Plan, state: State, logits: jax.Array, sampling: Sampling, rng: jax.Array | None
+) -> State:
+    log_p = jax.nn.log_softmax(logits, axis=-1)
+    if plan.beams > 1:
+        return _choose_beams(plan, state, log_p)
+    key = None if rng is None else jax.random.fold_in(rng, state.step)
+    token = sampling.choose(key, logits)
+    if plan.eos is not None:
+        token = jnp.where(state.done, plan.eos, token)
+    chosen = jnp.arange(logits.shape[-1])[None] == token[:, None]
+    gained = jnp.sum(log_p, axis=-1, where=chosen)
+    return _append(plan, state, token, jnp.where(state.done, 0.0, gained) + state.scores)
+
+
+def _choose_beams(plan: Plan, state: State, log_p: jax.Array) -> State:
+    """Of all continuations of a prompt's beams the best ones, best first."""
+    beams, V = plan.beams, log_p.shape[-1]
+
+    def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
+        if plan.eos is not None:
+            # What has ended goes on as it is.
+            stay = jnp.where(jnp.arange(V)[None] == plan.eos, 0.0, -jnp.inf)
+            log_p = jnp.where(done[:, None], stay, log_p)
+        total = (scores[:, None] + log_p).reshape(-1, beams * V)
+        scores, flat = jax.lax.top_k(total, beams)
+        rows = flat // V + beams * jnp.arange(len(flat))[:, None]
+        return [x.reshape(-1) for x in (rows, flat % V, scores)]
+
+    names = [("batch",)] * 3
+    rows, token, scores = sharding.auto(rank, names, log_p, state.done, state.scores)
+    state = state.replace(
+        tokens=_take(state.tokens, rows), done=_take(state.done, rows),
+        lengths=_take(state.lengths, rows), cache=caches.fork(state.cache, rows),
+    )  # fmt: skip
+    return _append(plan, state, token, scores)
+
+
+def _append(plan: Plan, state: State, token: jax.Array, scores: jax.Array) -> State:
+    here = jnp.arange(plan.max_new_tokens)[None] == state.step
+    done = state.done if plan.eos is None else state.done | (token == plan.eos)
+    return state.replace(
+        step=state.step + 1, last=token, at=state.at + 1, done=done, scores=scores,
+        tokens=jnp.where(here, token[:, None], state.tokens),
+        lengths=state.lengths + (~state.done).astype(jnp.int32),
+    )  # fmt: skip
+
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    return sharding.constrain(x, ("batch", *[None] * (x.ndim - 1)))
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of x, of which each device keeps its own."""
+    names = ("batch", *[None] * (x.ndim - 1))
+    return sharding.auto(lambda x, rows: jnp.take(x, rows, axis=0), names, x, rows)

@@ -1,0 +1,171 @@
+"""Dates, pairs of one's own, and runs that speak."""
+
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+
+from configs import dates as dates_config
+from configs import digits, pydoc_lm
+from experiments import data, generate, program, runs, trainer
+from experiments.data import dates, translation
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def split() -> dates.Split:
+    return dates.load()
+
+
+def test_what_is_asked_was_not_learnt(split: dates.Split) -> None:
+    held = {target for _, target in [*split.test, *split.unseen]}
+    rng = np.random.default_rng(1)
+    assert not held & {split.train[int(i)][1] for i in rng.integers(0, len(split.train), 500)}
+    assert not held & {target for _, target in split.sample}
+    days = {date for each in split.train._dates for date in each.tolist()}
+    assert not days & {datetime.date.fromisoformat(target).toordinal() for target in held}
+    assert len(days) == 200 * 365 + 49 - dates.HELD_OUT_DATES
+    assert dates.UNSEEN not in split.train.styles
+    assert all(dates.UNSEEN.write(datetime.date.fromisoformat(b)) == a for a, b in split.unseen)
+
+
+def test_what_is_written_has_one_meaning() -> None:
+    """In all styles together, of all days of six years."""
+    meaning: dict[str, str] = {}
+    days = [datetime.date(2001, 1, 1) + datetime.timedelta(i) for i in range(366)]
+    days += [datetime.date(y, m, d) for y in (1969, 1970, 2012, 2068) for m in (1, 2, 12)
+             for d in (1, 2, 12, 20)]  # fmt: skip
+    written = dates.Written(np.array(sorted({day.toordinal() for day in days})), dates.STYLES)
+    for i in range(len(written)):
+        source, target = written[i]
+        assert meaning.setdefault(source, target) == target
+    two = dates.Style("de", "short")
+    assert two.range() == dates.TWO_DIGITS
+    assert two.write(datetime.date(1969, 12, 31)) == "31.12.69"
+    assert dates.Style("fr", "short").range() == (dates.FIRST, dates.LAST)
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=12))
+def test_a_vocabulary_reads_what_it_wrote(string: str) -> None:
+    vocabulary = translation.Vocabulary([string, "0123"])
+    assert len(vocabulary) % 8 == 0
+    tokens = vocabulary.encode(string, 14)
+    assert tokens.shape == (14,)
+    assert tokens.max() < len(vocabulary)
+    assert vocabulary.decode(tokens) == string
+    assert translation.Vocabulary(["0123"]).decode(tokens * 0 + translation.UNKNOWN) == 14 * "�"
+
+
+def test_pairs_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{i}\t{-i}\n" for i in range(25)) + "3\t-3\n")
+    split = translation.read(str(path))
+    assert split.test == [("0", "0"), ("10", "-10"), ("20", "-20")]
+    assert (len(split.train), len(set(split.train) & set(split.test))) == (22, 0)
+    for content, message in (
+        ("one\n", r"a source, a tab and a target, got 'one' in line 1"),
+        ("a\tb\n", "at least 10 different pairs, got 1"),
+    ):
+        path.write_text(content)
+        with pytest.raises(runs.RunError, match=message):
+            translation.read(str(path))
+    with pytest.raises(runs.RunError, match="must be a text file of pairs"):
+        translation.read(str(tmp_path / "none"))
+
+
+def trained(config: ConfigDict, folder: Path) -> tuple[Any, trainer.Result]:
+    """A run of a few steps, small enough to compile in a moment."""
+    config.steps, config.batch_size = 2, 4
+    config.log_every, config.evaluate_every, config.checkpoint_every = 1, 2, 2
+    config.mesh.data = 1
+    run = runs.open_run(folder, config, {})
+    task = data.make(run.config)
+    run.begin(task.fingerprint())
+    return task, trainer.train(program.build(run.config, task), folder)
+
+
+def test_a_translator_from_training_to_an_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = dates_config.get_config()
+    config.model.features, config.model.mlp_dim = 16, 16
+    config.model.encoder_layers = config.model.decoder_layers = 1
+    config.data.path = str(tmp_path / "pairs.tsv")
+    Path(config.data.path).write_text("".join(f"{i} two\t{i}\n" for i in range(40)))
+    task, result = trained(config, tmp_path / "run")
+    assert 0 <= result.metrics["exact"] <= 1
+    params = result.state.params
+
+    # Greedy decoding with a cache gives what is most likely after its own beginning.
+    batch = task.arrays(task.split.test)
+    found = np.asarray(task.translate(params, batch["source"], batch["length"]).tokens)
+    logits = np.asarray(task._logits(params, {**batch, "target": jnp.asarray(found)}))
+    ended = np.cumsum(found == translation.END, axis=1) - (found == translation.END) > 0
+    np.testing.assert_array_equal(np.where(ended, translation.END, logits.argmax(-1)), found)
+
+    task.draw(params, tmp_path)
+    assert matplotlib.image.imread(tmp_path / "alignment.png").std() > 0.05
+    assert task.headline(result.metrics).startswith("exact match: ")
+
+    capsys.readouterr()
+    prompt = task.split.test[1][0]
+    wanted = task.vocabulary.decode(found[1])
+    for options in ({}, {"beams": 2}):
+        generate.speak(tmp_path / "run", prompt, **options)
+        answer = capsys.readouterr().out.removesuffix("\n")
+        assert options or answer == wanted
+    with pytest.raises(runs.RunError, match=r"must have 1 to 6 characters.*got 7"):
+        generate.speak(tmp_path / "run", "1234567")
+    Path(config.data.path).write_text("".join(f"{i} ten\t{i}\n" for i in range(40)))
+    with pytest.raises(runs.RunError, match=r"the data of .* have the SHA-256"):
+        generate.speak(tmp_path / "run", prompt)
+
+
+def test_a_language_model_from_training_to_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = pydoc_lm.get_config()
+    config.length, config.data.stride = 16, 16
+    config.model.features, config.model.mlp_dim, config.model.num_layers = 16, 16, 1
+    config.data.path = str(tmp_path / "text")
+    Path(config.data.path).write_text("To be, or not to be, that is the question. " * 9)
+    task, result = trained(config, tmp_path / "run")
+    task.draw(result.state.params, tmp_path)
+    assert matplotlib.image.imread(tmp_path / "context.png").std() > 0.05
+    capsys.readouterr()
+
+    call = {"temperature": 1.0, "max_new_tokens": 8, "top_k": 40}
+    texts = []
+    for seed in (0, 0, 1):
+        generate.speak(tmp_path / "run", "to be", rng=jax.random.key(seed), **call)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    with pytest.raises(runs.RunError, match=r"must be in 1 … 11: .* got 12"):
+        generate.speak(tmp_path / "run", "to be", max_new_tokens=12)
+
+
+def test_mistakes_of_the_command_are_answered_plainly(tmp_path: Path) -> None:
+    with pytest.raises(runs.RunError, match=r"must be the folder of a run, and there is none in"):
+        generate.speak(tmp_path / "none", "text")
+    config = digits.get_config()
+    runs.open_run(tmp_path / "digits", config, {}).begin(data.make(config).fingerprint())
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.generate", f"--workdir={tmp_path / 'digits'}",
+         "--prompt=text"],
+        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "was trained on 'digits', which makes no text" in done.stderr
+    assert "Traceback" not in done.stderr
