@@ -2,7 +2,9 @@
 
     python -m experiments.train --config=configs/masked.py
 
-Measured: see below.
+Measured on 2 CPU cores that did much else: 9 minutes. Seed 0 ended with
+`test 2.83 bits a hidden byte, 46.6% right`; the byte that stood most often between the same two
+neighbours is right in 48.2%, so that 600 steps just come near it.
 """
 
 from ml_collections import ConfigDict

@@ -21,6 +21,8 @@ from pathlib import Path
 # that it found none.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at a time
+# Threads for XLA: with two cores' own, 8 devices can wait for each other's collectives for ever.
+os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
 os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 

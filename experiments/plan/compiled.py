@@ -17,6 +17,10 @@ from experiments.plan import collectives, work
 from experiments.plan.collectives import Collective
 from experiments.plan.hlo import Module
 
+# How libtpu says it: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or
+# in older ones "Used 27.97G of 15.75G hbm".
+_TOO_LARGE = r"([\d.]+)([BKMGT])\)? (?:exceeds available HBM \(|of )([\d.]+)([BKMGT])"
+
 
 class Memory(NamedTuple):
     """Bytes on one device.
@@ -113,7 +117,7 @@ def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
         try:
             found = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            if used := re.search(r"Used ([\d.]+)(\w) of ([\d.]+)(\w) hbm", str(error)):
+            if used := re.search(_TOO_LARGE, str(error)):
                 raise TooLargeError(_bytes(*used.group(1, 2)), _bytes(*used.group(3, 4))) from error
             raise
         (path,) = Path(folder).glob("*after_optimizations.txt")

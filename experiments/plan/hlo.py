@@ -110,8 +110,12 @@ class Module:
         }
 
     def type_of(self, computation: str, name: str) -> str:
-        """The type of an operand."""
-        return self._types[computation][name]
+        """The type of an operand; newer XLA writes `name#2` for that part of a tuple."""
+        whole, *path = name.split("#")
+        found = self._types[computation][whole]
+        for place in path:
+            found = parts(found)[int(place)]
+        return found
 
     def runs(self) -> Iterator[Run]:
         """Every instruction that the program runs, with how often.
@@ -153,17 +157,26 @@ class Module:
     ) -> int | None:  # fmt: skip
         """The counter's first value: the constant in its place of the tuple that the loop takes."""
         lines = {x.name: x for x in self.computations[computation]}
-        counters = [
-            condition[name] for x in root for name in x.operands
-            if condition[name].opcode == "get-tuple-element"
-        ]  # fmt: skip
-        given = lines[loop.operands[0]]
-        if len(counters) != 1 or given.opcode != "tuple":
+        places = [_place(condition, name) for x in root for name in x.operands]
+        counters = [place for place in places if place is not None]
+        given = lines.get(loop.operands[0])
+        if len(counters) != 1 or given is None or given.opcode != "tuple":
             return None
-        first = lines[given.operands[int(_attribute(counters[0].rest, "index"))]]
-        while first.opcode in ("copy", "bitcast"):
+        first = lines.get(given.operands[counters[0]])
+        if first is None:
+            return None
+        while first.opcode in ("copy", "bitcast") and first.operands[0] in lines:
             first = lines[first.operands[0]]
         return int(first.rest.split(")")[0]) if first.opcode == "constant" else None
+
+
+def _place(condition: dict[str, Instruction], name: str) -> int | None:
+    """Which part of the loop's tuple an operand is."""
+    whole, *path = name.split("#")
+    if path:
+        return int(path[0])
+    found = condition[whole]
+    return int(_attribute(found.rest, "index")) if found.opcode == "get-tuple-element" else None
 
 
 _SCALAR = (

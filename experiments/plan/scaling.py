@@ -137,7 +137,7 @@ def table(rows: Sequence[Row]) -> str:
             continue
         cells += [f"{row[name]:,.4g}" for name in ("held", "peak", "sent")]
         cells.append(f"{row['flops'] / 1e9:,.4g}")
-        busy = f"{row.get('processor', 0):.3g} of a core for each device"
+        busy = f"{row.get('processor', 0):.3g} ms of a core for each device"
         how = busy if "processor" in row else row["binds"]
         lines.append("| " + " | ".join([*cells, f"{row['milliseconds']:.4g} ({how})"]) + " |")
     return "\n".join(lines)

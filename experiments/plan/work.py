@@ -159,8 +159,10 @@ def _fused_traffic(module: Module, x: Instruction, taken: dict[str, int], result
             taken[outer] = min(taken[outer], sum(_main(arrays(y.type)) for y in sliced))
         updated = [y for y in users if y.opcode == "dynamic-update-slice" and y.operands[0] == name]
         if users and len(updated) == len(users):
-            types = {y.name: y.type for y in inside}
-            written = sum(a.bytes for y in updated for a in arrays(types[y.operands[1]]))
+            written = sum(
+                array.bytes for y in updated
+                for array in arrays(module.type_of(called[1] if called else "", y.operands[1]))
+            )  # fmt: skip
             result = max(0, result - taken[outer]) + written
             taken[outer] = 0
     return sum(taken.values()) + result
