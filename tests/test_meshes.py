@@ -109,6 +109,8 @@ class Reader(nn.Module):
         return self.translator(x, x, deterministic=deterministic)
 
 
+# Without biases: that of keys has the gradient 0, as the softmax takes no notice of it.
+CROSS = MultiHeadAttention(8, use_bias=False)
 LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
 ENCODER = Encoder(2, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
 MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
@@ -141,7 +143,7 @@ MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
                 Encoder(1, EncoderBlock(LAYER, 64)),
                 LanguageModel(
                     TokenEmbedding(16, 32),
-                    Decoder(1, DecoderBlock(LAYER, 64, cross_attention=MultiHeadAttention(8))),
+                    Decoder(1, DecoderBlock(LAYER, 64, cross_attention=CROSS)),
                     tied=False,
                 ),
             )
