@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from experiments import runs
 from experiments.data.task import Batch, Params
+from experiments.log import Log, Row, progress
 from experiments.program import Metrics, Program, TrainState, build, on
 
 
@@ -21,7 +22,7 @@ class Result(NamedTuple):
 
     state: TrainState
     metrics: Metrics  # of the test data, [seeds], at the last step
-    rows: list[runs.Row]  # the log
+    rows: list[Row]  # the log
     start: int  # the step that training went on from
     compiling: float  # seconds of the first step
     running: float  # seconds of the other steps
@@ -45,8 +46,8 @@ def train(program: Program, workdir: Path) -> Result:
         start = checkpoints.latest_step() or 0
         state = _restore(program, checkpoints, data) if start else program.create(program.seeds)
         tests = [program.put_test(batch) for batch in task.test_batches()]
-        log = stack.enter_context(runs.Log(workdir, start))
-        show = stack.enter_context(runs.progress(config.steps, start))
+        log = stack.enter_context(Log(workdir, start))
+        show = stack.enter_context(progress(config.steps, start))
         stop = stack.enter_context(runs.stoppable())
         clock, pending, text = Clock(), [], ""
         for step in range(start + 1, config.steps + 1):

@@ -9,6 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import runs
+from experiments.log import Log, progress
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,10 @@ def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path
 
 
 def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    with runs.Log(tmp_path, 0) as log:
+    with Log(tmp_path, 0) as log:
         for step in (1, 2, 3):
             log.write(step, "train", {"loss": np.asarray([step / 2])})
-    with runs.Log(tmp_path, 2) as log:
+    with Log(tmp_path, 2) as log:
         log.write(3, "train", {"loss": np.asarray([0.25, 0.75])})
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == [0.5, 1.0, [0.25, 0.75]]
@@ -111,7 +112,7 @@ def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_progress_is_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    with runs.progress(10, 0) as show:
+    with progress(10, 0) as show:
         show(1, "loss 1", "")
         show(2, "loss 0.5", "step 2: loss 0.5")
     assert capfd.readouterr() == ("step 2: loss 0.5\n", "")
