@@ -130,6 +130,8 @@ def force_host_devices(count: int) -> int:
     if count == 0 or said or "JAX_NUM_CPU_DEVICES" in os.environ:
         return 0
     jax.config.update("jax_num_cpu_devices", count)
+    # Threads for XLA: with those of few cores, many devices can wait for each other for ever.
+    os.environ.setdefault("NPROC", str(4 * count))
     return count
 
 
