@@ -9,6 +9,7 @@ import jax
 
 from flax_mha import masks, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
+from flax_mha.grid import Array
 from flax_mha.mlp import MLP, Dropout
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
@@ -104,6 +105,7 @@ class EncoderBlock(Block):
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        order: Array | None = None,
         head_mask: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
@@ -114,7 +116,7 @@ class EncoderBlock(Block):
         """
         call = {
             "mask": mask, "bias": bias, "positions": positions, "lengths": lengths,
-            "head_mask": head_mask, "sow_weights": sow_weights,
+            "order": order, "head_mask": head_mask, "sow_weights": sow_weights,
         }  # fmt: skip
         return self.run(x, deterministic, {"attention": call})
 
@@ -147,6 +149,7 @@ class DecoderBlock(Block):
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        order: Array | None = None,
         head_mask: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
@@ -161,6 +164,7 @@ class DecoderBlock(Block):
           bias: of the self-attention, as all that follow: see `MultiHeadAttention`.
           positions: see there.
           lengths: see there.
+          order: of x, see there.
           head_mask: see there.
           deterministic: a layer whose field of that name is set keeps to that.
           sow_weights: both layers sow theirs.
@@ -192,7 +196,8 @@ class DecoderBlock(Block):
         calls: Calls = {
             "attention": {
                 "mask": masks.combine(masks.Causal(), mask), "bias": bias, "positions": positions,
-                "lengths": lengths, "head_mask": head_mask, "sow_weights": sow_weights,
+                "lengths": lengths, "order": order, "head_mask": head_mask,
+                "sow_weights": sow_weights,
             }
         }  # fmt: skip
         if cross is not None:

@@ -10,6 +10,7 @@ from flax_mha import masks, shapes, sharding
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
+from flax_mha.grid import Array
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection
@@ -119,6 +120,7 @@ class LanguageModel(nn.Module):
         lengths: jax.Array | None = None,
         memory_lengths: jax.Array | None = None,
         positions: jax.Array | None = None,
+        order: Array | None = None,
         at: jax.Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
@@ -134,6 +136,8 @@ class LanguageModel(nn.Module):
           memory_lengths: int [*B], how many of the memory's rows are real (default: all).
           positions: int [T] or [*B, T], where the tokens stand (default: 0 … T−1; in decoding, on
             from there, but for `position_embedding`, which has to be told).
+          order: int [T], where the tokens stand if they are given in another order, see
+            `MultiHeadAttention`.
           at: int [*B], the one token of each row whose successor is wanted (default: all are).
           deterministic: False turns dropout on; needs the rng `dropout`.
           sow_weights: see `MultiHeadAttention`.
@@ -144,12 +148,13 @@ class LanguageModel(nn.Module):
         Raises:
           ValueError: if sizes do not fit, or positions are missing.
         """
-        x = self.embed(tokens, positions=positions, deterministic=deterministic)
+        where = jnp.asarray(order) if positions is None and order is not None else positions
+        x = self.embed(tokens, positions=where, deterministic=deterministic)
         rotates = self.decoder.block.attention.rotary is not None
         x = self.decoder(
             x, memory, mask=mask, lengths=lengths, positions=positions if rotates else None,
             memory_mask=None if memory_lengths is None else masks.Lengths(memory_lengths),
-            deterministic=deterministic, sow_weights=sow_weights,
+            order=order, deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
         if at is not None:
             # Before the product: the logits of a whole prompt are large, and nobody reads them.

@@ -9,6 +9,7 @@ from flax.typing import Dtype
 
 from flax_mha import cache, masks, shapes, sharding
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
+from flax_mha.grid import Array
 
 
 class Stack(nn.Module):
@@ -71,12 +72,13 @@ class Encoder(Stack):
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        order: Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
         return self.run(
-            x, mask=mask, bias=bias, positions=positions, lengths=lengths,
+            x, mask=mask, bias=bias, positions=positions, lengths=lengths, order=order,
             deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
 
@@ -97,13 +99,14 @@ class Decoder(Stack):
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
+        order: Array | None = None,
         deterministic: bool = True,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each."""
         return self.run(
             x, memory, mask=mask, memory_mask=memory_mask, bias=bias, positions=positions,
-            lengths=lengths, deterministic=deterministic, sow_weights=sow_weights,
+            lengths=lengths, order=order, deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
 
 
