@@ -150,6 +150,16 @@ def test_rings_send_each_block_once_round(optimized: None) -> None:
     assert sent(program("ring", window, K, grad=True), "collective-permute") == 2 * block
 
 
+def test_gathering_sends_all_keys_and_values(optimized: None) -> None:
+    """Each device ends with all of them; their gradients are summed as they came."""
+    K = 2
+    whole = 2 * 4 * (B // 2) * T * K * 8
+    assert sent(program("all_gather", masks.Causal(), K, grad=False), "all-gather") == whole
+    both = program("all_gather", masks.Causal(), K, grad=True)
+    back = sum(size for kind, size in both if kind != "all-gather")
+    assert back in (whole, whole // 4)  # as an all-reduce, or as a reduce-scatter
+
+
 def test_ulysses_sends_what_changes_hands(optimized: None) -> None:
     """q, k, v and out, of which XLA counts a device's own part too; backward the same again."""
     whole = 4 * (B // 2) * T * (2 * N + 2 * 4) * 8 // 4
