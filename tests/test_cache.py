@@ -101,12 +101,17 @@ def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(held["cache_index"], T)
 
 
-@settings(max_examples=10)
-@given(st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=3, max_size=5), st.booleans())
-def test_ragged_rows_are_as_if_alone(counts: list[tuple[int, ...]], ring: bool) -> None:
-    """Each row continues at its own length; padding is not seen, and sees nothing."""
-    more = {"cache_window": 5} if ring else {}
-    _, held, step, wanted = built("window", **more)
+@settings(max_examples=20)
+@given(
+    st.sampled_from([*((name, False) for name in LAYERS), ("window", True)]),
+    st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=3, max_size=8),
+)
+def test_ragged_rows_are_as_if_alone(
+    layer: tuple[str, bool], counts: list[tuple[int, ...]]
+) -> None:
+    """Each row, split anywhere, goes on at its own length; padding neither sees nor is seen."""
+    name, ring = layer
+    _, held, step, wanted = built(name, **({"cache_window": 5} if ring else {}))
     at = np.zeros(B, int)
     for count in np.minimum(counts, 4):
         count = np.minimum(count, T - at)
