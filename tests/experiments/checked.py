@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import app
 
-from experiments import program, train, trainer
+from experiments import program, trainer
 
 restore = trainer._restore
 
@@ -51,5 +51,7 @@ def checked(*args: Any) -> Any:
 
 
 if __name__ == "__main__":
+    from experiments import train  # With its flags, which no other process of tests may have.
+
     trainer._restore = checked
     app.run(train.main, flags_parser=train._parse)

@@ -23,8 +23,9 @@ HEARTBEAT = 10
 def alone(config: ConfigDict, workdir: Path) -> trainer.Result:
     """The run in this process, as the command does it."""
     run = runs.open_run(workdir, config, {})
-    run.begin("hash of the data")
-    return trainer.train(program.build(config, data.make(config)), run.path)
+    task = data.make(config)
+    run.begin(task.fingerprint())
+    return trainer.train(program.build(config, task), run.path)
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
     with together(2, tmp_path / "1", *flags, f"--workdir={tmp_path / 'whole'}") as processes:
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
         first, other = processes.said(0), processes.said(1)
-    assert "data=4, fsdp=1, model=1; 2 processes" in first
+    assert "data=4, fsdp=1, model=1, context=1; 2 processes" in first
     assert first.splitlines()[-1].startswith("test accuracy")
     assert "accuracy" not in other
     whole = rows(tmp_path / "whole")

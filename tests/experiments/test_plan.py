@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 from configs import long_encoder, masked
 from experiments import data, runs
-from experiments.plan import __main__ as command
 from experiments.plan import collectives, compiled, devices, hlo, picture, report, search, work
 from experiments.plan.chips import CHIPS
 from experiments.plan.collectives import Collective
@@ -219,4 +218,3 @@ def test_the_long_encoder_is_what_it_says() -> None:
         facts = search.Facts.of(config)
     assert facts.numbers == pytest.approx(8 * 12 * 8192**2, rel=1e-3)
     assert (config.model.num_heads, config.length, facts.layers) == (32, 8192, 8)
-    assert Path(command.DEFAULT).is_file()
