@@ -12,7 +12,7 @@ LENGTHS = st.integers(1, 300)
 
 
 # Each example compiles: to shrink one would take minutes, and there are few to read.
-@settings(max_examples=20, phases=[Phase.generate])
+@settings(max_examples=12, phases=[Phase.generate])
 @given(
     expressions(MASKS),
     LENGTHS,
