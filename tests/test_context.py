@@ -93,6 +93,18 @@ def test_as_one_device(way: str, kind: str, name: str) -> None:
     compare(attention(way, call), operands(S, K), kind, FOUR, specs)
 
 
+@pytest.mark.parametrize("way", shards.WAYS)
+def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
+    """What a mask knows of each token lies where the token does."""
+
+    def attend(q, k, v, ids):
+        mask = masks.Causal() & masks.Segments(ids)
+        return dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
+
+    args = (*operands(T, N)[:3], IDS)
+    compare(attend, args, "Explicit", EIGHT, [P("data", "model")] * 4)
+
+
 def test_long_rings_loop() -> None:
     S, K, call = CALLS["causal, dropout"]
     specs = [P(None, "model")] * 3 + [P()] * 4

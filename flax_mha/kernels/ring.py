@@ -55,11 +55,12 @@ class Ring(NamedTuple):
     @classmethod
     def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims) -> "Ring":
         """The ring of n devices for a call, of which dims and spec are the whole."""
-        plan = Plan(dims, dims.T // n, dims.S // n)
-        verdict = ask(spec, spec.at(dims), plan)
         seen = np.ones((n, n), bool)
-        if isinstance(verdict, np.ndarray):
-            seen = verdict.max((0, 1)) > EMPTY
+        where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
+        # Arrays of JAX are not asked: nothing would be known, and they may lie on many devices.
+        if not any(isinstance(x, jax.Array) for x in where):
+            verdict = ask(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
+            seen = np.asarray(verdict).max((0, 1)) > EMPTY
         here = np.arange(n)
         steps = (s for s in range(n) if seen[here, here - s].any())
         return cls(axes, seen, tuple(steps))

@@ -112,8 +112,9 @@ def refusals(layout: Layout, dims: Dims) -> dict[str, str]:
 def preference(layout: Layout, dims: Dims) -> list[str]:
     """The ways, best first.
 
-    1. `ulysses`: it sends the least, 1/n of queries, keys, values and outputs, twice.
-    2. `all_gather`, where all keys and values take no more memory than a device's queries.
+    1. `ulysses`: every device has the same to compute under any mask, in any order of the tokens.
+    2. `all_gather`, where all keys and values take no more memory than a device's queries. There it
+       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
     3. `ring`, whose memory is divided by n too.
     """
     small = dims.S * dims.K * layout.devices <= dims.T * dims.N
