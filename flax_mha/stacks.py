@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import cache, masks, shapes, sharding
+from flax_mha import masks, shapes, sharding
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
 from flax_mha.grid import Array
 
@@ -48,8 +48,7 @@ class Stack(nn.Module):
                 length=self.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            with cache.reporting(False):
-                x, _ = step(self.block.copy(name="layers"), x, inputs)
+            x, _ = step(self.block.copy(name="layers"), x, inputs)
         else:
             for i in range(self.num_layers):
                 x, _ = step(self.block.copy(name=f"layers_{i}"), x, inputs)

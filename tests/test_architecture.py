@@ -30,7 +30,7 @@ LAYERS = [
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
     {"kernels.observe", "kernels.decode"},
     {"kernels"},
-    {"cache.ring"},
+    {"cache.ring", "cache.overflow"},
     {"cache.slots"},
     {"cache.kv"},
     {"cache.variables"},

@@ -9,13 +9,13 @@ from flax.typing import Dtype
 
 from flax_mha import masks, shapes
 from flax_mha.cache import ring
+from flax_mha.cache.overflow import report
 from flax_mha.cache.slots import (
     ROWS,
     SCALES,
     SLOTS,
     check_dtype,
     encode,
-    report,
     stored,
     take_rows,
     write,
@@ -283,9 +283,9 @@ class KVCache(struct.PyTreeNode):
 
     def _checked(self, result: Any) -> Any:
         """The result, NaN in rows that have overflowed."""
-        report(self.overflowed, self.length, self.slots)
+        overflowed = report(self.overflowed, self.length, self.slots)
         out, *more = result if isinstance(result, tuple) else (result,)
-        out = jnp.where(self.overflowed[..., None, None, None], jnp.nan, out)
+        out = jnp.where(overflowed[..., None, None, None], jnp.nan, out)
         return (out, *more) if isinstance(result, tuple) else out
 
     def _check(self, name: str, came: Shape, held: Shape) -> None:

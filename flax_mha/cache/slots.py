@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
-from jax.experimental import checkify
 
 from flax_mha import sharding
 from flax_mha.cache.ring import FAR
@@ -15,9 +14,6 @@ SLOTS: LogicalNames = ("batch", "kv_heads", None, None)
 SCALES: LogicalNames = ("batch", "kv_heads", None)
 _TOKENS: LogicalNames = ("batch", None, "kv_heads", None)
 ROWS: LogicalNames = ("batch",)
-
-# False while a model traces `nn.scan`, which in JAX 0.11 takes no checks: its layers report none.
-reporting = jax.make_user_context(True)
 
 
 def encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
@@ -133,14 +129,3 @@ def take_rows(x: jax.Array, rows: jax.Array, names: LogicalNames) -> jax.Array:
         return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
 
     return sharding.auto(take, names, x, rows)
-
-
-def report(overflowed: jax.Array, length: jax.Array, S: int) -> None:
-    """An error under `checkify` with user checks, nothing elsewhere, if any row has overflowed."""
-    if reporting.value:
-        checkify.debug_check(
-            ~overflowed.any(),
-            "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost "
-            "some that are needed; make room for more at init, and ask `free` before a call",
-            slots=jnp.int32(S), length=length.max(),
-        )  # fmt: skip
