@@ -179,8 +179,7 @@ def bandwidth(size: Size) -> float:
 
 def _ours(stored: str | None) -> Callable[[Size, int], Work]:
     def make(size: Size, filled: int) -> Work:
-        layer, params, x = _layer(size, stored)
-        return _work(_step(layer, params), lambda: _cache(layer, size, filled), x[:, :1], size)
+        return _work(*_layer(size, stored), size, filled)
 
     return make
 
@@ -191,7 +190,7 @@ def _linen(size: Size, filled: int) -> Work:
     )
     x = _tokens(size)
     params = layer.init(jax.random.key(0), x[:, :1])["params"]
-    return _work(_step(layer, params), lambda: _cache(layer, size, filled), x[:, :1], size)
+    return _work(layer, params, x, size, filled)
 
 
 def _layer(size: Size, stored: str | None) -> tuple[MultiHeadAttention, Any, jax.Array]:
@@ -223,17 +222,17 @@ def _step(layer: nn.Module, params: Any) -> Callable[[Any, jax.Array], tuple[jax
     return lambda cache, x: compiled(params, cache, x)
 
 
-def _work(
-    step: Callable[[Any, jax.Array], tuple[jax.Array, Any]], start: Callable[[], Any],
-    x: jax.Array, size: Size,
-) -> Work:  # fmt: skip
-    """Steps that go on from each other, and begin again before the cache is full."""
-    state = {"cache": start(), "left": size.S // 4}
+def _work(layer: nn.Module, params: Any, x: jax.Array, size: Size, filled: int) -> Work:
+    """Steps that go on from each other, and begin again before they are twice as many tokens."""
+    step, start = _step(layer, params), _cache(layer, size, filled)
+    most = min(filled, size.S - filled)
+    state = {"cache": start, "left": most}
+    index, token = start["cache_index"] + 0, x[:, :1]
 
     def call() -> jax.Array:
         if state["left"] == 0:
-            state.update(cache=start(), left=size.S // 4)
-        out, cache = step(state["cache"], x)
+            state.update(cache={**state["cache"], "cache_index": index + 0}, left=most)
+        out, cache = step(state["cache"], token)
         state.update(cache=cache, left=state["left"] - 1)
         return out
 

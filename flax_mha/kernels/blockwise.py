@@ -27,7 +27,24 @@ from flax_mha.kernels import tiling
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec, Result
-from flax_mha.kernels.tiling import Form, Place, Tree, cut, join, lay, rows, score_of, tile_of, vary
+from flax_mha.kernels.tiling import (
+    Form,
+    Place,
+    Tree,
+    cut,
+    dot,
+    join,
+    lay,
+    rows,
+    score_of,
+    tile_gradient,
+    tile_of,
+    vary,
+)
+
+# Queries and keys from which on CPUs multiply bfloat16 as it is: what weights then lose by rounding
+# averages out, and it is faster.
+_ROUNDED = 64
 
 
 def refuses(
@@ -51,13 +68,18 @@ def attend(
     if 0 in q.shape or S == 0:
         return tiling.nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims)
-    if sharding.platform() == "cpu":
-        # Converted once here, not in every tile.
-        q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
-    q = q * jnp.asarray(spec.scale, q.dtype)
+    scale = 1.0
+    if dtype == jnp.bfloat16 and isinstance(spec.scale, float) and min(T, S) >= _ROUNDED:
+        # Scaled, q would be rounded once more.
+        scale = spec.scale
+    else:
+        if sharding.platform() == "cpu":
+            # Converted once here, not in every tile.
+            q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
+        q = q * jnp.asarray(spec.scale, q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = lay(spec.replace(scale=None, sinks=None), plan)
-    static = Form.of(plan, spec)
+    static = Form.of(plan, spec, scale)
     learned, rest = static.split(spec)
     args = (
         rows(q, plan.block_q, K),
@@ -69,7 +91,7 @@ def attend(
     if known is None:
         out, lse = _core(static, *args)
     else:
-        out, lse = known[0].astype(q.dtype), shapes.by_query(known[1])
+        out, lse = known[0].astype(known[1].dtype), shapes.by_query(known[1])
         laid = rows(out, plan.block_q, K), rows(lse, plan.block_q, K)[..., 0]
         out, lse = _known(static, laid, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
@@ -137,7 +159,7 @@ def _loops(
         def step(masked: bool, place: Place, carry: Tree) -> Tree:
             top, total, out = carry
             tile, at = tile_of(plan, spec, place)
-            s = _dot(q, place.keys(k), 1, 1, spec, acc)
+            s = static.scale * dot(q, place.keys(k), 1, 1, spec, acc)
             s = score_of(static.plan, masked, place, tile, at, s)
             new = jnp.maximum(top, s.max(-1, keepdims=True))
             # Any finite shift will do while nothing has been seen.
@@ -145,7 +167,7 @@ def _loops(
             p, old = jnp.exp(s - shift), jnp.exp(top - shift)
             total = total * old + p.sum(-1, keepdims=True)
             p = tile.drop(p, at).astype(v.dtype)
-            return new, total, out * old + _dot(p, place.keys(v), 1, 0, spec, acc)
+            return new, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = total - jnp.inf
@@ -154,7 +176,7 @@ def _loops(
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
         out = out / jnp.where(total == 0, 1.0, total)
-        return out.astype(q.dtype), top[:, 0], total[:, 0]
+        return out, top[:, 0], total[:, 0]
 
     def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         r, q, k, v = x
@@ -172,7 +194,13 @@ def _loops(
             parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
         return tuple(join(x, plan.dims.G) for x in zip(*parts, strict=True))
 
-    return lax.map(group, (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v))
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
+    return _over(group, xs, static.together)
+
+
+def _over(group: Callable[[Tree], Tree], xs: Tree, together: int) -> Tree:
+    """Maps group over the first axis of xs, so many at once."""
+    return lax.map(group, xs, batch_size=None if together == 1 else together)
 
 
 def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
@@ -186,6 +214,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     acc = total.dtype
     dout, dlse = cotangents
     of_rows = tiling.of_rows(out, top, total, dout, dlse)
+    dout = dout.astype(v.dtype)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, k, v, dout, of_rows = x
@@ -199,16 +228,16 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
             def step(masked: bool, place: Place, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
-                p, ds, dleaves = _tile_gradient(
+                p, ds, dleaves = tile_gradient(
                     static, masked, place, spec,
                     q, place.keys(k), place.keys(v), dout, of_rows,
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = dq + _dot(ds, place.keys(factor_k), 1, 0, spec, acc)
+                dq = dq + dot(ds, place.keys(factor_k), 1, 0, spec, acc)
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
-                dkT = place.add_keys(dkT, _dot(qT, ds, 1, 0, spec, acc))
-                dvT = place.add_keys(dvT, _dot(doutT, p, 1, 0, spec, acc))
+                dkT = place.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
+                dvT = place.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
                 return static.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
@@ -234,32 +263,13 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
     zeros = [vary(jnp.zeros(x.shape, acc), q) for x in learned]
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, of_rows)
-    grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
+    if learned:
+        grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
+    else:
+        grads, (dq, dk, dv) = _over(functools.partial(group, []), xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
     dsinks = None if sinks is None else tiling.sink_gradient(plan, sinks, of_rows)
     return dq, dk, dv, grads, dsinks, None, None
-
-
-def _tile_gradient(
-    static: Form, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
-    v: jax.Array, dout: jax.Array, of_rows: jax.Array,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """A tile's weights, dropped, and the gradients of q·kᵀ and of the learned leaves."""
-    tile, at = tile_of(static.plan, spec, place)
-    leaves, others = static.split(tile)
-
-    def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        return score_of(static.plan, masked, place, static.spec(leaves, others), at, s)
-
-    acc = of_rows.dtype
-    shift, share, delta = jnp.split(of_rows, 3, -1)
-    dot = _dot(q, k, 1, 1, spec, acc)
-    s, pull = jax.vjp(score, dot, leaves) if spec.scores else (score(dot, leaves), None)
-    p = jnp.exp(s - shift) * share
-    dp = tile.drop(_dot(dout, v, 1, 1, spec, acc), at)
-    ds = p * (dp - delta)
-    # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
-    return tile.drop(p, at), *((ds, []) if pull is None else pull(ds))
 
 
 _core.defvjp(_forward, _backward)
@@ -283,12 +293,3 @@ def _known_backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any,
 
 
 _known.defvjp(_known_forward, _known_backward)
-
-
-def _dot(
-    a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, spec: AttentionSpec, dtype: Any
-) -> jax.Array:
-    return lax.dot_general(
-        a, b, (((axis_a,), (axis_b,)), ((), ())),
-        precision=spec.precision, preferred_element_type=dtype,
-    )  # fmt: skip

@@ -1,6 +1,7 @@
 """How a call is divided into tiles, and which of them each block of queries visits."""
 
 import itertools
+import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -69,6 +70,17 @@ class Plan(NamedTuple):
         """Tiles of keys for each."""
         return -(-self.dims.S // self.block_k)
 
+    @property
+    def together(self) -> int:
+        """How many rows and key/value heads should be in one product."""
+        R = math.prod(self.dims.B) * self.dims.K
+        if not self.stripes:
+            return 1
+        scores = self.block_q * self.block_k * max(stripe.width for stripe in self.stripes)
+        if R * scores <= _ALL:
+            return R
+        return max(n for n in range(1, R + 1) if R % n == 0 and (n == 1 or n * scores <= _SOME))
+
 
 class Tables(NamedTuple):
     """Which tiles each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
@@ -90,6 +102,9 @@ class Tables(NamedTuple):
 _PRODUCT = 50_000
 _VISIT = 130_000
 _MASKED = 1.25
+# Scores up to which rows and heads are computed together, some of them or all: small products
+# leave a core idle, large ones the cache.
+_SOME, _ALL = 2**19, 2**20
 # Scores of one product, for they take memory: 8 MiB in float32.
 _MOST = 2**21
 # Each is compiled by itself.

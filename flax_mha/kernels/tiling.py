@@ -191,20 +191,27 @@ class Form(NamedTuple):
       tree: the structure of the spec.
       floating: which of its leaves are floating point, and so take gradients.
       grids: which lie over the scores.
+      scale: of the scores, where queries are not scaled themselves.
+      together: how many rows and key/value heads are computed at once.
     """
 
     plan: Plan
     tree: Any
     floating: tuple[bool, ...]
     grids: tuple[bool, ...]
+    scale: float
+    together: int
 
     @classmethod
-    def of(cls, plan: Plan, spec: AttentionSpec) -> "Form":
+    def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "Form":
         """The form of a spec that is laid out."""
         leaves, tree = jax.tree.flatten(spec)
         floating = (jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
         grids = jax.tree.leaves(map_grids(lambda _: True, spec, other=lambda _: False))
-        return cls(plan, tree, tuple(map(bool, floating)), tuple(grids))
+        # Those that take parts of a grid of their own would look them up one by one.
+        own = any(g and x.shape[:2] != (1, 1) for x, g in zip(leaves, grids, strict=True))
+        together = 1 if own else plan.together
+        return cls(plan, tree, tuple(map(bool, floating)), tuple(grids), scale, together)
 
     def spec(self, learned: list[jax.Array], rest: list[jax.Array]) -> AttentionSpec:
         """The spec of those leaves."""
@@ -226,3 +233,36 @@ class Form(NamedTuple):
             place.add(g, d.astype(g.dtype)) if grid else g + d.astype(g.dtype)
             for g, d, grid in zip(grads, tile, grids, strict=True)
         ]
+
+
+def tile_gradient(
+    static: Form, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
+    v: jax.Array, dout: jax.Array, of_rows: jax.Array,
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
+    """A tile's weights, dropped, and the gradients of q·kᵀ and of the learned leaves."""
+    tile, at = tile_of(static.plan, spec, place)
+    leaves, others = static.split(tile)
+
+    def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        return score_of(static.plan, masked, place, static.spec(leaves, others), at, s)
+
+    acc = of_rows.dtype
+    shift, share, delta = jnp.split(of_rows, 3, -1)
+    product = static.scale * dot(q, k, 1, 1, spec, acc)
+    s, pull = jax.vjp(score, product, leaves) if spec.scores else (score(product, leaves), None)
+    p = jnp.exp(s - shift) * share
+    dp = tile.drop(dot(dout, v, 1, 1, spec, acc), at)
+    ds = p * (dp - delta)
+    # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
+    ds, dleaves = (ds, []) if pull is None else pull(ds)
+    return tile.drop(p, at), static.scale * ds, dleaves
+
+
+def dot(
+    a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, spec: AttentionSpec, dtype: Any
+) -> jax.Array:
+    """The product over one axis of each, in that dtype."""
+    return lax.dot_general(
+        a, b, (((axis_a,), (axis_b,)), ((), ())),
+        precision=spec.precision, preferred_element_type=dtype,
+    )  # fmt: skip

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention, explain, kernels
-from flax_mha.masks import Causal, Lengths
+from flax_mha.kernels import plan
+from flax_mha.kernels.spec import prepare
+from flax_mha.masks import Causal, Lengths, PerHead, Window
 from flax_mha.scores import Score
+from flax_mha.shapes import attention_dims
 from tests import oracle
 from tests.kernels.cases import KERNELS
 
@@ -100,6 +103,38 @@ def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
     for other in results:
         for got, want in zip(other, results[0], strict=True):
             assert oracle.error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("together", [1, 2, 4])
+def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the mask, the sink and the dropout of its own row and head."""
+    monkeypatch.setattr(plan.Plan, "together", together)
+    q, k, v, _ = arrays()
+    call = {
+        "mask": PerHead([Causal(), Window(20, 9), ~Causal(), Causal()]),
+        "sinks": jnp.arange(4.0), "dropout_rate": 0.4, "dropout_rng": jax.random.key(1),
+    }  # fmt: skip
+
+    def attend(kernel: str, *qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, **call, kernel=kernel)
+
+    want, got = (
+        pulled(functools.partial(attend, kernel), q, k, v) for kernel in ("reference", "blockwise")
+    )
+    for a, b in zip(got, want, strict=True):
+        assert oracle.error(a, b) < 1e-5
+
+
+def test_how_many_are_computed_together() -> None:
+    def together(b: int, t: int) -> int:
+        q = jnp.zeros((b, t, 6, 8))
+        *_, spec = prepare(q, q, q, mask=Causal())
+        return plan.plan_call(spec, attention_dims(q, q, q))[0].together
+
+    # Small ones all, then as many as divide them evenly.
+    assert together(1, 256) == 6
+    assert together(5, 1024) == 2
+    assert together(1, 8192) == 1
 
 
 def test_explain_runs_nothing_and_tells_the_choice() -> None:
