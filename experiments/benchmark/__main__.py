@@ -96,10 +96,11 @@ def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[s
         console.print(decoding.table(here, bandwidth))
         report.write(folder / "results.json", header, rows)
     header["prefill"] = decoding.prefill(found[0], flags["seconds"])
-    console.print(
+    text = (
         "a prompt of {tokens:,} tokens: {seconds:.3g} s in one call, {token_by_token:.3g} s token "
-        "by token, {ratio:.1f} times as long".format(**header["prefill"])
+        "by token, {ratio:.1f} times as long; {linen:.3g} s by linen's steps"
     )
+    console.print(text.format(**header["prefill"]))
     report.write(folder / "results.json", header, rows)
     console.print(f"results.json is in {folder}")
 

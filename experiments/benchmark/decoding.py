@@ -136,31 +136,33 @@ def table(rows: Sequence[report.Row], bandwidth: float) -> Table:
 
 
 def prefill(size: Size, seconds: float) -> dict[str, Any]:
-    """A prompt of `PROMPT` tokens in one call, and as that many steps, ours both.
+    """A prompt of `PROMPT` tokens in one call, and as that many steps, ours and linen's.
 
     Steps are timed 32 at a time, after no token, a quarter, a half and three quarters of them.
     """
-    layer, params, x = _layer(size, None)
-    step = _step(layer, params)
+    layers = {"ours": _layer(size, None), "linen": _linen_layer(size)}
+    steps = {name: _step(layer, params) for name, (layer, params, _) in layers.items()}
 
-    def mean(width: int, calls: int, filled: int) -> float:
+    def mean(name: str, width: int, calls: int, filled: int) -> float:
+        layer, _, x = layers[name]
         piece, held = x[:, :width], jax.block_until_ready(_cache(layer, size, filled))
         start = time.perf_counter()
         for _ in range(calls):
-            out, held = step(held, piece)
+            out, held = steps[name](held, piece)
         jax.block_until_ready((out, held))
         return (time.perf_counter() - start) / calls
 
-    whole: list[float] = []
-    steps: list[float] = []
-    mean(PROMPT, 1, 0), mean(1, 1, 0)  # compiles
+    def by_token(name: str) -> float:
+        return PROMPT / 4 * sum(mean(name, 1, 32, n * PROMPT // 4) for n in range(4))
+
+    mean("ours", PROMPT, 1, 0), mean("ours", 1, 1, 0), mean("linen", 1, 1, 0)  # compiles
+    samples: list[tuple[float, float, float]] = []
     end = time.perf_counter() + seconds
-    while not whole or time.perf_counter() < end:
-        whole.append(mean(PROMPT, 1, 0))
-        steps.append(PROMPT / 4 * sum(mean(1, 32, n * PROMPT // 4) for n in range(4)))
-    once, by_token = (timing.summary(samples).median for samples in (whole, steps))
-    found = {"tokens": PROMPT, "seconds": once, "token_by_token": by_token}
-    return {**found, "ratio": by_token / once, **size._asdict()}
+    while not samples or time.perf_counter() < end:
+        samples.append((mean("ours", PROMPT, 1, 0), by_token("ours"), by_token("linen")))
+    once, ours, linen = (timing.summary(list(x)).median for x in zip(*samples, strict=True))
+    found = {"tokens": PROMPT, "seconds": once, "token_by_token": ours, "linen": linen}
+    return {**found, "ratio": ours / once, **size._asdict()}
 
 
 def bandwidth(size: Size) -> float:
@@ -185,17 +187,20 @@ def _ours(stored: str | None) -> Callable[[Size, int], Work]:
 
 
 def _linen(size: Size, filled: int) -> Work:
-    layer = nn.MultiHeadDotProductAttention(
-        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype
-    )
-    x = _tokens(size)
-    params = layer.init(jax.random.key(0), x[:, :1])["params"]
-    return _work(layer, params, x, size, filled)
+    return _work(*_linen_layer(size), size, filled)
 
 
 def _layer(size: Size, stored: str | None) -> tuple[MultiHeadAttention, Any, jax.Array]:
     layer = MultiHeadAttention(
         size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype, cache_dtype=stored
+    )
+    x = _tokens(size)
+    return layer, layer.init(jax.random.key(0), x[:, :1])["params"], x
+
+
+def _linen_layer(size: Size) -> tuple[nn.Module, Any, jax.Array]:
+    layer = nn.MultiHeadDotProductAttention(
+        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype
     )
     x = _tokens(size)
     return layer, layer.init(jax.random.key(0), x[:, :1])["params"], x
