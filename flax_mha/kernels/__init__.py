@@ -242,22 +242,23 @@ def _preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
 
     | platform | first of those that do not refuse |
     |---|---|
-    | CPU | `reference` up to T·S = 256², the others in their order |
-    | TPU | likewise |
+    | TPU | `reference` up to T·S = 256², the others in their order |
+    | CPU | likewise; bfloat16 only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
 
     For keys of a cache `decode` comes before all of these.
     """
-    scores = q.shape[-3] * k.shape[-3]
-    if sharding.platform() in ("cpu", "tpu"):
+    scores, platform = q.shape[-3] * k.shape[-3], sharding.platform()
+    if platform == "cpu" and blockwise.as_it_is(q, k):
+        first = []
+    elif platform in ("cpu", "tpu"):
         # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
         # of splash would be mostly empty.
         first = ["reference"] if scores <= 256**2 else []
     else:
         # Plain einsums are one large product each, until the scores no longer fit.
         first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]
-    if isinstance(k, Stored):
-        first = ["decode", *first]
+    first = ["decode", *first] if isinstance(k, Stored) else first
     return first + [name for name in KERNELS if name not in first]
 
 

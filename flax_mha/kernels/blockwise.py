@@ -27,6 +27,7 @@ from flax_mha.kernels import tiling
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.stored import Stored
 from flax_mha.kernels.tiling import (
     Form,
     Place,
@@ -42,10 +43,6 @@ from flax_mha.kernels.tiling import (
     vary,
 )
 
-# Queries and keys from which on CPUs multiply bfloat16 as it is: what weights then lose by rounding
-# averages out, and it is faster.
-_ROUNDED = 64
-
 
 def refuses(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
@@ -53,6 +50,14 @@ def refuses(
     """The reason why this kernel can't run the call: there is none."""
     del q, k, v, spec, platform
     return None
+
+
+def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
+    """Whether products of this dtype are faster on CPUs than those of float32.
+
+    Of bfloat16 they are, and what weights lose by rounding averages out over enough of them.
+    """
+    return q.dtype == jnp.bfloat16 and min(q.shape[-3], k.shape[-3]) >= 64
 
 
 def attend(
@@ -69,7 +74,7 @@ def attend(
         return tiling.nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims)
     scale = 1.0
-    if dtype == jnp.bfloat16 and isinstance(spec.scale, float) and min(T, S) >= _ROUNDED:
+    if isinstance(spec.scale, float) and as_it_is(q, k):
         # Scaled, q would be rounded once more.
         scale = spec.scale
     else:
