@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from flax_mha.kernels import decode
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tests compile much and compute little. Those that read compiled programs turn it on again.
@@ -46,3 +48,12 @@ def optimized() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few tokens fill several blocks of a cache, and both ways through them are taken."""
+    monkeypatch.setattr(decode, "_BLOCK", {"cpu": 3})
+    monkeypatch.setattr(decode, "_FEW", 0.5)
+    # Longer calls are prompts, which take the other kernels.
+    monkeypatch.setattr(decode, "QUERIES", 5)

@@ -42,6 +42,11 @@ def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
 
 
+# Heads over two devices, positions over four; positions alone, over all that "model" has.
+FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None, vocab=None)
+EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None, vocab=None)
+
+
 def compare(
     fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any,
     shape: tuple[int, ...] = (2, 4),

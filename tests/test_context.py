@@ -21,14 +21,11 @@ from flax_mha import (
 from flax_mha.kernels import shards
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
-from tests.meshes import BACKWARD, FORWARD, KEY, KINDS, changed, collectives, compare, on
+from tests.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
 from tests.oracle import error
 
 RNG = np.random.default_rng(5)
 B, T, N, H, Hv = 2, 64, 8, 4, 6
-# Heads over two devices, positions over four; positions over eight.
-FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None, vocab=None)
-EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None, vocab=None)
 IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), axis=1))
 DENSE = jnp.asarray(RNG.random((B, N, T, T)) > 0.4)
 
@@ -120,64 +117,6 @@ def test_explicit_results_stay_where_the_queries_are() -> None:
             assert out.sharding.spec == P(None, "model", "data", None), way
     finally:
         leave()
-
-
-def program(way: str, mask: masks.Mask | None, K: int, *, grad: bool) -> list[tuple[str, int]]:
-    """What is sent for heads of 8 features over 4 devices, forward, or forward and backward."""
-
-    def attend(*qkv):
-        return dot_product_attention(*qkv, mask=mask, kernel=way)
-
-    def backward(q, k, v, dout):
-        return jax.vjp(attend, q, k, v)[1](dout)
-
-    mesh, leave = on("Auto", EIGHT, shape=(2, 4))
-    try:
-        placed = NamedSharding(mesh, P("data", "model"))
-        q, k = (jax.ShapeDtypeStruct((B, T, n, 8), jnp.float32, sharding=placed) for n in (N, K))
-        fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
-        text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
-    finally:
-        leave()
-    return collectives(text)
-
-
-def sent(found: list[tuple[str, int]], kind: str) -> int:
-    assert {name for name, _ in found} <= {kind}
-    return sum(size for _, size in found)
-
-
-def test_rings_send_each_block_once_round(optimized: None) -> None:
-    """(n−1)/n of keys and values; backward twice that; less where a mask leaves out steps."""
-    n, K = 4, 2
-    rows = B // 2
-    keys_and_values = 2 * 4 * rows * T * K * 8
-    once = keys_and_values * (n - 1) // n
-    assert sent(program("ring", masks.Causal(), K, grad=False), "collective-permute") == once
-    assert sent(program("ring", None, K, grad=True), "collective-permute") == 3 * once
-    # A window of a block needs one step, of the block before, which is kept till the backward pass.
-    window = masks.Window(T // n, 0)
-    block = keys_and_values // n
-    assert sent(program("ring", window, K, grad=False), "collective-permute") == block
-    assert sent(program("ring", window, K, grad=True), "collective-permute") == 2 * block
-
-
-def test_gathering_sends_all_keys_and_values(optimized: None) -> None:
-    """Each device ends with all of them; their gradients are summed as they came."""
-    K = 2
-    whole = 2 * 4 * (B // 2) * T * K * 8
-    assert sent(program("all_gather", masks.Causal(), K, grad=False), "all-gather") == whole
-    both = program("all_gather", masks.Causal(), K, grad=True)
-    back = sum(size for kind, size in both if kind != "all-gather")
-    assert back in (whole, whole // 4)  # as an all-reduce, or as a reduce-scatter
-
-
-def test_ulysses_sends_what_changes_hands(optimized: None) -> None:
-    """q, k, v and out, of which XLA counts a device's own part too; backward the same again."""
-    whole = 4 * (B // 2) * T * (2 * N + 2 * 4) * 8 // 4
-    assert sent(program("ulysses", masks.Causal(), 4, grad=False), "all-to-all") == whole
-    both = sent(program("ulysses", masks.Causal(), 4, grad=True), "all-to-all")
-    assert whole < both <= 2 * whole
 
 
 def test_memory_is_that_of_a_block() -> None:

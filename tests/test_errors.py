@@ -1,3 +1,4 @@
+# Over 300 lines: one table, a row for each mistake.
 """Every mistake a user can make: the rule it breaks, what came, and what to do instead."""
 
 import subprocess

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,17 +10,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import (
-    Classifier,
-    DecoderBlock,
-    Encoder,
-    EncoderBlock,
     MultiHeadAttention,
     dot_product_attention,
     masks,
     scores,
     sharding,
 )
-from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS
 from tests.meshes import BACKWARD, KEY, KINDS, RNG, B, H, N, T, X, changed, compare, on
@@ -98,89 +92,6 @@ def test_one_array_in_two_places(kind: str) -> None:
         return dot_product_attention(q, q, q, scores=(score,), sinks=each)
 
     compare(attend, (q, each), kind, sharding.RULES, [P("data"), P()])
-
-
-class Reader(nn.Module):
-    """A translator from a text to itself."""
-
-    translator: Translator
-
-    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
-        return self.translator(x, x, deterministic=deterministic)
-
-
-# Without biases: that of keys has the gradient 0, as the softmax takes no notice of it.
-CROSS = MultiHeadAttention(8, use_bias=False)
-LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
-ENCODER = Encoder(2, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
-MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
-    "encoder": (ENCODER, X, sharding.RULES),
-    "scanned and recomputed": (
-        Encoder(2, EncoderBlock(LAYER, 64, norm="rmsnorm", remat=True), scan=True),
-        X,
-        sharding.RULES,
-    ),
-    "FSDP": (ENCODER, X, changed(embed="data")),
-    "sequence parallel norms": (ENCODER, X, changed(norm_length="model")),
-    "everything by positions": (
-        ENCODER,
-        X,
-        changed(batch=None, length="data", norm_length=("data", "model")),
-    ),
-    "images": (
-        Classifier(PatchEmbedding(2, 32), ENCODER, 10),
-        jnp.ones((B, 8, 8, 1)),
-        sharding.RULES,
-    ),
-    "language model": (
-        LanguageModel(TokenEmbedding(16, 32), Decoder(2, DecoderBlock(LAYER, 64), scan=True)),
-        jnp.asarray(RNG.integers(0, 16, (B, 12))),
-        changed(embed="data"),
-    ),
-    "translator": (
-        Reader(
-            Translator(
-                Encoder(1, EncoderBlock(LAYER, 64)),
-                LanguageModel(
-                    TokenEmbedding(16, 32),
-                    Decoder(1, DecoderBlock(LAYER, 64, cross_attention=CROSS)),
-                    tied=False,
-                ),
-            )
-        ),
-        jnp.asarray(RNG.integers(0, 16, (B, 12))),
-        sharding.RULES,
-    ),
-    "tokens": (
-        Classifier(TokenEmbedding(16, 32), ENCODER, 10, "sinusoidal", 0.1),
-        jnp.asarray(RNG.integers(0, 16, (B, 12))),
-        changed(embed="data"),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
-def test_models(name: str, kind: str) -> None:
-    model, inputs, rules = MODELS[name]
-    params = jax.jit(model.init)(KEY, inputs)
-
-    def loss(params: Any, x: jax.Array) -> Any:
-        out = model.apply(params, x, deterministic=False, rngs={"dropout": KEY})
-        return jnp.sum(jnp.sin(out)), out
-
-    wanted = jax.jit(jax.grad(loss, has_aux=True))(params, inputs)
-    mesh, leave = on(kind, rules)
-    try:
-        born = sharding.init(model, KEY, inputs)
-        x = jax.device_put(inputs, NamedSharding(mesh, P("data")))
-        got = jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(born, x))
-        born = jax.device_get(born)
-    finally:
-        leave()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), born, params)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert error(a, b) < BACKWARD
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data, program, trainer
+from experiments import data, program, settings, trainer
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
@@ -93,8 +93,6 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     ("argument", "message"),
     [
         ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
-        ("--config=configs/digit.py", "must name a file"),
-        ("--workdir=experiments", "not empty and not a run"),
         ("--num_processes=2", "are for --distributed, which is missing"),
         ("--config.mesh.force_host_devices=-1", "force_host_devices must be at least 0, got -1"),
     ],
@@ -104,3 +102,8 @@ def test_mistakes_are_answered_plainly(argument: str, message: str) -> None:
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_config_that_is_no_file() -> None:
+    with pytest.raises(SystemExit, match=r"error: --config must name a file such as .*digit\.py"):
+        settings.checked(["train", "--config=configs/digit.py"], ROOT / "configs" / "digits.py")

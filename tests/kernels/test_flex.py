@@ -273,30 +273,6 @@ def test_on_the_shards_of_a_mesh(tpu, name: str) -> None:
         close(pulled("flex", *args), expected)
 
 
-def test_on_a_ring(tpu) -> None:
-    """Each step's gradients are those of what all of them gave."""
-    rng = np.random.default_rng(4)
-    sizes = [(1, 256, 2, 8)] * 3 + [(2, 32)]
-    args = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
-    mask = Causal() & Segments(np.repeat(np.arange(2), 128)[None] // 2)
-
-    def pull(kernel):
-        def loss(q, k, v, table):
-            out, lse = dot_product_attention(
-                q, k, v, mask=mask, scores=(RelativeBias(table),), kernel=kernel,
-                return_residuals=True,
-            )  # fmt: skip
-            return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*args)
-
-    expected = pull("reference")
-    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    rules = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        close(pull("ring:flex"), expected)
-
-
 def test_tables_of_tiles_too_large_are_joined(tpu, monkeypatch) -> None:
     """Into one for all heads and rows."""
     monkeypatch.setattr(flex, "TABLE", 4)
