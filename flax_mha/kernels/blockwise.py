@@ -183,7 +183,7 @@ def _loops(
         out = out / jnp.where(total == 0, 1.0, total)
         return out, top[:, 0], total[:, 0]
 
-    def group(x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         r, q, k, v = x
         if spec.mask is not None:
             k, v = guard(k, v)
@@ -197,15 +197,17 @@ def _loops(
             block = cut(q, stripe)
             jobs = jnp.arange(len(block), dtype=jnp.int32)
             parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
-        return tuple(join(x, plan.dims.G) for x in zip(*parts, strict=True))
+        return [], tuple(join(x, plan.dims.G) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    return _over(group, xs, static.together)
+    return _over(group, [], xs, static.together)[1]
 
 
-def _over(group: Callable[[Tree], Tree], xs: Tree, together: int) -> Tree:
-    """Maps group over the first axis of xs, so many at once."""
-    return lax.map(group, xs, batch_size=None if together == 1 else together)
+def _over(group: Callable[[Any, Tree], Any], sums: list[Any], xs: Tree, together: int) -> Any:
+    """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
+    if sums or together == 1:
+        return lax.scan(group, sums, xs)
+    return sums, lax.map(lambda x: group(sums, x)[1], xs, batch_size=together)
 
 
 def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
@@ -219,7 +221,6 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     acc = total.dtype
     dout, dlse = cotangents
     of_rows = tiling.of_rows(out, top, total, dout, dlse)
-    dout = dout.astype(v.dtype)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, q, k, v, dout, of_rows = x
@@ -267,11 +268,8 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         return grads, (join(parts, plan.dims.G), dk, dv)
 
     zeros = [vary(jnp.zeros(x.shape, acc), q) for x in learned]
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout, of_rows)
-    if learned:
-        grads, (dq, dk, dv) = lax.scan(group, zeros, xs)
-    else:
-        grads, (dq, dk, dv) = _over(functools.partial(group, []), xs, static.together)
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout.astype(v.dtype), of_rows)
+    grads, (dq, dk, dv) = _over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
     dsinks = None if sinks is None else tiling.sink_gradient(plan, sinks, of_rows)
     return dq, dk, dv, grads, dsinks, None, None
