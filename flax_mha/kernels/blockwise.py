@@ -6,8 +6,9 @@ elsewhere tile by tile, with the running maximum and sum of an online softmax: e
 skipped, and the mask is evaluated only in those it splits. The backward pass computes the scores
 again, from the saved maximum and sum.
 
-The loops: rows of the batch and key/value heads → query heads of the group and blocks of queries →
-tiles of keys, first the full ones, then those to be masked.
+The loops: rows of the batch and key/value heads, several at once where products would be small →
+query heads of the group and blocks of queries → tiles of keys, first the full ones, then those to
+be masked.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021; Dao, "FlashAttention-2", 2023.
@@ -34,8 +35,11 @@ from flax_mha.kernels.tiling import (
     Tree,
     cut,
     dot,
+    in_blocks,
+    in_tiles,
     join,
     lay,
+    over,
     rows,
     score_of,
     tile_gradient,
@@ -65,8 +69,8 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.attend`; of a result that is known only the gradients are computed.
 
-    No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`),
-    for JAX can't reverse loops of unknown length.
+    No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
+    JAX can't reverse loops of unknown length.
     """
     dims, dtype = shapes.attention_dims(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
@@ -88,8 +92,8 @@ def attend(
     learned, rest = static.split(spec)
     args = (
         rows(q, plan.block_q, K),
-        rows(k, plan.block_k, K)[:, 0],
-        rows(v, plan.block_k, K)[:, 0],
+        rows(k, plan.block_k, K),
+        rows(v, plan.block_k, K),
         learned, sinks, rest, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
@@ -130,7 +134,7 @@ def _visit(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Form, *args: Any) -> tuple[jax.Array, jax.Array]:
-    """The loops' out [R, G, nq, bq, Hv] and lse [R, G, nq, bq], see `_loops`."""
+    """The loops' out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], see `_loops`."""
     out, top, total = _loops(static, *args)
     return out, tiling.lse_of(top, total)
 
@@ -143,17 +147,17 @@ def _loops(
 
     Args:
       static: see `Form`.
-      q: [R, G, nq, bq, H] for R rows × key/value heads and G query heads of each; scaled.
-      k: [R, nk, bk, H].
-      v: [R, nk, bk, Hv].
+      q: [R, G·nq·bq, H] for R rows × key/value heads and G query heads of each; scaled.
+      k: [R, nk·bk, H].
+      v: [R, nk·bk, Hv].
       learned: see `Form.spec`.
       sinks: [N] or None.
       rest: likewise.
       tables: the tiles to visit, or None for the plan's stripes.
 
     Returns:
-      out [R, G, nq, bq, Hv]; the greatest score and the sum of the exponentials of the others'
-      distance to it [R, G, nq, bq].
+      out [R, G·nq·bq, Hv]; the greatest score and the sum of the exponentials of the others'
+      distance to it [R, G·nq·bq].
     """
     plan, spec = static.plan, static.spec(learned, rest)
     acc = shapes.wide(q.dtype)
@@ -187,6 +191,7 @@ def _loops(
         r, q, k, v = x
         if spec.mask is not None:
             k, v = guard(k, v)
+        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
 
         def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             j, q = x
@@ -197,17 +202,10 @@ def _loops(
             block = cut(q, stripe)
             jobs = jnp.arange(len(block), dtype=jnp.int32)
             parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
-        return [], tuple(join(x, plan.dims.G) for x in zip(*parts, strict=True))
+        return [], tuple(join(x, plan) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    return _over(group, [], xs, static.together)[1]
-
-
-def _over(group: Callable[[Any, Tree], Any], sums: list[Any], xs: Tree, together: int) -> Any:
-    """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
-    if sums or together == 1:
-        return lax.scan(group, sums, xs)
-    return sums, lax.map(lambda x: group(sums, x)[1], xs, batch_size=together)
+    return over(group, [], xs, static.together)[1]
 
 
 def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
@@ -223,9 +221,10 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     of_rows = tiling.of_rows(out, top, total, dout, dlse)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        r, q, k, v, dout, of_rows = x
+        r, *queries, k, v = x
         if spec.mask is not None:
             k, v = guard(k, v)
+        (q, dout, of_rows), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
@@ -264,12 +263,11 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk, dv = (dT.T.reshape(x.shape).astype(x.dtype) for dT, x in ((dkT, k), (dvT, v)))
-        return grads, (join(parts, plan.dims.G), dk, dv)
+        return grads, (join(parts, plan), dkT.T.astype(k.dtype), dvT.T.astype(v.dtype))
 
     zeros = [vary(jnp.zeros(x.shape, acc), q) for x in learned]
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v, dout.astype(v.dtype), of_rows)
-    grads, (dq, dk, dv) = _over(group, zeros, xs, static.together)
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
+    grads, (dq, dk, dv) = over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
     dsinks = None if sinks is None else tiling.sink_gradient(plan, sinks, of_rows)
     return dq, dk, dv, grads, dsinks, None, None

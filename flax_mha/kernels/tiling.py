@@ -66,11 +66,24 @@ class Place(NamedTuple):
 
 
 def rows(x: jax.Array, block: int, K: int) -> jax.Array:
-    """[*B, L, K·g, F] as [rows·K, g, number of blocks, block, F]; the last block filled with 0."""
-    *B, L, M, F = x.shape
-    x = jnp.swapaxes(x, -3, -2).reshape(math.prod(B) * K, M // K, L, F)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, -L % block), (0, 0)))
-    return x.reshape(x.shape[0], M // K, -1, block, F)
+    """[*B, L, K·g, F] as [rows·K, g·blocks·block, F]; the last block filled with 0.
+
+    Not of more axes: XLA:CPU copies once more where some of them are 1.
+    """
+    *B, L, _, F = x.shape
+    x = jnp.swapaxes(x, -3, -2)
+    x = jnp.pad(x, ((0, 0),) * (len(B) + 1) + ((0, -L % block), (0, 0)))
+    return x.reshape(math.prod(B) * K, -1, F)
+
+
+def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
+    """[G·nq·bq, F] as [G, nq, bq, F]."""
+    return x.reshape(plan.dims.G, plan.nq, plan.block_q, -1)
+
+
+def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
+    """Each [nk·bk, F] as [nk, bk, F]."""
+    return [x.reshape(plan.nk, plan.block_k, -1) for x in keyed]
 
 
 def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
@@ -79,10 +92,11 @@ def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
-def join(stripes: Sequence[jax.Array], G: int) -> jax.Array:
-    """What `cut` was given."""
-    parts = [x.reshape(G, -1, *x.shape[1:]) for x in stripes]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+def join(stripes: Sequence[jax.Array], plan: Plan) -> jax.Array:
+    """The jobs [·, bq, ...] of all stripes as [G·nq·bq, ...]."""
+    parts = [x.reshape(plan.dims.G, -1, *x.shape[1:]) for x in stripes]
+    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    return x.reshape(-1, *x.shape[3:])
 
 
 def lay(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
@@ -163,7 +177,7 @@ def lse_of(top: jax.Array, total: jax.Array) -> jax.Array:
 def of_rows(
     out: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array, dlse: jax.Array
 ) -> jax.Array:
-    """What the gradient of a tile needs of each query: shift, share and δ, [R, G, nq, bq, 3].
+    """What the gradient of a tile needs of each query: shift, share and δ, [R, G·nq·bq, 3].
 
     With them p = exp(score − shift)·share and d score = p·(dp − δ).
     """
@@ -266,3 +280,10 @@ def dot(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
         precision=spec.precision, preferred_element_type=dtype,
     )  # fmt: skip
+
+
+def over(group: Callable[[Any, Tree], Any], sums: list[Any], xs: Tree, together: int) -> Any:
+    """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
+    if sums or together == 1:
+        return lax.scan(group, sums, xs)
+    return sums, lax.map(lambda x: group(sums, x)[1], xs, batch_size=together)
