@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-# Of no public name: the interpreter's rules, one for each primitive.
-from jax._src import checkify
+from jax._src import checkify as _checkify
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+
+# The interpreter's rules, one for each primitive, have no public name, nor one signature.
+checkify: Any = _checkify
 
 _MESSAGE = (
     "a cache of {slots} slots has overflowed: its longest row has {length} tokens, or lost some "
@@ -51,16 +52,17 @@ def _of_batch(args: Any, dims: Any, *, slots: int) -> tuple[jax.Array, Any]:
     return report(overflowed, length, slots), dims[0]
 
 
-def _discharge(
-    error: Any, enabled: frozenset[Any], overflowed: jax.Array, length: jax.Array, *, slots: int
-) -> tuple[Any, jax.Array]:
+def _discharge(*args: Any, slots: int) -> tuple[Any, jax.Array]:
+    # From JAX 0.12 on a context comes first.
+    *context, error, enabled, overflowed, length = args
     if checkify.FailedCheckError in enabled:
         values = {"slots": jnp.int32(slots), "length": length.max()}
         failed = checkify.FailedCheckError(checkify.get_traceback(), _MESSAGE, **values)
-        error = checkify.assert_func(error, overflowed.any(), failed)
+        error = checkify.assert_func(*context, error, overflowed.any(), failed)
     return error, overflowed
 
 
 mlir.register_lowering(_reported, lambda _, overflowed, length, *, slots: [overflowed])
 batching.primitive_batchers[_reported] = _of_batch
-checkify.error_checks[_reported] = _discharge
+if hasattr(checkify, "error_checks"):
+    checkify.error_checks[_reported] = _discharge
