@@ -95,6 +95,7 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
         ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
         ("--num_processes=2", "are for --distributed, which is missing"),
         ("--config.mesh.force_host_devices=-1", "force_host_devices must be at least 0, got -1"),
+        ("--workdir=experiments", "not empty and not a run"),
     ],
 )
 def test_mistakes_are_answered_plainly(argument: str, message: str) -> None:
