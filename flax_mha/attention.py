@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.cache import KVCache, variables
 from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention, observe
@@ -231,9 +231,11 @@ class MultiHeadAttention(nn.Module):
             x_q.shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim, self.v_head_dim,
         )  # fmt: skip
-        shapes.check_optional(out_features=self.out_features)
-        shapes.check_rate("dropout_rate", self.dropout_rate)
-        shapes.check_rotation(self.rotary)
+        inputs.optional(out_features=self.out_features)
+        inputs.rate("dropout_rate", self.dropout_rate)
+        if self.rotary is not None:
+            remedy = "give positions.Rotary(), with its parentheses"
+            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy)
         query = self._projection("query", ("embed", "heads", "head_dim"), (N, H))
         key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
         value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))

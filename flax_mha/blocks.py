@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import inputs, masks, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.grid import Array
 from flax_mha.mlp import MLP, Dropout
@@ -210,7 +210,7 @@ class DecoderBlock(Block):
 
 def make_norm(kind: str, name: str, like: MultiHeadAttention) -> nn.Module:
     """A norm over features, in the dtypes of the attention layer."""
-    norm = shapes.choose("norm", kind, NORMS)
+    norm = inputs.choose("norm", kind, NORMS)
     return norm(dtype=like.dtype, param_dtype=like.param_dtype, name=name)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
-from flax_mha import shapes, sharding
+from flax_mha import inputs, shapes, sharding
 from flax_mha.projections import Projection, default_kernel_init
 
 
@@ -38,7 +38,7 @@ class TokenEmbedding(nn.Module):
 
     def setup(self) -> None:
         """Makes the table."""
-        shapes.check_positive(vocab_size=self.vocab_size, features=self.features)
+        inputs.positive(vocab_size=self.vocab_size, features=self.features)
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
         self.table = nn.Embed(
             self.vocab_size, self.features, dtype=self.dtype, param_dtype=self.param_dtype,
@@ -47,7 +47,7 @@ class TokenEmbedding(nn.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int [*B, T] to [*B, T, D]."""
-        shapes.check_array("tokens", tokens)
+        inputs.array("tokens", tokens)
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise TypeError(f"tokens must be integer ids, got {tokens.dtype}; cast them to int32")
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
@@ -99,8 +99,8 @@ class PatchEmbedding(nn.Module):
                 f"patch_size must be one number, or height and width, got {self.patch_size!r}"
             )
         h, w = sizes
-        shapes.check_positive(patch_height=h, patch_width=w, features=self.features)
-        shapes.check_floating("images", images)
+        inputs.positive(patch_height=h, patch_width=w, features=self.features)
+        inputs.floating("images", images)
         if images.ndim < 3 or images.shape[-3] % h or images.shape[-2] % w:
             raise ValueError(
                 f"images must have shape [*B, height, width, channels] with height and width "

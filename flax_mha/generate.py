@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import search, shapes
+from flax_mha import inputs, search, shapes
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.sampling import Sampling
 from flax_mha.search import Model, Plan, decoding
@@ -83,7 +83,7 @@ def generate(
     """
     _check_model(model, start)
     prompt, lengths = _check_prompt(prompt, lengths)
-    shapes.check_positive(max_new_tokens=max_new_tokens, beams=beams)
+    inputs.positive(max_new_tokens=max_new_tokens, beams=beams)
     sampling = Sampling.checked(temperature, top_k, top_p)
     if beams > 1 and (temperature or callback):
         raise ValueError(
@@ -131,7 +131,7 @@ def _check_model(model: Model, start: int | None) -> None:
 
 def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [B, T] and how many are real, int32 [B]."""
-    shapes.check_array("prompt", prompt)
+    inputs.array("prompt", prompt)
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise TypeError(f"prompt must be integer ids, got {prompt.dtype}; cast them to int32")
     if prompt.ndim != 2 or 0 in prompt.shape:
@@ -154,7 +154,7 @@ def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Arr
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None) -> int:
     """Slots of the cache, enough for the tokens read at first and all new ones but the last."""
-    shapes.check_optional(capacity=capacity)
+    inputs.optional(capacity=capacity)
     needed = read + new - 1
     if capacity is not None and capacity < needed:
         raise ValueError(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import shapes, sharding
+from flax_mha import inputs, sharding
 from flax_mha.projections import Projection, default_bias_init, default_kernel_init
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -52,9 +52,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]."""
-        shapes.check_positive(hidden=self.hidden)
-        shapes.check_rate("dropout_rate", self.dropout_rate)
-        act = shapes.choose("activation", self.activation, ACTIVATIONS)
+        inputs.positive(hidden=self.hidden)
+        inputs.rate("dropout_rate", self.dropout_rate)
+        act = inputs.choose("activation", self.activation, ACTIVATIONS)
         up = self._dense("up", self.hidden, ("embed", "mlp"))(x)
         if self.gated:
             h = act(self._dense("gate", self.hidden, ("embed", "mlp"))(x)) * up

@@ -11,6 +11,7 @@ from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
 from flax_mha.grid import Array
+from flax_mha.inputs import positive, rate
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection
@@ -56,8 +57,8 @@ class Classifier(nn.Module):
         Returns:
           Logits [*B, num_classes], float32.
         """
-        shapes.check_positive(num_classes=self.num_classes)
-        shapes.check_rate("dropout_rate", self.dropout_rate)
+        positive(num_classes=self.num_classes)
+        rate("dropout_rate", self.dropout_rate)
         x = PositionEmbedding(self.positions, name="positions")(self.embedding(inputs))
         x = Dropout(self.dropout_rate)(x, deterministic=deterministic)
         mask = None if lengths is None else masks.Lengths(lengths)
@@ -106,7 +107,7 @@ class LanguageModel(nn.Module):
         check_module("embedding", self.embedding, TokenEmbedding)
         check_module("decoder", self.decoder, Decoder)
         check_module("position_embedding", self.position_embedding, PositionEmbedding)
-        shapes.check_rate("dropout_rate", self.dropout_rate)
+        rate("dropout_rate", self.dropout_rate)
         self.dropout = Dropout(self.dropout_rate)
         if not self.tied:
             self.head = self.embedding.copy(name=None)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer
 
-from flax_mha import shapes, sharding
+from flax_mha import inputs, shapes, sharding
 
 Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -39,7 +39,7 @@ def sinusoidal(
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
-    shapes.check_positive(features=features)
+    inputs.positive(features=features)
     at = jnp.arange(positions) if isinstance(positions, int) else jnp.asarray(positions)
     angles = _angles(at, (features + 1) // 2, 2 / features, base)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -77,7 +77,7 @@ def rotary(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    shapes.check_floating("x", x)
+    inputs.floating("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
     _check_positions(positions, x.shape[:-2])
@@ -166,10 +166,10 @@ class PositionEmbedding(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1)."""
-        shapes.check_floating("x", x)
+        inputs.floating("x", x)
         if x.ndim < 2:
             raise ValueError(f"x must have shape [*B, T, D], got {x.shape}; add a length axis")
-        shapes.check_optional(max_length=self.max_length)
+        inputs.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
         if positions is None:
@@ -200,7 +200,7 @@ class PositionEmbedding(nn.Module):
 
 def _check_positions(positions: jax.Array, tokens: shapes.Shape) -> None:
     """Positions must be integers of shape [T] or [*B, T]."""
-    shapes.check_array("positions", positions)
+    inputs.array("positions", positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(
             f"positions must be integers, got {positions.dtype}; cast with .astype(int)"

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flax_mha import shapes, sharding
+from flax_mha import inputs, sharding
 
 
 def top_k(logits: jax.Array, k: int) -> jax.Array:
@@ -23,7 +23,7 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
     Raises:
       ValueError: if k is not in 1 … V.
     """
-    shapes.check_positive(top_k=k)
+    inputs.positive(top_k=k)
     if k > logits.shape[-1]:
         raise ValueError(
             f"top_k must be at most the {logits.shape[-1]} tokens of the vocabulary, got {k}; "
@@ -82,7 +82,7 @@ class Sampling(struct.PyTreeNode):
             raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
         if top_p is not None and not 0 < top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}; None keeps all tokens")
-        shapes.check_optional(top_k=top_k)
+        inputs.optional(top_k=top_k)
         if not temperature and (top_k, top_p) != (None, None):
             raise ValueError(
                 f"top_k={top_k} and top_p={top_p} limit what is drawn, and temperature=0 draws "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import shapes
+from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid
 from flax_mha.shapes import Dims
 
@@ -43,7 +43,7 @@ class Bias(ScoreMod):
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
         array = jnp.asarray(self.array)
-        shapes.check_floating("bias", array)
+        inputs.floating("bias", array)
         shapes.check_broadcasts(
             "bias", array.shape, dims.logits, "[*B, N, T, S]",
             "a bias without heads needs the axis: bias[..., None, :, :]",
@@ -118,7 +118,7 @@ class RelativeBias(ScoreMod):
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
         table = jnp.asarray(self.table)
-        shapes.check_floating("RelativeBias.table", table)
+        inputs.floating("RelativeBias.table", table)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
                 f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
@@ -188,7 +188,7 @@ def relative_bucket(
 
 def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
     x = jnp.asarray(x)
-    shapes.check_floating(name, x)
+    inputs.floating(name, x)
     if x.shape != (dims.N,):
         raise ValueError(f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}")
     return x

@@ -14,14 +14,14 @@ Every signature, einsum and error in this package uses these letters:
 | `D` | features of the model |
 """
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from flax_mha import inputs
 
 Shape = tuple[int, ...]
-Choice = TypeVar("Choice")
 
 
 class Dims(NamedTuple):
@@ -54,7 +54,7 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
       TypeError: if a dtype is not a real floating one.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_floating(name, x)
+        inputs.floating(name, x)
         if x.ndim < 3 or 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name} must have shape [*B, length, heads, features], got {x.shape}; "
@@ -100,7 +100,7 @@ def resolve_inputs(
 def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
-        check_floating(name, x)
+        inputs.floating(name, x)
         if x.ndim < 2 or not x.shape[-1]:
             raise ValueError(
                 f"{name} must have shape [*B, length, features], got {x.shape}; "
@@ -123,8 +123,8 @@ def head_sizes(
     v_head_dim: int | None,
 ) -> tuple[int, int, int, int]:
     """N, K, H and Hv of a layer with the given fields, for queries of so many features."""
-    check_positive(num_heads=num_heads)
-    check_optional(
+    inputs.positive(num_heads=num_heads)
+    inputs.optional(
         qkv_features=qkv_features, head_dim=head_dim, num_kv_heads=num_kv_heads,
         v_head_dim=v_head_dim,
     )  # fmt: skip
@@ -157,20 +157,6 @@ def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_optional(**sizes: int | None) -> None:
-    """As `check_positive`, but None stands for a default."""
-    check_positive(**{name: size for name, size in sizes.items() if size is not None})
-
-
-def check_positive(**sizes: int) -> None:
-    """Sizes must be positive whole numbers."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
-
-
 def row_lengths(name: str, lengths: Any, batch: Shape) -> jax.Array:
     """How many tokens of each row are real, int32 [*B]."""
     lengths = jnp.asarray(lengths)
@@ -184,23 +170,6 @@ def row_lengths(name: str, lengths: Any, batch: Shape) -> jax.Array:
     return lengths.astype(jnp.int32)
 
 
-def check_rate(name: str, rate: Any) -> None:
-    """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
-    if isinstance(rate, bool) or not isinstance(rate, int | float | np.number):
-        raise TypeError(f"{name} must be a number, got {rate!r} of {type(rate).__name__}")
-    if not 0.0 <= rate < 1.0:
-        raise ValueError(f"{name} must be in [0, 1), got {rate}; 0 turns dropout off")
-
-
-def check_rotation(rotary: object) -> None:
-    """A rotation is called with queries or keys and positions; a class would build itself."""
-    if rotary is not None and (not callable(rotary) or isinstance(rotary, type)):
-        raise TypeError(
-            f"rotary must be a function (x, positions) -> x, got {rotary!r}; "
-            f"give positions.Rotary(), with its parentheses"
-        )
-
-
 def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Heads x [*B, T, N, H] times a scale [N] or [*B, N], if there is one.
 
@@ -210,7 +179,7 @@ def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     """
     if scale is None:
         return x
-    check_array("head_mask", scale)
+    inputs.array("head_mask", scale)
     if jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise TypeError(f"head_mask must be real, got {scale.dtype}; take its absolute value")
     *B, _, N, _ = x.shape
@@ -222,31 +191,6 @@ def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return x * lead(scale.astype(x.dtype), x.ndim - 2)[..., None, :, None]
 
 
-def check_floating(name: str, x: jax.Array) -> None:
-    """Attention is defined on real floating-point arrays."""
-    check_array(name, x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{name} must be real, got {x.dtype}: the softmax of complex scores is not defined; "
-            f"give real and imaginary parts as separate features"
-        )
-    if x.dtype == jnp.bool_:
-        raise TypeError(f"{name} must be floating point, got bool; a mask goes into mask=")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(
-            f"{name} must be floating point, got {x.dtype}; "
-            f"embed token ids (nn.Embed) or cast with .astype(jnp.float32)"
-        )
-
-
-def check_array(name: str, x: jax.Array) -> None:
-    """Lists and numbers have no dtype to promote from."""
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
-        raise TypeError(
-            f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray"
-        )
-
-
 def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: str) -> None:
     """`shape` must broadcast to `to` by NumPy's rules without growing it."""
     fits = len(shape) <= len(to) and all(
@@ -254,13 +198,6 @@ def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: s
     )
     if not fits:
         raise ValueError(f"{name} must broadcast to {letters} = {to}, got {shape}; {remedy}")
-
-
-def choose(name: str, value: str, choices: dict[str, Choice]) -> Choice:
-    """The choice of that name, or an error that lists them."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
-    return choices[value]
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:

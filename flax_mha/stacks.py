@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import inputs, masks, sharding
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
 from flax_mha.grid import Array
 
@@ -28,14 +28,14 @@ class Stack(nn.Module):
 
     kind: ClassVar[type[Block]] = Block
 
-    def run(self, x: jax.Array, *inputs: jax.Array | None, **call: Any) -> jax.Array:
-        """The blocks one after another, each with the same further inputs and arguments."""
-        shapes.check_positive(num_layers=self.num_layers)
+    def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
+        """The blocks one after another, each with the same other inputs and arguments."""
+        inputs.positive(num_layers=self.num_layers)
         check_module("block", self.block, self.kind)
         x = sharding.constrain(x, ("batch", "norm_length", None))
 
-        def step(block: Any, x: jax.Array, inputs: Any) -> tuple[jax.Array, None]:
-            return block(x, *inputs, **call), None
+        def step(block: Any, x: jax.Array, others: Any) -> tuple[jax.Array, None]:
+            return block(x, *others, **call), None
 
         if self.scan:
             # A scan's carry has one dtype, that of the blocks.
@@ -48,10 +48,10 @@ class Stack(nn.Module):
                 length=self.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x, _ = step(self.block.copy(name="layers"), x, inputs)
+            x, _ = step(self.block.copy(name="layers"), x, others)
         else:
             for i in range(self.num_layers):
-                x, _ = step(self.block.copy(name=f"layers_{i}"), x, inputs)
+                x, _ = step(self.block.copy(name=f"layers_{i}"), x, others)
         if not self.block.pre_norm:
             return x
         return make_norm(self.block.norm, "norm", self.block.attention)(x)

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each layer may import those before it, and none after.
 LAYERS = [
+    {"inputs"},
     {"shapes"},
     {"grid", "layouts"},
     {"sharding"},

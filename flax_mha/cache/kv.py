@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
 
-from flax_mha import masks, shapes
+from flax_mha import inputs, masks, shapes
 from flax_mha.cache import ring
 from flax_mha.cache.overflow import report
 from flax_mha.cache.slots import (
@@ -76,7 +76,7 @@ class KVCache(struct.PyTreeNode):
           ValueError, TypeError: if sizes, the window or the dtype do not fit.
         """
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        shapes.check_positive(
+        inputs.positive(
             slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
         dtype = check_dtype(dtype)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.cache import slots
 from flax_mha.cache.kv import KVCache
 from flax_mha.cache.ring import FAR, truncated
@@ -46,7 +46,7 @@ def window(mask: masks.Mask | None, size: int | None) -> int | None:
     """
     if size is None:
         return None
-    shapes.check_positive(cache_window=size)
+    inputs.positive(cache_window=size)
     reach = None if mask is None else masks.as_mask(mask).reach()
     if reach is None or reach >= size:
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from flax.linen.dtypes import promote_dtype
 
-from flax_mha import masks, shapes
+from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.stored import Stored
@@ -99,11 +99,11 @@ def prepare(
     if bias is not None:
         scores = (*scores, Bias(bias))
     if sinks is not None:
-        shapes.check_floating("sinks", sinks)
+        inputs.floating("sinks", sinks)
         if sinks.shape != (dims.N,):
             raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
         sinks = jnp.asarray(sinks)
-    shapes.check_rate("dropout_rate", dropout_rate)
+    inputs.rate("dropout_rate", dropout_rate)
     dropout = None
     if dropout_rate:
         if dropout_rng is None:

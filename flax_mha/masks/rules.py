@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import shapes
+from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles
 from flax_mha.masks.base import Mask, as_mask, both, either, farthest, judge, known
 from flax_mha.shapes import Dims
@@ -146,7 +146,7 @@ class Prefix(Mask):
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
         if jnp.ndim(self.length) == 0:
-            length = shapes.lead(_int32("Prefix.length", self.length), len(dims.logits))
+            length = shapes.lead(inputs.integers("Prefix.length", self.length), len(dims.logits))
             return self.replace(length=Grid(length))
         return self.replace(length=_per_row("Prefix.length", self.length, dims))
 
@@ -230,17 +230,9 @@ class PerHead(Mask):
         return farthest(self.masks)
 
 
-def _int32(name: str, x: Any) -> Array:
-    """Integers as int32: a NumPy array if known before tracing."""
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
-    return x.astype(np.int32)
-
-
 def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Grid:
     """Lengths [*B] (or [*B, T]) over the scores, [*B, 1, 1|T, 1]."""
-    lengths = _int32(name, lengths)
+    lengths = inputs.integers(name, lengths)
     if lengths.shape == dims.B:
         return Grid(lengths.reshape(*dims.B, 1, 1, 1))
     if per_query and lengths.shape == (*dims.B, dims.T):
@@ -254,7 +246,7 @@ def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Gr
 
 def _per_token(name: str, ids: Any, length: int, dims: Dims) -> Array:
     """Ids [length] or [*B, length] as [*B|1, length]."""
-    ids = _int32(name, ids)
+    ids = inputs.integers(name, ids)
     if ids.shape not in {(length,), (*dims.B, length)}:
         raise ValueError(
             f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "

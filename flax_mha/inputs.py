@@ -1,0 +1,163 @@
+"""What a caller gives, as what is meant by it, or an error that says why it can't be.
+
+One rule for all that is public: numbers that attention computes with (queries, biases, tables) are
+floating arrays, for only an array has a dtype to promote from. Whole numbers that say where and
+which (positions, lengths, ids, tokens) may be lists and plain numbers too, and are int32 inside:
+what is given as a list or in NumPy stays in NumPy, known before tracing, and a value beyond int32
+is refused where it can be seen. Settings are constants: never traced arrays.
+"""
+
+import math
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Choice = TypeVar("Choice")
+Integers: TypeAlias = jax.Array | np.ndarray
+
+_INT32 = np.iinfo(np.int32)
+
+
+def array(name: str, x: Any) -> Any:
+    """An array: lists and numbers have no dtype to promote from."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise TypeError(
+            f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray"
+        )
+    return x
+
+
+def floating(name: str, x: Any) -> Any:
+    """A real floating-point array: attention is defined on those."""
+    dtype = array(name, x).dtype
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} must be real, got {dtype}: the softmax of complex scores is not defined; "
+            f"give real and imaginary parts as separate features"
+        )
+    if dtype == jnp.bool_:
+        raise TypeError(f"{name} must be floating point, got bool; a mask goes into mask=")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be floating point, got {dtype}; "
+            f"embed token ids (nn.Embed) or cast with .astype(jnp.float32)"
+        )
+    return x
+
+
+def integers(name: str, x: Any) -> Integers:
+    """Whole numbers as int32: a NumPy array if they are known before tracing."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+            raise TypeError(
+                f"{name} must be integers, got a {type(x).__name__} of arrays; "
+                f"stack them with jnp.stack or jnp.asarray"
+            )
+        try:
+            x = np.asarray(x)
+        except ValueError:
+            raise TypeError(
+                f"{name} must be integers, got {x!r}, which is ragged; pad it to one length"
+            ) from None
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
+    if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and known(x):
+        least, most = int(x.min()), int(x.max())
+        if least < _INT32.min or most > _INT32.max:
+            wrong = most if most > _INT32.max else least
+            raise ValueError(
+                f"{name} must fit int32, got {wrong}, which would wrap; number them from 0"
+            )
+    return x.astype(np.int32)
+
+
+def known(x: Any) -> bool:
+    """Whether the values are there to be read, on this host."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def concrete(name: str, x: Any) -> Any:
+    """A setting, which what is compiled depends on: no traced array."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be a constant, got a traced array {x.aval.str_short()}; "
+            f"give a Python value, or make the argument static (jax.jit's static_argnames)"
+        )
+    return x
+
+
+def number(name: str, x: Any) -> float:
+    """A finite number, real."""
+    concrete(name, x)
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
+    if not math.isfinite(x):
+        raise ValueError(f"{name} must be finite, got {x}")
+    return float(x)
+
+
+def positive(**sizes: Any) -> None:
+    """Sizes are positive whole numbers."""
+    for name, size in sizes.items():
+        concrete(name, size)
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+
+
+def optional(**sizes: Any) -> None:
+    """As `positive`, but None stands for a default."""
+    positive(**{name: size for name, size in sizes.items() if size is not None})
+
+
+def rate(name: str, x: Any) -> None:
+    """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
+    concrete(name, x)
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
+    if not 0.0 <= x < 1.0:
+        raise ValueError(f"{name} must be in [0, 1), got {x}; 0 turns dropout off")
+
+
+def flag(name: str, x: Any) -> bool:
+    """A switch: True or False."""
+    concrete(name, x)
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {x!r} of {type(x).__name__}")
+    return bool(x)
+
+
+def dtype(name: str, x: Any) -> jnp.dtype:
+    """A dtype, or a name of one."""
+    try:
+        return jnp.dtype(x)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a dtype, got {x!r}; give one such as jnp.float32 or 'bfloat16'"
+        ) from None
+
+
+def choose(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
+    """The choice of that name."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
+    return choices[value]
+
+
+def key(name: str, x: Any) -> jax.Array:
+    """One key for random numbers, of `jax.random.key` or of `jax.random.PRNGKey`."""
+    typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    raw = getattr(x, "dtype", None) == jnp.uint32 and jnp.ndim(x) == 1
+    if not (raw or (typed and x.ndim == 0)):
+        came = f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else f"{x!r} of {type(x).__name__}"
+        raise TypeError(f"{name} must be one JAX key, got {came}; give jax.random.key(0), say")
+    return x
+
+
+def function(name: str, x: Any, signature: str, remedy: str) -> None:
+    """A function; a class would be built instead of called."""
+    if not callable(x) or isinstance(x, type):
+        raise TypeError(f"{name} must be a function {signature}, got {x!r}; {remedy}")
