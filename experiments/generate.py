@@ -48,7 +48,7 @@ def speak(workdir: str | Path, prompt: str, **options: Any) -> None:
     Args:
       workdir: the folder.
       prompt: a text.
-      **options: of `flax_mha.generate.generate`; None for the task's own.
+      **options: of `flax_mha.generate`; None for the task's own.
 
     Raises:
       ValueError: if there is no such run, or it can't do that.

@@ -1,17 +1,84 @@
-"""Multi-head attention for Flax: masks as values, sharded heads, linear memory."""
+"""Multi-head attention for Flax: masks as values, sharded heads, linear memory.
 
-from flax_mha import cache as cache
-from flax_mha import masks as masks
-from flax_mha import positions as positions
-from flax_mha import scores as scores
-from flax_mha import sharding as sharding
-from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
-from flax_mha.blocks import DecoderBlock as DecoderBlock
-from flax_mha.blocks import EncoderBlock as EncoderBlock
-from flax_mha.kernels import dot_product_attention as dot_product_attention
-from flax_mha.kernels import explain as explain
-from flax_mha.mlp import MLP as MLP
-from flax_mha.models import Classifier as Classifier
-from flax_mha.models import Encoder as Encoder
+A name is loaded when it is first asked for, so that `import flax_mha` costs nothing.
+"""
 
-__version__ = "0.1.0"
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "MLP",
+    "Classifier",
+    "Decoder",
+    "DecoderBlock",
+    "Encoder",
+    "EncoderBlock",
+    "Explanation",
+    "Generated",
+    "KVCache",
+    "LanguageModel",
+    "MultiHeadAttention",
+    "Translator",
+    "cache",
+    "dot_product_attention",
+    "explain",
+    "generate",
+    "masks",
+    "models",
+    "positions",
+    "sampling",
+    "scores",
+    "sharding",
+]
+
+if TYPE_CHECKING:
+    from flax_mha import cache as cache
+    from flax_mha import masks as masks
+    from flax_mha import models as models
+    from flax_mha import positions as positions
+    from flax_mha import sampling as sampling
+    from flax_mha import scores as scores
+    from flax_mha import sharding as sharding
+    from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
+    from flax_mha.blocks import DecoderBlock as DecoderBlock
+    from flax_mha.blocks import EncoderBlock as EncoderBlock
+    from flax_mha.cache import KVCache as KVCache
+    from flax_mha.generation import Generated as Generated
+    from flax_mha.generation import generate as generate
+    from flax_mha.kernels import Explanation as Explanation
+    from flax_mha.kernels import dot_product_attention as dot_product_attention
+    from flax_mha.kernels import explain as explain
+    from flax_mha.mlp import MLP as MLP
+    from flax_mha.models import Classifier as Classifier
+    from flax_mha.models import LanguageModel as LanguageModel
+    from flax_mha.models import Translator as Translator
+    from flax_mha.stacks import Decoder as Decoder
+    from flax_mha.stacks import Encoder as Encoder
+else:  # A type checker would believe that this function knows every name.
+    _HOMES = {
+        "attention": ("MultiHeadAttention",),
+        "blocks": ("DecoderBlock", "EncoderBlock"),
+        "cache": ("KVCache",),
+        "generation": ("Generated", "generate"),
+        "kernels": ("Explanation", "dot_product_attention", "explain"),
+        "mlp": ("MLP",),
+        "models": ("Classifier", "LanguageModel", "Translator"),
+        "stacks": ("Decoder", "Encoder"),
+    }
+    _HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])
+        found = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
+        if name in _HOME:
+            found = getattr(found, name)
+        globals()[name] = found  # So that this function is asked once.
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

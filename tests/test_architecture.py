@@ -41,7 +41,7 @@ LAYERS = [
     {"stacks"},
     {"models", "sampling"},
     {"search"},
-    {"generate"},
+    {"generation"},
     {""},
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

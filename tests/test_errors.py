@@ -30,7 +30,7 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.cache import KVCache
-from flax_mha.generate import generate
+from flax_mha.generation import generate
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import PositionEmbedding, Rotary
 from flax_mha.search import decoding

@@ -73,7 +73,7 @@ class Speaker(Protocol):
           params: of the trained model.
           prompt: a text.
           say: takes the pieces.
-          **options: of `flax_mha.generate.generate`; None for the task's own.
+          **options: of `flax_mha.generate`; None for the task's own.
 
         Raises:
           RunError: if the prompt does not suit the model.

@@ -21,7 +21,7 @@ from experiments import plots
 from experiments.data.task import Batch, Params, shuffled
 from experiments.runs import RunError
 from flax_mha import DecoderBlock, MultiHeadAttention
-from flax_mha.generate import generate
+from flax_mha.generation import generate
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
 

@@ -19,7 +19,7 @@ from experiments.data.dates import Pair, Split
 from experiments.data.task import Batch, Params, shuffled
 from experiments.runs import RunError
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
-from flax_mha.generate import Generated, generate
+from flax_mha.generation import Generated, generate
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.positions import Rotary
 
