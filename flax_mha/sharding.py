@@ -168,9 +168,8 @@ def platform() -> str:
 
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
-    if not jax.sharding.get_abstract_mesh().explicit_axes:
-        return x
-    return jax.sharding.reshard(x, spec)
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    return jax.sharding.reshard(x, layouts.only(spec, explicit)) if explicit else x
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:

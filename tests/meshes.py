@@ -16,6 +16,11 @@ from flax_mha import (
 from tests.oracle import error
 
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+# Of each axis its own.
+MIXED = {
+    "data Auto, model Explicit": (AxisType.Auto, AxisType.Explicit),
+    "data Explicit, model Auto": (AxisType.Explicit, AxisType.Auto),
+}
 B, T, N, H = 4, 70, 8, 4
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(3)
@@ -25,7 +30,8 @@ FORWARD, BACKWARD = 2e-6, 1e-5
 
 def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
     """A mesh of 8 devices and its rules."""
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    types = MIXED[kind] if kind in MIXED else (KINDS[kind],) * 2
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=types)
     stack = jax.set_mesh(mesh)
     stack.__enter__()
     inner = nn.logical_axis_rules(rules)
