@@ -7,6 +7,7 @@ what is given as a list or in NumPy stays in NumPy, known before tracing, and a 
 is refused where it can be seen. Settings are constants: never traced arrays.
 """
 
+import inspect
 import math
 from typing import Any, TypeAlias, TypeVar
 
@@ -152,12 +153,49 @@ def key(name: str, x: Any) -> jax.Array:
     typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     raw = getattr(x, "dtype", None) == jnp.uint32 and jnp.ndim(x) == 1
     if not (raw or (typed and x.ndim == 0)):
-        came = f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else f"{x!r} of {type(x).__name__}"
-        raise TypeError(f"{name} must be one JAX key, got {came}; give jax.random.key(0), say")
+        raise TypeError(f"{name} must be one JAX key, got {came(x)}; give jax.random.key(0), say")
     return x
 
 
-def function(name: str, x: Any, signature: str, remedy: str) -> None:
-    """A function; a class would be built instead of called."""
+def function(name: str, x: Any, signature: str, remedy: str, count: int | None = None) -> None:
+    """A function of so many arguments; a class would be built instead of called."""
     if not callable(x) or isinstance(x, type):
         raise TypeError(f"{name} must be a function {signature}, got {x!r}; {remedy}")
+    try:
+        found = inspect.signature(x)
+    except ValueError:
+        return  # Some that are not written in Python don't tell.
+    try:
+        found.bind(*range(count or 0))
+    except TypeError:
+        if count is not None:
+            raise TypeError(
+                f"{name} must be a function {signature}, of {count} arguments, got one of {found}; "
+                f"{remedy}"
+            ) from None
+
+
+def arguments(name: str, args: Any) -> tuple[Any, ...]:
+    """What a user's function is given beside its place: a tuple of arrays or numbers."""
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"{name} must be a tuple, got {type(args).__name__}; give (x,) for one x")
+
+    def argument(x: Any) -> Any:
+        if isinstance(x, float):
+            # A gradient has a shape.
+            return jnp.asarray(x)
+        if isinstance(x, int) or (hasattr(x, "dtype") and hasattr(x, "shape")):
+            return x
+        raise TypeError(
+            f"{name} must be arrays or numbers, got {x!r} of {type(x).__name__}; keep what is "
+            f"neither in the function"
+        )
+
+    return tuple(jax.tree.map(argument, tuple(args)))
+
+
+def came(x: Any) -> str:
+    """A value as an error shows it: an array by its dtype and shape."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return "None" if x is None else f"{x!r} of {type(x).__name__}"

@@ -5,7 +5,7 @@
 Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -144,16 +144,64 @@ class Score(ScoreMod):
     Attributes:
       fn: a function of the score, of four integer arrays that broadcast to it (the index of the
         batch row and the head, the positions of query and key) and of args; returns the new score.
-      args: arrays that fn needs; they take gradients. Traced arrays must be given here, not in
-        fn's closure.
+      args: arrays and numbers that fn needs; floating arrays take gradients. Traced arrays must be
+        given here, not in fn's closure.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
     args: tuple[jax.Array, ...] = ()
 
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        args = inputs.arguments("Score.args", self.args)
+        inputs.function(
+            "Score.fn", self.fn, "(score, row, head, i, j, *args) -> score",
+            "take the score, its row, its head, the positions of query and key, then args",
+            5 + len(args),
+        )  # fmt: skip
+        return self.replace(args=args)
+
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""
         return self.fn(score, at.row, at.head, at.q, at.k, *self.args)
+
+
+def as_scores(given: Any) -> tuple[ScoreMod, ...]:
+    """A sequence of them as a tuple."""
+    if isinstance(given, ScoreMod):
+        raise TypeError(
+            f"scores must be a sequence, got one {type(given).__name__}; give it as "
+            f"scores=({type(given).__name__}(…),), with the comma"
+        )
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise TypeError(
+            f"scores must be a sequence of those in flax_mha.scores, got {inputs.came(given)}; "
+            f"give scores=(SoftCap(50.0),), say, or () for none"
+        )
+    for mod in given:
+        if isinstance(mod, ScoreMod):
+            continue
+        remedy = "give one of those in flax_mha.scores"
+        if isinstance(mod, type):
+            remedy = f"give {mod.__name__}(…), with its parentheses"
+        elif callable(mod):
+            remedy = "give scores.Score(fn), a function (score, row, head, i, j) -> score"
+        raise TypeError(f"scores must be of flax_mha.scores, got {inputs.came(mod)}; {remedy}")
+    return tuple(given)
+
+
+def changed(mod: ScoreMod, score: jax.Array, at: At) -> jax.Array:
+    """What one of them makes of a score, in its shape and dtype; a user's own may be mistaken."""
+    new = mod(score, at)
+    name = type(mod).__name__
+    if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):
+        raise TypeError(
+            f"{name} must give the new score, real and floating point, got {inputs.came(new)}; "
+            f"return it from the function"
+        )
+    remedy = "compute it from the score and the places that are given, pair by pair"
+    shapes.check_broadcasts(f"what {name} gives", new.shape, score.shape, "the score", remedy)
+    return jnp.broadcast_to(new, score.shape).astype(score.dtype)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

@@ -27,6 +27,7 @@ from flax_mha import (
     masks,
     positions,
     sampling,
+    scores,
     sharding,
 )
 from flax_mha.cache import KVCache
@@ -147,6 +148,19 @@ KERNEL: list[Case] = [
             mask=masks.Lengths(ones(2))),
     *kernel("Lengths q", ValueError, r"Lengths.q must.*\(2,\), got \(2, 4\)",
             mask=masks.Causal() & ~masks.Lengths(IDS[:2], q=TOKENS)),
+    *kernel("one score", TypeError, r"sequence, got one SoftCap; give.*scores=\(SoftCap\(…\),\)",
+            scores=scores.SoftCap(50.0)),
+    *kernel("score function", TypeError, r"of flax_mha.scores, got <func.*give scores.Score\(fn\)",
+            scores=(lambda s: s,)),
+    *kernel("score class", TypeError, r"got .*Alibi.*give Alibi\(…\), with its parentheses",
+            scores=(scores.Alibi,)),
+    *kernel("scores None", TypeError, r"a sequence of those.*got None; .*or \(\) for none",
+            scores=None),
+    ("masks: and", lambda: masks.Causal() and masks.Lengths(IDS), TypeError,
+     r"neither true nor false.*joined by &, \| and ~, not by and.*write Causal\(\) & Lengths"),
+    ("masks: not", lambda: not masks.Causal(), TypeError, r"neither true nor false"),
+    ("masks: & None", lambda: masks.Causal() & None, TypeError,
+     r"got NoneType; leave it out; masks.combine\(a, b\) takes None"),
     ("masks: & with a list", lambda: masks.Causal() & [True], TypeError, r"bool array, got list"),
     ("masks: | with a name", lambda: masks.Causal() | "all", TypeError, r"bool array, got str"),
 ]  # fmt: skip

@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.linen.dtypes import promote_dtype
+from jax.sharding import AbstractMesh
 
 from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.stored import Stored
-from flax_mha.masks import Mask
-from flax_mha.scores import Bias, ScoreMod
+from flax_mha.masks import Mask, Predicate
+from flax_mha.masks.base import seen
+from flax_mha.scores import Bias, Score, ScoreMod, as_scores, changed
 from flax_mha.shapes import Dims
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
@@ -57,12 +59,12 @@ class AttentionSpec(struct.PyTreeNode):
 
     def apply(self, score: jax.Array, at: At) -> jax.Array:
         """Applies the scores in order, then the mask: −∞ where it forbids."""
-        allowed = None if self.mask is None else self.mask.allowed(at)
+        allowed = None if self.mask is None else seen(self.mask, at)
         if allowed is not None and self.scores:
             # A derivative of NaN times 0 is NaN: what is masked must not enter the functions.
             score = jnp.where(allowed, score, 0.0)
         for mod in self.scores:
-            score = mod(score, at)
+            score = changed(mod, score, at)
         return score if allowed is None else jnp.where(allowed, score, -jnp.inf)
 
     def drop(self, weights: jax.Array, at: At) -> jax.Array:
@@ -96,6 +98,7 @@ def prepare(
         k, v = jnp.asarray(k), jnp.asarray(v)
         dims = shapes.attention_dims(q, k, v)
         q, k, v = promote_dtype(q, k, v, dtype=None)
+    scores = as_scores(scores)
     if bias is not None:
         scores = (*scores, Bias(bias))
     if sinks is not None:
@@ -122,7 +125,47 @@ def prepare(
         scale=dims.H**-0.5 if scale is None else scale,
         precision=precision,
     )
+    _rehearse(spec, dims, q.dtype)
     return q, k, v, spec
+
+
+def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
+    """Traces masks and scores of a user's own, so that their mistakes are known at any length.
+
+    Raises:
+      TypeError: if one of them closes over traced arrays, whose gradients would be lost.
+    """
+    parts: list[Any] = []
+    jax.tree.flatten((spec.mask, spec.scores), is_leaf=lambda x: parts.append(x))
+    own = [type(x) for x in parts if isinstance(x, Mask | ScoreMod) and _is_own(type(x))]
+    if not own:
+        return
+    leaves, tree = jax.tree.flatten((spec, spec.at(dims)))
+    given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def apply(score: jax.Array, *arrays: jax.Array) -> jax.Array:
+        filled = dict(zip(given, arrays, strict=True))
+        spec, at = jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)])
+        return spec.apply(score, at)
+
+    types = [jax.typeof(leaves[i]) for i in given]
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
+    score = jax.ShapeDtypeStruct(dims.logits, shapes.wide(dtype))
+    # No mesh: a function knows nothing of one.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        program = jax.make_jaxpr(apply)(score, *arrays)
+    traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
+    if traced:
+        names = " or ".join(sorted({kind.__name__ for kind in own}))
+        raise TypeError(
+            f"a function of {names} must be given traced arrays as its args, got one that closes "
+            f"over {inputs.came(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
+        )
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a mask or score computes what a user wrote."""
+    return kind in (Predicate, Score) or kind.__module__.partition(".")[0] != "flax_mha"
 
 
 def _place(

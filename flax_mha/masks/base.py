@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import shapes
+from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles, whole
 from flax_mha.shapes import Dims
 
@@ -56,7 +56,7 @@ class Mask(struct.PyTreeNode):
     ) -> jax.Array:
         """The whole table, bool [*batch, num_heads, T, S]; S is T unless given."""
         dims = Dims(tuple(batch), T, T if S is None else S, num_heads, num_heads, 1, 1)
-        allowed = self.bind(dims).allowed(whole(dims))
+        allowed = seen(self.bind(dims), whole(dims))
         return jnp.broadcast_to(allowed, dims.logits)
 
     def show(
@@ -82,6 +82,13 @@ class Mask(struct.PyTreeNode):
     def __invert__(self) -> "Mask":
         return Not(self)
 
+    def __bool__(self) -> bool:
+        # `and` and `or` would drop one of two masks, and `not` the mask itself.
+        raise TypeError(
+            "a mask is neither true nor false: masks are joined by &, | and ~, not by and, or and "
+            "not; write Causal() & Lengths(n), and `mask is not None` to ask whether there is one"
+        )
+
 
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
@@ -100,7 +107,7 @@ class And(_Combined):
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
-        return functools.reduce(operator.and_, (mask.allowed(at) for mask in self.masks))
+        return functools.reduce(operator.and_, (seen(mask, at) for mask in self.masks))
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
@@ -117,7 +124,7 @@ class Or(_Combined):
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
-        return functools.reduce(operator.or_, (mask.allowed(at) for mask in self.masks))
+        return functools.reduce(operator.or_, (seen(mask, at) for mask in self.masks))
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
@@ -139,7 +146,7 @@ class Not(Mask):
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
-        return ~self.mask.allowed(at)
+        return ~seen(self.mask, at)
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
@@ -179,14 +186,40 @@ class Dense(Mask):
         return judge(tiles.greatest(array), tiles.least(array))
 
 
+def seen(mask: Mask, at: At) -> Array:
+    """What a mask allows at those places; one of a user's own has to say so in bools."""
+    allowed = mask.allowed(at)
+    if isinstance(allowed, bool):
+        return np.bool_(allowed)
+    name, rule = type(mask).__name__, "True where the query may see the key"
+    if getattr(allowed, "dtype", None) != np.bool_:
+        raise TypeError(
+            f"{name} must give bools, {rule}, got {inputs.came(allowed)}; return a comparison, "
+            f"such as j <= i"
+        )
+    shape = np.broadcast_shapes(*(x.shape for x in at))
+    remedy = "compute it from the places that are given, pair by pair"
+    shapes.check_broadcasts(f"what {name} gives", allowed.shape, shape, "the places", remedy)
+    return allowed
+
+
 def as_mask(mask: MaskLike) -> Mask:
     """A mask as it is; an array as `Dense`."""
     if isinstance(mask, Mask):
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         return Dense(mask)
+    remedy = "convert it with jnp.asarray(mask, bool)"
+    if mask is None:
+        remedy = "leave it out; masks.combine(a, b) takes None for no mask"
+    elif isinstance(mask, type):
+        remedy = f"give {mask.__name__}(…), with its parentheses"
+    elif callable(mask):
+        remedy = "give masks.Predicate(fn)"
+    elif isinstance(mask, str):
+        remedy = "give masks.Causal(), say"
     raise TypeError(
-        f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}"
+        f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}; {remedy}"
     )
 
 

@@ -10,7 +10,7 @@ from flax import struct
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles
-from flax_mha.masks.base import Mask, as_mask, both, either, farthest, judge, known
+from flax_mha.masks.base import Mask, as_mask, both, either, farthest, judge, known, seen
 from flax_mha.shapes import Dims
 
 
@@ -167,11 +167,20 @@ class Predicate(Mask):
     Attributes:
       fn: a function of four integer arrays that broadcast against each other (the index of the
         batch row and the head, the positions of query and key) and of args; returns bool.
-      args: arrays that fn needs. Give them here rather than in fn's closure if they are traced.
+      args: arrays and numbers that fn needs. Traced arrays must be given here, not in fn's closure.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
     args: tuple[jax.Array, ...] = ()
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`."""
+        args = inputs.arguments("Predicate.args", self.args)
+        inputs.function(
+            "Predicate.fn", self.fn, "(row, head, i, j, *args) -> bool",
+            "take the row, the head, the positions of query and key, then args", 4 + len(args),
+        )  # fmt: skip
+        return self.replace(args=args)
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
@@ -189,9 +198,15 @@ class PerHead(Mask):
 
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
+        if not isinstance(self.masks, tuple | list):
+            raise TypeError(
+                f"PerHead needs a sequence of masks, one for each of the {dims.N} query heads, got "
+                f"{type(self.masks).__name__}; one mask for all heads needs no PerHead"
+            )
         if len(self.masks) != dims.N:
             raise ValueError(
-                f"PerHead needs a mask for each of the {dims.N} query heads, got {len(self.masks)}"
+                f"PerHead needs a mask for each of the {dims.N} query heads, got "
+                f"{len(self.masks)}; one mask for all heads needs no PerHead"
             )
         return self.replace(masks=tuple(as_mask(mask).bind(dims) for mask in self.masks))
 
@@ -200,7 +215,7 @@ class PerHead(Mask):
         shape = jnp.broadcast_shapes(*(x.shape for x in at))
 
         def of(mask: Mask) -> jax.Array:
-            return jnp.broadcast_to(mask.allowed(at), shape)
+            return jnp.broadcast_to(seen(mask, at), shape)
 
         if at.head.size == 1:
             return jax.lax.switch(at.head.reshape(()), [lambda m=m: of(m) for m in self.masks])

@@ -33,7 +33,7 @@ from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids
 from flax_mha.masks import EMPTY, FULL, PARTIAL
-from flax_mha.masks.base import known
+from flax_mha.masks.base import known, seen
 from flax_mha.shapes import Dims
 
 # The most entries of a table of tiles: they lie in scalar memory.
@@ -193,7 +193,7 @@ def _functions(
         tile, at = jax.tree.unflatten(tree, args[:count]), At(*args[count : count + 4])
         s, *inside = args[count + 4 :]
         s = s * tile.scale
-        allowed = jnp.ones((1, 1), bool) if tile.mask is None else tile.mask.allowed(at)
+        allowed = jnp.ones((1, 1), bool) if tile.mask is None else seen(tile.mask, at)
         for x in inside:
             allowed = allowed & x
         allowed = jnp.broadcast_to(allowed, s.shape)
@@ -216,8 +216,6 @@ def _functions(
     found = []
     for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if ragged else [])):
         function, consts = Function.of(fn, *args, *more)
-        if any(isinstance(x, jax.core.Tracer) for x in consts):
-            return "a function of the mask or the scores holds traced arrays; give them as its args"
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"

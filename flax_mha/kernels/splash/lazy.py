@@ -166,8 +166,6 @@ def _static(
         if key not in traits:
             traits[key] = _Traits.of(rule, dims)
         groups.setdefault((key, head if traits[key].by_head else None), []).append(head)
-    if any(trait.traced for trait in traits.values()):
-        return "the mask's function holds traced arrays; give them as its args"
     if any(trait.by_row for trait in traits.values()) and math.prod(dims.B) > 1:
         return "the mask differs between rows of the batch, by other rules than segment ids"
     if place.even and all(trait.computed for trait in traits.values()):
@@ -196,20 +194,18 @@ class _Traits(NamedTuple):
       by_row: whether it differs between rows of the batch.
       by_head: whether it asks which head it is for.
       computed: whether it is a rule of positions and numbers, without arrays.
-      traced: whether its function closes over arrays that are not known.
     """
 
     by_row: bool
     by_head: bool
     computed: bool
-    traced: bool
 
     @classmethod
     def of(cls, rule: Mask, dims: Dims) -> "_Traits":
         """Those of a mask whose grids are [rows|1, 1, T|1, S|1]."""
         grids = [x.array for x in jax.tree.leaves(rule, is_leaf=_is_grid) if _is_grid(x)]
         if any(len(x) > 1 for x in grids):
-            return cls(True, False, False, False)
+            return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
         laid = _laid(rule)
         program = jax.make_jaxpr(lambda *at: laid.allowed(At(*at)))(number, number, q, k)
@@ -218,7 +214,6 @@ class _Traits(NamedTuple):
             _reads(program.jaxpr, 0),
             _reads(program.jaxpr, 1),
             not consts and all(x.size == 1 for x in grids),
-            any(isinstance(x, jax.core.Tracer) for x in program.consts),
         )
 
 

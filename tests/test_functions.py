@@ -1,0 +1,150 @@
+"""Masks and scores of a user's own: what they must give, and what they may hold."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention, explain
+from flax_mha.masks import Causal, Mask, PerHead, Predicate
+from flax_mha.scores import Score, ScoreMod
+
+Q = jnp.ones((2, 4, 3, 8))
+HALF = jnp.float32(0.5)
+
+
+def forgotten(*_: Any) -> None:
+    """A function whose author forgot to return."""
+
+
+class Own(Mask):
+    given: Any
+
+    def allowed(self, at: Any) -> Any:
+        return self.given
+
+
+class OwnScore(ScoreMod):
+    given: Any
+
+    def __call__(self, score: jax.Array, at: Any) -> Any:
+        return self.given
+
+
+def predicate(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    return {"mask": Predicate(fn, args)}
+
+
+def score(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    return {"scores": (Score(fn, args),)}
+
+
+WRONG = {
+    "mask: no return": (predicate(forgotten), TypeError,
+                        r"Predicate must give bools.*got None; return a comparison"),
+    "mask: ints": (predicate(lambda b, n, i, j: j - i), TypeError, r"got int32 .*; return"),
+    "mask: floats": (predicate(lambda b, n, i, j: HALF), TypeError, r"got float32 \(\)"),
+    "mask: too few": (predicate(lambda b, n, i: i), TypeError,
+                      r"Predicate.fn must.*of 4 arguments, got one of \(b, n, i\); take the row"),
+    "mask: args": (predicate(lambda b, n, i, j: i < j, 3), TypeError, r"of 5 arguments, got"),
+    "mask: shape": (predicate(lambda b, n, i, j: jnp.ones(5, bool)), ValueError,
+                    r"what Predicate gives must broadcast to.*\(2, 3, 4, 4\), got \(5,\); compute"),
+    "mask: no function": ({"mask": Predicate("causal")}, TypeError, r"Predicate.fn must be a func"),
+    "mask: args apart": ({"mask": Predicate(lambda *_: True, jnp.ones(2))}, TypeError,
+                         r"Predicate.args must be a tuple, got .*; give \(x,\)"),
+    "mask: odd args": (predicate(lambda *_: True, "3"), TypeError,
+                       r"Predicate.args must be arrays or numbers, got '3' of str; keep"),
+    "own: ints": ({"mask": Own(jnp.ones((), int))}, TypeError, r"Own must give bools.*got int32"),
+    "own: none, joined": ({"mask": Own(None) & Causal()}, TypeError, r"Own must give.*got None"),
+    "own: none, negated": ({"mask": ~Own(None)}, TypeError, r"Own must give.*got None"),
+    "own: none, of a head": ({"mask": PerHead([Own(None)] * 3)}, TypeError, r"Own must give"),
+    "score: no return": (score(forgotten), TypeError, r"Score must give the new score.*got None; "),
+    "score: ints": (score(lambda s, b, n, i, j: i - j), TypeError, r"got int32 .*; return it"),
+    "score: too few": (score(lambda s, i, j: s), TypeError,
+                       r"Score.fn must.*of 5 arguments, got one of \(s, i, j\); take the score"),
+    "score: class": (score(SystemError), TypeError, r"Score.fn must be a function.*got <class"),
+    "score: shape": (score(lambda s, *_: s[..., :2]), ValueError,
+                     r"what Score gives must broadcast to the score.*got \(2, 3, 4, 2\); compute"),
+    "own score: none": ({"scores": (OwnScore(None),)}, TypeError, r"OwnScore must give.*got None"),
+    "PerHead of one": ({"mask": PerHead(Causal())}, TypeError,
+                       r"PerHead needs a sequence.*the 3 query heads, got Causal; one mask"),
+    "PerHead of none": ({"mask": PerHead(())}, ValueError, r"each of the 3 query heads, got 0; "),
+    "PerHead of names": ({"mask": PerHead(["causal"] * 3)}, TypeError, r"bool array, got str"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes(name: str) -> None:
+    call, error, message = WRONG[name]
+    for function in (dot_product_attention, explain):
+        with pytest.raises(error, match=f"(?s){message}") as raised:
+            function(Q, Q, Q, **call)
+        assert raised.type is error
+
+
+def test_what_is_smaller_or_narrower_fits() -> None:
+    """A score may be a number for all pairs, in another dtype; a mask one bool for all."""
+    given = Score(lambda s, b, n, i, j: jnp.where(j > 1, 1.0, 2.0).astype(jnp.bfloat16))
+    out = dot_product_attention(Q, Q, Q, scores=(given,), mask=Predicate(lambda *_: True))
+    np.testing.assert_allclose(out, Q)
+
+
+def closing_over(x: jax.Array, q: jax.Array, kind: str) -> jax.Array:
+    """The sum of an attention call one of whose functions closes over x."""
+    if kind == "mask":
+        call = {"mask": Predicate(lambda b, n, i, j: j <= x.astype(int))}
+    else:
+        call = {"scores": (Score(lambda s, b, n, i, j: s * x),)}
+    return dot_product_attention(q, q, q, **call).sum()
+
+
+@pytest.mark.parametrize("kind", ["mask", "score"])
+@pytest.mark.parametrize("T", [4, 600])
+@pytest.mark.parametrize("under", ["jit", "grad", "vmap", "scan"])
+def test_closures_over_traced_arrays_are_refused(under: str, T: int, kind: str) -> None:
+    """At every length, whichever kernel runs: their gradients would be lost, or JAX would fail."""
+    q = jnp.ones((1, T, 1, 2))
+
+    def call(x: jax.Array) -> jax.Array:
+        return closing_over(x, q, kind)
+
+    def scanned(x: jax.Array) -> Any:
+        return jax.lax.scan(lambda carry, x: (carry, call(x)), 0, x[None])
+
+    calls = {"jit": jax.jit(call), "grad": jax.grad(call), "scan": scanned}
+    calls["vmap"] = lambda x: jax.vmap(call)(x[None])
+    with pytest.raises(TypeError, match=r"closes over \w+ \(\); write Score\(fn, \(x,\)\)"):
+        jax.eval_shape(calls[under], 2.0)
+
+
+def test_closures_over_known_arrays_are_taken() -> None:
+    limit = jnp.int32(1)
+    call = {"mask": Predicate(lambda b, n, i, j: j <= limit)}
+    _, weights = jax.jit(lambda q: dot_product_attention(q, q, q, **call, return_weights=True))(Q)
+    np.testing.assert_allclose(weights[0, 0, 0], [0.5, 0.5, 0, 0])
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_numbers_among_args(rng: np.random.Generator, kernel: str) -> None:
+    """A float is an argument like an array, in the backward pass too."""
+    q = jnp.asarray(rng.normal(size=(1, 6, 1, 2)), jnp.float32)
+
+    def total(q: jax.Array, *args: Any) -> jax.Array:
+        mods = (
+            Score(
+                lambda s, b, n, i, j, slope, far: s - slope * abs(i - j + far).astype(s.dtype), args
+            ),
+        )
+        return (dot_product_attention(q, q, q, scores=mods, kernel=kernel) ** 2).sum()
+
+    def plain(q: jax.Array) -> jax.Array:
+        bias = -0.1 * np.abs(np.arange(6)[:, None] - np.arange(6) + 3.0)
+        return (
+            dot_product_attention(q, q, q, bias=jnp.float32(bias), kernel="reference") ** 2
+        ).sum()
+
+    found, expected = jax.grad(total)(q, 0.1, 3), jax.grad(plain)(q)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
