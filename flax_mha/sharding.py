@@ -166,6 +166,13 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which x varies, inside a `jax.shard_map` that keeps count (check_vma)."""
+    # JAX has no public name for it, and has changed it once.
+    kind = jax.typeof(x)
+    return getattr(getattr(kind, "mat", None), "varying", getattr(kind, "vma", frozenset()))
+
+
 def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes

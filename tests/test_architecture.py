@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each layer may import those before it, and none after.
 LAYERS = [
-    {"inputs"},
+    {"inputs", "private"},
     {"shapes"},
     {"grid", "layouts"},
     {"sharding"},
@@ -30,6 +30,7 @@ LAYERS = [
     {"kernels.flex.core"},
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
     {"kernels.observe", "kernels.decode"},
+    {"kernels.registry"},
     {"kernels"},
     {"cache.ring", "cache.overflow"},
     {"cache.slots"},

@@ -3,12 +3,12 @@
 A kernel is a module with two functions:
 
 - `attend(q, k, v, spec) -> (out, lse)`, which computes, and
-- `refuses(q, k, v, spec, platform) -> str | None`, the reason why it can't.
+- `refuses(q, k, v, spec) -> str | None`, the reason why it can't. It is asked where the kernel's
+  platform is that of the call (see `registry`).
 """
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import chex
@@ -16,21 +16,12 @@ import jax
 
 from flax_mha import masks, shapes, sharding
 from flax_mha.grid import Array
-from flax_mha.kernels import blockwise, cudnn, decode, flex, observe, reference, shards, splash
+from flax_mha.kernels import blockwise, observe, shards
+from flax_mha.kernels.registry import KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Result, prepare
 from flax_mha.kernels.stored import Stored, widened
 from flax_mha.kernels.tiling import nothing
 from flax_mha.scores import ScoreMod
-
-# In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
-KERNELS: dict[str, ModuleType] = {
-    "cudnn": cudnn,
-    "splash": splash,
-    "flex": flex,
-    "blockwise": blockwise,
-    "reference": reference,
-    "decode": decode,
-}
 
 # Those that can compute the gradients of a known result without computing it again.
 _RECALLING = ("flex", "blockwise")
@@ -233,7 +224,7 @@ def explain(
 
 def _refusals(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> dict[str, str]:
     platform = sharding.platform()
-    reasons = {name: module.refuses(q, k, v, spec, platform) for name, module in KERNELS.items()}
+    reasons = {name: kernel.refuses(q, k, v, spec, platform) for name, kernel in KERNELS.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
 

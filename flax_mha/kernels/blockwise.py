@@ -48,11 +48,9 @@ from flax_mha.kernels.tiling import (
 )
 
 
-def refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
-) -> str | None:
+def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
     """The reason why this kernel can't run the call: there is none."""
-    del q, k, v, spec, platform
+    del q, k, v, spec
     return None
 
 

@@ -38,9 +38,9 @@ _FEW = 0.2
 Keyed = jax.Array | Stored
 
 
-def refuses(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: str) -> str | None:
+def refuses(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> str | None:
     """The reason why this kernel can't run the call: more queries than a decoding step has."""
-    del k, v, spec, platform
+    del k, v, spec
     if q.shape[-3] > QUERIES:
         return f"it is for at most {QUERIES} queries, got {q.shape[-3]}"
     return None

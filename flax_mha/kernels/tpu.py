@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 from flax_mha.shapes import Dims
 
 # The most queries, and the most keys, of a block, for heads of at most so many features:
@@ -22,18 +22,16 @@ from flax_mha.shapes import Dims
 BLOCKS = {256: 512, 512: 256}
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> str | None:
+def refuses(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     """The reason why none of them can run a call, or None."""
     dims = shapes.attention_dims(q, k, v)
-    if platform != "tpu":
-        return f"runs on TPU only, this is {platform}"
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {q.dtype}"
     if not (dims.T and dims.S and math.prod(dims.B)):
         return "there are no rows, queries or keys"
     if max(dims.H, dims.Hv) > max(BLOCKS):
         return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
-    if jax.typeof(q).mat.varying:
+    if sharding.varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     return None
 

@@ -1,5 +1,6 @@
 """What tests of kernels share."""
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -36,6 +37,7 @@ def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
     real = getattr(pl.pallas_call, "real", pl.pallas_call)
 
+    @functools.wraps(real)
     def call(*args, **kwargs):
         return real(*args, **{**kwargs, "interpret": how})
 

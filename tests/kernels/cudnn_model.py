@@ -49,10 +49,14 @@ def check(packed, seed, dropout_rate, layout):
 
 
 def forward(
-    q, k, v, bias, q_length, k_length, *packed, scale, seed, dropout_rate, variadic_args,
-    mask_type, layout, sliding_window_length, is_training,
+    query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
+    score_mod_args=(), *, scale, seed, dropout_rate, variadic_args, mask_type, layout,
+    sliding_window_length, is_training, score_mod=None,
 ):  # fmt: skip
     """Rows without a key are NaN, and so is what stands behind a row's length."""
+    q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
+    assert (score_mod_args, score_mod) == ((), None)
+    packed = q_offsets, kv_offsets, page_table_k, page_table_v
     check(packed, seed, dropout_rate, layout)
     assert is_training
     assert q.shape[-1] == v.shape[-1]
@@ -69,11 +73,15 @@ def forward(
 
 
 def backward(
-    q, k, v, bias, q_length, k_length, *rest, scale, seed, dropout_rate, variadic_args,
-    mask_type, layout, sliding_window_length,
+    query, key, value, bias, q_seqlen, kv_seqlen, q_offsets, kv_offsets, page_table_k, page_table_v,
+    activation, fwd_output, grad_output, score_mod_args=(), *, scale, seed, dropout_rate,
+    variadic_args, mask_type, layout, sliding_window_length, score_mod=None,
 ):  # fmt: skip
     """From lse, out and dout as they are given."""
-    *packed, lse, out, dout = rest
+    q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
+    assert (score_mod_args, score_mod) == ((), None)
+    packed = q_offsets, kv_offsets, page_table_k, page_table_v
+    lse, out, dout = activation, fwd_output, grad_output
     check(packed, seed, dropout_rate, layout)
     assert lse.dtype == jnp.float32
     assert out.dtype == dout.dtype == q.dtype

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 from flax_mha.grid import flat_batch
 from flax_mha.kernels import shards
 from flax_mha.kernels.cudnn import band as bands
@@ -46,13 +46,9 @@ _NOTHING = -float(2**41)
 _FAR = 1e30
 
 
-def refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
-) -> str | None:
+def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
     """The reason why this kernel can't run the call, or None."""
     dims = shapes.attention_dims(q, k, v)
-    if platform != "gpu":
-        return f"runs on NVIDIA GPUs only, this is {platform}"
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, got {q.dtype}"
     device = fused.gpu()
@@ -72,7 +68,7 @@ def refuses(
         return f"has no precision setting, got {spec.precision}"
     if spec.sinks is not None:
         return "has no sinks"
-    if jax.typeof(q).mat.varying:
+    if sharding.varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     undivided = None if _unmeshed() else shards.undivided()
     band = bands.lower(spec, dims)
@@ -112,7 +108,7 @@ def attend(
     dims = shapes.attention_dims(q, k, v)
     band = bands.lower(spec, dims)
     if isinstance(band, str):
-        raise ValueError(f"cudnn can't run this call: {refuses(q, k, v, spec, 'gpu')}")
+        raise ValueError(f"cudnn can't run this call: {refuses(q, k, v, spec)}")
     rows = math.prod(dims.B)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
-# Private, with the same signatures from JAX 0.10.2 to 0.11.2.
+from flax_mha import private
+
+# Private; `private.NAMES` says what is expected of it.
 fused: Any = fused_attention_stablehlo
 
 
@@ -87,10 +89,8 @@ def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
 
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
-        bind = fused._dot_product_attention_fwd_impl
-        if kind.divisible:
-            bind = fused._dot_product_attention_fwd_p_wrapper.bind
-        return tuple(bind(*_operands(args), **kind.settings(args[3] is not None), is_training=True))
+        settings = kind.settings(args[3] is not None) | {"is_training": True}
+        return tuple(_bind("fwd", kind.divisible, _operands(args), settings))
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -115,10 +115,8 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
 
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
-        bind = fused._dot_product_attention_bwd_impl
-        if kind.divisible:
-            bind = fused._dot_product_attention_bwd_p_wrapper.bind
-        gradients = bind(*_operands(args[:6]), *args[6:], **kind.settings(args[3] is not None))
+        operands = *_operands(args[:6]), *args[6:]
+        gradients = _bind("bwd", kind.divisible, operands, kind.settings(args[3] is not None))
         return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
 
     @call.def_vmap
@@ -131,6 +129,19 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
         return gradients, tuple(None if x is None else True for x in gradients)
 
     return call(*args)
+
+
+def _bind(way: str, divisible: bool, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
+    """Calls cuDNN, the primitive itself or that which XLA may divide between devices."""
+    whole = getattr(fused, f"_dot_product_attention_{way}_impl")
+    if private.takes(whole, "score_mod"):
+        # From JAX 0.11 on, for a function of the scores; we give none.
+        settings = settings | {"score_mod": None}
+        if not divisible:
+            settings = settings | {"score_mod_args": ()}
+    if divisible:
+        whole = getattr(fused, f"_dot_product_attention_{way}_p_wrapper").bind
+    return whole(*operands, **settings)
 
 
 def _operands(args: Sequence[Any]) -> tuple[Any, ...]:

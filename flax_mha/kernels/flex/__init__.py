@@ -42,12 +42,10 @@ TABLE = 2**16
 WHOLE = 2**17
 
 
-def refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
-) -> str | None:
+def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
     """The reason why this kernel can't run the call, or None."""
     dims = shapes.attention_dims(q, k, v)
-    if (reason := tpu.refuses(q, k, v, platform)) is not None:
+    if (reason := tpu.refuses(q, k, v)) is not None:
         return reason
     if spec.precision not in _PRECISIONS:
         return f"has the precisions default and highest, got {spec.precision}"
@@ -73,12 +71,12 @@ def attend(
     dims = shapes.attention_dims(q, k, v)
     traced = trace(spec, dims)
     if isinstance(traced, str):
-        raise ValueError(f"flex can't run this call: {refuses(q, k, v, spec, 'tpu')}")
+        raise ValueError(f"flex can't run this call: {refuses(q, k, v, spec)}")
     call, arrays = traced.call, traced.arrays()
     verdict = _verdict(spec, dims, call.plan)
     if known(verdict):
         seen = verdict > EMPTY
-        by_query, by_key = (max(int(seen.sum(axis).max()), 1) for axis in (-1, -2))
+        by_query, by_key = (max(int(np.max(seen.sum(axis))), 1) for axis in (-1, -2))
         full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
         call = call._replace(visits=(by_query, by_key), kinds=(full, partial))
     if spec.mask is not None:

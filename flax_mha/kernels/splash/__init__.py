@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha import shapes
@@ -27,7 +26,7 @@ from flax_mha.kernels.splash import lazy
 from flax_mha.kernels.splash.lazy import Blocks
 from flax_mha.scores import SoftCap
 
-# Its kernels are private, with the same signatures since JAX 0.10.0.
+# Its kernels are private; `private.NAMES` says what is expected of them.
 kernels: Any = splash_attention_kernel
 
 _MASKED = kernels.DEFAULT_MASK_VALUE
@@ -36,12 +35,10 @@ _MASKED = kernels.DEFAULT_MASK_VALUE
 _NOTHING = _MASKED / 2
 
 
-def refuses(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: str
-) -> str | None:
+def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
     """The reason why this kernel can't run the call, or None."""
     dims = shapes.attention_dims(q, k, v)
-    if (reason := tpu.refuses(q, k, v, platform)) is not None:
+    if (reason := tpu.refuses(q, k, v)) is not None:
         return reason
     if spec.dropout is not None:
         return "has no dropout"
@@ -70,7 +67,7 @@ def attend(
     blocks = Blocks(*tpu.blocks(dims))
     lowered = lazy.lower(spec, dims, blocks)
     if isinstance(lowered, str):
-        raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec, 'tpu')}")
+        raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec)}")
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
         q = finite(q) + poison(q)[..., None]
@@ -106,7 +103,7 @@ class Form(NamedTuple):
       guarded: whether q and k hold NaN where any of the call's inputs was not finite.
     """
 
-    mask: splash_mask.MultiHeadMask
+    mask: lazy.splash.MultiHeadMask
     blocks: Blocks
     cap: float | None
     guarded: bool

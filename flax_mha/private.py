@@ -1,0 +1,138 @@
+"""Names of JAX that are no public interface, and what this package expects of them.
+
+JAX may move or change them in any version. Each part that needs some asks `missing` before it loads
+them: where one is gone or takes other arguments, that part is left out, and nothing else.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+_CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
+_SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
+_PALLAS = "jax.experimental.pallas"
+_CHECKIFY = "jax._src.checkify"
+
+
+class Name(NamedTuple):
+    """A name, and how it is called.
+
+    Attributes:
+      module: where it stands.
+      name: in that module, with dots for what is inside a class.
+      forms: of a function its arguments in each version that we know: those given by position, in
+        order, then behind `*` those given by keyword. None for what isn't called.
+    """
+
+    module: str
+    name: str
+    forms: tuple[str, ...] = ()
+
+    def wrong(self) -> str | None:
+        """What is not as expected, or None."""
+        where = f"{self.module}.{self.name}"
+        try:
+            found: Any = importlib.import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return f"JAX {jax.__version__} has no {where}, which it needs"
+        if self.forms and not any(_fits(found, form) for form in self.forms):
+            return f"{where} of JAX {jax.__version__} takes other arguments than it gives"
+        return None
+
+
+def _names(module: str, names: str) -> tuple[Name, ...]:
+    return tuple(Name(module, name) for name in names.split())
+
+
+_QKV = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v"
+_RESULTS = "activation fwd_output grad_output"
+_SETTINGS = "scale seed dropout_rate variadic_args mask_type layout sliding_window_length"
+# From JAX 0.11 on a function of the scores, which we give none.
+_MOD = "score_mod_args score_mod"
+_TILE = "q k v segment_ids sinks logsumexp do di * bq bkv is_mqa mask_info mask_value \
+    attn_logits_soft_cap q_layout k_layout v_layout mask_function interpret"
+
+# By the part of this package that needs them.
+NAMES: dict[str, tuple[Name, ...]] = {
+    "cudnn": (
+        Name(_CUDNN, "_dot_product_attention_fwd_impl", (
+            f"{_QKV} * {_SETTINGS} is_training", f"{_QKV} * {_SETTINGS} is_training {_MOD}",
+        )),
+        Name(_CUDNN, "_dot_product_attention_bwd_impl", (
+            f"{_QKV} {_RESULTS} * {_SETTINGS}", f"{_QKV} {_RESULTS} * {_SETTINGS} {_MOD}",
+        )),
+        Name(_CUDNN, "_dot_product_attention_fwd_p_wrapper.bind"),
+        Name(_CUDNN, "_dot_product_attention_bwd_p_wrapper.bind"),
+        *_names(_CUDNN, "MaskType.PADDING MaskType.PADDING_CAUSAL AttentionLayout.BTNH"),
+        *_names(_CUDNN, "cuda_versions"),
+    ),
+    "splash": (
+        Name(_SPLASH + "kernel", "_splash_attention_forward", (
+            "fwd_mask_info q k v segment_ids sinks * mask_value is_mqa block_sizes "
+            "residual_checkpoint_name save_residuals mask_function attn_logits_soft_cap interpret",
+        )),
+        Name(_SPLASH + "kernel", "_splash_attention_bwd_dkv", (
+            f"{_TILE} bkv_compute use_fused_bwd_kernel",
+        )),
+        Name(_SPLASH + "kernel", "_splash_attention_bwd_dq", (_TILE,)),
+        Name(_SPLASH + "kernel", "BlockSizes", ("block_q block_kv",)),
+        Name(_SPLASH + "kernel", "SegmentIds", ("q kv",)),
+        *_names(_SPLASH + "kernel", "QKVLayout.HEAD_DIM_MINOR DEFAULT_MASK_VALUE"),
+        *_names(_SPLASH + "mask", "Mask MultiHeadMask NumpyMask"),
+        Name(_SPLASH + "mask_info", "process_mask", ("mask block_shape",)),
+        Name(_SPLASH + "mask_info", "process_mask_dkv", ("mask block_shape",)),
+    ),
+    "flex": (
+        Name(_PALLAS, "pallas_call", ("kernel out_shape * grid_spec compiler_params name",)),
+        *_names(_PALLAS, "BlockSpec when program_id"),
+        Name(_PALLAS + ".tpu", "PrefetchScalarGridSpec", (
+            "num_scalar_prefetch * grid in_specs out_specs scratch_shapes",
+        )),
+        Name(_PALLAS + ".tpu", "CompilerParams", ("* dimension_semantics",)),
+        *_names(_PALLAS + ".tpu", "VMEM"),
+        *_names("jax.extend.core", "Jaxpr ClosedJaxpr Literal"),
+    ),
+    "checkify": (
+        # From JAX 0.12 on a context comes first, in these and in every rule.
+        Name(_CHECKIFY, "assert_func", ("error pred new_error", "ctx error pred new_error")),
+        Name(_CHECKIFY, "div_error_check", (
+            "error enabled_errors x y", "ctx error enabled_errors x y",
+        )),
+        Name(_CHECKIFY, "FailedCheckError", ("traceback_info fmt_string",)),
+        *_names(_CHECKIFY, "get_traceback error_checks"),
+        *_names("jax.extend.core", "Primitive"),
+        *_names("jax.interpreters.batching", "primitive_batchers"),
+        Name("jax.interpreters.mlir", "register_lowering", ("prim rule",)),
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def missing(part: str) -> str | None:
+    """Why this JAX can't serve a part of this package; None if it can, and for all other parts."""
+    return next((reason for name in NAMES.get(part, ()) if (reason := name.wrong())), None)
+
+
+def takes(function: Callable[..., Any], argument: str) -> bool:
+    """Whether a function has an argument of that name."""
+    return argument in inspect.signature(function).parameters
+
+
+def _fits(function: Any, form: str) -> bool:
+    """Whether a function can be called with these arguments, and needs no others."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    given, _, named = form.partition("*")
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.kind not in variable]
+    needed = {p.name for p in parameters if p.kind not in variable and p.default is p.empty}
+    first, rest = given.split(), named.split()
+    return names[: len(first)] == first and set(rest) <= set(names) and needed <= {*first, *rest}
