@@ -138,7 +138,8 @@ class MultiHeadAttention(nn.Module):
           inputs_k: [*B, S, D'] (default: inputs_q, self-attention).
           inputs_v: [*B, S, D''] (default: inputs_k).
           mask: joins the `mask` field; a bool array that broadcasts to [*B, N, T, S] is taken
-            too, True where a query may see a key.
+            too, True where a query may see a key: one of two axes is [T, S], one of three [N, T,
+            S]. A mask of keys [*B, S] is `masks.Keys(array)`.
           bias: added to the scores; broadcasts to [*B, N, T, S].
           scores: more functions of the scores, after those of the field.
           positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens

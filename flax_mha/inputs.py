@@ -9,6 +9,7 @@ is refused where it can be seen. Settings are constants: never traced arrays.
 
 import inspect
 import math
+import warnings
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -19,6 +20,8 @@ Choice = TypeVar("Choice")
 Integers: TypeAlias = jax.Array | np.ndarray
 
 _INT32 = np.iinfo(np.int32)
+# Through whose code a call of ours may come.
+_LIBRARIES = ("flax_mha", "flax", "jax")
 
 
 def array(name: str, x: Any) -> Any:
@@ -192,6 +195,14 @@ def arguments(name: str, args: Any) -> tuple[Any, ...]:
         )
 
     return tuple(jax.tree.map(argument, tuple(args)))
+
+
+def warn(message: str) -> None:
+    """Warns where a caller's own code goes on into ours: once a place, as Python's default is."""
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
 
 
 def came(x: Any) -> str:

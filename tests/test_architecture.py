@@ -17,6 +17,7 @@ LAYERS = [
     {"sharding"},
     {"masks.base", "scores"},
     {"masks.rules"},
+    {"masks.tokens"},
     {"masks", "positions", "projections"},
     {"kernels.dropout", "kernels.finite", "kernels.stored", "kernels.tpu"},
     {"kernels.cudnn.fused", "kernels.flex.lowered"},

@@ -1,5 +1,7 @@
 """Masks against their definitions, written out pair by pair."""
 
+import re
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -9,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flax_mha import masks
+from flax_mha import MultiHeadAttention, masks
 from flax_mha.grid import At, tiles_of, whole
 from flax_mha.masks import (
     EMPTY,
     FULL,
     Causal,
     Dense,
+    Keys,
     Lengths,
     Mask,
     PerHead,
@@ -66,6 +69,8 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
     "lengths_of_both": (Lengths(KV, q=Q), lambda b, n, i, j: j < KV[b] and i < Q[b]),
     "dense": (Dense(TABLE), lambda b, n, i, j: TABLE[b, n, i, j]),
     "dense_of_keys": (Dense(TABLE[:, :1, :1]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
+    "keys": (Keys(TABLE[:, 0, 0]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
+    "keys_of_all": (Keys(TABLE[0, 0, 0]), lambda b, n, i, j: TABLE[0, 0, 0, j]),
     "dense_without_batch": (Dense(TABLE[0, 0]), lambda b, n, i, j: TABLE[0, 0, i, j]),
 }
 
@@ -131,6 +136,7 @@ def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> 
         (Segments(np.arange(16) // 8), 8, 8),
         (Lengths(np.array(8)), 8, 8),
         (Dense(np.arange(16) < 4), 12, 4),
+        (Keys(np.arange(16) < 4), 12, 4),
         (~Causal(), 6, 6),
         (Predicate(lambda b, n, i, j: i == j), 0, 0),
     ],
@@ -192,6 +198,46 @@ def test_positions_shift_the_meaning() -> None:
     dims = Dims((), 2, 10, 1, 1, 4, 4)
     allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
     np.testing.assert_array_equal(allowed[0].sum(-1), [8, 9])
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "other"),
+    [
+        ((4,), (4, 4), r"read as \[T, S\].*write masks.Keys\(mask\) for that, or mask\[None\]"),
+        ((4,), (4, 6), r"read as \[T, S\]"),
+        ((3,), (3, 4, 6), r"read as \[N, T, S\].*write mask\[\.\.\., None, :, :\] for that"),
+        ((3, 4), (3, 4, 6), r"read as \[N, T, S\].*write masks.Keys"),
+        ((2,), (4, 6), None),
+        ((4,), (1, 4, 6), None),
+        ((4,), (1, 3, 4, 6), None),
+        ((1,), (1, 6), None),
+        ((1,), (4, 6), None),
+        ((), (4, 6), None),
+        ((3,), (3, 1, 4, 6), None),
+    ],
+)
+def test_masks_that_could_be_meant_by_rows(batch, shape, other) -> None:
+    """NumPy's rule holds; where a mask by rows has the same shape, a warning says so."""
+    dims = Dims(batch, 4, shape[-1], 3, 3, 4, 4)
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = table(Dense(mask), dims)
+    np.testing.assert_array_equal(found, np.broadcast_to(mask, dims.logits))
+    assert [re.search(other, str(w.message)) is not None for w in caught] == [True] * bool(other)
+    if other:
+        # What it says to write is neither warned of nor read otherwise.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            np.testing.assert_array_equal(table(Dense(mask[None]), dims), found)
+
+
+def test_a_warning_stands_where_the_call_does() -> None:
+    x = jnp.ones((4, 4, 8))
+    layer = MultiHeadAttention(2)
+    with pytest.warns(UserWarning, match=r"masks.Keys") as caught:
+        jax.eval_shape(lambda: layer.init(jax.random.key(0), x, mask=np.ones((4, 4), bool)))
+    assert {w.filename for w in caught} == {__file__}
 
 
 def test_combine() -> None:

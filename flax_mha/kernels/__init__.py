@@ -66,7 +66,8 @@ def dot_product_attention(
       v: [*B, S, K, Hv]. The three are promoted to one dtype; `Stored` keys and values, of a
         cache, are read in that of q.
       mask: a `flax_mha.masks.Mask`, or a bool array that broadcasts to [*B, N, T, S], True where
-        a query may see a key.
+        a query may see a key: one of two axes is [T, S], one of three [N, T, S]. A mask of keys
+        [*B, S] is `masks.Keys(array)`.
       bias: added to the scores, after `scores`; broadcasts to [*B, N, T, S].
       scores: functions of the scores, applied in order; see `flax_mha.scores`.
       sinks: [N], one more score a head, that takes weight in the softmax and gives nothing.

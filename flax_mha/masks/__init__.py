@@ -10,6 +10,7 @@ A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed 
 | `Causal()` | j ≤ i |
 | `Window(left, right)` | i − left ≤ j ≤ i + right |
 | `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
+| `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
 | `Prefix(length)` | j < length or j ≤ i |
 | `Dense(array)` | the array says so |
@@ -20,9 +21,14 @@ Positions count from 0 at the first query and at the first key (top-left aligned
 unless the caller gives them: `q_positions=S - T` aligns the ends. Arrays (segment ids, lengths
 for each query, tables) are in the order of the queries and keys as given.
 
-A bool array is taken wherever a mask is, as `Dense`: True = may see. Masks are pytrees: their
-arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of your own is a subclass
-with an `allowed` method, and a `tiles` method if kernels are to skip what it excludes.
+A bool array is taken wherever a mask is, as `Dense`: True = may see (in PyTorch's layer it is the
+other way round). It broadcasts to [*B, N, T, S] as in NumPy, from the last axis: one of two axes is
+[T, S], for all rows, and one of three [N, T, S]. A mask of keys [*B, S] is `Keys(array)`, one of
+rows [B, T, S] is `array[:, None]`; where the sizes leave open which is meant, a warning says so.
+
+Masks are pytrees: their arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of
+your own is a subclass with an `allowed` method, and a `tiles` method if kernels are to skip what it
+excludes.
 """
 
 from flax_mha.masks.base import EMPTY as EMPTY
@@ -37,9 +43,10 @@ from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
 from flax_mha.masks.rules import Causal as Causal
-from flax_mha.masks.rules import Lengths as Lengths
 from flax_mha.masks.rules import PerHead as PerHead
 from flax_mha.masks.rules import Predicate as Predicate
-from flax_mha.masks.rules import Prefix as Prefix
-from flax_mha.masks.rules import Segments as Segments
 from flax_mha.masks.rules import Window as Window
+from flax_mha.masks.tokens import Keys as Keys
+from flax_mha.masks.tokens import Lengths as Lengths
+from flax_mha.masks.tokens import Prefix as Prefix
+from flax_mha.masks.tokens import Segments as Segments

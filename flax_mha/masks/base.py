@@ -1,6 +1,7 @@
 """What a mask is, and the algebra of masks."""
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
@@ -24,7 +25,7 @@ class Mask(struct.PyTreeNode):
     # So that `ndarray & mask` asks the mask, not NumPy, what `&` means.
     __array_ufunc__ = None
 
-    def bind(self, dims: Dims) -> Self:
+    def bind(self, dims: Dims) -> "Mask":
         """Checks the mask's arrays against a call, and gives each the rank of the logits.
 
         A bound mask's arrays have shape [*B|1, N|1, T|1, S|1]. Axes of size 1 stand for all.
@@ -170,10 +171,11 @@ class Dense(Mask):
                 f"a mask must be bool (True = may attend), got {self.array.dtype}; "
                 f"cast with .astype(bool), or give additive scores as bias="
             )
-        shapes.check_broadcasts(
-            "mask", self.array.shape, dims.logits, "[*B, N, T, S]",
-            "a mask without heads needs the axis: mask[..., None, :, :]",
-        )  # fmt: skip
+        remedy = "a mask without heads needs the axis: mask[..., None, :, :]"
+        if self.array.shape[:-1] == dims.B:
+            remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"
+        shapes.check_broadcasts("mask", self.array.shape, dims.logits, "[*B, N, T, S]", remedy)
+        _warn_of_rows(self.array.shape, dims)
         return self.replace(array=Grid(shapes.lead(self.array, len(dims.logits))))
 
     def allowed(self, at: At) -> Array:
@@ -184,6 +186,20 @@ class Dense(Mask):
         """See `Mask.tiles`."""
         array = self.array.array
         return judge(tiles.greatest(array), tiles.least(array))
+
+
+def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
+    """Warns of a shape that others take row by row of the batch, and NumPy otherwise."""
+    other = {
+        (*dims.B, dims.S): "masks.Keys(mask)",
+        (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
+    }.get(shape)
+    if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
+        read = ", ".join(("N", "T", "S")[-len(shape) :])
+        inputs.warn(
+            f"a mask of shape {shape} is read as [{read}], as NumPy broadcasts, and could be meant "
+            f"by rows of the batch; write {other} for that, or mask[None] for what it is read as"
+        )
 
 
 def seen(mask: Mask, at: At) -> Array:

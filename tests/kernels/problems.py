@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.kernels.dropout import Dropout
-from flax_mha.masks import Causal, Dense, Lengths, Mask, PerHead, Predicate, Prefix, Segments
+from flax_mha.masks import Causal, Dense, Keys, Lengths, Mask, PerHead, Predicate, Prefix, Segments
 from flax_mha.masks import Window as Near
 from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
 from tests import oracle
@@ -111,7 +111,7 @@ def dense(at: Scene) -> tuple[Mask, np.ndarray]:
 
 def dense_of_keys(at: Scene) -> tuple[Mask, np.ndarray]:
     table = at.rng.random((*at.batch, 1, 1, at.S)) < 0.7
-    return Dense(table), table.reshape(-1, 1, 1, at.S)
+    return Keys(table[..., 0, 0, :]), table.reshape(-1, 1, 1, at.S)
 
 
 def dense_in_blocks(at: Scene) -> tuple[Mask, np.ndarray]:

@@ -1,0 +1,147 @@
+"""Masks that hold something of each row of the batch, or of each token."""
+
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from flax_mha import inputs, shapes
+from flax_mha.grid import Array, At, Grid, Tiles
+from flax_mha.masks.base import Dense, Mask, both, either, judge
+from flax_mha.masks.rules import Causal
+from flax_mha.shapes import Dims
+
+
+class Lengths(Mask):
+    """Only the first `kv` keys are real: j < kv.
+
+    Attributes:
+      kv: int, [*B], or [*B, T] for a length per query (the `valid_lens` of d2l).
+      q: int [*B] or None. Queries at positions i ≥ q see nothing, so their output is 0.
+    """
+
+    kv: Any
+    q: Any = None
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`."""
+        q = None if self.q is None else _per_row("Lengths.q", self.q, dims)
+        return self.replace(kv=_per_row("Lengths.kv", self.kv, dims, per_query=True), q=q)
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        real = at.k < self.kv.array
+        return real if self.q is None else real & (at.q < self.q.array)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        low, high = tiles.least(self.kv.array), tiles.greatest(self.kv.array)
+        verdict = judge(tiles.k_min < high, tiles.k_max < low)
+        if self.q is None:
+            return verdict
+        q = self.q.array
+        return both(verdict, judge(tiles.q_min < q, tiles.q_max < q))
+
+
+class Keys(Mask):
+    """Only the keys that an array names are seen: those of tokens that are no padding, say.
+
+    Attributes:
+      real: bool [*B, S] (or [S]), True where a key may be seen. (PyTorch's `key_padding_mask` is
+        True where it may not: give `~key_padding_mask`.)
+    """
+
+    real: Any
+
+    def bind(self, dims: Dims) -> Mask:
+        """See `Mask.bind`: a table of keys alone."""
+        real = inputs.array("Keys.real", self.real)
+        if real.shape not in {(dims.S,), (*dims.B, dims.S)}:
+            raise ValueError(
+                f"Keys.real must have shape [S] = {(dims.S,)} or [*B, S] = {(*dims.B, dims.S)}, "
+                f"got {real.shape}; say of each key whether it may be seen"
+            )
+        return Dense(real[..., None, None, :]).bind(dims)
+
+
+class Segments(Mask):
+    """Tokens see those of their own segment: packed documents, images, padding as one of its own.
+
+    Attributes:
+      q: int [*B, T] (or [T]), the segment of each query.
+      kv: int [*B, S] (or [S]), the segment of each key (default: q).
+    """
+
+    q: Any
+    kv: Any = None
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`."""
+        q = _per_token("Segments.q", self.q, dims.T, dims)
+        kv = _per_token("Segments.kv", self.q if self.kv is None else self.kv, dims.S, dims)
+        return self.replace(q=Grid(q[..., None, :, None]), kv=Grid(kv[..., None, None, :]))
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return self.q.array == self.kv.array
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        (q_low, q_high), (k_low, k_high) = (
+            (tiles.least(x), tiles.greatest(x)) for x in (self.q.array, self.kv.array)
+        )
+        meet = (q_low <= k_high) & (k_low <= q_high)
+        return judge(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
+
+
+class Prefix(Mask):
+    """A prefix that all see, and causality after it: j < length or j ≤ i.
+
+    Attributes:
+      length: int, or int [*B].
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020 (prefix LM).
+    """
+
+    length: Any
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`."""
+        if jnp.ndim(self.length) == 0:
+            length = shapes.lead(inputs.integers("Prefix.length", self.length), len(dims.logits))
+            return self.replace(length=Grid(length))
+        return self.replace(length=_per_row("Prefix.length", self.length, dims))
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return (at.k < self.length.array) | (at.k <= at.q)
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`."""
+        length = self.length.array
+        prefix = judge(tiles.k_min < length, tiles.k_max < length)
+        return either(prefix, Causal().tiles(tiles))
+
+
+def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Grid:
+    """Lengths [*B] (or [*B, T]) over the scores, [*B, 1, 1|T, 1]."""
+    lengths = inputs.integers(name, lengths)
+    if lengths.shape == dims.B:
+        return Grid(lengths.reshape(*dims.B, 1, 1, 1))
+    if per_query and lengths.shape == (*dims.B, dims.T):
+        return Grid(lengths.reshape(*dims.B, 1, dims.T, 1))
+    or_per_query = f" or [*B, T] = {(*dims.B, dims.T)}" if per_query else ""
+    raise ValueError(
+        f"{name} must have shape [*B] = {dims.B}{or_per_query}, got {lengths.shape}; "
+        f"give one length for each row of the batch"
+    )
+
+
+def _per_token(name: str, ids: Any, length: int, dims: Dims) -> Array:
+    """Ids [length] or [*B, length] as [*B|1, length]."""
+    ids = inputs.integers(name, ids)
+    if ids.shape not in {(length,), (*dims.B, length)}:
+        raise ValueError(
+            f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "
+            f"got {ids.shape}; give one id for each token"
+        )
+    return shapes.lead(ids, len(dims.B) + 1)
