@@ -48,6 +48,11 @@ def floating(name: str, x: Any) -> Any:
             f"{name} must be floating point, got {dtype}; "
             f"embed token ids (nn.Embed) or cast with .astype(jnp.float32)"
         )
+    if jnp.finfo(dtype).bits < 16:
+        raise TypeError(
+            f"{name} must have at least 16 bits a number, got {dtype}: softmax and sums in it "
+            f"would be noise; multiply it with its scale as x.astype(jnp.bfloat16) * scale"
+        )
     return x
 
 
