@@ -1,1 +1,5 @@
 """Programs over flax_mha, each runnable as `python -m experiments.NAME`."""
+
+from experiments import libtpu
+
+libtpu.compiler_only()

@@ -17,20 +17,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Before jax starts: the compiler for TPUs must not look for a TPU's host in the network, nor say
-# that it found none.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # several plans at a time
-# Threads for XLA: with two cores' own, 8 devices can wait for each other's collectives for ever.
+# Before jax starts. Threads for XLA: with two cores' own, 8 devices can wait for each other's
+# collectives for ever.
 os.environ.setdefault("NPROC", "32")
-os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-os.environ.setdefault("TPU_MIN_LOG_LEVEL", "3")
 
 import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import runs, settings
+from experiments import libtpu, runs, settings
 from experiments.plan import devices, picture, report, scaling, search
 
 PROGRAM = "experiments.plan"
@@ -50,6 +45,7 @@ def main(argv: Sequence[str]) -> None:
             raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
         if not TOPOLOGY.value.startswith("gpu"):
             jax.config.update("jax_platforms", "cpu")
+            libtpu.quiet()
         if SCALING.value:
             scaling.study(Path(WORKDIR.value or runs.new_folder("scaling")))
         else:
