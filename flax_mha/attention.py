@@ -2,7 +2,7 @@
 """The layer: project → position → cache → kernel → project."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import chex
 import flax.linen as nn
@@ -19,6 +19,21 @@ from flax_mha.projections import Projection, fused
 from flax_mha.scores import ScoreMod
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
+
+
+class Options(TypedDict, total=False):
+    """The arguments of a layer's call that do not change what it returns, for type checkers."""
+
+    mask: masks.MaskLike | None
+    bias: jax.Array | None
+    scores: Sequence[ScoreMod]
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None
+    head_mask: jax.Array | None
+    lengths: jax.Array | None
+    order: Array | None
+    deterministic: bool | None
+    dropout_rng: jax.Array | None
+    sow_weights: bool
 
 
 class MultiHeadAttention(nn.Module):
@@ -112,6 +127,24 @@ class MultiHeadAttention(nn.Module):
     rotary: Rotation | None = None
     partitioned: bool = False
 
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: Literal[False] = ..., **options: Unpack[Options],
+    ) -> jax.Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: Literal[True], **options: Unpack[Options],
+    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: bool, **options: Unpack[Options],
+    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @nn.compact
     def __call__(
         self,

@@ -32,6 +32,7 @@ LAYERS = [
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
     {"kernels.observe", "kernels.decode"},
     {"kernels.registry"},
+    {"kernels.choice", "kernels.options"},
     {"kernels"},
     {"cache.ring", "cache.overflow"},
     {"cache.slots"},

@@ -9,34 +9,66 @@ A kernel is a module with two functions:
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import chex
 import jax
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import masks, shapes
 from flax_mha.grid import Array
-from flax_mha.kernels import blockwise, observe, shards
-from flax_mha.kernels.registry import KERNELS
+from flax_mha.kernels import choice, observe, shards
+from flax_mha.kernels.options import Captured, Captures, Keyed, Options
+from flax_mha.kernels.registry import KERNELS as KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Result, prepare
-from flax_mha.kernels.stored import Stored, widened
+from flax_mha.kernels.stored import widened
 from flax_mha.kernels.tiling import nothing
 from flax_mha.scores import ScoreMod
 
-# Those that can compute the gradients of a known result without computing it again.
-_RECALLING = ("flex", "blockwise")
 
-
+@overload
 def dot_product_attention(
-    q: jax.Array,
-    k: jax.Array | Stored,
-    v: jax.Array | Stored,
+    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
+    return_residuals: Literal[False] = ..., capture: tuple[()] = ..., **options: Unpack[Options],
+) -> jax.Array: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[True],
+    return_residuals: Literal[False] = ..., capture: tuple[()] = ..., **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
+    return_residuals: Literal[True], capture: tuple[()] = ..., **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[True],
+    return_residuals: Literal[True], capture: tuple[()] = ..., **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
+    return_residuals: Literal[False] = ..., capture: Captures,
+    capture_heads: Sequence[int] | None = ..., capture_queries: Sequence[int] | None = ...,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, dict[Captured, jax.Array]]: ...  # fmt: skip
+@overload
+def dot_product_attention(
+    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: bool = ...,
+    return_residuals: bool = ..., capture: Sequence[str] = ...,
+    capture_heads: Sequence[int] | None = ..., capture_queries: Sequence[int] | None = ...,
+    **options: Unpack[Options],
+) -> Any: ...  # fmt: skip
+def dot_product_attention(
+    q: Array,
+    k: Keyed,
+    v: Keyed,
     *,
     mask: masks.MaskLike | None = None,
-    bias: jax.Array | None = None,
+    bias: Array | None = None,
     scores: Sequence[ScoreMod] = (),
-    sinks: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
@@ -109,15 +141,15 @@ def dot_product_attention(
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
 
-    way, kernel = _parsed(kernel)
+    way, kernel = choice.parsed(kernel)
 
     def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
-        name = _choose(kernel, _preference(q, k), _refusals(q, k, v, spec))
+        name = choice.choose(kernel, choice.preference(q, k), choice.refusals(q, k, v, spec))
         if name != "decode":
             k, v = widened(k), widened(v)
-        return KERNELS[name].attend(q, k, v, spec, *(known if name in _RECALLING else ()))
+        return KERNELS[name].attend(q, k, v, spec, *(known if name in choice.RECALLING else ()))
 
-    out, lse = shards.run(attend, q, k, v, spec, functools.partial(_way, way))
+    out, lse = shards.run(attend, q, k, v, spec, functools.partial(choice.take_way, way))
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(lse, (*B, N, T))
@@ -159,9 +191,9 @@ class Explanation(NamedTuple):
 
 
 def explain(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    v: jax.Array | jax.ShapeDtypeStruct,
+    q: Array | jax.ShapeDtypeStruct,
+    k: Keyed | jax.ShapeDtypeStruct,
+    v: Keyed | jax.ShapeDtypeStruct,
     *,
     kernel: str = "auto",
     return_weights: bool = False,
@@ -169,7 +201,7 @@ def explain(
     capture: Sequence[str] = (),
     capture_heads: Sequence[int] | None = None,
     capture_queries: Sequence[int] | None = None,
-    **call: Any,
+    **call: Unpack[Options],
 ) -> Explanation:
     """Tells which kernel `dot_product_attention` would take, without running anything.
 
@@ -192,7 +224,7 @@ def explain(
       ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
     """
     del return_weights, return_residuals
-    way, kernel = _parsed(kernel)
+    way, kernel = choice.parsed(kernel)
     refused: dict[str, str] = {}
     preference: list[str] = []
     taken: list[str] = []
@@ -200,11 +232,11 @@ def explain(
     def ask(
         q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
     ) -> tuple[jax.Array, jax.Array]:
-        refused.update(_refusals(q, k, v, spec))
-        preference.extend(_preference(q, k))
+        refused.update(choice.refusals(q, k, v, spec))
+        preference.extend(choice.preference(q, k))
         return nothing(shapes.attention_dims(q, k, v), q.dtype, None)
 
-    def trace(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    def trace(q: Array, k: Keyed, v: Keyed) -> None:
         q, k, v, spec = prepare(q, k, v, **call)
         dims = shapes.attention_dims(q, k, v)
         observe.check(dims, capture, capture_heads, capture_queries)
@@ -212,7 +244,7 @@ def explain(
 
     def choose(layout: shards.Layout, dims: shapes.Dims) -> str:
         refused.update(shards.refusals(layout, dims))
-        taken.append(_way(None if way in refused else way, layout, dims))
+        taken.append(choice.take_way(None if way in refused else way, layout, dims))
         return taken[0]
 
     jax.eval_shape(trace, q, k, v)
@@ -221,72 +253,3 @@ def explain(
     if way in refused:
         return Explanation(None, refused)
     return Explanation(chosen, refused, *taken)
-
-
-def _refusals(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> dict[str, str]:
-    platform = sharding.platform()
-    reasons = {name: kernel.refuses(q, k, v, spec, platform) for name, kernel in KERNELS.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
-    """The kernels, best first, for a call of this size.
-
-    | platform | first of those that do not refuse |
-    |---|---|
-    | TPU | `reference` up to T·S = 256², the others in their order |
-    | CPU | likewise; bfloat16 only with fewer than 64 queries or keys |
-    | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
-
-    For keys of a cache `decode` comes before all of these.
-    """
-    scores, platform = q.shape[-3] * k.shape[-3], sharding.platform()
-    if platform == "cpu" and blockwise.as_it_is(q, k):
-        first = []
-    elif platform in ("cpu", "tpu"):
-        # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
-        # of splash would be mostly empty.
-        first = ["reference"] if scores <= 256**2 else []
-    else:
-        # Plain einsums are one large product each, until the scores no longer fit.
-        first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]
-    first = ["decode", *first] if isinstance(k, Stored) else first
-    return first + [name for name in KERNELS if name not in first]
-
-
-def _choose(kernel: str, preference: list[str], refused: dict[str, str]) -> str:
-    if kernel == "auto":
-        # The reference kernel refuses nothing, so there is always one.
-        return next(name for name in preference if name not in refused)
-    _check_not_refused(kernel, refused)
-    return kernel
-
-
-def _way(way: str | None, layout: shards.Layout, dims: shapes.Dims) -> str:
-    """The way to take to the keys of other devices."""
-    refused = shards.refusals(layout, dims)
-    if way is None:
-        return next(name for name in shards.preference(layout, dims) if name not in refused)
-    _check_not_refused(way, refused)
-    return way
-
-
-def _check_not_refused(kernel: str, refused: dict[str, str]) -> None:
-    if kernel in refused:
-        raise ValueError(
-            f"kernel={kernel!r} can't run this call: {refused[kernel]}; "
-            f"choose kernel='auto', or see flax_mha.explain"
-        )
-
-
-def _parsed(kernel: str) -> tuple[str | None, str]:
-    """A way, or None for any, and a kernel, of a name such as "ring:blockwise"."""
-    way, _, local = str(kernel).rpartition(":")
-    if not way and local in shards.WAYS:
-        way, local = local, "auto"
-    if local not in ("auto", *KERNELS) or way not in ("", *shards.WAYS):
-        raise ValueError(
-            f"kernel must be 'auto' or one of {list(KERNELS)}, for a sequence divided over a mesh "
-            f"one of {list(shards.WAYS)} too, alone or as in 'ring:blockwise', got {kernel!r}"
-        )
-    return way or None, local

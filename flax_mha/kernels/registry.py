@@ -42,7 +42,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"flax_mha.kernels.{name}")
 
 
-# In order of preference: kernel="auto" takes the first that does not refuse (see `_preference`).
+# In order of preference: kernel="auto" takes the first that does not refuse, see `choice`.
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (

@@ -46,7 +46,7 @@ class AttentionSpec(struct.PyTreeNode):
     dropout: Dropout | None
     q_pos: Grid | None
     k_pos: Grid | None
-    scale: float | jax.Array
+    scale: float | Array
     rows: Grid | None = None
     heads: Grid | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
@@ -73,22 +73,22 @@ class AttentionSpec(struct.PyTreeNode):
 
 
 def prepare(
-    q: jax.Array,
-    k: jax.Array | Stored,
-    v: jax.Array | Stored,
+    q: Array,
+    k: Array | Stored,
+    v: Array | Stored,
     *,
     mask: masks.MaskLike | None = None,
-    bias: jax.Array | None = None,
+    bias: Array | None = None,
     scores: Sequence[ScoreMod] = (),
-    sinks: jax.Array | None = None,
-    scale: float | jax.Array | None = None,
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: jax.Array | None = None,
     broadcast_dropout: bool = False,
     q_positions: Array | int | None = None,
     kv_positions: Array | int | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> tuple[jax.Array, Any, Any, AttentionSpec]:
+) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
     q = jnp.asarray(q)
     if isinstance(k, Stored) and isinstance(v, Stored):
@@ -97,7 +97,8 @@ def prepare(
     else:
         k, v = jnp.asarray(k), jnp.asarray(v)
         dims = shapes.attention_dims(q, k, v)
-        q, k, v = promote_dtype(q, k, v, dtype=None)
+        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
+        q, k, v = promoted
     scores = as_scores(scores)
     if bias is not None:
         scores = (*scores, Bias(bias))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, kernels
+from flax_mha import dot_product_attention
+from flax_mha.kernels import choice
 from flax_mha.masks import Causal, Segments
 from flax_mha.scores import RelativeBias
 from tests.kernels.test_flex import close
@@ -76,5 +77,5 @@ def test_the_backward_pass_computes_no_attention_again(
     blocks = n * (n + 1) // 2
     assert forwards(kernel, n, monkeypatch) == blocks
     # A kernel that can't go on from what is known computes it again.
-    monkeypatch.setattr(kernels, "_RECALLING", ())
+    monkeypatch.setattr(choice, "RECALLING", ())
     assert forwards(kernel, n, monkeypatch) == 2 * blocks

@@ -1,0 +1,32 @@
+"""The arguments of an attention call that do not change what it returns, for type checkers."""
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, TypedDict
+
+import jax
+
+from flax_mha import masks
+from flax_mha.grid import Array
+from flax_mha.kernels.stored import Stored
+from flax_mha.scores import ScoreMod
+
+Keyed: TypeAlias = Array | Stored
+Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
+# A tuple that is not empty: with an empty one nothing is returned beside the output.
+Captures: TypeAlias = tuple[Captured, *tuple[Captured, ...]]
+
+
+class Options(TypedDict, total=False):
+    """See `flax_mha.dot_product_attention`."""
+
+    mask: masks.MaskLike | None
+    bias: Array | None
+    scores: Sequence[ScoreMod]
+    sinks: Array | None
+    scale: float | Array | None
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    broadcast_dropout: bool
+    q_positions: Array | int | None
+    kv_positions: Array | int | None
+    precision: jax.lax.PrecisionLike
