@@ -134,7 +134,7 @@ class KVCache(struct.PyTreeNode):
         Args:
           q: [*B, T, N, H].
           q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
-          mask: joins causality and the window; of bool arrays the last axis is the slots.
+          mask: joins causality and the window; of arrays the last axis is the slots.
           **call: more arguments of `dot_product_attention`.
 
         Returns:

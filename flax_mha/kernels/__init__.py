@@ -97,9 +97,9 @@ def dot_product_attention(
       k: [*B, S, K, H].
       v: [*B, S, K, Hv]. The three are promoted to one dtype; `Stored` keys and values, of a
         cache, are read in that of q.
-      mask: a `flax_mha.masks.Mask`, or a bool array that broadcasts to [*B, N, T, S], True where
-        a query may see a key: one of two axes is [T, S], one of three [N, T, S]. A mask of keys
-        [*B, S] is `masks.Keys(array)`.
+      mask: a `flax_mha.masks.Mask`, or an array of bools (or of 1 and 0) that broadcasts to
+        [*B, N, T, S], True where a query may see a key: one of two axes is [T, S], one of three
+        [N, T, S]. A mask of keys [*B, S] is `masks.Keys(array)`.
       bias: added to the scores, after `scores`; broadcasts to [*B, N, T, S].
       scores: functions of the scores, applied in order; see `flax_mha.scores`.
       sinks: [N], one more score a head, that takes weight in the softmax and gives nothing.
@@ -132,8 +132,7 @@ def dot_product_attention(
       ValueError: if shapes do not fit, or the named kernel refuses the call.
       TypeError: if a dtype is not supported.
 
-    Source: Vaswani et al., "Attention Is All You Need", 2017; grouped heads from Ainslie et al.,
-    "GQA", 2023.
+    Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
     q, k, v, spec = prepare(
         q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
@@ -149,7 +148,9 @@ def dot_product_attention(
             k, v = widened(k), widened(v)
         return KERNELS[name].attend(q, k, v, spec, *(known if name in choice.RECALLING else ()))
 
-    out, lse = shards.run(attend, q, k, v, spec, functools.partial(choice.take_way, way))
+    take_way = functools.partial(choice.take_way, way)
+    out, lse = shards.run(attend, q, k, v, spec.replace(invalid=None), take_way)
+    out, lse = spec.spoil(out), spec.spoil_lse(lse)
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(lse, (*B, N, T))

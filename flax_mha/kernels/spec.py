@@ -10,12 +10,12 @@ from flax import struct
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import AbstractMesh
 
-from flax_mha import inputs, masks, shapes
+from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import Dropout
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
-from flax_mha.masks.base import seen
+from flax_mha.masks.base import seen, validated
 from flax_mha.scores import Bias, Score, ScoreMod, as_scores, changed
 from flax_mha.shapes import Dims
 
@@ -37,6 +37,8 @@ class AttentionSpec(struct.PyTreeNode):
         call, whose rows and heads are some of many.
       heads: indices of the query heads, int32 [1, N, 1, 1], likewise.
       scale: of q·kᵀ.
+      invalid: queries whose mask has other numbers than 1 and 0, bool [*B|1, N|1, T|1, 1]; or
+        None. Their q is NaN; no kernel reads this, see `spoil`.
       precision: of the matrix products, see `jax.lax.Precision`.
     """
 
@@ -49,6 +51,7 @@ class AttentionSpec(struct.PyTreeNode):
     scale: float | Array
     rows: Grid | None = None
     heads: Grid | None = None
+    invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
 
     def at(self, dims: Dims) -> At:
@@ -67,9 +70,25 @@ class AttentionSpec(struct.PyTreeNode):
             score = changed(mod, score, at)
         return score if allowed is None else jnp.where(allowed, score, -jnp.inf)
 
+    def spoil(self, out: jax.Array) -> jax.Array:
+        """Makes outputs [*B, T, N, ·] of invalid queries NaN: an empty row would hide it."""
+        if self.invalid is None:
+            return out
+        return _spoiled(out, jnp.swapaxes(jnp.asarray(self.invalid), -3, -2))
+
+    def spoil_lse(self, lse: jax.Array) -> jax.Array:
+        """Likewise lse [*B, N, T]."""
+        return lse if self.invalid is None else _spoiled(lse, jnp.asarray(self.invalid)[..., 0])
+
     def drop(self, weights: jax.Array, at: At) -> jax.Array:
         """Applies dropout to weights at those places."""
         return weights if self.dropout is None else self.dropout(weights, *at)
+
+
+def _spoiled(x: jax.Array, invalid: jax.Array) -> jax.Array:
+    """Makes x NaN there, and gradients through it."""
+    factor = jnp.where(invalid, jnp.nan, 1.0).astype(x.dtype)
+    return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)
 
 
 def prepare(
@@ -116,8 +135,11 @@ def prepare(
                 f"give a jax.random.key, or dropout_rate=0"
             )
         dropout = Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
+    bound, invalid = (None, None) if mask is None else validated(masks.as_mask(mask).bind(dims))
+    if invalid is not None:
+        q = _spoiled(q, jnp.swapaxes(jnp.asarray(invalid), -3, -2))
     spec = AttentionSpec(
-        mask=None if mask is None else masks.as_mask(mask).bind(dims),
+        mask=bound,
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
         dropout=dropout,
@@ -125,6 +147,7 @@ def prepare(
         k_pos=_place("kv_positions", kv_positions, dims.S, (-3, -2), dims),
         scale=dims.H**-0.5 if scale is None else scale,
         precision=precision,
+        invalid=invalid,
     )
     _rehearse(spec, dims, q.dtype)
     return q, k, v, spec

@@ -21,10 +21,13 @@ Positions count from 0 at the first query and at the first key (top-left aligned
 unless the caller gives them: `q_positions=S - T` aligns the ends. Arrays (segment ids, lengths
 for each query, tables) are in the order of the queries and keys as given.
 
-A bool array is taken wherever a mask is, as `Dense`: True = may see (in PyTorch's layer it is the
-other way round). It broadcasts to [*B, N, T, S] as in NumPy, from the last axis: one of two axes is
-[T, S], for all rows, and one of three [N, T, S]. A mask of keys [*B, S] is `Keys(array)`, one of
-rows [B, T, S] is `array[:, None]`; where the sizes leave open which is meant, a warning says so.
+An array of bools is taken wherever a mask is, as `Dense`: True = may see (in PyTorch's layer it is
+the other way round). It broadcasts to [*B, N, T, S] as in NumPy, from the last axis: one of two
+axes is [T, S], for all rows, and one of three [N, T, S]. A mask of keys [*B, S] is `Keys(array)`,
+one of rows [B, T, S] is `array[:, None]`; where the sizes leave open which is meant, a warning says
+so. An array of the numbers 1 and 0, as Flax's `nn.make_causal_mask` gives it, is one of bools;
+other numbers, such as the 0 and −1e9 that are added to scores elsewhere, are refused, or where they
+are traced give NaN.
 
 Masks are pytrees: their arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of
 your own is a subclass with an `allowed` method, and a `tiles` method if kernels are to skip what it

@@ -1,7 +1,6 @@
 """What a mask is, and the algebra of masks."""
 
 import functools
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Self, TypeAlias
@@ -13,6 +12,7 @@ from flax import struct
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles, whole
+from flax_mha.masks.tables import read
 from flax_mha.shapes import Dims
 
 # What a mask says of a tile. In this order `&` is the minimum, `|` the maximum, `~` 2 − x.
@@ -158,25 +158,21 @@ class Dense(Mask):
     """An explicit table, True where the query may see the key.
 
     Attributes:
-      array: bool, broadcastable to [*B, N, T, S]. A NumPy array is known before tracing, so that
-        kernels skip what it excludes.
+      array: of bools, or of the numbers 1 and 0 that stand for them (as `nn.make_causal_mask`
+        gives them); broadcastable to [*B, N, T, S]. A NumPy array is known before tracing, so
+        that kernels skip what it excludes. Another number is an error where it can be read, and
+        makes the outputs of its query NaN where it is traced.
+      invalid: of a bound mask, where queries have another number: bool [*B|1, N|1, T|1, 1]. None
+        if there is none.
     """
 
     array: Any
+    invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
-        if self.array.dtype != bool:
-            raise TypeError(
-                f"a mask must be bool (True = may attend), got {self.array.dtype}; "
-                f"cast with .astype(bool), or give additive scores as bias="
-            )
-        remedy = "a mask without heads needs the axis: mask[..., None, :, :]"
-        if self.array.shape[:-1] == dims.B:
-            remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"
-        shapes.check_broadcasts("mask", self.array.shape, dims.logits, "[*B, N, T, S]", remedy)
-        _warn_of_rows(self.array.shape, dims)
-        return self.replace(array=Grid(shapes.lead(self.array, len(dims.logits))))
+        array, invalid = read(self.array, dims)
+        return self.replace(array=Grid(array), invalid=invalid)
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
@@ -186,20 +182,6 @@ class Dense(Mask):
         """See `Mask.tiles`."""
         array = self.array.array
         return judge(tiles.greatest(array), tiles.least(array))
-
-
-def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
-    """Warns of a shape that others take row by row of the batch, and NumPy otherwise."""
-    other = {
-        (*dims.B, dims.S): "masks.Keys(mask)",
-        (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
-    }.get(shape)
-    if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
-        read = ", ".join(("N", "T", "S")[-len(shape) :])
-        inputs.warn(
-            f"a mask of shape {shape} is read as [{read}], as NumPy broadcasts, and could be meant "
-            f"by rows of the batch; write {other} for that, or mask[None] for what it is read as"
-        )
 
 
 def seen(mask: Mask, at: At) -> Array:
@@ -217,6 +199,20 @@ def seen(mask: Mask, at: At) -> Array:
     remedy = "compute it from the places that are given, pair by pair"
     shapes.check_broadcasts(f"what {name} gives", allowed.shape, shape, "the places", remedy)
     return allowed
+
+
+def validated(mask: Mask) -> tuple[Mask, Array | None]:
+    """A bound mask, and which queries its tables say of what is neither 0 nor 1.
+
+    Returns:
+      (the mask, without `Dense.invalid`; bool [*B|1, N|1, T|1, 1], or None if there are none).
+    """
+    nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: isinstance(x, Dense))
+    found = [x.invalid for x in nodes if isinstance(x, Dense) and x.invalid is not None]
+    if not found:
+        return mask, None
+    nodes = [x.replace(invalid=None) if isinstance(x, Dense) else x for x in nodes]
+    return jax.tree.unflatten(tree, nodes), functools.reduce(operator.or_, found)
 
 
 def as_mask(mask: MaskLike) -> Mask:
