@@ -1,7 +1,9 @@
 """One strict JAX for all tests: 8 CPU devices, no silent promotion, our warnings are errors."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before jax is imported anywhere: it reads these once.
 os.environ["XLA_FLAGS"] = (
@@ -16,6 +18,9 @@ from hypothesis import settings
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.kernels import decode
 
+if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").exists():
+    # The compiler for NVIDIA's GPUs alone: JAX would look for the rest of CUDA.
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Tests compile much and compute little. Those that read compiled programs turn it on again.

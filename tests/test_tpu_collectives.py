@@ -5,19 +5,17 @@ The numbers are those of the formula in docs/sharding.md.
 
 import importlib.util
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from experiments.plan import compiled, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
-from flax_mha import MultiHeadAttention, masks, sharding
+from flax_mha import MultiHeadAttention, masks
+from tests import layers
 from tests.meshes import KINDS
 
 pytestmark = pytest.mark.skipif(
@@ -39,30 +37,15 @@ def test_a_layer_sends_what_the_formula_says(
 ) -> None:
     """Heads 16-way, rows over what is left."""
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
-    key = jax.eval_shape(lambda: jax.random.key(0))
     chips = np.array(
         topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     ).reshape(-1, N)
-    shape = (ROWS * len(chips), T, D)
-
-    def create(key):
-        return layer.init(key, jnp.zeros(shape))
-
-    def loss(variables, x):
-        return jnp.sum(jnp.sin(layer.apply(variables, x)))
-
     mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        variables = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            jax.eval_shape(create, key), sharding.of(create, key),
-        )  # fmt: skip
-        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("data")))
-        traced = jax.jit(jax.grad(loss, (0, 1))).trace(variables, x)
-        both, _ = compiled.dumped(traced.lower())
-        if topology == "v5e:4x4":
-            forward, _ = compiled.dumped(jax.jit(layer.apply).lower(variables, x))
-    BTD, parameters = 4 * ROWS * T * D, compiled.shard_bytes(variables)
+    traced, forward, parameters = layers.traced(layer, mesh, (ROWS * len(chips), T, D), jnp.float32)
+    both, _ = compiled.dumped(traced.lower())
+    if topology == "v5e:4x4":
+        forward, _ = compiled.dumped(forward())
+    BTD = 4 * ROWS * T * D
     found = read(both, mesh.size)
     over_heads = [one for one in found if set(one.groups[0]) == set(range(N))]
     over_rows = [one for one in found if set(one.groups[0]) == set(range(0, mesh.size, N))]

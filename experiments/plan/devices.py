@@ -8,6 +8,7 @@ import jax
 from jax.experimental import topologies
 
 from experiments import hosts
+from experiments.plan import gpus
 from experiments.runs import RunError
 
 
@@ -17,6 +18,7 @@ def of(topology: str) -> Sequence[jax.Device]:
     | name | devices |
     |---|---|
     | `v5e:16x16`, and all others that libtpu knows | those chips, for its compiler alone |
+    | `a100:8`, `h100:8`, `h200:64`, `b200:8` | so many GPUs of NVIDIA, for the compiler alone |
     | `cpu:8` | so many, as which the cores of this machine serve |
     | `gpu:8` | so many of the GPUs that are here |
 
@@ -25,10 +27,12 @@ def of(topology: str) -> Sequence[jax.Device]:
     """
     if here := re.fullmatch(r"(cpu|gpu):(\d+)", topology):
         return _local(here[1], int(here[2]))
+    if elsewhere := re.fullmatch(rf"({'|'.join(gpus.TARGETS)}):(\d+)", topology):
+        return gpus.of(elsewhere[1], int(elsewhere[2]))
     if not re.fullmatch(r"\w+:\d+(x\d+)*", topology):
         raise RunError(
-            f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, or cpu:8 "
-            f"or gpu:8, got {topology!r}"
+            f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, a GPU and "
+            f"how many, such as h200:8, or cpu:8 or gpu:8, got {topology!r}"
         )
     if not importlib.util.find_spec("libtpu"):
         raise RunError(

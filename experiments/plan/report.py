@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.plan import collectives
-from experiments.plan.roofline import Torus
+from experiments.plan.roofline import network
 from experiments.plan.search import Layout
 
 Row = dict[str, Any]
@@ -27,16 +27,16 @@ def row(layout: Layout) -> Row:
     numbers: Row = {"mesh": layout.sizes, "reason": layout.reason}
     if found is None:
         return numbers
-    torus = Torus.of(found.devices)
+    links = network(found.devices)
     sent = [
         {
             "kind": one.kind, "times": one.times, "devices": one.groups.shape[1],
-            "bytes": one.bytes, "sent": one.sent, "seconds": torus and torus.seconds(one),
+            "bytes": one.bytes, "sent": one.sent, "seconds": links and links.seconds(one),
         }
         for one in found.sent
     ]  # fmt: skip
     return numbers | {
-        "bytes": found.memory._asdict() | {"chip": torus and torus.memory},
+        "bytes": found.memory._asdict() | {"chip": links and links.memory},
         "flops": found.flops,
         "moved": found.moved,
         "collectives": sent,
@@ -66,11 +66,11 @@ def memory(layouts: Sequence[Layout]) -> Table:
         found, times = layout.found, layout.times
         if found is None:
             continue
-        torus, m = Torus.of(found.devices), found.memory
+        links, m = network(found.devices), found.memory
         held = [m.parameters, m.optimizer, m.activations, m.peak]
         spent = [f"{1e3 * x:.4g}" for x in times] if times else ["–"] * 3
         table.add_row(
-            str(layout), *map(_size, held), _size(torus.memory) if torus else "–",
+            str(layout), *map(_size, held), _size(links.memory) if links else "–",
             f"{found.flops / 1e12:.4g}", *spent,
             layout.reason or (times.binds if times else "–"),
         )  # fmt: skip
@@ -85,12 +85,12 @@ def sent(layout: Layout) -> Table:
         table.add_column(name, justify="right")
     if layout.found is None:
         return table
-    torus = Torus.of(layout.found.devices)
+    links = network(layout.found.devices)
     groups: dict[tuple[str, int], list[collectives.Collective]] = {}
     for one in layout.found.sent:
         groups.setdefault((one.kind, one.groups.shape[1]), []).append(one)
     for (kind, size), ones in sorted(groups.items(), key=lambda group: group[0]):
-        seconds = sum(x.times * torus.seconds(x) for x in ones) if torus else None
+        seconds = sum(x.times * links.seconds(x) for x in ones) if links else None
         table.add_row(
             kind, str(size), str(sum(x.times for x in ones)),
             _size(sum(x.times * x.bytes for x in ones)), _size(sum(x.times * x.sent for x in ones)),

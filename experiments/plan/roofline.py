@@ -19,6 +19,7 @@ from experiments.plan.chips import CHIPS, Chip
 from experiments.plan.collectives import Collective
 from experiments.plan.compiled import Compiled
 from experiments.plan.devices import coordinates
+from experiments.plan.gpus import Machines
 
 
 class Times(NamedTuple):
@@ -41,15 +42,19 @@ class Times(NamedTuple):
 
 def times(found: Compiled) -> Times | None:
     """The times of a step; None where the table of chips lacks the device."""
-    torus = Torus.of(found.devices)
-    if torus is None:
+    links = network(found.devices)
+    if links is None:
         return None
-    share = torus.cores
     return Times(
-        share * found.flops / torus.chip.flops,
-        share * found.moved / torus.chip.bandwidth,
-        float(sum(one.times * torus.seconds(one) for one in found.sent)),
+        links.cores * found.flops / links.chip.flops,
+        links.cores * found.moved / links.chip.bandwidth,
+        float(sum(one.times * links.seconds(one) for one in found.sent)),
     )
+
+
+def network(devices: Sequence[jax.Device]) -> "Torus | Machines | None":
+    """The chips of a mesh and the links between them; None where the tables lack them."""
+    return Torus.of(devices) or Machines.of(devices)
 
 
 class Torus(NamedTuple):

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from experiments import data, program
 from experiments.plan import compiled, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
-from experiments.plan.roofline import Times, Torus
+from experiments.plan.roofline import Times, network
 
 
 class Layout(NamedTuple):
@@ -43,9 +43,9 @@ def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
     except TooLargeError as error:
         sizes = dict(program.make_mesh(config, devices).shape)
         return Layout(sizes, reason=f"does not fit: {error}")
-    torus, peak, reason = Torus.of(found.devices), found.memory.peak, ""
-    if torus is not None and peak > torus.memory:
-        reason = f"does not fit: {TooLargeError(peak, torus.memory)}"
+    links, peak, reason = network(found.devices), found.memory.peak, ""
+    if links is not None and peak > links.memory:
+        reason = f"does not fit: {TooLargeError(peak, links.memory)}"
     return Layout(found.sizes, found, roofline.times(found), reason)
 
 
@@ -127,10 +127,10 @@ def search(
     facts = Facts.of(config)
     fits: list[Layout] = []
     others: list[Layout] = []
-    torus = Torus.of(devices)
+    links = network(devices)
     for sizes in sorted(splits(len(devices)), key=lambda sizes: facts.sent(**sizes)):
         least = facts.state / (sizes["fsdp"] * sizes["model"])
-        if torus is not None and least > torus.memory:
+        if links is not None and least > links.memory:
             reason = f"parameters and optimizer alone take {least / 2**30:.1f} GiB"
             others.append(Layout(sizes, reason=reason))
             continue

@@ -76,6 +76,8 @@ def _walk(jaxpr: Any, times: int, inside: bool) -> int:
 def _product(module: Module, computation: str, x: Instruction) -> int:
     if x.opcode == "convolution":
         return _convolution(module, computation, x)
+    if "__cudnn$fmha" in x.rest:
+        return _attention(module, computation, x)
     contracted = re.search(
         r'lhs_contracting_dim(?:ension)?s\\?"?[=:][{\[]\\?"?([\d",\\]*)[}\]]', x.rest
     )
@@ -85,6 +87,18 @@ def _product(module: Module, computation: str, x: Instruction) -> int:
     (out, *_) = arrays(x.type)  # what follows is scratch
     axes = re.findall(r"\d+", contracted[1])
     return 2 * out.size * math.prod(left.shape[int(axis)] for axis in axes)
+
+
+def _attention(module: Module, computation: str, x: Instruction) -> int:
+    """cuDNN's: two products of all scores forward, five backward, whatever the mask skips."""
+    scores = re.search(
+        r'intermediate_tensor_shape\\?":\{\\?"dimensions\\?":\[([\d",\\]+)\]', x.rest
+    )
+    if scores is None:
+        raise ValueError(f"attention of cuDNN without the shape of its scores: {x.rest[:200]}")
+    count = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    (q,) = arrays(module.type_of(computation, x.operands[0]))
+    return 2 * (5 if "Backward" in x.rest else 2) * count * q.shape[-1]
 
 
 def _convolution(module: Module, computation: str, x: Instruction) -> int:

@@ -13,9 +13,21 @@ from ml_collections import ConfigDict
 
 from configs import long_encoder, masked
 from experiments import data, runs
-from experiments.plan import collectives, compiled, devices, hlo, picture, report, search, work
+from experiments.plan import (
+    collectives,
+    compiled,
+    devices,
+    gpus,
+    hlo,
+    picture,
+    report,
+    search,
+    work,
+)
 from experiments.plan.chips import CHIPS
+from experiments.plan.chips import GPUS as GPU_TABLE
 from experiments.plan.collectives import Collective
+from experiments.plan.gpus import Machines
 from experiments.plan.roofline import Torus
 
 
@@ -153,6 +165,40 @@ def test_the_time_of_a_collective_is_that_of_its_links(
     assert torus.seconds(one) * CHIP.link / 1000 == pytest.approx(expected)
 
 
+GPUS = GPU_TABLE["NVIDIA H200"]
+TWO = Machines(GPUS, np.repeat([0, 1], 8))
+ALL = np.arange(16)[None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "expected"),
+    [
+        ("all-reduce", ALL[:, :8], 2 * 7 / 8 / GPUS.link),
+        # Within the machines, which takes longer than for an eighth to cross the network.
+        ("all-reduce", ALL, 2 * 15 / 16 / GPUS.link),
+        ("all-reduce", ALL[:, ::4], 2 * 1 / 2 / 2 / GPUS.network),
+        ("all-to-all", ALL, 1 / 2 / GPUS.network),
+        ("all-gather", ALL[:, ::8], 1 / 2 / GPUS.network),
+        ("collective-permute", np.array([[0, 1], [1, 2]]), 1 / GPUS.link),
+        ("collective-permute", np.array([[0, 1], [7, 8]]), 1 / GPUS.network),
+    ],
+)
+def test_the_time_of_a_collective_between_gpus(
+    kind: str, groups: np.ndarray, expected: float
+) -> None:
+    assert TWO.seconds(Collective(kind, 1000, 1, groups)) == pytest.approx(1000 * expected)
+
+
+def test_the_names_of_gpus_fit_together() -> None:
+    assert {target.name for target in gpus.TARGETS.values()} == set(GPU_TABLE)
+
+
+def test_a_topology_of_gpus_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "NEEDED", ("json", "no.such.wheel"))
+    with pytest.raises(runs.RunError, match=r"extra gpu-compile, without \['no.such.wheel'\]"):
+        devices.of("h200:8")
+
+
 def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) -> None:
     """Bytes by kind add up to those of the program; table, JSON and picture come of them."""
     layouts = search.search(config, jax.devices(), most=1)
@@ -204,6 +250,8 @@ def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
         ("cpu:9", "at most the 8 there are"),
         ("cpu:0", "at least 1 device"),
         ("gpu:1", "needs a GPU"),
+        ("h200:12", "1 to 8 GPUs, or machines of 8: 16"),
+        ("h200:0", "must count 1 to 8 GPUs"),
         ("v9:2x2", "libtpu"),  # refuses it, or is not there
     ],
 )

@@ -123,6 +123,28 @@ def test_devices(monkeypatch, found, cudnn, features: int, reason: str | None) -
         raise ValueError(refused)
 
 
+@pytest.mark.parametrize(("kind", "features", "reason"), [
+    ("NVIDIA A100-SXM4-80GB", 128, None),
+    ("NVIDIA H100 80GB HBM3", 256, None),
+    ("NVIDIA B200", 136, r"at most 128 features here, got 136"),
+    ("Tesla V100-SXM2-16GB", 64, r"capability 8.0 .* got .*\(7, 0\)"),
+    ("AMD Instinct MI300X", 64, r"knows no compute capability of 'AMD Instinct MI300X'"),
+])  # fmt: skip
+def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | None) -> None:
+    """Those of the ambient mesh are asked, not the one at hand."""
+    found = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=found)
+    versions = SimpleNamespace(cudnn_get_version=lambda: 92000)
+    monkeypatch.setattr(fused.fused, "cuda_versions", versions)
+    with jax.sharding.use_abstract_mesh(mesh):
+        refused = explain(*half(features=features), mask=Causal()).refused.get("cudnn")
+    if reason is None:
+        assert refused is None
+        return
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(refused)
+
+
 def test_inside_a_shard_map(nvidia) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")

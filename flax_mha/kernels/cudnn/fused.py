@@ -33,16 +33,42 @@ class Gpu(NamedTuple):
         return 256 if self.capability[0] == 9 else 128
 
 
+# The compute capability of GPUs that are compiled for and are not here, by a word of their names:
+# JAX says it only of devices at hand. Source: developer.nvidia.com/cuda/gpus, November 2026.
+_CAPABILITIES = {
+    "V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A10G": (8, 6), "A40": (8, 6),
+    "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "H20": (9, 0),
+    "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3), "GB300": (10, 3),
+}  # fmt: skip
+
+
 def gpu() -> Gpu | str:
-    """The GPU at hand, or the reason why cuDNN can't run on it."""
-    device = jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version:
-        return f"runs on NVIDIA GPUs only, this is {device.device_kind}"
+    """The GPU that what is traced here will run on, or the reason why cuDNN can't.
+
+    It is that of the ambient mesh, which need not be here, or the one at hand. The version of cuDNN
+    is that of this machine, where the program is compiled.
+    """
+    capability = _capability()
+    if isinstance(capability, str):
+        return capability
     if fused.cuda_versions is None:
         return "cuDNN is not detected"
     version = fused.cuda_versions.cudnn_get_version()
-    major, minor = (int(x) for x in device.compute_capability.split("."))
-    return Gpu((major, minor), (version // 10000, version // 100 % 100, version % 100))
+    return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
+
+
+def _capability() -> tuple[int, int] | str:
+    meant = jax.sharding.get_abstract_mesh().abstract_device
+    here = jax.local_devices()[0]
+    if meant is None or meant.device_kind == here.device_kind:
+        if "cuda" not in here.client.platform_version:
+            return f"runs on NVIDIA GPUs only, this is {here.device_kind}"
+        major, minor = (int(x) for x in here.compute_capability.split("."))
+        return major, minor
+    # As NVIDIA's driver names them: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
+    words = meant.device_kind.replace("-", " ").split()
+    known = (_CAPABILITIES[word] for word in words if word in _CAPABILITIES)
+    return next(known, f"knows no compute capability of {meant.device_kind!r}, which is not here")
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,52 @@
+"""A layer's gradient, lowered for devices that need not be there."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.plan import compiled
+from flax_mha import MultiHeadAttention, sharding
+
+
+class Traced(NamedTuple):
+    """Of a layer over a mesh, its rows over "data" and its heads over "model".
+
+    Attributes:
+      gradient: the traced gradient of its parameters and input.
+      forward: lowers its output.
+      parameters: bytes of them on a device.
+    """
+
+    gradient: Any
+    forward: Callable[[], Any]
+    parameters: int
+
+
+def traced(layer: MultiHeadAttention, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Traced:
+    """Of inputs of that shape."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def create(key: Any) -> Any:
+        return layer.init(key, jnp.zeros(shape, dtype))
+
+    def loss(variables: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(layer.apply(variables, x).astype(jnp.float32)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        variables = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            jax.eval_shape(create, key), sharding.of(create, key),
+        )  # fmt: skip
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
+        gradient = jax.jit(jax.grad(loss, (0, 1))).trace(variables, x)
+
+    def forward() -> Any:
+        with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+            return jax.jit(layer.apply).lower(variables, x)
+
+    return Traced(gradient, forward, compiled.shard_bytes(variables))

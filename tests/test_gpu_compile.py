@@ -1,0 +1,72 @@
+"""A layer over NVIDIA's GPUs, by their compiler, which needs none.
+
+The wheels are those of the extra gpu-compile. What is sent is what TPUs send, see
+test_tpu_collectives.py and docs/sharding.md.
+"""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from experiments.plan import compiled, gpus, roofline, work
+from experiments.plan.collectives import read
+from experiments.plan.hlo import Module
+from flax_mha import MultiHeadAttention, masks
+from tests import layers
+from tests.meshes import KINDS
+
+pytestmark = [
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(gpus.lacking() is not None, reason=str(gpus.lacking())),
+]
+N, H, T, D, ROWS = 8, 64, 512, 256, 2  # rows of each device
+
+
+@pytest.mark.parametrize(
+    ("chip", "kind", "heads"), [("a100", "Auto", 4), ("h200", "Explicit", 4), ("b200", "Auto", 8)]
+)
+def test_cudnn_is_called_and_the_formula_holds(
+    optimized: None, chip: str, kind: str, heads: int
+) -> None:
+    """`auto` takes cuDNN for GPUs that are not here; heads are divided, and rows over the rest."""
+    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), dtype=jnp.bfloat16)
+    devices = np.array(gpus.of(chip, 8)).reshape(-1, heads)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    shape = (ROWS * len(devices), T, D)
+    gradient, _, parameters = layers.traced(layer, mesh, shape, jnp.bfloat16)
+    text, found = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == [
+        "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward",
+    ]  # fmt: skip
+
+    sent = read(text, mesh.size)
+    BTD = 2 * ROWS * T * D
+    groups = [set(one.groups[0]) for one in sent]
+    over_heads = [one for one, g in zip(sent, groups, strict=True) if g == set(range(heads))]
+    over_rows = [one for one, g in zip(sent, groups, strict=True) if g == {*range(0, 8, heads)}]
+    assert [(one.kind, one.bytes) for one in over_heads] == [("all-reduce", BTD)] * 2
+    assert len(sent) == len(over_heads) + len(over_rows) * (len(devices) > 1)
+    assert {one.kind for one in sent} == {"all-reduce"}
+    if len(devices) > 1:
+        # Gradients of parameters, summed in the dtype of the products.
+        assert sum(one.bytes for one in over_rows) == parameters / 2
+
+    # 12 products of D by H a token for each head, and of all scores 2 forward and 5 backward.
+    mine = N // heads
+    projections, attention = 12 * ROWS * T * D * mine * H, 7 * ROWS * mine * T**2 * H
+    assert work.flops(Module(text)) == 2 * (projections + attention)
+    memory = found.memory_analysis()
+    assert memory.temp_size_in_bytes > 4 * BTD
+    links = roofline.network(list(mesh.devices.flat))
+    assert links.seconds(over_heads[0]) == over_heads[0].sent / links.chip.link
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
+def test_other_kernels_compile(optimized: None, kernel: str) -> None:
+    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
+    mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
+    text, _ = compiled.dumped(layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower())
+    assert {one.kind for one in read(text, 8)} == {"all-reduce"}
