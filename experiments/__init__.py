@@ -1,5 +1,10 @@
 """Programs over flax_mha, each runnable as `python -m experiments.NAME`."""
 
-from experiments import libtpu
+import sys
+
+from experiments import failures, libtpu
+
+if sys.argv[0] == "-m":  # So it is while Python looks for the module of `python -m`.
+    failures.install()
 
 libtpu.compiler_only()

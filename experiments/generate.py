@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 
-from experiments import data, program, runs, trainer
+from experiments import data, log, program, runs, trainer
 from experiments.data.task import Speaker
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.", required=True)
@@ -29,7 +29,7 @@ BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.
 
 def main(argv: Sequence[str]) -> None:
     """Prints what the model says, piece by piece."""
-    logging.set_verbosity(logging.WARNING)  # orbax tells much at the level below
+    log.hush()
     try:
         if argv[1:]:
             raise runs.RunError(f"unexpected {argv[1:]}; quote a prompt of several words")

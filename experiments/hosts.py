@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from experiments import failures
 from experiments.runs import RunError, flatten
 
 _MARGIN = 60  # seconds that JAX, whose own timeout kills without a word for users, waits longer
@@ -181,6 +182,8 @@ def ending_together() -> Iterator[None]:
             # Of a peer that is gone, one learns by the collective that it left.
             reason = str(error).splitlines()[0]
             line = f"{place} stops, most likely because another one ended: {reason}"
+        elif lacks := failures.reason(error):
+            line = f"{place} failed, and the others will end too: {lacks}"
         else:
             traceback.print_exc()
             line = f"{place} failed, and the others will end too"

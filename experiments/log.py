@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +11,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging as absl_logging
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
+from experiments import failures
 from experiments.runs import METRICS
 
 Row = dict[str, Any]
+
+
+def hush() -> None:
+    """Keeps Orbax from telling much, and from a traceback for what ends the run with one line."""
+    absl_logging.set_verbosity(absl_logging.WARNING)
+    logging.getLogger("absl").addFilter(failures.said_later)
 
 
 class Log:

@@ -1,45 +1,80 @@
 """Pictures of a run, drawn without a display."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import (
+    LogLocator,
+    NullFormatter,
+    PercentFormatter,
+    StrMethodFormatter,
+)
 
 COLORS = {"train": "tab:blue", "test": "tab:orange"}
+SHARES = ("accuracy", "exact", "exact_unseen")  # metrics from 0 to 1
 
 
-def curves(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective: str) -> None:
     """Every metric of the test rows over the steps, beside the same of the training rows.
 
     Several seeds are thin lines around their mean.
+
+    Args:
+      path: of the PNG.
+      rows: of the log.
+      training: how the metrics of the training rows were measured.
+      objective: what the training loss is, if that of the test is another quantity: it then gets
+        a panel of its own.
     """
-    names = sorted({n for row in rows if row["split"] == "test" for n in row} - {"step", "split"})
-    figure = Figure(figsize=(5.5 * len(names), 4), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for split, color in COLORS.items():
+    tested = sorted({n for row in rows if row["split"] == "test" for n in row} - {"step", "split"})
+    panels = [(name, name, tuple(COLORS)) for name in tested]
+    if objective:
+        at = tested.index("loss")
+        panels[at : at + 1] = [("loss", "loss", ("test",)), ("loss", objective, ("train",))]
+    labels = {"train": training, "test": "test"}
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, title, splits) in zip(grid, panels, strict=True):
+        for split in splits:
             drawn = [row for row in rows if row["split"] == split and name in row]
-            if not drawn:
-                continue  # Some are measured on test data alone.
-            steps = [row["step"] for row in drawn]
-            values = np.asarray([np.atleast_1d(row[name]) for row in drawn])
-            if values.shape[-1] > 1:
-                axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.5)
-            axes.plot(
-                steps, values.mean(-1), color=color, label=split,
-                marker="o" if split == "test" else None,
-            )  # fmt: skip
-        axes.set(xlabel="step", ylabel=name)
-        if name == "loss":
+            if drawn:  # Some are measured on test data alone.
+                _curve(axes, drawn, name, COLORS[split], labels[split])
+        axes.set(xlabel="step", ylabel=title)
+        if name in SHARES:
+            axes.set_ylim(0.0, 1.0)
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        elif name == "loss":
             axes.set_yscale("log")
-        axes.grid(alpha=0.3)
+            _widen(axes)
+        axes.grid(alpha=0.3, which="both")
         axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def _curve(axes: Axes, rows: Sequence[dict[str, Any]], name: str, color: str, label: str) -> None:
+    steps = [row["step"] for row in rows]
+    values = np.asarray([np.atleast_1d(row[name]) for row in rows])
+    if values.shape[-1] > 1:
+        axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.5)
+    marked = label == "test" or len(rows) < 3  # A line needs two points to be seen.
+    axes.plot(steps, values.mean(-1), color=color, label=label, marker="o" if marked else None)
+
+
+def _widen(axes: Axes) -> None:
+    """A logarithmic axis over a factor of 4 at least: a short run hardly moves, and looks so."""
+    low, high = axes.get_ylim()
+    spare = max(0.0, np.log(4 / (high / low))) / 2
+    axes.set_ylim(low * np.exp(-spare), high * np.exp(spare))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Sequence[str]) -> None:
@@ -80,46 +115,85 @@ def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Seque
     for axes, title in zip(grid[0], ["image", *(f"head {i}" for i in range(heads))], strict=True):
         axes.set_title(title, fontsize=9)
     bar = figure.colorbar(ScalarMappable(norm, "Reds"), figure.add_axes((0.945, 0.2, 0.012, 0.6)))
-    bar.set_label("attention a patch receives (1: an even spread)", fontsize=9)
+    bar.set_label("weight of a patch, mean over all queries (1: an even spread)", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
 def alignment(
-    path: Path, sources: Sequence[str], targets: Sequence[str], weights: np.ndarray
-) -> None:
-    """How much each character of a target looks at each of its source's, a panel for each pair.
+    path: Path, sources: Sequence[str], found: Sequence[str], true: Sequence[str],
+    weights: np.ndarray, weighed: str,
+) -> None:  # fmt: skip
+    """How much each character of an output looks at each of its source's, a panel for each pair.
 
-    Characters that the font lacks are shown by their code point.
+    Characters that the font lacks are shown by their code points, see `drawable`.
 
     Args:
       path: of the PNG.
       sources: n strings.
-      targets: n strings.
+      found: n outputs.
+      true: n strings, what the outputs should be.
       weights: [n, T, S]; row t is that of the query which gives character t.
+      weighed: what the weights are, for the label of their colors.
     """
     rows = -(-len(sources) // 2)
-    figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
+    figure = Figure(figsize=(15, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).flat
     for axes in panels[len(sources) :]:
         axes.set_axis_off()
-    for axes, source, target, each in zip(panels, sources, targets, weights, strict=False):
+    for axes, source, output, target, each in zip(
+        panels, sources, found, true, weights, strict=False
+    ):
         image = axes.imshow(
-            each[: len(target), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
+            each[: len(output), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
         )
-        axes.set_xticks(range(len(source)), map(_readable, source))
-        axes.set_yticks(range(len(target)), map(_readable, target))
-        axes.set_title(f"read as {target}" if target else "read as nothing", fontsize=9)
-        figure.colorbar(image, ax=axes, label="weight")
+        axes.set_xticks(range(len(source)), map(_tick, source))
+        axes.set_yticks(range(len(output)), map(_tick, output))
+        axes.set(xlabel="character of the source", ylabel="character of the output")
+        verdict = "right" if output == target else f"wrong, true is {readable(target)}"
+        axes.set_title(f"read as {readable(output) or 'nothing'}: {verdict}", fontsize=10)
+        figure.colorbar(image, ax=axes, label=weighed)
     figure.savefig(path, dpi=110)
 
 
-def _readable(character: str) -> str:
-    """A character as a label."""
+def drawable(text: str) -> bool:
+    """Whether the font has all characters of a text."""
+    font = get_font(findfont(FontProperties()))
+    return all(c.isspace() or (c.isprintable() and font.get_char_index(ord(c)) > 0) for c in text)
+
+
+def readable(text: str) -> str:
+    """A text with the code points of those characters that the font lacks."""
+    return "".join(c if drawable(c) else f"<U+{ord(c):04X}>" for c in text)
+
+
+def _tick(character: str) -> str:
     if character.isspace():
         return "␣"
-    font = get_font(findfont(FontProperties()))
-    drawn = character.isprintable() and font.get_char_index(ord(character))
-    return character if drawn else "\n".join(re.findall("..?", f"{ord(character):04X}"))
+    return character if drawable(character) else f"U+\n{ord(character):04X}"
+
+
+def by_distance(path: Path, weights: np.ndarray) -> None:
+    """How far each head looks: a panel for each layer, a line for each head.
+
+    Args:
+      path: of the PNG.
+      weights: [layers, heads, T, T]; shown is the mean weight of the keys at each distance, over
+        the queries that have one there.
+    """
+    T = weights.shape[-1]
+    distances = np.arange(1 - T, T)
+    figure = Figure(figsize=(9, 2.6 * len(weights) + 0.6), layout="constrained")
+    grid = figure.subplots(len(weights), 1, squeeze=False, sharex=True)[:, 0]
+    for i, axes in enumerate(grid):
+        for number, head in enumerate(weights[i]):
+            means = [np.diagonal(head, d).mean() for d in distances]
+            axes.plot(distances, means, linewidth=0.8, label=f"head {number}")
+        axes.axhline(1 / T, color="black", linestyle=":", linewidth=0.8, label="an even spread")
+        axes.set(xscale="symlog", yscale="log", ylabel=f"layer {i}\nmean weight")
+        axes.grid(alpha=0.3)
+    grid[0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    grid[-1].set_xlabel("bytes from the query to the key (negative: before it)")
+    figure.savefig(path, dpi=110)
 
 
 def by_place(path: Path, bits: np.ndarray) -> None:

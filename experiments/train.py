@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-from experiments import data, hosts, plots, program, runs, settings, trainer
+from experiments import data, hosts, log, plots, program, runs, settings, trainer
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
@@ -43,7 +43,7 @@ HEARTBEAT = flags.DEFINE_integer(
 def main(argv: Sequence[str]) -> None:
     """Trains, reports, draws; the last line says the score."""
     if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # orbax tells much at the level below
+        log.hush()
     try:
         if argv[1:]:
             raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
@@ -115,7 +115,7 @@ def report(built: program.Program, workdir: Path, result: trainer.Result) -> Non
             f"would take {ratio * together:.1f} s ({ratio:.2f}×)"
         )
     if jax.process_index() == 0:
-        plots.curves(workdir / "curves.png", result.rows)
+        plots.curves(workdir / "curves.png", result.rows, task.training, task.objective)
         task.draw(params, workdir)
         for name, score in task.baselines().items():
             _say(f"{name} {task.score(score)}")

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
+from experiments import plots
 from experiments.data import text
 from experiments.data.task import Batch, Params, shuffled
 from experiments.runs import RunError
@@ -55,6 +55,8 @@ class Masked:
 
     Source: Devlin et al., "BERT", 2018; every hidden byte becomes the same token.
     """
+
+    training, objective = "training, with dropout", ""
 
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
@@ -152,15 +154,7 @@ class Masked:
         sown = jax.tree.leaves(jax.device_get(observe(params, tokens)))
         T = tokens.shape[1]
         weights = np.concatenate([x.reshape(-1, x.shape[-3], T, T) for x in sown])
-        distances = np.arange(1 - T, T)
-        figure = Figure(figsize=(8, 2.2 * len(weights)), layout="constrained")
-        for i, axes in enumerate(figure.subplots(len(weights), 1, squeeze=False)[:, 0]):
-            for head in weights[i]:
-                axes.plot(distances, [np.trace(head, d) / T for d in distances], linewidth=0.8)
-            axes.set(xscale="symlog", yscale="log", ylim=(1e-5, 1), ylabel=f"layer {i}: weight")
-            axes.grid(alpha=0.3)
-        axes.set_xlabel("how many bytes after it, a line for each head")
-        figure.savefig(workdir / "attention.png", dpi=110)
+        plots.by_distance(workdir / "attention.png", weights)
 
     def _judge(
         self, params: Params, values: jax.Array, hidden: jax.Array, **call: Any

@@ -16,7 +16,15 @@ _FOREVER = 2**31  # epochs
 
 
 class Task(Protocol):
-    """Data, model, loss, metrics and pictures: all that the training loop does not know."""
+    """Data, model, loss, metrics and pictures: all that the training loop does not know.
+
+    Attributes:
+      training: how the metrics of the training rows are measured, for pictures.
+      objective: what `loss` is, if it is another quantity than the loss of `evaluate`; or else "".
+    """
+
+    training: str
+    objective: str
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters. Traced."""

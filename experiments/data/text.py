@@ -157,6 +157,8 @@ def language_model(config: ConfigDict) -> LanguageModel:
 class Text:
     """Which byte comes next: a `Task`."""
 
+    training, objective = "training: any context, with dropout", ""
+
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
         self.train, self.test = load(config.data.path, config.data.split)

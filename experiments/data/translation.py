@@ -110,6 +110,8 @@ def translator(config: ConfigDict, vocab_size: int) -> Translator:
 class Translation:
     """Which string a string is turned into: a `Task`."""
 
+    training, objective = "training, with dropout", ""
+
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
         self.split = read(config.data.path) if config.data.path else dates.load()
@@ -208,7 +210,9 @@ class Translation:
 
     def draw(self, params: Params, workdir: Path) -> None:
         """`alignment.png`: which characters of some held-out sources each output looks at."""
-        pairs = _various(self.split.test)[:DRAWN]
+        # Of scripts that the font has, where there are such.
+        pairs = sorted(_various(self.split.test), key=lambda pair: not plots.drawable(pair[0]))
+        pairs = pairs[:DRAWN]
         batch = self.arrays(pairs)
 
         @jax.jit
@@ -225,8 +229,9 @@ class Translation:
             workdir / "alignment.png",
             [source for source, _ in pairs],
             [self.vocabulary.decode(tokens) for tokens in found],
-            weights,
-        )
+            [target for _, target in pairs],
+            weights, "weight, mean over the heads of the last layer",
+        )  # fmt: skip
 
     def respond(self, params: Params, prompt: str, say: Callable[[str], None], **o: Any) -> None:
         """Says the target of a source, character by character unless beams are followed."""

@@ -67,8 +67,11 @@ def _plan(folder: Path) -> None:
         "device": kind,
         "config": config.to_dict(),
         "jax": jax.__version__,
+        "compiler": report.compiler(found[0]),
     }
-    console.print(f"{len(found)} × {kind}, {TOPOLOGY.value}", style="dim")
+    console.print(
+        f"{len(found)} × {kind}, {TOPOLOGY.value}, compiled by {header['compiler']}", style="dim"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if SEARCH.value:
         with console.status("compiling") as status:
@@ -93,7 +96,9 @@ def _plan(folder: Path) -> None:
         if layout.found and layout.found.unknown:
             console.print(f"of unknown length, counted once: loops {layout.found.unknown}")
     rows = [report.row(layout) for layout in layouts]
-    picture.draw(folder / "plan.png", rows, f"{TOPOLOGY.value}: {CONFIG.value.task}")
+    name = Path(config_flags.get_config_filename(flags.FLAGS["config"])).name
+    title = f"{name} on {len(found)} × {kind} ({TOPOLOGY.value}), by {header['compiler']}"
+    picture.draw(folder / "plan.png", rows, title)
     seconds = sum(layout.found.seconds for layout in compiled if layout.found)
     console.print(f"{seconds:.0f} s to compile; plan.json and plan.png are in {folder}")
 

@@ -1,10 +1,12 @@
 """A plan as tables on the terminal, and as JSON."""
 
+import importlib.metadata
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +21,12 @@ def console() -> Console:
     """As wide as the terminal; where there is none, wide enough for all tables."""
     found = Console()
     return found if found.is_terminal else Console(width=140)
+
+
+def compiler(device: jax.Device) -> str:
+    """What compiles for a device, and its version: figures of memory differ from one to another."""
+    package = "libtpu" if device.platform == "tpu" else "jaxlib"
+    return f"{package} {importlib.metadata.version(package)}"
 
 
 def row(layout: Layout) -> Row:

@@ -1,0 +1,84 @@
+"""What the machine lacks, said in one line: a package, space, or the right to write.
+
+`experiments/__init__.py` installs this for the commands, so that it covers their imports too.
+"""
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+
+# What the extra `experiments` brings, by the names of its modules.
+PACKAGES = {
+    "absl", "babel", "chex", "flax", "flax_mha", "grain", "jax", "matplotlib", "ml_collections",
+    "numpy", "optax", "orbax", "rich", "sklearn", "tensorboardX", "threadpoolctl",
+}  # fmt: skip
+FULL = "make room, or give a --workdir elsewhere"
+BARRED = "give a --workdir that can be written"
+REMEDIES = {
+    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EIO: FULL,
+    errno.EROFS: BARRED, errno.EACCES: BARRED, errno.EPERM: BARRED, errno.ENOTDIR: BARRED,
+    errno.EEXIST: BARRED, errno.EISDIR: BARRED, errno.ENAMETOOLONG: BARRED,
+}  # fmt: skip
+
+
+def install() -> None:
+    """Lets the program say what the machine lacks, from its imports on."""
+    sys.excepthook, sys.unraisablehook = say, unraisable
+
+
+def reason(error: BaseException) -> str | None:
+    """The line that says what the machine lacks, or None for an error that is not of that kind."""
+    chain = list(_chain(error))
+    for each in chain:
+        if isinstance(each, ModuleNotFoundError) and each.name:
+            package = each.name.partition(".")[0]
+            if package in PACKAGES:
+                return (
+                    f"the package {package} is not installed; all that experiments need comes "
+                    f"with pip install -e '.[experiments]'"
+                )
+        if isinstance(each, OSError) and each.errno in REMEDIES:
+            place = f": {each.filename}" if each.filename else ""
+            return f"{os.strerror(each.errno)}{place}; {REMEDIES[each.errno]}"
+    for each in chain:  # Orbax passes on the words of a library that is not Python's.
+        for code, remedy in REMEDIES.items():
+            if os.strerror(code) in str(each):
+                return f"{os.strerror(code)}; {remedy}"
+    return None
+
+
+def say(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """For `sys.excepthook`: ends with one line where `reason` has one, or else a traceback."""
+    line = reason(error)
+    if line is None:
+        sys.__excepthook__(kind, error, traceback)
+        return
+    sys.stdout.flush()
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    os._exit(1)  # At once: what is half written would complain while Python is taken down.
+
+
+def unraisable(args: "sys.UnraisableHookArgs") -> None:
+    """For `sys.unraisablehook`: what nobody can catch is shown, with one exception."""
+    # Threads of Orbax say so after the error that counts.
+    if str(args.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(args)
+
+
+def said_later(record: logging.LogRecord) -> bool:
+    """A filter for logs, which drops the errors of threads that end a command with one line."""
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or reason(error) is None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for each in error.exceptions:
+                yield from _chain(each)
+        error = error.__cause__ or error.__context__

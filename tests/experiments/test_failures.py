@@ -1,0 +1,137 @@
+"""What the machine lacks is said in one line, and the exit code is not 0."""
+
+import ast
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from experiments import failures
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = (
+    "--config.steps=2", "--config.batch_size=16", "--config.model.num_layers=1",
+    "--config.model.features=256",
+)  # fmt: skip
+# In front of every import: the package that the environment names is not there.
+HIDDEN = """
+import os, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["HIDDEN"]:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def call(
+    command: str, *arguments: str, under: Sequence[str] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    inherited |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        [*under, sys.executable, "-m", f"experiments.{command}", *arguments],
+        cwd=ROOT, env=inherited | env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of an error."""
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def slow(*values: str) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("plan", "ml_collections"),
+        slow("train", "absl"),
+        slow("train", "babel"),
+        slow("train", "sklearn"),  # loaded with the data
+        slow("generate", "orbax"),
+        slow("benchmark", "matplotlib"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    command: str, package: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+    flags = {"train": [f"--workdir={tmp_path / 'run'}"]}
+    env = {"HIDDEN": package, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    line = said(call(command, *flags.get(command, ()), **env))
+    assert f"the package {package} is not installed" in line
+    assert "pip install -e '.[experiments]'" in line
+
+
+def test_all_packages_of_the_experiments_are_known() -> None:
+    found = set()
+    for path in (ROOT / "experiments").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    # The benchmark's peers are measured where they are installed, and skipped elsewhere.
+    peers = {"torch", "equinox", "haiku", "keras", "tokamax", "libtpu"}
+    ours = {"experiments", "configs", "mpl_toolkits"}
+    assert found - set(sys.stdlib_module_names) - peers - ours <= failures.PACKAGES
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl"),
+            r"No space left on device: runs/a/metrics\.jsonl; make room, or give",
+        ),
+        (OSError(errno.EROFS, "", "runs"), r"Read-only file system: runs; .* can be written"),
+        (PermissionError(errno.EACCES, "", "runs"), r"Permission denied: runs; .* can be written"),
+        (
+            ExceptionGroup("several", [ValueError("UNKNOWN: write: No space left on device [28]")]),
+            "No space left on device; make room",
+        ),
+        (ValueError("a bug"), None),
+        (FileNotFoundError(errno.ENOENT, "a bug", "table.json"), None),
+        (ModuleNotFoundError("a config's own", name="elsewhere"), None),
+    ],
+)
+def test_what_the_machine_lacks(error: Exception, line: str | None) -> None:
+    try:
+        try:
+            raise error
+        except Exception as cause:
+            raise RuntimeError("saving failed") from cause
+    except RuntimeError as outer:
+        found = failures.reason(outer)
+    if line is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.match(line, found)
+
+
+def test_a_file_among_the_parents(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    line = said(call("benchmark", "--quick", f"--workdir={tmp_path / 'file' / 'run'}"))
+    assert "Not a directory" in line
+    assert str(tmp_path / "file") in line
+
+
+@pytest.mark.slow
+def test_no_room_for_a_checkpoint(tmp_path: Path) -> None:
+    shell = ("bash", "-c", 'ulimit -f 256; exec "$@"', "bash")  # KiB, of any file
+    done = call("train", f"--workdir={tmp_path / 'run'}", *SMALL, under=shell)
+    assert "File too large; make room" in said(done)
