@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import (
     LogLocator,
+    MaxNLocator,
     NullFormatter,
     PercentFormatter,
     StrMethodFormatter,
@@ -47,8 +49,10 @@ def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective:
             if drawn:  # Some are measured on test data alone.
                 _curve(axes, drawn, name, COLORS[split], labels[split])
         axes.set(xlabel="step", ylabel=title)
+        axes.set_xlim(0, 1.05 * max(row["step"] for row in rows))
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         if name in SHARES:
-            axes.set_ylim(0.0, 1.0)
+            axes.set_ylim(-0.02, 1.02)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         elif name == "loss":
             axes.set_yscale("log")
@@ -109,14 +113,21 @@ def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Seque
         for axes, one in zip(others, received[row], strict=True):
             # The digit in light grey, so that strong attention shows through on ink and paper.
             axes.imshow(image, cmap="gray_r", extent=extent, vmax=2 * image.max())
-            axes.imshow(one, cmap="Reds", norm=norm, extent=extent, alpha=0.85 * norm(one) ** 0.5)
+            axes.imshow(one, cmap="Reds", norm=norm, extent=extent, alpha=_opacity(norm(one)))
     for axes in grid.flat:
         axes.set(xticks=[], yticks=[])
     for axes, title in zip(grid[0], ["image", *(f"head {i}" for i in range(heads))], strict=True):
         axes.set_title(title, fontsize=9)
-    bar = figure.colorbar(ScalarMappable(norm, "Reds"), figure.add_axes((0.945, 0.2, 0.012, 0.6)))
+    # The bar on white paper, as faint as what is drawn.
+    reds = colormaps["Reds"](np.linspace(0, 1, 256))[:, :3]
+    shown = ListedColormap(1 + _opacity(np.linspace(0, 1, 256))[:, None] * (reds - 1))
+    bar = figure.colorbar(ScalarMappable(norm, shown), figure.add_axes((0.945, 0.2, 0.012, 0.6)))
     bar.set_label("weight of a patch, mean over all queries (1: an even spread)", fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+def _opacity(share: np.ndarray) -> np.ndarray:
+    return 0.85 * share**0.5
 
 
 def alignment(
@@ -143,11 +154,12 @@ def alignment(
     for axes, source, output, target, each in zip(
         panels, sources, found, true, weights, strict=False
     ):
+        labels = [*map(_tick, output)] or ["end"]  # What the first query gives then.
         image = axes.imshow(
-            each[: len(output), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
+            each[: len(labels), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
         )
         axes.set_xticks(range(len(source)), map(_tick, source))
-        axes.set_yticks(range(len(output)), map(_tick, output))
+        axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel="character of the source", ylabel="character of the output")
         verdict = "right" if output == target else f"wrong, true is {readable(target)}"
         axes.set_title(f"read as {readable(output) or 'nothing'}: {verdict}", fontsize=10)

@@ -210,9 +210,7 @@ class Translation:
 
     def draw(self, params: Params, workdir: Path) -> None:
         """`alignment.png`: which characters of some held-out sources each output looks at."""
-        # Of scripts that the font has, where there are such.
-        pairs = sorted(_various(self.split.test), key=lambda pair: not plots.drawable(pair[0]))
-        pairs = pairs[:DRAWN]
+        pairs = drawn(self.split.test)
         batch = self.arrays(pairs)
 
         @jax.jit
@@ -268,11 +266,12 @@ def _losses(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]
     return losses * real, real
 
 
-def _various(pairs: Sequence[Pair]) -> list[Pair]:
-    """The pairs, first one in each script."""
+def drawn(pairs: Sequence[Pair]) -> list[Pair]:
+    """Some pairs for a picture: in scripts that its font has, if there are, and in various ones."""
     first: dict[str, Pair] = {}
     for pair in pairs:
         letter = next(filter(str.isalpha, pair[0]), None)
         if letter:
             first.setdefault(unicodedata.name(letter, "").split(" ")[0], pair)
-    return list(dict.fromkeys([*first.values(), *pairs]))
+    various = dict.fromkeys([*first.values(), *pairs])
+    return sorted(various, key=lambda pair: not plots.drawable(pair[0]))[:DRAWN]
