@@ -195,13 +195,13 @@ def by_distance(path: Path, weights: np.ndarray) -> None:
     T = weights.shape[-1]
     distances = np.arange(1 - T, T)
     figure = Figure(figsize=(9, 2.6 * len(weights) + 0.6), layout="constrained")
-    grid = figure.subplots(len(weights), 1, squeeze=False, sharex=True)[:, 0]
+    grid = figure.subplots(len(weights), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for i, axes in enumerate(grid):
         for number, head in enumerate(weights[i]):
             means = [np.diagonal(head, d).mean() for d in distances]
             axes.plot(distances, means, linewidth=0.8, label=f"head {number}")
         axes.axhline(1 / T, color="black", linestyle=":", linewidth=0.8, label="an even spread")
-        axes.set(xscale="symlog", yscale="log", ylabel=f"layer {i}\nmean weight")
+        axes.set(xscale="symlog", yscale="log", ylim=(1e-5, 1), ylabel=f"layer {i}\nmean weight")
         axes.grid(alpha=0.3)
     grid[0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     grid[-1].set_xlabel("bytes from the query to the key (negative: before it)")

@@ -32,7 +32,9 @@ from experiments.plan import devices, picture, report, scaling, search
 PROGRAM = "experiments.plan"
 DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
 CONFIG = config_flags.DEFINE_config_file("config", None, f"What to plan; unless said, {DEFAULT}.")
-TOPOLOGY = flags.DEFINE_string("topology", "v5e:16x16", "Such as v5e:16x16, v5p:4x4x4, h200:8, cpu:8.")
+TOPOLOGY = flags.DEFINE_string(
+    "topology", "v5e:16x16", "Such as v5e:16x16, v5p:4x4x4, h200:8, cpu:8."
+)
 SEARCH = flags.DEFINE_bool("search", False, "Try all splits over data, fsdp, model and context.")
 MOST = flags.DEFINE_integer("most", 8, "How many splits --search compiles.", lower_bound=1)
 SCALING = flags.DEFINE_bool("scaling", False, "The study of docs/scaling.md, which takes long.")

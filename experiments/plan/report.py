@@ -25,8 +25,11 @@ def console() -> Console:
 
 def compiler(device: jax.Device) -> str:
     """What compiles for a device, and its version: figures of memory differ from one to another."""
-    package = "libtpu" if device.platform == "tpu" else "jaxlib"
-    return f"{package} {importlib.metadata.version(package)}"
+    package = {"tpu": "libtpu", "gpu": "jax-cuda13-pjrt"}.get(device.platform, "jaxlib")
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:  # A plugin of another CUDA.
+        return f"jaxlib {importlib.metadata.version('jaxlib')}"
 
 
 def row(layout: Layout) -> Row:
