@@ -21,7 +21,9 @@ __all__ = [
     "KVCache",
     "LanguageModel",
     "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
     "Translator",
+    "attention_fn",
     "cache",
     "dot_product_attention",
     "explain",
@@ -43,9 +45,11 @@ if TYPE_CHECKING:
     from flax_mha import scores as scores
     from flax_mha import sharding as sharding
     from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
+    from flax_mha.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
     from flax_mha.blocks import DecoderBlock as DecoderBlock
     from flax_mha.blocks import EncoderBlock as EncoderBlock
     from flax_mha.cache import KVCache as KVCache
+    from flax_mha.flax_functions import attention_fn as attention_fn
     from flax_mha.generation import Generated as Generated
     from flax_mha.generation import generate as generate
     from flax_mha.kernels import Explanation as Explanation
@@ -59,9 +63,10 @@ if TYPE_CHECKING:
     from flax_mha.stacks import Encoder as Encoder
 else:  # A type checker would believe that this function knows every name.
     _HOMES = {
-        "attention": ("MultiHeadAttention",),
+        "attention": ("MultiHeadAttention", "MultiHeadDotProductAttention"),
         "blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("KVCache",),
+        "flax_functions": ("attention_fn",),
         "generation": ("Generated", "generate"),
         "kernels": ("Explanation", "dot_product_attention", "explain"),
         "mlp": ("MLP",),

@@ -1,7 +1,9 @@
 # Over 300 lines: half of them say what the fields and arguments mean.
 """The layer: project → position → cache → kernel → project."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import chex
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import inputs, masks, shapes, sharding
+from flax_mha import flax_functions, inputs, masks, shapes, sharding
 from flax_mha.cache import KVCache, variables
 from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention, observe
@@ -63,6 +65,11 @@ class MultiHeadAttention(nn.Module):
       bias_init: of the biases.
       out_bias_init: of the output projection's bias (default: bias_init).
       use_bias: whether the projections have biases.
+      attention_fn: a function with the signature of `nn.dot_product_attention`, which computes
+        attention instead of the kernels, with its own answer for queries that see nothing. It is
+        called as Flax's layer calls it; keys and values of groups are repeated to N heads, and
+        masks given as one table. What it has no parameter for is an error (default: the kernels).
+      force_fp32_for_softmax: for `attention_fn`; the kernels' softmax is in float32 anyhow.
       decode: keep keys and values in the `cache` collection (see `flax_mha.cache`). `init` with an
         input of the full length makes room for that many tokens; each `apply` appends the tokens
         it is given (one or more) and attends to all so far, each token to itself and those before.
@@ -95,6 +102,7 @@ class MultiHeadAttention(nn.Module):
     """
 
     num_heads: int
+    _: dataclasses.KW_ONLY
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     qkv_features: int | None = None
@@ -108,6 +116,8 @@ class MultiHeadAttention(nn.Module):
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
     use_bias: bool = True
+    attention_fn: Callable[..., Any] | None = None
+    force_fp32_for_softmax: bool = False
     decode: bool = False
     cache_dtype: Dtype | None = None
     cache_window: int | None = None
@@ -213,7 +223,7 @@ class MultiHeadAttention(nn.Module):
             size = self.cache_window
             k, v = variables.start(self, k, v, itself, self.cache_dtype, size, window)
 
-        observed = self._observed(sow_weights)
+        attend, options = self._attention(sow_weights)
         call: dict[str, Any] = {
             "mask": masks.combine(self.mask, mask),
             "bias": bias,
@@ -222,18 +232,19 @@ class MultiHeadAttention(nn.Module):
             "kernel": self.kernel,
             "precision": self.precision,
             "return_weights": return_weights,
-            "return_residuals": True,  # Always a tuple.
-            **observed,
+            **options,
             **self._dropout(deterministic, dropout_rng),
         }
         if cache is None:
             call["mask"] = masks.combine(call["mask"], variables.real(lengths, q, k, itself))
             call |= {"q_positions": order, "kv_positions": order}
-            x, *extras = dot_product_attention(q, k, v, **call)
+            x, *extras = attend(q, k, v, **call)
         else:
+            if attend is not dot_product_attention:
+                call["attention"] = attend
             (x, *extras), cache = cache.extend(q, k, v, lengths, **call)
             variables.store(self, cache)
-        for name, captured in extras.pop().items() if observed else ():
+        for name, captured in extras.pop().items() if options.get("capture") else ():
             self.sow("intermediates", f"attention_{name}", captured)
         x = sharding.constrain(shapes.scale_heads(x, head_mask), sharding.HEADS)
         out = self._project_out(x, inputs_q.shape[-1])
@@ -267,6 +278,9 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         inputs.optional(out_features=self.out_features)
         inputs.rate("dropout_rate", self.dropout_rate)
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) is not None:
+                inputs.dtype(name, getattr(self, name))
         if self.rotary is not None:
             remedy = "give positions.Rotary(), with its parentheses"
             inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy)
@@ -334,9 +348,21 @@ class MultiHeadAttention(nn.Module):
             "broadcast_dropout": self.broadcast_dropout,
         }
 
+    def _attention(self, sow_weights: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """What computes attention, and its arguments that say what else it gives."""
+        observe.check_names(self.capture)
+        if self.attention_fn is None:
+            options = {"return_residuals": True, **self._observed(sow_weights)}  # Always a tuple.
+            return dot_product_attention, options
+        function = functools.partial(
+            flax_functions.run, self.attention_fn, dtype=self.dtype,
+            force_fp32_for_softmax=self.force_fp32_for_softmax,
+            module=self if sow_weights else None,
+        )  # fmt: skip
+        return function, {"capture": tuple(self.capture)}
+
     def _observed(self, sow_weights: bool) -> dict[str, Any]:
         """The kernel call's arguments of what is captured, if anybody listens."""
-        observe.check_names(self.capture)
         names = tuple(self.capture)
         if sow_weights and "weights" not in names:
             names += ("weights",)
@@ -344,6 +370,19 @@ class MultiHeadAttention(nn.Module):
             return {}
         heads, queries = self.capture_heads, self.capture_queries
         return {"capture": names, "capture_heads": heads, "capture_queries": queries}
+
+
+class MultiHeadDotProductAttention(MultiHeadAttention):
+    """`MultiHeadAttention` under the name of Flax's layer, and with its defaults.
+
+    Flax names a submodule that has no name after its class, and draws initial values by these
+    names: in a model that builds `nn.MultiHeadDotProductAttention(...)` this class in its place
+    gives the same parameters under the same names, so that checkpoints load as they are. Of the
+    fields only the default of `broadcast_dropout` differs from `MultiHeadAttention`.
+    """
+
+    _: dataclasses.KW_ONLY
+    broadcast_dropout: bool = True
 
 
 def _check_order(order: Array | None, itself: bool) -> None:

@@ -40,6 +40,7 @@ LAYERS = [
     {"cache.kv"},
     {"cache.variables"},
     {"cache"},
+    {"flax_functions"},
     {"attention", "mlp", "embeddings"},
     {"blocks"},
     {"stacks"},

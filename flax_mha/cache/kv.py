@@ -135,7 +135,7 @@ class KVCache(struct.PyTreeNode):
           q: [*B, T, N, H].
           q_positions: int [*B, T], such as `next_positions(T)` from before the last `append`.
           mask: joins causality and the window; of arrays the last axis is the slots.
-          **call: more arguments of `dot_product_attention`.
+          **call: more arguments of `dot_product_attention`; `attention`, called in its place.
 
         Returns:
           What `dot_product_attention` returns. Rows that have overflowed are NaN, and reported
@@ -188,6 +188,7 @@ class KVCache(struct.PyTreeNode):
             return self._look(q, q_positions, held, k_positions, mask, call)
 
         weights = call.get("return_weights") or "weights" in call.get("capture", ())
+        weights = weights or "attention" in call  # Which may sow, in no branch.
         if T <= decode.QUERIES or weights or ring.over_keys(q, held, mask, call):
             return new._checked(later()), new
         # Of a first prompt kernels know before tracing which tokens see which.
@@ -276,10 +277,9 @@ class KVCache(struct.PyTreeNode):
             ring.check_positional(q, kv, mask, call)
         # Causality also hides the slots that hold nothing.
         own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
-        return dot_product_attention(
-            q, *kv, mask=masks.combine(own, mask), q_positions=q_positions,
-            kv_positions=k_positions, **call,
-        )  # fmt: skip
+        call = {"q_positions": q_positions, "kv_positions": k_positions, **call}
+        attention = call.pop("attention", dot_product_attention)
+        return attention(q, *kv, mask=masks.combine(own, mask), **call)
 
     def _checked(self, result: Any) -> Any:
         """The result, NaN in rows that have overflowed."""
