@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module):
             size = self.cache_window
             k, v = variables.start(self, k, v, itself, self.cache_dtype, size, window)
 
-        attend, options = self._attention(sow_weights)
+        options = self._attention(sow_weights)
         call: dict[str, Any] = {
             "mask": masks.combine(self.mask, mask),
             "bias": bias,
@@ -238,10 +238,9 @@ class MultiHeadAttention(nn.Module):
         if cache is None:
             call["mask"] = masks.combine(call["mask"], variables.real(lengths, q, k, itself))
             call |= {"q_positions": order, "kv_positions": order}
+            attend = call.pop("attention", dot_product_attention)
             x, *extras = attend(q, k, v, **call)
         else:
-            if attend is not dot_product_attention:
-                call["attention"] = attend
             (x, *extras), cache = cache.extend(q, k, v, lengths, **call)
             variables.store(self, cache)
         for name, captured in extras.pop().items() if options.get("capture") else ():
@@ -348,18 +347,17 @@ class MultiHeadAttention(nn.Module):
             "broadcast_dropout": self.broadcast_dropout,
         }
 
-    def _attention(self, sow_weights: bool) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """What computes attention, and its arguments that say what else it gives."""
+    def _attention(self, sow_weights: bool) -> dict[str, Any]:
+        """The arguments that say what computes attention, and what else it gives."""
         observe.check_names(self.capture)
         if self.attention_fn is None:
-            options = {"return_residuals": True, **self._observed(sow_weights)}  # Always a tuple.
-            return dot_product_attention, options
+            return {"return_residuals": True, **self._observed(sow_weights)}  # Always a tuple.
         function = functools.partial(
             flax_functions.run, self.attention_fn, dtype=self.dtype,
             force_fp32_for_softmax=self.force_fp32_for_softmax,
             module=self if sow_weights else None,
         )  # fmt: skip
-        return function, {"capture": tuple(self.capture)}
+        return {"attention": function, "capture": tuple(self.capture)}
 
     def _observed(self, sow_weights: bool) -> dict[str, Any]:
         """The kernel call's arguments of what is captured, if anybody listens."""
