@@ -18,7 +18,7 @@ from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention, observe
 from flax_mha.positions import Rotation, rotate
 from flax_mha.projections import Projection, fused
-from flax_mha.scores import ScoreMod
+from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -207,6 +207,7 @@ class MultiHeadAttention(nn.Module):
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
+        inputs.fields(self)
         window = variables.window(self.mask, self.cache_window) if self.decode else None
         cache = variables.load(self, window) if self.decode else None
         memory = variables.recall(self) if self.decode and inputs_k is None else None
@@ -215,19 +216,18 @@ class MultiHeadAttention(nn.Module):
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         else:
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
-        _check_order(order, itself and not self.decode)
+        order = _ordered(order, itself and not self.decode, inputs_q.shape[-2])
         q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions, order)
         if memory is not None:
             k, v = memory
         elif self.decode and cache is None:
-            size = self.cache_window
-            k, v = variables.start(self, k, v, itself, self.cache_dtype, size, window)
+            k, v = variables.start(self, k, v, itself, self.cache_dtype, self.cache_window, window)
 
         options = self._attention(sow_weights)
         call: dict[str, Any] = {
             "mask": masks.combine(self.mask, mask),
             "bias": bias,
-            "scores": (*self.scores, *scores),
+            "scores": as_scores(self.scores) + as_scores(scores),
             "sinks": self._sinks(),
             "kernel": self.kernel,
             "precision": self.precision,
@@ -276,13 +276,9 @@ class MultiHeadAttention(nn.Module):
             self.head_dim, self.v_head_dim,
         )  # fmt: skip
         inputs.optional(out_features=self.out_features)
-        inputs.rate("dropout_rate", self.dropout_rate)
-        for name in ("dtype", "param_dtype"):
-            if getattr(self, name) is not None:
-                inputs.dtype(name, getattr(self, name))
         if self.rotary is not None:
             remedy = "give positions.Rotary(), with its parentheses"
-            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy)
+            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
         query = self._projection("query", ("embed", "heads", "head_dim"), (N, H))
         key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
         value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
@@ -349,6 +345,7 @@ class MultiHeadAttention(nn.Module):
 
     def _attention(self, sow_weights: bool) -> dict[str, Any]:
         """The arguments that say what computes attention, and what else it gives."""
+        inputs.flag("sow_weights", sow_weights)
         observe.check_names(self.capture)
         if self.attention_fn is None:
             return {"return_residuals": True, **self._observed(sow_weights)}  # Always a tuple.
@@ -383,9 +380,12 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
     broadcast_dropout: bool = True
 
 
-def _check_order(order: Array | None, itself: bool) -> None:
-    if order is not None and not itself:
+def _ordered(order: Array | None, itself: bool, length: int) -> Array | None:
+    if order is None:
+        return None
+    if not itself:
         raise ValueError(
             "order says where the tokens of self-attention stand, all of them in one call; got it "
             "in decoding or with inputs_k; leave it out"
         )
+    return shapes.check_order(order, length)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 
-from flax_mha import inputs, masks, sharding
+from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.grid import Array
 from flax_mha.mlp import MLP, Dropout
@@ -49,6 +49,8 @@ class Block(nn.Module):
 
     def run(self, x: jax.Array, deterministic: bool, calls: Calls) -> jax.Array:
         """The attention layers and the MLP in turn; `calls` holds each layer's arguments."""
+        inputs.fields(self)
+        shapes.check_features("x", x)
 
         def branches(block: "Block", x: jax.Array) -> jax.Array:
             return block._branches(x, deterministic, calls)

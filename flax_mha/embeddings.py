@@ -38,6 +38,7 @@ class TokenEmbedding(nn.Module):
 
     def setup(self) -> None:
         """Makes the table."""
+        inputs.fields(self)
         inputs.positive(vocab_size=self.vocab_size, features=self.features)
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
         self.table = nn.Embed(
@@ -47,9 +48,7 @@ class TokenEmbedding(nn.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps int [*B, T] to [*B, T, D]."""
-        inputs.array("tokens", tokens)
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"tokens must be integer ids, got {tokens.dtype}; cast them to int32")
+        tokens = shapes.check_tokens("tokens", tokens)
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
 
         def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -59,6 +58,7 @@ class TokenEmbedding(nn.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps features [*B, T, D] to logits [*B, T, V], float32 at least."""
+        shapes.check_features("x", x)
         x, table = promote_dtype(x, self.table.embedding, dtype=self.dtype)
 
         def product(x: jax.Array, table: jax.Array) -> jax.Array:
@@ -99,6 +99,7 @@ class PatchEmbedding(nn.Module):
                 f"patch_size must be one number, or height and width, got {self.patch_size!r}"
             )
         h, w = sizes
+        inputs.fields(self)
         inputs.positive(patch_height=h, patch_width=w, features=self.features)
         inputs.floating("images", images)
         if images.ndim < 3 or images.shape[-3] % h or images.shape[-2] % w:

@@ -90,12 +90,24 @@ def generate(
             f"beams={beams} are searched, not drawn, and settled at the end only; drop temperature "
             f"and callback, or use beams=1"
         )
+    if rng is not None:
+        inputs.key("rng", rng)
+    for name, token in (("start", start), ("eos", eos)):
+        if token is not None:
+            inputs.integer(name, token)
+    if callback is not None:
+        inputs.function("callback", callback, "(step, tokens)", "None for none", 2)
     if temperature and rng is None:
         raise ValueError(f"temperature={temperature} needs an rng to draw with, got None")
     read = 1 if isinstance(model, Translator) else prompt.shape[1]
     capacity = _check_capacity(model, read, max_new_tokens, capacity)
     rules = tuple(nn.get_logical_axis_rules())
     plan = Plan(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
+            f"give what model.init returned"
+        )
     rest = {name: value for name, value in variables.items() if name != "cache"}
     state = search.begin(plan, rest, prompt, lengths, sampling, rng)
     if callback is None:
@@ -131,9 +143,7 @@ def _check_model(model: Model, start: int | None) -> None:
 
 def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [B, T] and how many are real, int32 [B]."""
-    inputs.array("prompt", prompt)
-    if not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise TypeError(f"prompt must be integer ids, got {prompt.dtype}; cast them to int32")
+    prompt = inputs.integers("prompt", prompt)
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ValueError(
             f"prompt must have shape [B, T] with at least one row and token, got {prompt.shape}; "
@@ -141,15 +151,8 @@ def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Arr
         )
     B, T = prompt.shape
     lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
-    lengths = shapes.row_lengths("lengths", lengths, (B,))
-    if not isinstance(lengths, jax.core.Tracer):
-        given = np.asarray(lengths)
-        if given.min() < 1 or given.max() > T:
-            raise ValueError(
-                f"lengths must be in 1 … T={T}, got {given.tolist()}; there is nothing to go on "
-                f"from in an empty prompt, give it a first token"
-            )
-    return jnp.asarray(prompt, jnp.int32), lengths
+    # There is nothing to go on from in an empty prompt.
+    return jnp.asarray(prompt), shapes.per_row("lengths", lengths, (B,), T, least=1)
 
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None) -> int:

@@ -7,17 +7,18 @@ what is given as a list or in NumPy stays in NumPy, known before tracing, and a 
 is refused where it can be seen. Settings are constants: never traced arrays.
 """
 
+import contextlib
+import dataclasses
 import inspect
 import math
 import warnings
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Choice = TypeVar("Choice")
-Integers: TypeAlias = jax.Array | np.ndarray
 
 _INT32 = np.iinfo(np.int32)
 # Through whose code a call of ours may come.
@@ -30,6 +31,8 @@ def array(name: str, x: Any) -> Any:
         raise TypeError(
             f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray"
         )
+    if getattr(x.dtype, "kind", "") in "USOMm":
+        raise TypeError(f"{name} must be an array of numbers, got {x.dtype}; encode it as numbers")
     return x
 
 
@@ -56,7 +59,7 @@ def floating(name: str, x: Any) -> Any:
     return x
 
 
-def integers(name: str, x: Any) -> Integers:
+def integers(name: str, x: Any) -> Any:
     """Whole numbers as int32: a NumPy array if they are known before tracing."""
     if not isinstance(x, jax.Array | np.ndarray):
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
@@ -72,14 +75,35 @@ def integers(name: str, x: Any) -> Integers:
             ) from None
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
+    if x.dtype == np.int32:
+        # Inside `jit` a cast would make a known array a traced one.
+        return x
     if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and known(x):
-        least, most = int(x.min()), int(x.max())
+        values = np.asarray(x)
+        least, most = int(values.min()), int(values.max())
         if least < _INT32.min or most > _INT32.max:
             wrong = most if most > _INT32.max else least
             raise ValueError(
                 f"{name} must fit int32, got {wrong}, which would wrap; number them from 0"
             )
     return x.astype(np.int32)
+
+
+def integer(name: str, x: Any, least: int = 0, most: int = _INT32.max) -> int:
+    """One whole number, a constant, in a range."""
+    concrete(name, x)
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name} must be an int, got {x!r} of {type(x).__name__}")
+    if not least <= x <= most:
+        raise ValueError(f"{name} must be in {least} … {most}, got {x}")
+    return int(x)
+
+
+def sizes(name: str, x: Any) -> tuple[int, ...]:
+    """The sizes of some axes."""
+    if not isinstance(x, tuple | list):
+        raise TypeError(f"{name} must be a tuple of sizes, got {came(x)}; give (2,) for one axis")
+    return tuple(integer(name, size) for size in x)
 
 
 def known(x: Any) -> bool:
@@ -139,14 +163,53 @@ def flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
-def dtype(name: str, x: Any) -> jnp.dtype:
-    """A dtype, or a name of one."""
-    try:
-        return jnp.dtype(x)
-    except TypeError:
+def dtype(name: str, x: Any, of: str = "a floating dtype") -> jnp.dtype:
+    """A real floating dtype, or its name; int8 too where that is among what it is of."""
+    found = None
+    # An array has a dtype and is none.
+    if isinstance(x, str | type | np.dtype) or not hasattr(x, "dtype"):
+        with contextlib.suppress(TypeError, ValueError):
+            found = jnp.dtype(x)
+    if x is None or found is None:
         raise TypeError(
             f"{name} must be a dtype, got {x!r}; give one such as jnp.float32 or 'bfloat16'"
+        )
+    int8 = found == jnp.int8 and "int8" in of
+    if not int8 and not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"{name} must be {of}, got {found}; give jnp.float32, say")
+    return found
+
+
+def precision(name: str, x: Any) -> None:
+    """A precision of matrix products."""
+    try:
+        jax.eval_shape(
+            lambda a: jax.lax.dot(a, a, precision=x), jax.ShapeDtypeStruct((1, 1), jnp.float32)
+        )
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be a jax.lax.Precision or a name of one, got {x!r}; give 'highest', say, "
+            f"or None for the default"
         ) from None
+
+
+def fields(module: Any) -> None:
+    """The settings of a module that say by name or type what they must be."""
+    for field in dataclasses.fields(module):
+        name, x = field.name, getattr(module, field.name)
+        if field.type is bool or (field.type == bool | None and x is not None):
+            flag(name, x)
+        elif x is None:
+            continue
+        elif name.endswith("dtype"):
+            dtype(name, x, "a floating dtype or int8" if "cache" in name else "a floating dtype")
+        elif name.endswith("_init"):
+            remedy = "give one of flax.linen.initializers"
+            function(name, x, "(key, shape, dtype) -> array", remedy, 3)
+        elif name == "precision":
+            precision(name, x)
+        elif name.endswith("rate"):
+            rate(name, x)
 
 
 def choose(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
@@ -158,9 +221,12 @@ def choose(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
 
 def key(name: str, x: Any) -> jax.Array:
     """One key for random numbers, of `jax.random.key` or of `jax.random.PRNGKey`."""
-    typed = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    raw = getattr(x, "dtype", None) == jnp.uint32 and jnp.ndim(x) == 1
-    if not (raw or (typed and x.ndim == 0)):
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+    if dtype == np.uint32:
+        with contextlib.suppress(TypeError, ValueError):
+            found = jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(shape, dtype))
+            dtype, shape = found.dtype, found.shape
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or shape != ():
         raise TypeError(f"{name} must be one JAX key, got {came(x)}; give jax.random.key(0), say")
     return x
 

@@ -8,6 +8,8 @@ import flax.linen as nn
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from flax_mha import inputs
+
 LogicalNames: TypeAlias = tuple[str | None, ...]
 
 # One row or one token can't be divided, and need not be.
@@ -16,7 +18,12 @@ _TOKENS = ("batch", "length", "norm_length")
 
 def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
     """The mesh axes of each axis of an array, if it can be laid out so; names of its last axes."""
-    names = (None,) * (len(shape) - len(names)) + names[-len(shape) :]
+    if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
+        raise TypeError(
+            f"names must be a tuple of logical names, a str or None for each axis, got {names!r}; "
+            f"give ('batch', None), say"
+        )
+    names = (None,) * (len(shape) - len(names)) + tuple(names[max(len(names) - len(shape), 0) :])
     rules = nn.get_logical_axis_rules()
     sizes, free = dict(mesh.shape), (*mesh.auto_axes, *mesh.explicit_axes)
     parts: list[Any] = []
@@ -83,10 +90,12 @@ def zigzag(length: int, devices: int) -> np.ndarray:
     Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
     "The Llama 3 Herd of Models", 2024.
     """
-    if devices < 1 or length % (2 * devices):
+    inputs.positive(devices=devices)
+    inputs.integer("length", length)
+    if length % (2 * devices):
         raise ValueError(
             f"zigzag places 2 pieces on each of {devices} devices, got {length} tokens; "
-            f"pad them to a multiple of {2 * max(devices, 1)}"
+            f"pad them to a multiple of {2 * devices}"
         )
     pieces = np.arange(length, dtype=np.int32).reshape(2, devices, -1)
     return np.stack([pieces[0], pieces[1, ::-1]], 1).reshape(-1)

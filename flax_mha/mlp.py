@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import inputs, sharding
+from flax_mha import inputs, shapes, sharding
 from flax_mha.projections import Projection, default_bias_init, default_kernel_init
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -53,7 +53,8 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array, *, deterministic: bool = True) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]."""
         inputs.positive(hidden=self.hidden)
-        inputs.rate("dropout_rate", self.dropout_rate)
+        inputs.fields(self)
+        shapes.check_features("x", x)
         act = inputs.choose("activation", self.activation, ACTIVATIONS)
         up = self._dense("up", self.hidden, ("embed", "mlp"))(x)
         if self.gated:
@@ -84,7 +85,7 @@ class Dropout(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
         """Sets a share of x to 0, and scales the rest to keep the expectation."""
-        if self.rate == 0 or deterministic:
+        if self.rate == 0 or inputs.flag("deterministic", deterministic):
             return x
         keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.rate, x.shape)
         return jnp.where(sharding.like(keep, x), x / (1 - self.rate), 0)

@@ -11,7 +11,7 @@ from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
 from flax_mha.grid import Array
-from flax_mha.inputs import positive, rate
+from flax_mha.inputs import fields, positive
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection
@@ -57,8 +57,14 @@ class Classifier(nn.Module):
         Returns:
           Logits [*B, num_classes], float32.
         """
+        check_module("encoder", self.encoder, Encoder)
+        if not isinstance(self.embedding, nn.Module):
+            raise TypeError(
+                f"embedding must be a module that gives [*B, T, D], got "
+                f"{type(self.embedding).__name__}; give TokenEmbedding(…) or PatchEmbedding(…)"
+            )
         positive(num_classes=self.num_classes)
-        rate("dropout_rate", self.dropout_rate)
+        fields(self)
         x = PositionEmbedding(self.positions, name="positions")(self.embedding(inputs))
         x = Dropout(self.dropout_rate)(x, deterministic=deterministic)
         mask = None if lengths is None else masks.Lengths(lengths)
@@ -74,7 +80,7 @@ def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """The mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
-    lengths = shapes.row_lengths("lengths", lengths, x.shape[:-2])
+    lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
     count = lengths[..., None]
     real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
     return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)
@@ -107,7 +113,7 @@ class LanguageModel(nn.Module):
         check_module("embedding", self.embedding, TokenEmbedding)
         check_module("decoder", self.decoder, Decoder)
         check_module("position_embedding", self.position_embedding, PositionEmbedding)
-        rate("dropout_rate", self.dropout_rate)
+        fields(self)
         self.dropout = Dropout(self.dropout_rate)
         if not self.tied:
             self.head = self.embedding.copy(name=None)
@@ -149,7 +155,10 @@ class LanguageModel(nn.Module):
         Raises:
           ValueError: if sizes do not fit, or positions are missing.
         """
-        where = jnp.asarray(order) if positions is None and order is not None else positions
+        tokens = shapes.check_tokens("tokens", tokens)
+        if order is not None:
+            order = shapes.check_order(order, tokens.shape[-1])
+        where: Any = order if positions is None and order is not None else positions
         x = self.embed(tokens, positions=where, deterministic=deterministic)
         rotates = self.decoder.block.attention.rotary is not None
         x = self.decoder(
@@ -158,6 +167,7 @@ class LanguageModel(nn.Module):
             order=order, deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
         if at is not None:
+            at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
             # Before the product: the logits of a whole prompt are large, and nobody reads them.
             x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
         return (self.embedding if self.tied else self.head).logits(x)

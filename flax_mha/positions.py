@@ -7,6 +7,7 @@ from typing import TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype, Initializer
 
 from flax_mha import inputs, shapes, sharding
@@ -40,7 +41,14 @@ def sinusoidal(
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
     inputs.positive(features=features)
-    at = jnp.arange(positions) if isinstance(positions, int) else jnp.asarray(positions)
+    if isinstance(positions, int):
+        at = jnp.arange(inputs.integer("positions", positions))
+    elif jnp.issubdtype(getattr(positions, "dtype", int), jnp.floating):
+        at = jnp.asarray(positions)
+    else:
+        at = jnp.asarray(inputs.integers("positions", positions))
+    dtype = inputs.dtype("dtype", dtype)
+    _check_base(base)
     angles = _angles(at, (features + 1) // 2, 2 / features, base)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
@@ -80,8 +88,10 @@ def rotary(
     inputs.floating("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
-    _check_positions(positions, x.shape[:-2])
-    R = round(fraction * x.shape[-1])
+    positions = shapes.per_token("positions", positions, x.shape[:-2])
+    inputs.flag("interleaved", interleaved)
+    _check_base(base)
+    R = round(inputs.number("fraction", fraction) * x.shape[-1])
     if R < 2 or R % 2 or x.shape[-1] < R:
         raise ValueError(
             f"rotary turns pairs, so fraction·H must be even, at least 2 and at most H; got "
@@ -143,7 +153,18 @@ def rotate(
     elif positions is not None:
         k_pos = positions if q_pos.shape[-1] == k_pos.shape[-1] else k_pos
         q_pos = positions
-    return rotation(q, q_pos), None if k is None else rotation(k, k_pos)
+    return _turned(rotation, q, q_pos), None if k is None else _turned(rotation, k, k_pos)
+
+
+def _turned(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """What a rotation, perhaps a user's own, makes of queries or keys."""
+    y = rotation(x, positions)
+    if getattr(y, "shape", None) != x.shape:
+        raise ValueError(
+            f"rotary must keep the shape of queries and keys, {x.shape}, got {inputs.came(y)}; "
+            f"return what it has turned"
+        )
+    return inputs.floating("what rotary gives", y)
 
 
 class PositionEmbedding(nn.Module):
@@ -166,25 +187,30 @@ class PositionEmbedding(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1)."""
-        inputs.floating("x", x)
-        if x.ndim < 2:
-            raise ValueError(f"x must have shape [*B, T, D], got {x.shape}; add a length axis")
+        inputs.fields(self)
+        shapes.check_features("x", x)
+        inputs.choose("kind", self.kind, dict.fromkeys(("learned", "none", "sinusoidal")))
         inputs.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
         if positions is None:
             positions = jnp.arange(T)
-        _check_positions(positions, x.shape[:-1])
+        at = shapes.per_token("positions", positions, x.shape[:-1])
         if self.kind == "none":
             return x.astype(dtype)
         if self.kind == "sinusoidal":
-            table = sinusoidal(positions, D, dtype=dtype)
-        elif self.kind == "learned":
+            table = sinusoidal(at, D, dtype=dtype)
+        else:
             rows = T if self.max_length is None else self.max_length
             if rows < T:
                 raise ValueError(
                     f"the learned position table has max_length={rows} rows, but the input is "
                     f"{T} long; raise max_length, or use kind='sinusoidal'"
+                )
+            if isinstance(at, np.ndarray) and not np.isin(at, np.arange(rows)).all():
+                raise ValueError(
+                    f"positions must be in 0 … {rows - 1}, the rows of the learned table, got "
+                    f"{at.tolist()}; raise max_length, or use kind='sinusoidal'"
                 )
             init = sharding.named(self.embedding_init, ("length", "embed"))
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
@@ -192,24 +218,13 @@ class PositionEmbedding(nn.Module):
             def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
                 return jnp.take(weights.astype(dtype), positions, axis=0)
 
-            table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(positions))
-        else:
-            raise ValueError(f"kind must be 'learned', 'sinusoidal' or 'none', got {self.kind!r}")
+            table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
         return x.astype(dtype) + shapes.lead(table, x.ndim)
 
 
-def _check_positions(positions: jax.Array, tokens: shapes.Shape) -> None:
-    """Positions must be integers of shape [T] or [*B, T]."""
-    inputs.array("positions", positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(
-            f"positions must be integers, got {positions.dtype}; cast with .astype(int)"
-        )
-    if positions.shape not in {tokens[-1:], tokens}:
-        raise ValueError(
-            f"positions must have shape [T] = {tokens[-1:]} or [*B, T] = {tokens}, "
-            f"got {positions.shape}; give one position for each token"
-        )
+def _check_base(base: float) -> None:
+    if inputs.number("base", base) <= 0:
+        raise ValueError(f"base must be above 0, got {base}; 10,000 is the usual one")
 
 
 def _angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:

@@ -1,6 +1,5 @@
 """Which token comes next: rules over logits, as plain functions."""
 
-import math
 from typing import Any, Self
 
 import jax
@@ -23,6 +22,7 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
     Raises:
       ValueError: if k is not in 1 … V.
     """
+    _check_logits(logits)
     inputs.positive(top_k=k)
     if k > logits.shape[-1]:
         raise ValueError(
@@ -44,12 +44,26 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
+    _check_logits(logits)
+    if hasattr(p, "dtype"):
+        shape = inputs.floating("top_p", p).shape
+        if shape:
+            raise ValueError(f"top_p must be one number, got shape {shape}; vmap for several")
+        p = jnp.asarray(p, logits.dtype)
+    elif not 0 < inputs.number("top_p", p) <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {p}; 1 keeps all tokens")
     order = jnp.argsort(logits, axis=-1, descending=True)
     likely = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(likely, axis=-1) - likely
     first = jax.lax.broadcasted_iota(jnp.int32, before.shape, before.ndim - 1) == 0
     kept = (before < p) | first
     return jnp.where(jnp.take_along_axis(kept, _ranks(logits), axis=-1), logits, -jnp.inf)
+
+
+def _check_logits(logits: jax.Array) -> None:
+    inputs.floating("logits", logits)
+    if not logits.ndim or not logits.shape[-1]:
+        raise ValueError(f"logits must have shape [*B, V], got {logits.shape}; add the axis V")
 
 
 def _ranks(logits: jax.Array) -> jax.Array:
@@ -78,9 +92,9 @@ class Sampling(struct.PyTreeNode):
         Raises:
           ValueError: if they are out of range, or without effect.
         """
-        if not 0 <= temperature < math.inf:
+        if inputs.number("temperature", temperature) < 0:
             raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
-        if top_p is not None and not 0 < top_p <= 1:
+        if top_p is not None and not 0 < inputs.number("top_p", top_p) <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}; None keeps all tokens")
         inputs.optional(top_k=top_k)
         if not temperature and (top_k, top_p) != (None, None):

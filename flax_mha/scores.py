@@ -42,8 +42,7 @@ class Bias(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
-        array = jnp.asarray(self.array)
-        inputs.floating("bias", array)
+        array = jnp.asarray(inputs.floating("bias", self.array))
         shapes.check_broadcasts(
             "bias", array.shape, dims.logits, "[*B, N, T, S]",
             "a bias without heads needs the axis: bias[..., None, :, :]",
@@ -65,7 +64,7 @@ class SoftCap(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
-        if not self.cap > 0:
+        if not inputs.number("SoftCap.cap", self.cap) > 0:
             raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
         return self
 
@@ -117,13 +116,14 @@ class RelativeBias(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
-        table = jnp.asarray(self.table)
-        inputs.floating("RelativeBias.table", table)
+        table = jnp.asarray(inputs.floating("RelativeBias.table", self.table))
+        inputs.flag("RelativeBias.bidirectional", self.bidirectional)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
                 f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
                 f"buckets, got {table.shape}"
             )
+        _check_distance(table.shape[1], self.bidirectional, self.max_distance)
         return self.replace(table=table)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -219,6 +219,7 @@ def relative_bucket(
     distance: Array, buckets: int, bidirectional: bool = True, max_distance: int = 128
 ) -> jax.Array:
     """The bucket, int32, of each distance j − i; see `RelativeBias`."""
+    _check_distance(buckets, bidirectional, max_distance)
     first = jnp.zeros_like(distance)
     if bidirectional:
         buckets //= 2
@@ -234,9 +235,19 @@ def relative_bucket(
     return first + jnp.where(distance < exact, distance, far_bucket)
 
 
+def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
+    """Buckets that grow up to max_distance need room after the exact ones."""
+    exact = (buckets // 2 if bidirectional else buckets) // 2
+    inputs.positive(max_distance=max_distance)
+    if max_distance <= exact:
+        raise ValueError(
+            f"max_distance must exceed {exact}, the distances with a bucket of their own out of "
+            f"{buckets} buckets, got {max_distance}; raise it, or give a table of fewer buckets"
+        )
+
+
 def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
-    x = jnp.asarray(x)
-    inputs.floating(name, x)
+    x = jnp.asarray(inputs.floating(name, x))
     if x.shape != (dims.N,):
         raise ValueError(f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}")
     return x

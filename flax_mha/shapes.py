@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha import inputs
 
@@ -100,17 +101,22 @@ def resolve_inputs(
 def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
-        inputs.floating(name, x)
-        if x.ndim < 2 or not x.shape[-1]:
-            raise ValueError(
-                f"{name} must have shape [*B, length, features], got {x.shape}; "
-                f"add a length axis, and at least one feature"
-            )
+        check_features(name, x)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
         raise ValueError(
             f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
             f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; broadcast the batch dimensions, "
             f"and give every key a value"
+        )
+
+
+def check_features(name: str, x: Any) -> None:
+    """What goes through a model is [*B, length, features]."""
+    inputs.floating(name, x)
+    if x.ndim < 2 or not x.shape[-1]:
+        raise ValueError(
+            f"{name} must have shape [*B, length, features], got {x.shape}; "
+            f"add a length axis, and at least one feature"
         )
 
 
@@ -157,17 +163,57 @@ def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def row_lengths(name: str, lengths: Any, batch: Shape) -> jax.Array:
-    """How many tokens of each row are real, int32 [*B]."""
-    lengths = jnp.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {lengths.dtype}; cast with .astype(int)")
-    if lengths.shape != batch:
+def check_tokens(name: str, x: Any) -> Any:
+    """Ids of tokens, int32 [*B, T]."""
+    x = inputs.integers(name, x)
+    if x.ndim < 1:
+        raise ValueError(f"{name} must have shape [*B, T], got (); give one token as {name}[None]")
+    return x
+
+
+def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.Array:
+    """A number of each row of the batch, int32 [*B], in a range where it is known."""
+    x = inputs.integers(name, x)
+    if x.shape != batch:
         raise ValueError(
-            f"{name} must have shape [*B] = {batch}, got {lengths.shape}; "
-            f"give one length for each row of the batch"
+            f"{name} must have shape [*B] = {batch}, got {x.shape}; "
+            f"give one number for each row of the batch"
         )
-    return lengths.astype(jnp.int32)
+    if inputs.known(x):
+        values = np.asarray(x)
+        if ((values < least) | (values > most)).any():
+            raise ValueError(
+                f"{name} must be in {least} … {most}, got {values.tolist()}; each counts tokens of "
+                f"its row"
+            )
+    return jnp.asarray(x)
+
+
+def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
+    """A number of each token, int32 [T] or [*B, T]."""
+    x = inputs.integers(name, x)
+    if x.shape not in {tokens[-1:], tokens}:
+        raise ValueError(
+            f"{name} must have shape [{letter}] = {tokens[-1:]} or [*B, {letter}] = {tokens}, got "
+            f"{x.shape}; give one number for each token"
+        )
+    return x
+
+
+def check_order(order: Any, length: int) -> Any:
+    """Where each token stands: every position of 0 … T−1 once."""
+    order = inputs.integers("order", order)
+    if order.shape != (length,):
+        raise ValueError(
+            f"order must have shape [T] = {(length,)}, got {order.shape}; it is the same for all "
+            f"rows"
+        )
+    if inputs.known(order) and not np.array_equal(np.sort(order), np.arange(length)):
+        raise ValueError(
+            f"order must be a permutation of 0 … {length - 1}, got {np.asarray(order).tolist()}; "
+            f"say of each token once where it stands, such as sharding.zigzag({length}, n)"
+        )
+    return order
 
 
 def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
@@ -182,6 +228,8 @@ def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     inputs.array("head_mask", scale)
     if jnp.issubdtype(scale.dtype, jnp.complexfloating):
         raise TypeError(f"head_mask must be real, got {scale.dtype}; take its absolute value")
+    if not (jnp.issubdtype(scale.dtype, jnp.number) or scale.dtype == jnp.bool_):
+        raise TypeError(f"head_mask must be numbers or bools, got {scale.dtype}; give 0 or 1")
     *B, _, N, _ = x.shape
     if scale.shape not in {(N,), (*B, N)}:
         raise ValueError(

@@ -31,7 +31,7 @@ from flax.core import meta
 from flax.typing import Dtype, Initializer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from flax_mha import layouts
+from flax_mha import inputs, layouts
 from flax_mha.layouts import LogicalNames
 from flax_mha.layouts import zigzag as zigzag
 
@@ -104,7 +104,7 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not nn.get_logical_axis_rules() or _initializing.value:
         return x
-    return lay(x, layouts.checked(x.shape, names, mesh))
+    return lay(x, layouts.checked(inputs.array("x", x).shape, names, mesh))
 
 
 def lay(x: jax.Array, spec: PartitionSpec) -> jax.Array:

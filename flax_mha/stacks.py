@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import inputs, masks, sharding
+from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
 from flax_mha.grid import Array
 
@@ -30,6 +30,8 @@ class Stack(nn.Module):
 
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """The blocks one after another, each with the same other inputs and arguments."""
+        inputs.fields(self)
+        shapes.check_features("x", x)
         inputs.positive(num_layers=self.num_layers)
         check_module("block", self.block, self.kind)
         x = sharding.constrain(x, ("batch", "norm_length", None))

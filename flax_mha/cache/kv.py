@@ -20,7 +20,7 @@ from flax_mha.cache.slots import (
     take_rows,
     write,
 )
-from flax_mha.kernels import decode, dot_product_attention
+from flax_mha.kernels import decode, dot_product_attention, observe
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
 
@@ -80,10 +80,10 @@ class KVCache(struct.PyTreeNode):
             slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
         dtype = check_dtype(dtype)
-        if window is not None and not 0 <= window < slots:
+        batch = inputs.sizes("batch", batch)
+        if window is not None and inputs.integer("window", window) >= slots:
             raise ValueError(
-                f"a window of {window} tokens before each needs at least {window + 1} slots and a "
-                f"size of at least 0, got {slots} slots; give window + 1"
+                f"a window of {window} needs at least {window + 1} slots, got {slots}; give them"
             )
         heads = (*batch, num_kv_heads, slots)
         # Arrays of their own: one can't be donated twice.
@@ -121,8 +121,8 @@ class KVCache(struct.PyTreeNode):
         Raises:
           ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
-        self._check("keys", key.shape, self.key.shape)
-        self._check("values", value.shape, self.value.shape)
+        self._check("keys", key, self.key.shape)
+        self._check("values", value, self.value.shape)
         return self._write(self._encode(key, value), lengths)
 
     def attend(
@@ -165,8 +165,8 @@ class KVCache(struct.PyTreeNode):
         Raises:
           ValueError, TypeError: if shapes or dtypes do not fit.
         """
-        T = key.shape[-3]
-        q_positions, new = self.next_positions(T), self.append(key, value, lengths)
+        new, T = self.append(key, value, lengths), key.shape[-3]
+        q_positions = self.next_positions(T)
         tokens = self._encode(key, value)
         if lengths is not None:
             mask = masks.combine(masks.Lengths(new.length, new.length), mask)
@@ -187,7 +187,8 @@ class KVCache(struct.PyTreeNode):
         def later() -> Any:
             return self._look(q, q_positions, held, k_positions, mask, call)
 
-        weights = call.get("return_weights") or "weights" in call.get("capture", ())
+        captured = observe.check_names(call.get("capture", ()))
+        weights = call.get("return_weights", False) is True or "weights" in captured
         weights = weights or "attention" in call  # Which may sow, in no branch.
         if T <= decode.QUERIES or weights or ring.over_keys(q, held, mask, call):
             return new._checked(later()), new
@@ -252,7 +253,7 @@ class KVCache(struct.PyTreeNode):
         T = tokens[0].shape[-3]
         count = jnp.full_like(self.length, T)
         if lengths is not None:
-            count = jnp.clip(shapes.row_lengths("lengths", lengths, self.length.shape), 0, T)
+            count = jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
 
         def put(x: jax.Array, new: jax.Array) -> jax.Array:
             return write(x, new, self.length, count, self.window is not None)
@@ -288,8 +289,8 @@ class KVCache(struct.PyTreeNode):
         out = jnp.where(overflowed[..., None, None, None], jnp.nan, out)
         return (out, *more) if isinstance(result, tuple) else out
 
-    def _check(self, name: str, came: Shape, held: Shape) -> None:
-        *B, K, S, F = held
+    def _check(self, name: str, x: jax.Array, held: Shape) -> None:
+        came, (*B, K, S, F) = inputs.floating(name, x).shape, held
         T = came[-3] if len(came) == len(held) else 0
         if T < 1 or came != (*B, T, K, F) or (self.window is None and T > S):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha import masks, shapes
+from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Grid
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
@@ -35,8 +35,14 @@ def truncated(
     length: jax.Array, to: jax.Array | int, S: int, window: jax.Array | int | None
 ) -> jax.Array:
     """Lengths [*B] cut to `to`; FAR where a ring of S slots has overwritten what is needed then."""
-    to = shapes.lead(jnp.asarray(to, jnp.int32), length.ndim)
-    new = jnp.minimum(length, jnp.maximum(to, 0))
+    most = inputs.integers("lengths", to)
+    if most.shape not in {(), length.shape[-most.ndim or length.ndim :]}:
+        raise ValueError(
+            f"lengths must be one number or have shape [*B] = {length.shape}, got {most.shape}; "
+            f"give one number for each row of the batch"
+        )
+    most = shapes.lead(jnp.asarray(most), length.ndim)
+    new = jnp.minimum(length, jnp.maximum(most, 0))
     if window is None:
         return new
     lost = jnp.maximum(new - window, 0) < jnp.maximum(length - S, 0)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import sharding
+from flax_mha import inputs, sharding
 from flax_mha.cache.ring import FAR
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import LogicalNames
@@ -107,12 +107,7 @@ def stored(x: jax.Array, scale: jax.Array | None) -> Stored:
 
 def check_dtype(dtype: Dtype) -> jnp.dtype:
     """A cache stores floats, or int8 with scales."""
-    found = jnp.dtype(dtype)
-    if found != jnp.int8 and not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(
-            f"a cache stores floats or int8, got {found}; give one of those as its dtype"
-        )
-    return found
+    return inputs.dtype("the dtype of a cache", dtype, "a floating dtype or int8")
 
 
 def take_rows(x: jax.Array, rows: jax.Array, names: LogicalNames) -> jax.Array:
@@ -123,6 +118,9 @@ def take_rows(x: jax.Array, rows: jax.Array, names: LogicalNames) -> jax.Array:
       rows: int [R].
       names: of its last axes.
     """
+    rows = inputs.integers("rows", rows)
+    if rows.ndim != 1:
+        raise ValueError(f"rows must have shape [R], got {rows.shape}; give indices of rows")
     axis, fill = x.ndim - len(names), FAR if x.dtype == jnp.int32 else 0
 
     def take(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -60,7 +60,7 @@ def real(lengths: jax.Array | None, q: jax.Array, k: Any, itself: bool) -> masks
     """The mask of rows with so many real queries, and as many keys if they are the same tokens."""
     if lengths is None:
         return None
-    lengths = shapes.row_lengths("lengths", lengths, q.shape[:-3])
+    lengths = shapes.per_row("lengths", lengths, q.shape[:-3], q.shape[-3])
     return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import chex
 import jax
 
-from flax_mha import masks, shapes
+from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import choice, observe, shards
 from flax_mha.kernels.options import Captured, Captures, Keyed, Options
@@ -140,6 +140,9 @@ def dot_product_attention(
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
     )  # fmt: skip
 
+    inputs.flag("return_weights", return_weights)
+    inputs.flag("return_residuals", return_residuals)
+    observe.check_names(capture)
     way, kernel = choice.parsed(kernel)
 
     def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
@@ -224,7 +227,10 @@ def explain(
     Raises:
       ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
     """
-    del return_weights, return_residuals
+    inputs.flag("return_weights", return_weights)
+    inputs.flag("return_residuals", return_residuals)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        inputs.floating(name, x)
     way, kernel = choice.parsed(kernel)
     refused: dict[str, str] = {}
     preference: list[str] = []

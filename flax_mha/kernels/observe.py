@@ -20,14 +20,14 @@ Sources: Zhai et al., "Stabilizing Transformer Training by Preventing Attention 
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import shapes, sharding
+from flax_mha import inputs, shapes, sharding
 from flax_mha.kernels import reference
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tiling import map_grids
@@ -114,17 +114,22 @@ def check(
     return _indices("capture_heads", heads, dims.N), _indices("capture_queries", queries, dims.T)
 
 
-def check_names(names: Collection[str]) -> None:
+def check_names(names: Collection[str]) -> Collection[str]:
     """What is captured must be known by name; one string is not a collection of names."""
-    if isinstance(names, str) or not set(names) <= set(CAPTURES):
+    taken = isinstance(names, Sequence | Set) and not isinstance(names, str)
+    if not taken or not all(isinstance(name, str) and name in CAPTURES for name in names):
         raise ValueError(f"capture takes a tuple of names out of {CAPTURES}, got {names!r}")
+    return names
 
 
-def _indices(name: str, chosen: Sequence[int] | None, size: int) -> np.ndarray | None:
+def _indices(name: str, chosen: Any, size: int) -> np.ndarray | None:
     if chosen is None:
         return None
-    indices = np.asarray(chosen)
-    if indices.ndim != 1 or not np.issubdtype(indices.dtype, np.integer) or not indices.size:
+    inputs.concrete(name, chosen)
+    if not isinstance(chosen, Sequence | np.ndarray | jax.Array) or isinstance(chosen, str):
+        raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
+    indices = np.asarray(inputs.integers(name, chosen))
+    if indices.ndim != 1 or not indices.size:
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
     if indices.min() < -size or indices.max() >= size:
         raise ValueError(f"{name} must be in [{-size}, {size}), got {chosen!r}")

@@ -109,12 +109,12 @@ def prepare(
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
-    q = jnp.asarray(q)
+    q = jnp.asarray(inputs.floating("q", q))
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
         dims = shapes.attention_dims(q, k, v)
     else:
-        k, v = jnp.asarray(k), jnp.asarray(v)
+        k, v = (jnp.asarray(inputs.floating(*x)) for x in (("k", k), ("v", v)))
         dims = shapes.attention_dims(q, k, v)
         promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
         q, k, v = promoted
@@ -126,15 +126,8 @@ def prepare(
         if sinks.shape != (dims.N,):
             raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
         sinks = jnp.asarray(sinks)
-    inputs.rate("dropout_rate", dropout_rate)
-    dropout = None
-    if dropout_rate:
-        if dropout_rng is None:
-            raise ValueError(
-                f"dropout_rate={dropout_rate} needs a dropout_rng, got None; "
-                f"give a jax.random.key, or dropout_rate=0"
-            )
-        dropout = Dropout.from_key(dropout_rng, dropout_rate, broadcast_dropout)
+    if precision is not None:
+        inputs.precision("precision", precision)
     bound, invalid = (None, None) if mask is None else validated(masks.as_mask(mask).bind(dims))
     if invalid is not None:
         q = _spoiled(q, jnp.swapaxes(jnp.asarray(invalid), -3, -2))
@@ -142,15 +135,29 @@ def prepare(
         mask=bound,
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
-        dropout=dropout,
-        q_pos=_place("q_positions", q_positions, dims.T, (-3, -1), dims),
-        k_pos=_place("kv_positions", kv_positions, dims.S, (-3, -2), dims),
-        scale=dims.H**-0.5 if scale is None else scale,
+        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
+        q_pos=_place("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
+        k_pos=_place("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
+        scale=dims.H**-0.5 if scale is None else _scale(scale),
         precision=precision,
         invalid=invalid,
     )
     _rehearse(spec, dims, q.dtype)
     return q, k, v, spec
+
+
+def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> Dropout | None:
+    """The dropout of a call, None if there is none."""
+    inputs.rate("dropout_rate", rate)
+    inputs.flag("broadcast_dropout", broadcast)
+    if not rate:
+        return None
+    if rng is None:
+        raise ValueError(
+            f"dropout_rate={rate} needs a dropout_rng, got None; "
+            f"give a jax.random.key, or dropout_rate=0"
+        )
+    return Dropout.from_key(inputs.key("dropout_rng", rng), rate, broadcast)
 
 
 def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
@@ -160,7 +167,12 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
       TypeError: if one of them closes over traced arrays, whose gradients would be lost.
     """
     parts: list[Any] = []
-    jax.tree.flatten((spec.mask, spec.scores), is_leaf=lambda x: parts.append(x))
+
+    def visit(x: Any) -> bool:
+        parts.append(x)
+        return False
+
+    jax.tree.flatten((spec.mask, spec.scores), is_leaf=visit)
     own = [type(x) for x in parts if isinstance(x, Mask | ScoreMod) and _is_own(type(x))]
     if not own:
         return
@@ -192,21 +204,28 @@ def _is_own(kind: type) -> bool:
     return kind in (Predicate, Score) or kind.__module__.partition(".")[0] != "flax_mha"
 
 
+def _scale(scale: Any) -> float | jax.Array:
+    """What scores are multiplied by: a number, or an array of one, which may be traced."""
+    if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
+        return inputs.number("scale", scale)
+    inputs.floating("scale", scale)
+    if scale.shape:
+        raise ValueError(
+            f"scale must be one number, got an array of shape {scale.shape}; scale the queries of "
+            f"each head themselves"
+        )
+    return scale
+
+
 def _place(
-    name: str, positions: Array | int | None, length: int, axes: tuple[int, int], dims: Dims
-) -> Grid | None:
+    name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
+    axes: tuple[int, int],
+) -> Grid | None:  # fmt: skip
     """Positions [length] or [*B, length], or the first of them, over the scores."""
     if positions is None:
         return None
-    if isinstance(positions, int):
-        positions = positions + np.arange(length)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {positions.dtype}; cast with .astype(int)")
-    if positions.shape not in {(length,), (*dims.B, length)}:
-        raise ValueError(
-            f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "
-            f"got {positions.shape}; give one position for each token"
-        )
+    if isinstance(positions, int) and not isinstance(positions, bool):
+        positions = positions + np.arange(tokens[-1])
+    positions = shapes.per_token(name, positions, tokens, letter)
     xp = np if isinstance(positions, np.ndarray) else jnp
-    positions = shapes.lead(positions.astype(np.int32), len(dims.B) + 1)
-    return Grid(xp.expand_dims(positions, axes))
+    return Grid(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))

@@ -56,7 +56,10 @@ class Mask(struct.PyTreeNode):
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
     ) -> jax.Array:
         """The whole table, bool [*batch, num_heads, T, S]; S is T unless given."""
-        dims = Dims(tuple(batch), T, T if S is None else S, num_heads, num_heads, 1, 1)
+        S = T if S is None else S
+        for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
+            inputs.integer(name, size)
+        dims = Dims(inputs.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
         allowed = seen(self.bind(dims), whole(dims))
         return jnp.broadcast_to(allowed, dims.logits)
 
@@ -186,9 +189,9 @@ class Dense(Mask):
 
 def seen(mask: Mask, at: At) -> Array:
     """What a mask allows at those places; one of a user's own has to say so in bools."""
-    allowed = mask.allowed(at)
+    allowed: Any = mask.allowed(at)
     if isinstance(allowed, bool):
-        return np.bool_(allowed)
+        return np.asarray(allowed)
     name, rule = type(mask).__name__, "True where the query may see the key"
     if getattr(allowed, "dtype", None) != np.bool_:
         raise TypeError(
@@ -221,14 +224,15 @@ def as_mask(mask: MaskLike) -> Mask:
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         return Dense(mask)
+    given: Any = mask
     remedy = "convert it with jnp.asarray(mask, bool)"
-    if mask is None:
+    if given is None:
         remedy = "leave it out; masks.combine(a, b) takes None for no mask"
-    elif isinstance(mask, type):
-        remedy = f"give {mask.__name__}(…), with its parentheses"
-    elif callable(mask):
+    elif isinstance(given, type):
+        remedy = f"give {given.__name__}(…), with its parentheses"
+    elif callable(given):
         remedy = "give masks.Predicate(fn)"
-    elif isinstance(mask, str):
+    elif isinstance(given, str):
         remedy = "give masks.Causal(), say"
     raise TypeError(
         f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}; {remedy}"

@@ -40,10 +40,16 @@ class Window(Mask):
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
         for name, reach in (("left", self.left), ("right", self.right)):
-            if reach is not None and (isinstance(reach, bool) or not isinstance(reach, int)):
+            if reach is None:
+                continue
+            inputs.concrete(f"Window.{name}", reach)
+            if isinstance(reach, bool) or not isinstance(reach, int):
                 raise TypeError(f"Window.{name} must be an int or None, got {reach!r}")
-            if reach is not None and reach < 0:
-                raise ValueError(f"Window.{name} must be at least 0, got {reach}; None is no limit")
+            # Positions and what is added to them have to fit int32 together.
+            if not 0 <= reach < 2**30:
+                raise ValueError(
+                    f"Window.{name} must be at least 0 and below 2³⁰, got {reach}; None is no limit"
+                )
         return self
 
     def allowed(self, at: At) -> Array:

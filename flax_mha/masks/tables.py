@@ -21,6 +21,7 @@ def read(array: Array, dims: Dims) -> tuple[Array, Array | None]:
       ValueError: if it has another shape, or is known to have another number.
       TypeError: if it has another dtype.
     """
+    inputs.array("a mask", array)
     remedy = "a mask without heads needs the axis: mask[..., None, :, :]"
     if array.shape[:-1] == dims.B:
         remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"

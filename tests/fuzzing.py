@@ -1,0 +1,266 @@
+"""A grammar of calls of the public API: good values for every argument, and odd ones."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import flax_mha
+from flax_mha import (
+    cache,
+    dot_product_attention,
+    explain,
+    masks,
+    positions,
+    sampling,
+    scores,
+    sharding,
+)
+from flax_mha.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.positions import PositionEmbedding, Rotary
+
+KEY = np.zeros(2, np.uint32)
+B, T, N, H = 2, 4, 2, 4
+D = N * H
+
+
+class Traced(NamedTuple):
+    """Stands for a traced array."""
+
+    shape: tuple[int, ...]
+    dtype: Any = jnp.float32
+
+
+SHAPES = ((), (0,), (2,), (3,), (4,), (2, 4), (4, 4), (2, 2), (2, 4, 8), (2, 4, 2, 4), (1, 1, 4, 4))
+DTYPES = ("float32", "int32", "bool", "bfloat16", "int8", "uint32", "complex64", "float8_e4m3fn")
+
+
+def odd(draw: random.Random) -> Any:
+    """A value that few arguments are meant to have."""
+    shape, dtype = draw.choice(SHAPES), draw.choice(DTYPES)
+    return draw.choice((
+        lambda: draw.choice((None, True, False, 0, 1, -1, 3, 2**31, 2**40, 0.5, -2.0, 1j, "foo", "",
+                             float("nan"), float("inf"), b"x", (), [], {}, set(), ..., object)),
+        lambda: draw.choice(([0, 1, 2, 3], (1, 2), [0.5, 1.0], [[1], [1, 2]], ["a"], [None],
+                             {"a": 1}, (None, None), range(4), slice(3), np.float64(2),
+                             np.int64(3))),
+        lambda: draw.choice((lambda: 3, lambda x: x, lambda *x: None, lambda *x: x[0], dict, len)),
+        lambda: draw.choice((masks.Causal(), masks.Causal, scores.SoftCap(3.0), scores.SoftCap,
+                             Rotary(), Rotary, layer(), PartitionSpec("data"), jax.random.key(0))),
+        lambda: np.ones(shape, dtype),
+        lambda: np.array(["a", "b"]),
+        lambda: jnp.ones(shape, dtype),
+        lambda: Traced(shape, dtype),
+    ))()  # fmt: skip
+
+
+def layer(**fields: Any) -> flax_mha.MultiHeadAttention:
+    return flax_mha.MultiHeadAttention(**{"num_heads": N} | fields)
+
+
+def decoder_block(**fields: Any) -> flax_mha.DecoderBlock:
+    return flax_mha.DecoderBlock(**{"attention": layer(), "mlp_dim": 4} | fields)
+
+
+def language_model(**fields: Any) -> flax_mha.LanguageModel:
+    good = {"embedding": TokenEmbedding(5, D), "decoder": flax_mha.Decoder(1, decoder_block())}
+    return flax_mha.LanguageModel(**good | fields)
+
+
+def run(build: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """Builds a module of its fields, and initializes it on the inputs of those names."""
+
+    def call(**given: Any) -> Any:
+        inputs = [given.pop(name) for name in names]
+        call = {name[5:]: given.pop(name) for name in list(given) if name.startswith("call_")}
+        return build(**given).init_with_output(KEY, *inputs, **call)
+
+    return call
+
+
+def of_mask(kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **given: dot_product_attention(*QKV.values(), mask=kind(**given))
+
+
+def of_score(kind: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **given: dot_product_attention(*QKV.values(), scores=(kind(**given),))
+
+
+def of_cache(name: str) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        empty = flax_mha.KVCache.empty((B,), 8, N, H)
+        return getattr(empty, name)(**given)
+
+    return call
+
+
+def of_collection(name: str) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        return getattr(cache, name)(**{"collection": COLLECTION} | given)
+
+    return call
+
+
+def generated(variables: Any, **given: Any) -> Any:
+    return flax_mha.generate(given.pop("model"), variables, **given)
+
+
+def on_a_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(**given: Any) -> Any:
+        mesh = jax.make_mesh((2, 2), ("data", "model")).abstract_mesh
+        rules = nn.logical_axis_rules(sharding.RULES)
+        with jax.sharding.use_abstract_mesh(mesh), rules:
+            return fn(**given)
+
+    return call
+
+
+def rule(row: Any, head: Any, i: Any, j: Any) -> Any:
+    return j <= i
+
+
+X = np.ones((B, T, D), np.float32)
+TOKENS = np.ones((B, T), np.int32)
+QKV = {name: np.ones((B, T, N, H), np.float32) for name in "qkv"}
+ROW = np.arange(T)
+COLLECTION = {"cached_key": np.ones((B, N, 8, H), np.float32),
+              "cached_value": np.ones((B, N, 8, H), np.float32),
+              "cache_index": np.zeros(B, np.int32)}  # fmt: skip
+VARIABLES = jax.eval_shape(lambda: language_model().init(KEY, TOKENS))
+SEEN = {
+    "mask": (masks.Causal(), np.ones((T, T), bool)[None], masks.Keys(np.ones((B, T), bool))),
+    "bias": (np.ones((T, T), np.float32), Traced((N, 1, 1))),
+}
+CAPTURED = {"capture": (("weights",), ("lse", "entropy")), "capture_heads": ((0,), (0, 1)),
+            "capture_queries": (range(2), (1,))}  # fmt: skip
+STANDS = {"positions": (ROW, TOKENS), "lengths": (np.array([2, 4]), [1, 4]), "order": (ROW[::-1],)}
+TRAINED = {"deterministic": (True, False), "sow_weights": (True,)}
+CALL = {**SEEN, "scores": ((scores.SoftCap(3.0),),)} | CAPTURED | {
+    "sinks": (np.ones(N, np.float32),), "scale": (0.5, Traced(())), "dropout_rate": (0.5,),
+    "dropout_rng": (KEY, jax.random.key(1)), "broadcast_dropout": (True,), "q_positions": (ROW, 3),
+    "kv_positions": (ROW, TOKENS), "kernel": ("blockwise", "reference", "flex"),
+    "precision": ("highest",), "return_weights": (True,), "return_residuals": (True,),
+}  # fmt: skip
+HELD = {name: CALL[name] for name in CALL if "positions" not in name}
+MODULE = {"dtype": ("bfloat16",), "param_dtype": ("float32",), "precision": ("highest",),
+          "kernel_init": (jax.nn.initializers.zeros,), "partitioned": (True,)}  # fmt: skip
+FIELDS = MODULE | CAPTURED | {
+    "num_heads": (4,), "qkv_features": (16,), "out_features": (8,), "broadcast_dropout": (True,),
+    "dropout_rate": (0.5,), "deterministic": (True,),
+    "out_kernel_init": (jax.nn.initializers.ones,),
+    "bias_init": (jax.nn.initializers.zeros,), "use_bias": (False,), "decode": (True,),
+    "cache_dtype": ("int8",), "cache_window": (3,), "normalize_qk": (True,), "num_kv_heads": (1,),
+    "head_dim": (6,), "v_head_dim": (3,), "use_out_bias": (False,), "project_out": (False,),
+    "kernel": ("blockwise",), "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),),
+    "sinks": (True,), "rotary": (Rotary(),),
+}  # fmt: skip
+BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
+         "pre_norm": (False,), "activation": ("silu",), "gated": (True,), "dropout_rate": (0.5,),
+         "remat": (True,)}  # fmt: skip
+THROUGH = {f"call_{name}": values for name, values in (SEEN | STANDS | TRAINED).items()}
+STANDING = {name: THROUGH[name] for name in sorted(THROUGH) if name != "call_bias"}
+RULES = {"eos": (0,), "rng": (KEY,), "temperature": (1.0,), "top_k": (2,), "top_p": (0.9,),
+         "beams": (2,), "capacity": (12,), "lengths": (np.array([1, 4]), [2, 2])}  # fmt: skip
+NEW = {"q": QKV["q"], "key": QKV["k"], "value": QKV["v"]}
+
+# By name: how often, the function, what it needs, and what it may be given.
+Target = tuple[int, Callable[..., Any], dict[str, Any], dict[str, tuple[Any, ...]]]
+TARGETS: dict[str, Target] = {
+    "dot_product_attention": (9, dot_product_attention, QKV, CALL),
+    "explain": (4, explain, QKV, CALL),
+    "Window": (2, of_mask(masks.Window), {}, {"left": (3,), "right": (2,)}),
+    "Lengths": (2, of_mask(masks.Lengths), {"kv": np.array([1, 4])}, {"q": (np.array([1, 4]),)}),
+    "Keys": (1, of_mask(masks.Keys), {"real": TOKENS > 0}, {}),
+    "Segments": (2, of_mask(masks.Segments), {"q": TOKENS}, {"kv": (TOKENS,)}),
+    "Prefix": (1, of_mask(masks.Prefix), {"length": 2}, {}),
+    "Dense": (1, of_mask(masks.Dense), {"array": np.ones((1, T, T), bool)}, {}),
+    "Predicate": (2, of_mask(masks.Predicate), {"fn": rule}, {"args": ((), (3,))}),
+    "PerHead": (1, of_mask(masks.PerHead), {"masks": [masks.Causal()] * N}, {}),
+    "&": (1, lambda a, b: a & b, {"a": masks.Causal(), "b": masks.Causal()}, {}),
+    "|": (1, lambda a, b: masks.Causal() | b, {"a": 0, "b": masks.Causal()}, {}),
+    "dense": (1, masks.Causal().dense, {"T": T}, {"S": (5,), "batch": ((2,),), "num_heads": (3,)}),
+    "SoftCap": (1, of_score(scores.SoftCap), {"cap": 3.0}, {}),
+    "Bias": (1, of_score(scores.Bias), {"array": np.ones(T, np.float32)}, {}),
+    "Alibi": (1, of_score(scores.Alibi), {"slopes": np.ones(N, np.float32)}, {}),
+    "RelativeBias": (2, of_score(scores.RelativeBias), {"table": np.ones((N, 8), np.float32)},
+                     {"bidirectional": (False,), "max_distance": (9,)}),
+    "Score": (2, of_score(scores.Score), {"fn": lambda s, *_: s}, {"args": ((), (0.1,))}),
+    "sinusoidal": (2, positions.sinusoidal, {"positions": T, "features": 6},
+                   {"base": (9.0,), "dtype": ("bfloat16",)}),
+    "rotary": (3, positions.rotary, {"x": QKV["q"], "positions": ROW},
+               {"base": (9.0,), "fraction": (0.5,), "interleaved": (True,)}),
+    "PositionEmbedding": (2, run(PositionEmbedding, "x"), {"x": X},
+                          {"kind": ("sinusoidal", "none"), "max_length": (9,),
+                           "dtype": ("bfloat16",), "call_positions": (ROW,)}),
+    "fields": (6, run(layer, "x"), {"x": X}, FIELDS),
+    "layer": (6, run(layer, "q", "k", "v"), {"q": X, "k": None, "v": None},
+              THROUGH | {"call_scores": ((scores.SoftCap(3.0),),), "call_return_weights": (True,),
+                         "call_head_mask": (np.ones(N, np.float32),), "k": (X,), "v": (X,),
+                         "call_dropout_rng": (KEY,), "dropout_rate": (0.5,),
+                         "rotary": (Rotary(),)}),
+    "MLP": (2, run(flax_mha.MLP, "x"), {"hidden": 4, "x": X},
+            MODULE | {"activation": ("silu",), "gated": (True,), "dropout_rate": (0.5,)}),
+    "EncoderBlock": (2, run(flax_mha.EncoderBlock, "x"),
+                     {"attention": layer(), "mlp_dim": 4, "x": X}, BLOCK | THROUGH),
+    "DecoderBlock": (2, run(decoder_block, "x", "memory"), {"x": X, "memory": None},
+                     BLOCK | THROUGH | {"cross_attention": (layer(),), "memory": (X,)}),
+    "Encoder": (2, run(flax_mha.Encoder, "x"),
+                {"num_layers": 1, "block": flax_mha.EncoderBlock(layer(), 4), "x": X},
+                THROUGH | {"scan": (True,)}),
+    "LanguageModel": (3, run(language_model, "tokens"), {"tokens": TOKENS},
+                      STANDING | {"tied": (False,), "call_at": ([0, 3],), "dropout_rate": (0.5,)}),
+    "Classifier": (2, run(flax_mha.Classifier, "x"),
+                   {"embedding": TokenEmbedding(5, D), "num_classes": 3, "x": TOKENS,
+                    "encoder": flax_mha.Encoder(1, flax_mha.EncoderBlock(layer(), 4))},
+                   {"positions": ("none",), "dropout_rate": (0.5,), "call_lengths": ([1, 4],)}),
+    "TokenEmbedding": (1, run(TokenEmbedding, "x"), {"vocab_size": 5, "features": D, "x": TOKENS},
+                       {"dtype": ("bfloat16",), "partitioned": (True,)}),
+    "PatchEmbedding": (1, run(PatchEmbedding, "x"),
+                       {"patch_size": 2, "features": D, "x": np.ones((B, 4, 4, 1), np.float32)},
+                       {"dtype": ("bfloat16",)}),
+    "KVCache.empty": (2, flax_mha.KVCache.empty,
+                      {"batch": (B,), "slots": 8, "num_kv_heads": N, "head_dim": H},
+                      {"v_head_dim": (3,), "dtype": ("int8",), "window": (5,)}),
+    "append": (2, of_cache("append"), {"key": NEW["key"], "value": NEW["value"]},
+               {"lengths": ([1, 4],)}),
+    "extend": (3, of_cache("extend"), NEW, HELD | {"lengths": ([1, 4],)}),
+    "truncate": (1, of_cache("truncate"), {"lengths": 3}, {}),
+    "fork": (1, of_cache("fork"), {"rows": np.array([1, 0])}, {}),
+    "cache.fork": (1, of_collection("fork"), {"rows": np.array([1, 0])}, {}),
+    "cache.truncate": (1, of_collection("truncate"), {"lengths": [1, 2]}, {}),
+    "generate": (4, generated, {"model": language_model(), "variables": VARIABLES,
+                                "prompt": TOKENS, "max_new_tokens": 2}, RULES),
+    "top_k": (1, sampling.top_k, {"logits": np.ones((B, 5), np.float32), "k": 2}, {}),
+    "top_p": (1, sampling.top_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
+    "zigzag": (1, sharding.zigzag, {"length": 16, "devices": 4}, {}),
+    "constrain": (1, on_a_mesh(sharding.constrain),
+                  {"x": X, "names": ("batch", "length", "embed")}, {}),
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One call, and which of its arguments are odd."""
+
+    target: str
+    given: dict[str, Any]
+    odd: tuple[str, ...]
+
+
+def calls(count: int) -> Iterator[Call]:
+    """The same calls on every run."""
+    draw = random.Random(0)
+    names = [name for name, (often, *_) in TARGETS.items() for _ in range(often)]
+    for _ in range(count):
+        name = draw.choice(names)
+        _, _, needed, more = TARGETS[name]
+        extra = draw.sample(sorted(more), min(len(more), draw.choice((0, 0, 1, 2, 3))))
+        given = dict(needed) | {key: draw.choice(more[key]) for key in extra}
+        wrong = draw.sample(
+            sorted({*needed, *more}), min(len({*needed, *more}), draw.choice((0, 1, 1, 1, 2)))
+        )
+        yield Call(name, given | {key: odd(draw) for key in wrong}, tuple(wrong))
