@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -176,3 +177,15 @@ def test_without_a_module_its_kernel_refuses(monkeypatch, anew, part) -> None:
     monkeypatch.setitem(sys.modules, private.NAMES[part][0].module, None)
     assert "has no" in _lost(monkeypatch, part)
     assert all(private.missing(other) is None for other in ("blockwise", "reference", "decode"))
+
+
+def test_what_varies_is_read_of_either_name(monkeypatch) -> None:
+    """JAX moved it once; where it is gone, nothing is taken to vary."""
+    axes = frozenset({"data"})
+    for kind, expected in (
+        (SimpleNamespace(mat=SimpleNamespace(varying=axes)), axes),
+        (SimpleNamespace(vma=axes), axes),
+        (SimpleNamespace(), frozenset()),
+    ):
+        monkeypatch.setattr(jax, "typeof", lambda x, kind=kind: kind)
+        assert sharding.varying(jnp.ones(1)) == expected

@@ -20,9 +20,9 @@ NVIDIA's GPUs, in machines of eight:
 | `link` | bytes a second of a GPU's NVLinks together, one way |
 | `network` | bytes a second from a GPU to other machines, one way |
 
-Sources, read in November 2026: for `flops` (bfloat16, dense) and `link` (half of what is said for
-both ways) NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200; for `network` one
-adapter for each GPU, as in DGX A100 (200 Gbit/s), H100, H200 and B200 (400 Gbit/s); for `memory`
+Sources: for `flops` (bfloat16, dense) and `link` (half of what is said for both ways) NVIDIA's data
+sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200; for `network` one adapter for each GPU, as
+in DGX A100 (200 Gbit/s), H100, H200 and B200 (400 Gbit/s); for `memory`
 and `bandwidth` what the driver reports of them, as XLA's descriptions have it (see `gpus`).
 
 A device of JAX is a chip, or on v4 and TPU7x one of a chip's two cores, which share all of these.

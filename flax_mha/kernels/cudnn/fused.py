@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
 
 
 # The compute capability of GPUs that are compiled for and are not here, by a word of their names:
-# JAX says it only of devices at hand. Source: developer.nvidia.com/cuda/gpus, November 2026.
+# JAX says it only of devices at hand. Source: developer.nvidia.com/cuda/gpus.
 _CAPABILITIES = {
     "V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A10G": (8, 6), "A40": (8, 6),
     "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "H20": (9, 0),
