@@ -56,7 +56,7 @@ def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         elif name == "loss":
             axes.set_yscale("log")
-            _widen(axes)
+            widen(axes)
         axes.grid(alpha=0.3, which="both")
         axes.legend()
     figure.savefig(path, dpi=120)
@@ -71,8 +71,8 @@ def _curve(axes: Axes, rows: Sequence[dict[str, Any]], name: str, color: str, la
     axes.plot(steps, values.mean(-1), color=color, label=label, marker="o" if marked else None)
 
 
-def _widen(axes: Axes) -> None:
-    """A logarithmic axis over a factor of 4 at least: a short run hardly moves, and looks so."""
+def widen(axes: Axes) -> None:
+    """Gives a logarithmic y axis a factor of 4 at least: what hardly differs is to look so."""
     low, high = axes.get_ylim()
     spare = max(0.0, np.log(4 / (high / low))) / 2
     axes.set_ylim(low * np.exp(-spare), high * np.exp(spare))

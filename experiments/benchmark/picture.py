@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from experiments import plots
+
 Row = dict[str, Any]
 STYLES = {
     "ours": ("black", "o"), "ours-blockwise": ("dimgray", "s"), "ours-reference": ("silver", "D"),
@@ -38,6 +40,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             _panel(axes, mine, ticks)
             axes.set_title(f"{column[0].replace('backward', 'forward + backward')}, {column[1]}")
         panels[0].set_ylabel(f"{line[0]}, {line[1]}\nseconds")
+        plots.widen(panels[0])  # All of the row share it.
         handles = {
             label: handle
             for axes in panels
@@ -45,7 +48,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         }
         panels[-1].legend(
             handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.02, 0.5),
-            fontsize=9, frameon=False,
+            fontsize=9, frameon=False, title="median (band: quartiles)", title_fontsize=8,
         )  # fmt: skip
     for axes in grid[-1]:
         axes.set_xlabel("length T")
@@ -59,13 +62,18 @@ def _panel(axes: Axes, rows: Sequence[Row], ticks: Sequence[int]) -> None:
         color, marker = STYLES.get(name) or OTHERS[order % len(OTHERS)]
         lengths = [row["T"] for row in mine]
         low, high = ([row["seconds"][q] for row in mine] for q in ("q1", "q3"))
-        axes.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0)
+        if len(lengths) > 1:
+            axes.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0)
+        else:
+            axes.vlines(lengths, low, high, color=color, alpha=0.3, linewidth=3)
         axes.plot(
             lengths, [row["seconds"]["median"] for row in mine],
             label=name, color=color, marker=marker, markersize=4, linewidth=1.3,
             zorder=100 - order,  # ours on top
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
+    if len(ticks) == 1:
+        axes.set_xlim(ticks[0] / 2, ticks[0] * 2)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels(

@@ -35,13 +35,18 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     at = np.arange(len(rows))
     start = np.zeros(len(rows))
+    chip, most = rows[0]["bytes"]["chip"], max(row["bytes"]["peak"] for row in rows)
+    unit, size = ("GiB", 2**30) if most > 2**28 else ("MiB", 2**20)
     for kind, color in HELD.items():
-        sizes = np.array([row["bytes"][kind] for row in rows]) / 2**30
+        sizes = np.array([row["bytes"][kind] for row in rows]) / size
         left.barh(at, sizes, left=start, color=color, label=kind)
         start += sizes
-    if chip := rows[0]["bytes"]["chip"]:
-        left.axvline(chip / 2**30, color="black", linestyle="--", label="memory of a chip")
-    left.set(xlabel="GiB on one device", yticks=at, yticklabels=names)
+    label = f"{unit} on one device"
+    if chip and most > chip / 50:
+        left.axvline(chip / size, color="black", linestyle="--", label="memory of a chip")
+    elif chip:  # Beside that line the bars would not be seen.
+        label += f" (a chip has {chip / 2**30:.3g} GiB)"
+    left.set(xlabel=label, yticks=at, yticklabels=names)
     timed = all(row["seconds"] for row in rows)
     for i, (kind, color) in enumerate(SPENT.items() if timed else ()):
         seconds = [1e3 * row["seconds"][kind] for row in rows]

@@ -123,6 +123,7 @@ def test_what_the_machine_lacks(error: Exception, line: str | None) -> None:
         assert re.match(line, found)
 
 
+@pytest.mark.slow
 def test_a_file_among_the_parents(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     line = said(call("benchmark", "--quick", f"--workdir={tmp_path / 'file' / 'run'}"))

@@ -11,8 +11,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments import plots
+from experiments.benchmark import picture as benchmark
 from experiments.data import dates, translation
-from experiments.plan import report
+from experiments.plan import picture, report
 
 ROWS = [
     {"step": 10, "split": "train", "loss": 2.30, "accuracy": 0.1},
@@ -60,6 +61,19 @@ def test_a_short_run_is_no_dot_on_a_narrow_axis(drawn: list[Figure], tmp_path: P
     assert all(line.get_marker() == "o" for line in loss.lines)
 
 
+def test_two_times_that_hardly_differ_look_so(drawn: list[Figure], tmp_path: Path) -> None:
+    rows = [
+        {
+            "seconds": {"median": m, "q1": m, "q3": m}, "extra": False, "part": "layer", "T": 1024,
+            "dtype": "float32", "passes": "forward", "mask": "causal", "label": label,
+        }
+        for label, m in (("ours", 0.05), ("linen", 0.0505))
+    ]  # fmt: skip
+    benchmark.draw(tmp_path / "a.png", rows)
+    low, high = drawn[0].axes[0].get_ylim()
+    assert high / low >= 3.99
+
+
 def test_the_attention_says_what_its_colors_are(drawn: list[Figure], tmp_path: Path) -> None:
     weights = np.random.default_rng(0).random((1, 2, 3, 16, 16))
     plots.attention(tmp_path / "a.png", np.ones((1, 8, 8)), weights, ["7 read as 1"])
@@ -92,6 +106,24 @@ def test_the_dates_that_are_drawn_are_in_scripts_of_the_font() -> None:
     pairs = translation.drawn(dates.load().test)
     assert len(pairs) == translation.DRAWN
     assert all(plots.drawable(source) for source, _ in pairs)
+
+
+@pytest.mark.parametrize(
+    ("used", "label", "chips"),
+    [
+        (2**20, "MiB on one device (a chip has 16 GiB)", 0),
+        (2**33, "GiB on one device", 1),
+    ],
+)
+def test_what_a_plan_holds_can_be_seen(
+    drawn: list[Figure], tmp_path: Path, used: int, label: str, chips: int
+) -> None:
+    held = {"parameters": used, "optimizer": 0, "batch": 0, "activations": 0, "peak": used}
+    row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": None}
+    picture.draw(tmp_path / "a.png", [row], "masked.py on v5e:2x2, by libtpu 0.0.52")
+    memory = drawn[0].axes[0]
+    assert (memory.get_xlabel(), len(memory.lines)) == (label, chips)
+    assert max(bar.get_width() for bar in memory.patches) > memory.get_xlim()[1] / 50
 
 
 def test_a_plan_names_its_compiler() -> None:
