@@ -1,7 +1,10 @@
 """One strict JAX for all tests: 8 CPU devices, no silent promotion, our warnings are errors."""
 
 import importlib.util
+import math
 import os
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +33,21 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 
+# Before pytest itself deselects what is marked slow.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, visibly, what needs an accelerator that is not there."""
+    """Leaves most cases of sampled tests to the slow run; skips what needs an accelerator."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, several in cases.items():
+        (share,) = several[0].get_closest_marker("sampled").args
+        # The same in every run, and spread over the factors of a table.
+        kept = random.Random(name).sample(several, math.ceil(len(several) * share))
+        for item in several:
+            if item not in kept:
+                item.add_marker(pytest.mark.slow)
     platform = jax.default_backend()
     for item in items:
         for needed in ("gpu", "tpu"):

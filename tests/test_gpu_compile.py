@@ -19,6 +19,7 @@ from tests import layers
 from tests.meshes import KINDS
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.gpu_compile,
     pytest.mark.skipif(gpus.lacking() is not None, reason=str(gpus.lacking())),
 ]

@@ -18,9 +18,10 @@ from flax_mha import MultiHeadAttention, masks
 from tests import layers
 from tests.meshes import KINDS
 
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
+]
 N, H, T, D, ROWS = 16, 64, 512, 256, 2  # rows of each device
 
 

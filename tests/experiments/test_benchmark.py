@@ -85,6 +85,7 @@ def outcome(name: str, case: Case) -> Outcome:
     return work.outcome(result)
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     ("causal", "window", "dtype"),
     [(True, 0, "float32"), (False, 0, "float32"), (True, 5, "float32"), (True, 0, "bfloat16")],
@@ -250,6 +251,7 @@ def test_growth_sees_what_a_call_holds_in_passing() -> None:
     assert fresh.growth(lambda: 0) < 4 * MIB
 
 
+@pytest.mark.slow
 def test_a_fresh_process_weighs_and_compiles() -> None:
     case = Case("core", backward=False, causal=True, B=1, T=2048)
     scores = 4 * 8 * 2048**2

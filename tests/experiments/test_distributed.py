@@ -36,6 +36,7 @@ def losses(log: list[dict[str, Any]]) -> np.ndarray:
     return np.asarray([row["loss"] for row in log if row["split"] == "train"])
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.mesh.data = 12, -1
     flags = settings(config)
@@ -74,6 +75,7 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.slow
 def test_four_processes_go_on_where_eight_devices_stopped(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +106,7 @@ def test_four_processes_go_on_where_eight_devices_stopped(
     np.testing.assert_allclose(losses(rows(half)), losses(whole.rows), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.mesh.data = 100_000, -1
     config.evaluate_every = config.checkpoint_every = 100_000
@@ -121,6 +124,7 @@ def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) ->
         assert "Thread 0x" not in processes.said(0)
 
 
+@pytest.mark.slow
 def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: Path) -> None:
     config.mesh.data = -1
     with together(

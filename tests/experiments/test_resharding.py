@@ -50,6 +50,7 @@ def losses(result: trainer.Result) -> np.ndarray:
     return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 1, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1)],
@@ -71,6 +72,7 @@ def test_state_restores_on_another_mesh_to_the_bit(whole: Any, sizes: tuple[int,
     jax.tree.map(np.testing.assert_array_equal, next(stream), next(fresh))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2)], ids=str)
 def test_training_goes_on_on_another_mesh(
     whole: Any, sizes: tuple[int, ...], tmp_path: Path

@@ -69,6 +69,7 @@ def test_train_leaves_everything_and_says_the_score_last(tmp_path: Path) -> None
     assert "Traceback" not in other.stderr
 
 
+@pytest.mark.slow
 def test_several_seeds_report_their_spread_and_time(tmp_path: Path) -> None:
     done = call(f"--workdir={tmp_path}", *SMALL, "--config.seeds=2")
     assert done.returncode == 0, done.stderr
@@ -76,6 +77,7 @@ def test_several_seeds_report_their_spread_and_time(tmp_path: Path) -> None:
     assert re.search(r"2 models in one step took .* s; one after another .* s \(.*×\)", done.stdout)
 
 
+@pytest.mark.slow
 def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path: Path) -> None:
     done = call("--config=configs/digits_sharded.py", f"--workdir={tmp_path / 'run'}", *SMALL)
     assert done.returncode == 0, done.stderr

@@ -70,6 +70,7 @@ def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: P
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("sizes", [(2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
 def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path) -> None:
     config.steps = 50
@@ -82,6 +83,7 @@ def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_
     np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
@@ -110,6 +112,7 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     assert "all-reduce" in hlo
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes

@@ -47,6 +47,7 @@ def sample() -> list[Case]:
     return chosen
 
 
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("case", sample(), ids=str)
 def test_against_the_oracle(tpu, case: Case) -> None:
     problem = problem_of(case)
@@ -141,6 +142,7 @@ def close(got: Any, want: Any) -> None:
         assert oracle.error(a, b) < 1e-5
 
 
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("name", CALLS)
 def test_learned_arrays(tpu, name: str) -> None:
     call, names = CALLS[name]
@@ -148,6 +150,7 @@ def test_learned_arrays(tpu, name: str) -> None:
     close(pulled("flex", *args), pulled("reference", *args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["everything", "own", "of keys"])
 def test_in_the_memories_of_a_tpu(tpu_memory, name: str) -> None:
     """Nothing is read before it was written, nor while it is: of one row, for it is slow."""
@@ -162,6 +165,7 @@ def test_in_the_memories_of_a_tpu(tpu_memory, name: str) -> None:
     close(pulled("flex", *args), pulled("reference", *args))
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_dropout_is_that_of_the_reference(tpu, broadcast: bool) -> None:
     """Values that are one-hot show which weights are dropped."""
@@ -188,6 +192,7 @@ def test_the_gradient_of_a_bias_is_0_where_nobody_looks(tpu) -> None:
     assert (grads["bias"][~unseen] != 0).all()
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("mask", [np.zeros((T, S), bool), Lengths(jnp.zeros(B, int))])
 def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
     call = lambda x: {"mask": mask, "scores": (Alibi(x["slopes"]),)} | DROPOUT  # noqa: E731
@@ -198,6 +203,7 @@ def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
     np.testing.assert_array_equal(lse, -np.inf)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
     """What a masked key, value or query holds changes nothing, forward and backward."""
@@ -211,6 +217,7 @@ def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
     np.testing.assert_array_equal(clean[0][0][:, 2], 0)
 
 
+@pytest.mark.slow
 def test_visible_nans_are_seen(tpu) -> None:
     """A NaN reaches the queries that may see it, and the keys that these see, and only those."""
     q, k, v, cotangent = arrays()
@@ -224,6 +231,7 @@ def test_visible_nans_are_seen(tpu) -> None:
         assert np.isfinite(dk[:, T:]).all()
 
 
+@pytest.mark.slow
 def test_jit_changes_nothing_and_repeats_are_equal(tpu) -> None:
     call, names = CALLS["of keys"]
     args = call, arrays(), learned(*names)
@@ -236,6 +244,7 @@ def test_jit_changes_nothing_and_repeats_are_equal(tpu) -> None:
     np.testing.assert_array_equal(attend(q, k, v), jax.jit(attend)(q, k, v))
 
 
+@pytest.mark.slow
 def test_vmap_remat_and_scan(tpu) -> None:
     """With a mask and a table of tiles for each row, and a score that is shared."""
     *qkv, _ = arrays()
@@ -261,6 +270,7 @@ def test_vmap_remat_and_scan(tpu) -> None:
     close(both(scanned), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["everything", "own"])
 def test_on_the_shards_of_a_mesh(tpu, name: str) -> None:
     """With the dropout, the row and the head of the whole."""

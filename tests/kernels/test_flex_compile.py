@@ -14,9 +14,10 @@ from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
+]
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG, N, K = 32768, 4, 2
 DROPOUT = {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}

@@ -14,9 +14,10 @@ from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Segments, Window
 from flax_mha.scores import SoftCap
 
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
+]
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 32768
 # What is known of the mask before tracing, whether Segments are joined to it, and the heads N, K.
