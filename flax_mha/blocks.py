@@ -24,7 +24,8 @@ class Block(nn.Module):
 
     Attributes:
       attention: the layer of self-attention, with all its options. Dtypes, precision, initializers,
-        biases and partitioning of the MLP and the norms are those of the layer.
+        biases and partitioning of the MLP are those of the layer, and so are the dtypes of the
+        norms, which keep a scale, and a LayerNorm its bias, whatever `use_bias` says.
       mlp_dim: hidden features of the MLP.
       norm: "layernorm" or "rmsnorm".
       pre_norm: where the norms stand, see above.
@@ -47,7 +48,7 @@ class Block(nn.Module):
     dropout_rate: float = 0.0
     remat: bool = False
 
-    def run(self, x: jax.Array, deterministic: bool, calls: Calls) -> jax.Array:
+    def run(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
         """The attention layers and the MLP in turn; `calls` holds each layer's arguments."""
         inputs.fields(self)
         shapes.check_features("x", x)
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
         return (nn.remat(branches) if self.remat else branches)(self, x)
 
-    def _branches(self, x: jax.Array, deterministic: bool, calls: Calls) -> jax.Array:
+    def _branches(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
         branches: dict[str, Callable[[jax.Array], jax.Array]] = {}
         for name, call in calls.items():
             layer = getattr(self, name)
@@ -109,12 +110,13 @@ class EncoderBlock(Block):
         lengths: jax.Array | None = None,
         order: Array | None = None,
         head_mask: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `MultiHeadAttention`.
 
-        A layer whose `deterministic` field is set keeps to that.
+        `deterministic` must be given if something is dropped; a layer whose field of that name is
+        set keeps to that.
         """
         call = {
             "mask": mask, "bias": bias, "positions": positions, "lengths": lengths,
@@ -153,7 +155,7 @@ class DecoderBlock(Block):
         lengths: jax.Array | None = None,
         order: Array | None = None,
         head_mask: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Decodes.
@@ -168,7 +170,8 @@ class DecoderBlock(Block):
           lengths: see there.
           order: of x, see there.
           head_mask: see there.
-          deterministic: a layer whose field of that name is set keeps to that.
+          deterministic: False drops, True does not; must be given if there is something to drop.
+            A layer whose field of that name is set keeps to that.
           sow_weights: both layers sow theirs.
 
         Returns:

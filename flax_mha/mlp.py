@@ -50,8 +50,8 @@ class MLP(nn.Module):
     partitioned: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, deterministic: bool = True) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]."""
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+        """Maps [*B, T, D] to [*B, T, D]; deterministic must be given if something is dropped."""
         inputs.positive(hidden=self.hidden)
         inputs.fields(self)
         shapes.check_features("x", x)
@@ -83,8 +83,17 @@ class Dropout(nn.Module):
     rate: float
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
-        """Sets a share of x to 0, and scales the rest to keep the expectation."""
+    def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
+        """Sets a share of x to 0, and scales the rest to keep the expectation.
+
+        Raises:
+          ValueError: if there is something to drop, and deterministic does not say whether.
+        """
+        if self.rate and deterministic is None:
+            raise ValueError(
+                f"dropout_rate={self.rate} needs to know whether to drop, got deterministic=None; "
+                f"give deterministic=False in training, True elsewhere"
+            )
         if self.rate == 0 or inputs.flag("deterministic", deterministic):
             return x
         keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.rate, x.shape)

@@ -42,7 +42,7 @@ class Classifier(nn.Module):
         inputs: jax.Array,
         *,
         lengths: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Classifies each row of the batch.
@@ -51,7 +51,8 @@ class Classifier(nn.Module):
           inputs: what the embedding takes.
           lengths: int [*B], how many of each row's tokens are real (default: all). The others
             have no influence.
-          deterministic: False turns dropout on; needs the rng `dropout`.
+          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
+            Must
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
@@ -129,7 +130,7 @@ class LanguageModel(nn.Module):
         positions: jax.Array | None = None,
         order: Array | None = None,
         at: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Scores every token as the next one.
@@ -146,7 +147,8 @@ class LanguageModel(nn.Module):
           order: int [T], where the tokens stand if they are given in another order, see
             `MultiHeadAttention`.
           at: int [*B], the one token of each row whose successor is wanted (default: all are).
-          deterministic: False turns dropout on; needs the rng `dropout`.
+          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
+            Must
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
@@ -178,7 +180,7 @@ class LanguageModel(nn.Module):
         embedding: TokenEmbedding | None = None,
         *,
         positions: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
     ) -> jax.Array:
         """Maps tokens int [*B, T] to what goes into a stack, [*B, T, D], by E or another table."""
         if positions is None and embedding is None and self._goes_on():
@@ -223,7 +225,7 @@ class Translator(nn.Module):
         target: jax.Array,
         *,
         source_lengths: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Scores every token as the one after each of the target's.
@@ -233,7 +235,8 @@ class Translator(nn.Module):
           target: int [*B, T].
           source_lengths: int [*B], how many tokens of each source are real (default: all). The
             others have no influence.
-          deterministic: False turns dropout on; needs the rng `dropout`.
+          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
+            Must
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
@@ -248,7 +251,7 @@ class Translator(nn.Module):
         source: jax.Array,
         *,
         source_lengths: jax.Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps a source int [*B, S] to the memory [*B, S, D]; arguments as in the call."""

@@ -74,7 +74,8 @@ def begin(
     memory: Any = None
     memory_lengths = None
     if plan.start is not None:
-        encode = partial(plan.model.apply, source_lengths=lengths, method="encode")
+        call = {"source_lengths": lengths, "deterministic": True}
+        encode = partial(plan.model.apply, **call, method="encode")
         memory, memory_lengths = encode(variables, tokens), lengths
         tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
     # A call without a cache makes one; of what else it computes nothing is left when compiled.
@@ -139,7 +140,7 @@ def _read(
     """Logits [R, V] of the token at `at`, and the cache after all of them."""
     method = "decode" if isinstance(plan.model, Translator) else "__call__"
     logits, new = plan.model.apply(
-        variables, tokens, memory, mutable=["cache"], method=method, **call
+        variables, tokens, memory, deterministic=True, mutable=["cache"], method=method, **call
     )
     return _by_rows(logits[:, 0]), new["cache"]
 

@@ -74,7 +74,7 @@ class Encoder(Stack):
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
         order: Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
@@ -101,7 +101,7 @@ class Decoder(Stack):
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
         order: Array | None = None,
-        deterministic: bool = True,
+        deterministic: bool | None = None,
         sow_weights: bool = False,
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each."""

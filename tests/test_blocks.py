@@ -34,8 +34,8 @@ def block(attention: dict[str, Any] | None = None, **fields: Any) -> EncoderBloc
     return EncoderBlock(MultiHeadAttention(2, **attention or {}), mlp_dim=16, **fields)
 
 
-def parameters(module: nn.Module, *inputs: Any) -> Any:
-    return random_like(jax.eval_shape(module.init, KEY, *inputs))
+def parameters(module: nn.Module, *inputs: Any, **call: Any) -> Any:
+    return random_like(jax.eval_shape(functools.partial(module.init, **call), KEY, *inputs))
 
 
 @functools.cache
@@ -106,8 +106,8 @@ def test_block_fields_of_the_layer_hold_for_all_of_it() -> None:
 
 def test_dropout() -> None:
     module = block({"dropout_rate": 0.3}, dropout_rate=0.3)
-    params = parameters(module, X)
-    off = run(module, params, X)
+    params = parameters(module, X, deterministic=True)
+    off = run(module, params, X, deterministic=True)
     assert error(off, oracle.encoder_block(params["params"], X)) < OUTPUT
     on = run(module, params, X, deterministic=False)
     assert error(on, off) > 0.05
@@ -128,10 +128,12 @@ def constant(params: Any, **branches: float) -> Any:
 def test_each_dropout_acts() -> None:
     """On the weights, on the hidden features of the MLP, and on what joins the residual."""
     for module in (block({"dropout_rate": 0.5}), MLP(16, dropout_rate=0.5)):
-        params = parameters(module, X)
-        assert error(run(module, params, X, deterministic=False), run(module, params, X)) > 0.05
+        params = parameters(module, X, deterministic=True)
+        on, off = (run(module, params, X, deterministic=off) for off in (False, True))
+        assert error(on, off) > 0.05
     module = block(dropout_rate=0.5)
-    params = {"params": constant(parameters(module, X)["params"], attention=1.0, mlp=4.0)}
+    params = parameters(module, X, deterministic=True)["params"]
+    params = {"params": constant(params, attention=1.0, mlp=4.0)}
     added = run(module, params, 0 * X, deterministic=False)
     np.testing.assert_array_equal(np.unique(added), [0, 2, 8, 10])
 
@@ -141,8 +143,9 @@ def test_remat_changes_nothing(deterministic: bool) -> None:
     plain, remat = (
         block({"dropout_rate": 0.2}, dropout_rate=0.2, remat=remat) for remat in (False, True)
     )
-    params = parameters(plain, X)
-    shapes = [jax.eval_shape(module.init, KEY, X) for module in (plain, remat)]
+    params = parameters(plain, X, deterministic=True)
+    inits = [functools.partial(module.init, deterministic=True) for module in (plain, remat)]
+    shapes = [jax.eval_shape(init, KEY, X) for init in inits]
     assert shapes[0] == shapes[1]
     call = {"deterministic": deterministic, "mask": MASK}
     out, actual = differentiate(remat, params, X, **call)
@@ -151,7 +154,7 @@ def test_remat_changes_nothing(deterministic: bool) -> None:
     size = max(map(np.linalg.norm, jax.tree.leaves(expected)))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.linalg.norm(a - b) < GRADIENT * size
-    assert "remat" in str(jax.make_jaxpr(lambda: remat.apply(params, X))())
+    assert "remat" in str(jax.make_jaxpr(lambda: remat.apply(params, X, deterministic=True))())
 
 
 def stacked(params: Any, layers: int) -> Any:
@@ -202,7 +205,7 @@ def test_scanned_layers_differ() -> None:
 def test_scanned_layers_drop_differently() -> None:
     """Of two constants some stay, some go, and, unless both layers drop alike, some halve."""
     encoder = Encoder(2, block(dropout_rate=0.5, norm="rmsnorm"), scan=True)
-    params = parameters(encoder, X)["params"]
+    params = parameters(encoder, X, deterministic=True)["params"]
     params = {
         "layers": constant(params["layers"], attention=1.0, mlp=0.0),
         "norm": {"scale": np.ones(D, np.float32)},

@@ -438,6 +438,22 @@ MODULES: list[Case] = [
     module("mlp: activation", ValueError, r"one of \['gelu', 'relu', 'silu'\], got 'tanh'",
            MLP(4, "tanh"), X),
     module("mlp: rate", ValueError, r"dropout_rate.*got 1.0; 0 turns", MLP(4, dropout_rate=1.0), X),
+    *(
+        module(f"no deterministic: {type(build).__name__}", ValueError,
+               r"dropout_rate=0.5 needs to know whether to drop, got deterministic=None; give",
+               build, *given)
+        for build, *given in (
+            (MLP(4, dropout_rate=0.5), X),
+            (EncoderBlock(ATTENTION, 16, dropout_rate=0.5), X),
+            (Encoder(1, EncoderBlock(ATTENTION, 16, dropout_rate=0.5), scan=True), X),
+            (Decoder(1, DecoderBlock(ATTENTION, 16, dropout_rate=0.5)), X),
+            (Classifier(EMBED, ENCODER, 3, dropout_rate=0.5), TOKENS),
+            (LanguageModel(EMBED, Decoder(1, DecoderBlock(ATTENTION, 16)), dropout_rate=0.5),
+             TOKENS),
+        )
+    ),
+    module("no deterministic: weights", ValueError, r'"deterministic" must be passed',
+           EncoderBlock(MultiHeadAttention(2, dropout_rate=0.5), 16), X),
     module("block: norm", ValueError, r"norm must be one of \['layernorm'.*got 'batch'",
            EncoderBlock(ATTENTION, 16, norm="batch"), X),
     module("block: attention", TypeError,

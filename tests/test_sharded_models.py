@@ -94,7 +94,7 @@ def model_loss(name: str) -> Any:
 def without_a_mesh(name: str) -> tuple[Any, Any]:
     """A model's parameters, and its gradients and output."""
     model, inputs, _ = MODELS[name]
-    params = jax.jit(model.init)(KEY, inputs)
+    params = jax.jit(functools.partial(model.init, deterministic=True))(KEY, inputs)
     return params, model_loss(name)(params, inputs)
 
 
@@ -107,7 +107,7 @@ def test_models(name: str, kind: str) -> None:
     params, wanted = without_a_mesh(name)
     mesh, leave = on(kind, rules)
     try:
-        born = sharding.init(model, KEY, inputs)
+        born = sharding.init(model, KEY, inputs, deterministic=True)
         x = jax.device_put(inputs, NamedSharding(mesh, P("data")))
         got = jax.device_get(model_loss(name)(born, x))
         born = jax.device_get(born)

@@ -115,7 +115,7 @@ class Digits:
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters."""
         image = jnp.zeros((1, *self.train["image"].shape[1:]), jnp.float32)
-        return self.model.init(key, image[..., None])["params"]
+        return self.model.init(key, image[..., None], deterministic=True)["params"]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Endless shuffled `image` [rows, 8, 8] and `label` [rows]."""
@@ -214,6 +214,7 @@ class Digits:
         )  # fmt: skip
 
     def _apply(self, params: Params, images: jax.Array, **call: Any) -> Any:
+        call = {"deterministic": True} | call
         return self.model.apply({"params": params}, images[..., None], **call)
 
 

@@ -80,7 +80,7 @@ class Masked:
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters."""
         # Of one token: shapes of parameters do not depend on the length.
-        return self.model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+        return self.model.init(key, jnp.zeros((1, 1), jnp.int32), deterministic=True)["params"]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Endless `bytes` uint8 [rows, T], each a stretch that begins anywhere."""
@@ -148,7 +148,8 @@ class Masked:
 
         @jax.jit
         def observe(params: Params, tokens: jax.Array) -> Any:
-            call: dict[str, Any] = {"sow_weights": True, "mutable": ["intermediates"]}
+            call: dict[str, Any] = {"sow_weights": True, "deterministic": True}
+            call["mutable"] = ["intermediates"]
             return self.model.apply({"params": params}, tokens, **call)[1]
 
         sown = jax.tree.leaves(jax.device_get(observe(params, tokens)))
@@ -162,6 +163,7 @@ class Masked:
         """Loss, and whether the likeliest byte is the right one, [B, T]; 0 where none is hidden."""
         labels = values.astype(jnp.int32)
         tokens = jnp.where(hidden, HIDDEN, labels)
+        call = {"deterministic": True} | call
         logits: Any = self.model.apply({"params": params}, tokens, **call)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         right = logits.argmax(-1) == labels

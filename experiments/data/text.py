@@ -171,7 +171,8 @@ class Text:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters."""
-        return self.model.init(key, jnp.zeros((1, self.config.length), jnp.int32))["params"]
+        tokens = jnp.zeros((1, self.config.length), jnp.int32)
+        return self.model.init(key, tokens, deterministic=True)["params"]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Endless `tokens` uint8 [rows, T + 1], from anywhere in the training text."""
@@ -264,5 +265,6 @@ class Text:
 
     def _losses(self, params: Params, batch: Batch, **call: Any) -> jax.Array:
         tokens = batch["tokens"].astype(jnp.int32)
+        call = {"deterministic": True} | call
         logits = self.model.apply({"params": params}, tokens[:, :-1], **call)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])

@@ -125,7 +125,7 @@ class Translation:
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters."""
         tokens = jnp.zeros((1, 1), jnp.int32)
-        return self.model.init(key, tokens, tokens)["params"]
+        return self.model.init(key, tokens, tokens, deterministic=True)["params"]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
         """Endless shuffled pairs, see `arrays`."""
@@ -253,9 +253,8 @@ class Translation:
     def _logits(self, params: Params, batch: Batch, **call: Any) -> Any:
         target = batch["target"]
         begun = jnp.pad(target[:, :-1], [(0, 0), (1, 0)], constant_values=START)
-        return self.model.apply(
-            {"params": params}, batch["source"], begun, source_lengths=batch["length"], **call
-        )
+        call = {"source_lengths": batch["length"], "deterministic": True} | call
+        return self.model.apply({"params": params}, batch["source"], begun, **call)
 
 
 def _losses(logits: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
