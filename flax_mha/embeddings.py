@@ -51,10 +51,10 @@ class TokenEmbedding(nn.Module):
         tokens = shapes.check_tokens("tokens", tokens)
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
 
-        def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
             return jnp.take(sharding.constrain(table, ("vocab", None)), tokens, axis=0)
 
-        return sharding.auto(look_up, ("batch", "norm_length", None), table, tokens)
+        return sharding.auto(look_up, ("batch", "norm_length", None), tokens, table)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps features [*B, T, D] to logits [*B, T, V], float32 at least."""

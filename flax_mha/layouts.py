@@ -1,10 +1,13 @@
-"""Which mesh axes divide an array, by the rules, and whether they can; in which order."""
+"""Which mesh axes divide an array, by the rules, and whether they can; arrays laid out so."""
 
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import flax.linen as nn
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -12,24 +15,34 @@ from flax_mha import inputs
 
 LogicalNames: TypeAlias = tuple[str | None, ...]
 
+# What a PartitionSpec says of an axis that is to stay as it is.
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
+
 # One row or one token can't be divided, and need not be.
 _TOKENS = ("batch", "length", "norm_length")
 
 
 def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """The mesh axes of each axis of an array, if it can be laid out so; names of its last axes."""
+    """The mesh axes of each axis of an array, if it can be laid out so; names of its last axes.
+
+    `UNCONSTRAINED` where nothing is said: a name without a rule, or an axis before the named ones.
+    """
     if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
         raise TypeError(
             f"names must be a tuple of logical names, a str or None for each axis, got {names!r}; "
             f"give ('batch', None), say"
         )
-    names = (None,) * (len(shape) - len(names)) + tuple(names[max(len(names) - len(shape), 0) :])
-    rules = nn.get_logical_axis_rules()
+    last: Any = tuple(names[max(len(names) - len(shape), 0) :])
+    names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
+    rules = _rules()
     sizes, free = dict(mesh.shape), (*mesh.auto_axes, *mesh.explicit_axes)
     parts: list[Any] = []
     found = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
     for size, name, axes in zip(shape, names, found, strict=True):
         wanted = [given for rule, given in rules if rule == name]
+        if name is not None and not wanted:
+            parts.append(UNCONSTRAINED)
+            continue
         unknown = sorted({axis for given in wanted for axis in each(given)} - set(sizes))
         if unknown:
             raise ValueError(
@@ -57,15 +70,129 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     return PartitionSpec(*parts)
 
 
+def _rules() -> tuple[tuple[str, Any], ...]:
+    """Flax's rules; key/value heads without one go where query heads go."""
+    rules = tuple(nn.get_logical_axis_rules())
+    if not has_rule("kv_heads"):
+        rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
+    return rules
+
+
+def has_rule(name: str) -> bool:
+    """Whether the rules say anything of that name."""
+    return any(rule == name for rule, _ in nn.get_logical_axis_rules())
+
+
 def each(axes: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    """The mesh axes of an entry of a PartitionSpec; of `UNCONSTRAINED` none is known."""
+    if axes is None or axes is UNCONSTRAINED:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def only(spec: PartitionSpec, kept: Sequence[str]) -> PartitionSpec:
+def entry(axes: Sequence[str]) -> Any:
+    """Mesh axes as an entry of a PartitionSpec."""
+    return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+
+def only(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
     """The spec without the mesh axes that are not among those."""
-    parts = (tuple(axis for axis in each(part) if axis in kept) for part in spec)
-    return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
+    return PartitionSpec(
+        *(part if part is UNCONSTRAINED else entry([axis for axis in each(part) if axis in kept])
+          for part in spec)
+    )  # fmt: skip
+
+
+def filled(spec: PartitionSpec, own: Iterable[Any] = ()) -> PartitionSpec:
+    """The spec with its unconstrained entries as in `own`, where their mesh axes are free."""
+    taken = {axis for part in spec for axis in each(part)}
+    parts = [
+        entry([axis for axis in each(mine) if axis not in taken]) if part is UNCONSTRAINED else part
+        for part, mine in itertools.zip_longest(spec, own)
+    ]
+    return PartitionSpec(*parts)
+
+
+def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
+    """The mesh axes over which `jax.shard_map` divides arrays laid out by these specs.
+
+    Over Auto axes that no spec names the compiler may have divided what is unconstrained. That it
+    stays so, these axes are left to the compiler inside, too.
+    """
+    parts = [part for spec in specs for part in spec]
+    named = {axis for part in parts for axis in each(part)}
+    unknown = any(part is UNCONSTRAINED for part in parts)
+    return {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
+
+
+@functools.partial(jax.jit, static_argnames="spec", inline=True)
+def guide(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Tells the compiler how x lies over Auto axes.
+
+    By `jax.jit`, for outside of it JAX constrains only what is on the devices of the mesh already.
+    """
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if not explicit:
+        return x
+    return jax.sharding.reshard(x, filled(only(spec, explicit), spec_of(x)))
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """How x is divided over Explicit axes, an entry for each of its axes."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    spec = only(jax.typeof(x).sharding.spec, explicit)
+    return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
+
+
+def over(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: Any) -> Any:
+    """fn(*args) on each device's shards along some mesh axes; the others stay as they are.
+
+    Args:
+      fn: of arrays, on Manual axes.
+      manual: those mesh axes.
+      ins: layouts of args.
+      outs: layouts of the result.
+      *args: arrays, on Explicit axes laid out so.
+    """
+    if not manual:
+        return fn(*args)
+    # Where the caller's own `jax.shard_map` has JAX check what varies, gradients need it here too.
+    checked = any(varying(x) for x in jax.tree.leaves(args))
+    if checked:
+        # XLA refuses the residuals of one `jax.shard_map` in another that do vary.
+        fn = jax.checkpoint(fn)
+    shards = jax.shard_map(
+        fn, axis_names=manual, in_specs=tuple(ins), out_specs=outs, check_vma=checked
+    )
+    mesh = jax.sharding.get_abstract_mesh()
+    # Where axes are left, JAX 0.10 does not run it outside jit.
+    shards = shards if manual == {*mesh.axis_names} else jax.jit(shards)
+    return shards(*args)
+
+
+def warn_of_unseen_mesh() -> None:
+    """Warns of `with mesh:`, which sets no mesh that rules could be used on."""
+    try:
+        # JAX has no public name for such a mesh, but takes a PartitionSpec only under some mesh.
+        jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
+    except (RuntimeError, ValueError):
+        return
+    inputs.warn(
+        "logical axis rules divide nothing under `with mesh:`, which JAX has deprecated; "
+        "write `with jax.set_mesh(mesh):`"
+    )
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The mesh axes over which x varies, inside a `jax.shard_map` that keeps count (check_vma)."""
+    # JAX has no public name for it, and has changed it once.
+    kind = jax.typeof(x)
+    return getattr(getattr(kind, "mat", None), "varying", getattr(kind, "vma", frozenset()))
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
@@ -85,13 +212,13 @@ def zigzag(length: int, devices: int) -> np.ndarray:
       int32 [T]: the positions of the tokens.
 
     Raises:
-      ValueError: if T is not a multiple of 2n.
+      ValueError: if T is not a positive multiple of 2n.
+      TypeError: if either is no int.
 
     Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
     "The Llama 3 Herd of Models", 2024.
     """
-    inputs.positive(devices=devices)
-    inputs.integer("length", length)
+    inputs.positive(length=length, devices=devices)
     if length % (2 * devices):
         raise ValueError(
             f"zigzag places 2 pieces on each of {devices} devices, got {length} tokens; "

@@ -111,7 +111,7 @@ def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[
         # Joining the kernels, and splitting what comes out, takes longer than it saves.
         return [project(x) for project in projections]
     found = (sharding.layout((x.shape[-1], *p.features), p.names) for p in projections)
-    if len({axes and axes[1] for axes in found}) > 1:
+    if len({axes[1] for axes in found}) > 1:
         # Where key/value heads are not divided as query heads are, they can't be joined.
         return [project(x) for project in projections]
     kernels, biases = zip(*(p.parameters(x.shape[-1:]) for p in projections), strict=True)
@@ -182,7 +182,7 @@ def _rows(
     shape = (*x.shape[: -projection.contracted], *projection.features)
     names = [("batch", "length", *inner), gathered(projection.names)]
     over, at = sharding.layout(kernel.shape, names[1]), x.ndim - projection.contracted - 1
-    if projection.rows[-1] != "norm_length" or not over:
+    if projection.rows[-1] != "norm_length":
         return None
     apart = _apart(shape, at)
     if not apart or apart != layouts.each(over[0]):
@@ -199,14 +199,15 @@ def _apart(shape: Shape, at: int) -> tuple[str, ...]:
     found = []
     for name in ("length", "norm_length"):
         axes = sharding.layout(shape[: at + 1], (name,))
-        found.append(layouts.each(axes[at]) if axes else ())
+        found.append(layouts.each(axes[at]))
     everywhere, between = found
     return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
 
 
 def gathered(names: LogicalNames) -> LogicalNames:
     """The names of a parameter as products take it: what FSDP has spread is brought together."""
-    return tuple(None if name == "embed" else name for name in names)
+    together = "embed" if layouts.has_rule("embed") else None
+    return tuple(None if name == together else name for name in names)
 
 
 def _flat(init: Initializer, contracted: int) -> Initializer:

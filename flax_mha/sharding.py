@@ -33,6 +33,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_mha import inputs, layouts
 from flax_mha.layouts import LogicalNames
+from flax_mha.layouts import varying as varying
 from flax_mha.layouts import zigzag as zigzag
 
 HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
@@ -91,7 +92,8 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     """Lays x out as the rules say, on whatever mesh there is.
 
     With no mesh or no rules, and on Manual axes (inside `jax.shard_map`), nothing happens. On
-    Auto axes it is a constraint for the compiler, on Explicit axes a reshard.
+    Auto axes it is a constraint for the compiler, on Explicit axes a reshard. An axis whose name
+    has no rule stays as it is.
 
     Args:
       x: an array.
@@ -102,25 +104,23 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
       ValueError: if the rules do not fit the mesh or the sizes of x.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not nn.get_logical_axis_rules() or _initializing.value:
+    if not nn.get_logical_axis_rules() or _initializing.value:
         return x
-    return lay(x, layouts.checked(inputs.array("x", x).shape, names, mesh))
-
-
-def lay(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Lays x out over mesh axes: a constraint on Auto ones, a reshard on Explicit ones."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.explicit_axes:
-        x = jax.sharding.reshard(x, layouts.only(spec, mesh.explicit_axes))
-    if mesh.auto_axes:
-        x = jax.lax.with_sharding_constraint(x, layouts.only(spec, mesh.auto_axes))
+    if mesh.empty:
+        layouts.warn_of_unseen_mesh()
+        return x
+    spec = layouts.checked(inputs.array("x", x).shape, names, mesh)
+    x = layouts.place(x, spec)
+    if mesh.auto_axes and any(part is not layouts.UNCONSTRAINED for part in spec):
+        x = layouts.guide(x, layouts.only(spec, mesh.auto_axes))
     return x
 
 
-def layout(shape: Sequence[int], names: LogicalNames) -> tuple[Any, ...] | None:
+def layout(shape: Sequence[int], names: LogicalNames) -> PartitionSpec:
     """The mesh axes that the rules give each axis of an array.
 
-    None if there is nothing to divide: no mesh or no rules, one device, inside `jax.shard_map`.
+    `UNCONSTRAINED` where they say nothing, and if there is nothing to divide: no mesh, one device,
+    inside `jax.shard_map`.
 
     Args:
       shape: of the array.
@@ -129,12 +129,10 @@ def layout(shape: Sequence[int], names: LogicalNames) -> tuple[Any, ...] | None:
     mesh = jax.sharding.get_abstract_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
     if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
-        return None
+        return PartitionSpec(*[layouts.UNCONSTRAINED] * len(shape))
     if _initializing.value:
-        return (None,) * len(shape)
-    if not nn.get_logical_axis_rules():
-        return None
-    return tuple(layouts.only(layouts.checked(shape, names, mesh), free))
+        return PartitionSpec(*[None] * len(shape))
+    return layouts.only(layouts.checked(shape, names, mesh), free)
 
 
 def local(
@@ -149,11 +147,22 @@ def local(
       *args: the arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    ins = tuple(layouts.checked(x.shape, n, mesh) for x, n in zip(args, names, strict=True))
     several = isinstance(outs, list)
-    each = [layouts.checked(shape, n, mesh) for shape, n in (outs if several else [outs])]
-    specs = each if several else each[0]
-    return jax.shard_map(fn, in_specs=ins, out_specs=specs, check_vma=False)(*args)
+    given = [(x.shape, n) for x, n in zip(args, names, strict=True)]
+    every = [*given, *(outs if several else [outs])]
+    specs = [layout(shape, n) for shape, n in every]
+    # An axis without a rule lies as the first of its name does, or, before the named, of its place.
+    keys = [(*range(len(shape) - len(n)), *n) for shape, n in every]
+    known: dict[Any, Any] = {}
+    for x, key in reversed([*zip(args, keys, strict=False)]):
+        known |= zip(key, layouts.spec_of(x), strict=True)
+    full = [
+        layouts.filled(spec, [known.get(name) for name in key])
+        for spec, key in zip(specs, keys, strict=True)
+    ]
+    ins, rest = full[: len(args)], full[len(args) :]
+    outs = rest if several else rest[0]
+    return layouts.over(fn, layouts.manual(specs, mesh), ins, outs, *map(layouts.place, args, ins))
 
 
 def platform() -> str:
@@ -166,24 +175,11 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which x varies, inside a `jax.shard_map` that keeps count (check_vma)."""
-    # JAX has no public name for it, and has changed it once.
-    kind = jax.typeof(x)
-    return getattr(getattr(kind, "mat", None), "varying", getattr(kind, "vma", frozenset()))
-
-
-def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    return jax.sharding.reshard(x, layouts.only(spec, explicit)) if explicit else x
-
-
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Lays x out as other, of the same shape, where JAX asks for it: on Explicit axes."""
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return x
-    return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
+    return jax.sharding.reshard(x, layouts.spec_of(other))
 
 
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
@@ -194,7 +190,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
     Args:
       fn: a function that closes over no array of JAX.
-      names: the logical names of its result, in the form of its result.
+      names: the logical names of its result, in the form of its result. An axis without a rule
+        lies as that axis of the first array does.
       *args: trees of arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -211,16 +208,18 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
             f"what is; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
         )
 
-    def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
-        return (
-            PartitionSpec()
-            if whole
-            else layouts.only(layouts.checked(x.shape, n, mesh), mesh.explicit_axes)
-        )
-
     # What are no arrays of JAX pass by themselves.
     leaves, tree = jax.tree.flatten(args)
     given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+
+    def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
+        if whole:
+            return PartitionSpec()
+        first = leaves[given[0]]
+        alike = zip(layouts.spec_of(first), first.shape, x.shape, strict=False)
+        own = [axes if size == wanted else None for axes, size, wanted in alike]
+        spec = layouts.only(layouts.checked(x.shape, n, mesh), mesh.explicit_axes)
+        return layouts.filled(spec, own)
 
     def of_arrays(arrays: Sequence[Any], call: Callable[..., Any]) -> Any:
         filled = dict(zip(given, arrays, strict=True))
@@ -233,11 +232,15 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     inside = jax.sharding.auto_axes(
         lambda *x: of_arrays(x, run), axes=mesh.explicit_axes, out_sharding=specs
     )
+    if mesh.manual_axes:
+        # Inside `jax.shard_map` over other axes, JAX refuses residuals of what is Auto in it; and
+        # does not run it outside jit.
+        inside = jax.checkpoint(jax.jit(inside))
     return inside(*(leaves[i] for i in given))
 
 
 def _divided(x: Any) -> bool:
-    return isinstance(x, jax.Array) and any(axes for axes in jax.typeof(x).sharding.spec)
+    return isinstance(x, jax.Array) and any(layouts.spec_of(x))
 
 
 def _is_names(x: Any) -> bool:
@@ -267,7 +270,8 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
     def layout(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
         filled = (*names, *[None] * (x.ndim - len(names)))
-        return NamedSharding(mesh, layouts.checked(x.shape, filled, mesh.abstract_mesh))
+        spec = layouts.checked(x.shape, filled, mesh.abstract_mesh)
+        return NamedSharding(mesh, layouts.filled(spec))
 
     return jax.tree.map(
         layout, nn.get_partition_spec(abstract), meta.unbox(abstract),

@@ -18,7 +18,7 @@ from flax_mha import (
 )
 from flax_mha.positions import Rotary
 from tests.kernels.cases import KERNELS
-from tests.meshes import BACKWARD, KEY, KINDS, RNG, B, H, N, T, X, changed, compare, on
+from tests.meshes import BACKWARD, KEY, KINDS, MIXED, RNG, B, H, N, T, X, changed, compare, on
 from tests.oracle import error
 
 
@@ -169,7 +169,7 @@ MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MIXED])
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuses(name: str, kind: str) -> None:
     rules, shape, heads, message = MISUSES[name]
@@ -200,3 +200,26 @@ def test_explicit_axes_need_rules_where_something_is_divided() -> None:
         assert out.sharding.spec == P("data", None, "model", None)
     finally:
         leave()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("T", "S"), [(0, 0), (0, 4), (4, 0)])
+def test_no_queries_or_no_keys(T: int, S: int, kind: str) -> None:
+    """Of a divided sequence, too, where each device has none of them."""
+    q, k = jnp.ones((B, T, 4, H)), jnp.ones((B, S, 4, H))
+
+    def attend(q: jax.Array, k: jax.Array) -> jax.Array:
+        return dot_product_attention(q, k, k, mask=masks.Causal())
+
+    def loss(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.sum(attend(q, k))
+
+    _, leave = on(kind, changed(batch=None, length="data"))
+    try:
+        out, gradients = jax.device_get(
+            jax.jit(lambda q, k: (attend(q, k), jax.grad(loss, (0, 1))(q, k)))(q, k)
+        )
+    finally:
+        leave()
+    assert out.shape == q.shape
+    assert not any(x.any() for x in (out, *gradients))

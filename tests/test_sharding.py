@@ -1,6 +1,7 @@
 """Heads really spread over a mesh, and the numbers stay the same."""
 
 import re
+import warnings
 
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, sharding
+from tests.meshes import collectives
 
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
 
@@ -139,6 +141,58 @@ def test_constrain_lays_out(kind: AxisType) -> None:
     with jax.set_mesh(make_mesh(kind)), nn.logical_axis_rules(sharding.RULES):
         y = jax.jit(lambda x: sharding.constrain(x, ("batch", "length", "mlp")))(X)
     assert y.sharding.spec == P("data", None, "model")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_name_without_a_rule_stays_as_it_is(kind: AxisType) -> None:
+    """Where a rule (name, None) says that it is not divided."""
+    mesh = make_mesh(kind)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    rules = (("mlp", "model"),)
+    for more, batch in (((), "data"), ((("batch", None),), None)):
+        with jax.set_mesh(mesh), nn.logical_axis_rules((*rules, *more)):
+            y = jax.jit(lambda x: sharding.constrain(x, ("batch", "length", "mlp")))(x)
+        assert y.sharding.spec == P(batch, None, "model")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rules_for_heads_alone_leave_rows_divided(optimized, kind: AxisType) -> None:
+    """As Flax's rules for its examples, that know nothing of our other names."""
+    mesh, layer = make_mesh(kind), MultiHeadAttention(8, num_kv_heads=4)
+    with (
+        jax.set_mesh(mesh),
+        nn.logical_axis_rules((("activation_batch", "data"), ("heads", "model"))),
+    ):
+        variables = sharding.init(layer, jax.random.key(1), X)
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        compiled = jax.jit(layer.apply).lower(variables, x).compile()
+    assert specs(variables["params"])["value/kernel"] == P(None, "model", None)
+    assert collectives(compiled.as_text()) == [("all-reduce", 4 * X.size // 2)]
+    assert compiled.output_shardings.spec[0] == "data"
+
+
+def test_a_mesh_that_rules_do_not_see_is_warned_of() -> None:
+    mesh = make_mesh()
+    with nn.logical_axis_rules(sharding.RULES):
+        assert sharding.constrain(X, ("batch", "length", None)) is X
+        with warnings.catch_warnings():
+            # What JAX itself says of `with mesh:`.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            mesh.__enter__()
+        try:
+            with pytest.warns(UserWarning, match=r"nothing under `with mesh:`.*jax.set_mesh\(mesh"):
+                jax.eval_shape(MultiHeadAttention(8).init, jax.random.key(1), X)
+        finally:
+            mesh.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_outside_jit_with_parameters_of_no_mesh(kind: AxisType) -> None:
+    layer = MultiHeadAttention(8)
+    variables = layer.init(jax.random.key(1), X)
+    expected = layer.apply(variables, X)
+    with jax.set_mesh(make_mesh(kind)), nn.logical_axis_rules(sharding.RULES):
+        np.testing.assert_allclose(layer.apply(variables, X), expected, atol=1e-5)
 
 
 def test_constrain_leaves_manual_axes_alone() -> None:

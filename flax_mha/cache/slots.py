@@ -55,8 +55,6 @@ def write(
         fn = jax.vmap(fn)
     rank = start.ndim
     names = [SLOTS, _TOKENS, ROWS[:rank], ROWS[:rank]]
-    if sharding.layout(slots.shape, SLOTS) is None:
-        return fn(slots, tokens, start, count)
     # Each device writes into its own slots: none are sent.
     args = [
         sharding.constrain(x, n) for x, n in zip((slots, tokens, start, count), names, strict=True)

@@ -171,7 +171,7 @@ def _moments(
     # The last block repeats the last query where it reaches beyond it.
     blocks = np.minimum(np.arange(-(-T // size) * size), T - 1).reshape(-1, size)
     found = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
-    entropy, top = (jnp.moveaxis(x, 0, -2).reshape(*rows, -1)[..., :T] for x in found)
+    entropy, top = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size)[..., :T] for x in found)
     return entropy, top
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import shapes, sharding
+from flax_mha import layouts, shapes, sharding
 from flax_mha.grid import Grid, whole
 from flax_mha.kernels import ring
 from flax_mha.kernels.ring import Attend
@@ -27,6 +27,8 @@ from flax_mha.shapes import Dims
 # heads; the keys go round; or each gathers all of them.
 WAYS = ("ulysses", "ring", "all_gather")
 
+_LSE = ("batch", "heads", "length")
+
 
 class Layout(NamedTuple):
     """Mesh axes that divide a call, each as in a `PartitionSpec`.
@@ -36,30 +38,34 @@ class Layout(NamedTuple):
       length: those of the queries.
       heads: those of the query heads.
       kv_heads: those of the key/value heads: the same, or none.
+      manual: all mesh axes that each device runs its own shard of; XLA divides over the others.
     """
 
     batch: tuple[Any, ...]
     length: Any
     heads: Any
     kv_heads: Any
+    manual: set[str]
 
     @classmethod
     def of(cls, q: jax.Array, k: Any) -> "Layout | None":
         """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
-        of_q = sharding.layout(q.shape, sharding.HEADS)
-        of_k = sharding.layout(k.shape, sharding.KV_HEADS)
-        if of_q is None or of_k is None:
-            if not jax.sharding.get_abstract_mesh().explicit_axes:
-                return None
-            # On Explicit axes arrays say themselves how they are divided.
-            of_q, of_k = _of_type(q), _of_type(jax.tree.leaves(k)[0])
-        (*batch, length, heads, _), (*_, kv_heads, _) = of_q, of_k
-        if kv_heads not in (None, heads):
+        by_rule = (
+            sharding.layout(q.shape, sharding.HEADS), sharding.layout(k.shape, sharding.KV_HEADS)
+        )  # fmt: skip
+        manual = layouts.manual(by_rule, jax.sharding.get_abstract_mesh())
+        if not manual:
+            return None
+        *batch, length, heads, _ = layouts.filled(by_rule[0], layouts.spec_of(q))
+        kv_heads = by_rule[1][-2]
+        if kv_heads is layouts.UNCONSTRAINED:
+            kv_heads = None if k.shape[-2] % _devices(heads) else heads
+        elif kv_heads not in (None, heads):
             raise ValueError(
                 f"query heads are divided over {heads!r} and key/value heads over {kv_heads!r}; "
                 f"give both the same rule, or key/value heads none"
             )
-        return cls(tuple(batch), length, heads, kv_heads)
+        return cls(tuple(batch), length, heads, kv_heads, manual)
 
     @property
     def devices(self) -> int:
@@ -88,11 +94,6 @@ class Layout(NamedTuple):
 def _devices(axes: Any) -> int:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     return math.prod(sizes[axis] for axis in each(axes))
-
-
-def _of_type(x: jax.Array) -> tuple[Any, ...]:
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
 
 
 def refusals(layout: Layout, dims: Dims) -> dict[str, str]:
@@ -138,6 +139,9 @@ def run(
     layout, dims = Layout.of(q, k), shapes.attention_dims(q, k, v)
     if layout is None:
         return attend(q, k, v, spec)
+    if 0 in q.shape or not dims.S:
+        # There is nothing to divide, and XLA takes no shards of nothing.
+        return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
     way = choose(layout, dims) if layout.devices > 1 else None
     given = layout
     if way == "ulysses":
@@ -159,16 +163,15 @@ def run(
 
     over_q, over_lse = layout.over_queries(), layout.over_lse()
     over_k = P(*layout.batch, over_keys, layout.kv_heads, None)
-    q = sharding.place(q, over_q)
+    q = layouts.place(q, over_q)
     # Stored keys and values have scales, which lie as they do.
-    k, v = jax.tree.map(lambda x: sharding.place(x, over_k), (k, v))
+    k, v = jax.tree.map(lambda x: layouts.place(x, over_k), (k, v))
     by_head = P(layout.heads)
-    sinks = None if sinks is None else sharding.place(sinks, by_head)
-    ins = over_q, over_k, over_k, by_head, specs
-    out, lse = jax.shard_map(local, in_specs=ins, out_specs=(over_q, over_lse), check_vma=False)(
-        q, k, v, sinks, arrays
-    )
-    return sharding.lay(out, given.over_queries()), sharding.lay(lse, given.over_lse())
+    sinks = None if sinks is None else layouts.place(sinks, by_head)
+    ins, outs = (over_q, over_k, over_k, by_head, specs), (over_q, over_lse)
+    out, lse = layouts.over(local, layout.manual, ins, outs, q, k, v, sinks, arrays)
+    out, lse = layouts.place(out, given.over_queries()), layouts.place(lse, given.over_lse())
+    return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
 
 
 def _placed(spec: AttentionSpec, dims: Dims, layout: Layout, by_key: bool) -> AttentionSpec:
@@ -204,7 +207,7 @@ def _split(
     specs = [layout_of(x) for x in leaves]
     divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
     given = [
-        sharding.place(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
+        layouts.place(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
     ]
 
     def join(arrays: list[Any]) -> AttentionSpec:
@@ -240,7 +243,12 @@ def undivided() -> str | None:
             f"XLA can't divide it between the {jax.device_count()} devices by itself; wrap in "
             f"`with jax.set_mesh(mesh)`, of one device or with rules (see flax_mha.sharding)"
         )
-    free = (*mesh.auto_axes, *mesh.explicit_axes)
-    if math.prod(dict(mesh.shape)[name] for name in free) == 1:
+    sizes = dict(mesh.shape)
+    free = [axis for axis in (*mesh.auto_axes, *mesh.explicit_axes) if sizes[axis] > 1]
+    if not free:
         return None
-    return "the mesh has no rules; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
+    return (
+        f"no rule says what the mesh axes {free} divide; wrap in `with "
+        f"nn.logical_axis_rules(sharding.RULES)`, or add a rule each for 'batch', 'length' and "
+        f"'heads'"
+    )

@@ -228,3 +228,10 @@ def test_head_mask(per_row: bool) -> None:
     by_row = heads.sum((1, 3))
     np.testing.assert_allclose(gradient, by_row if per_row else by_row.sum(0), rtol=1e-4)
     np.testing.assert_array_equal(run(scale > 0), run((scale > 0).astype(int)))
+
+
+def test_of_no_rows() -> None:
+    q = jnp.ones((0, 4, N, H))
+    _, found = dot_product_attention(q, q, q, capture=observe.CAPTURES)
+    assert found["weights"].shape == (0, N, 4, 4)
+    assert found["entropy"].shape == found["max_logit"].shape == (0, N, 4)
