@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import flax_functions, inputs, masks, shapes, sharding
+from flax_mha import flax_functions, inputs, layouts, masks, shapes, sharding
 from flax_mha.cache import KVCache, variables
 from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention, observe
@@ -156,6 +156,7 @@ class MultiHeadAttention(nn.Module):
         *, return_weights: bool, **options: Unpack[Options],
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @nn.compact
+    @layouts.whole_steps("")
     def __call__(
         self,
         inputs_q: jax.Array,

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 
-from flax_mha import inputs, masks, shapes, sharding
+from flax_mha import inputs, layouts, masks, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.grid import Array
 from flax_mha.mlp import MLP, Dropout
@@ -48,6 +48,7 @@ class Block(nn.Module):
     dropout_rate: float = 0.0
     remat: bool = False
 
+    @layouts.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
         """The attention layers and the MLP in turn; `calls` holds each layer's arguments."""
         inputs.fields(self)

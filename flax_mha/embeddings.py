@@ -47,14 +47,22 @@ class TokenEmbedding(nn.Module):
         )  # fmt: skip
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int [*B, T] to [*B, T, D]."""
-        tokens = shapes.check_tokens("tokens", tokens)
+        """Maps ids int [*B, T], in 0 … V−1, to [*B, T, D].
+
+        The features of an id out of range are NaN (`nn.Embed` counts negative ones from the end).
+
+        Raises:
+          ValueError, TypeError: if ids are no integers, or known to be out of range.
+        """
+        ids = shapes.check_tokens("tokens", tokens)
+        remedy = "raise vocab_size, or give such tokens an id of their own"
+        inputs.within("tokens", ids, self.vocab_size, remedy)
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            return jnp.take(sharding.constrain(table, ("vocab", None)), tokens, axis=0)
+            return shapes.rows(sharding.constrain(table, ("vocab", None)), tokens)
 
-        return sharding.auto(look_up, ("batch", "norm_length", None), tokens, table)
+        return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), table)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps features [*B, T, D] to logits [*B, T, V], float32 at least."""

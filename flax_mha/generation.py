@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import inputs, search, shapes
+from flax_mha.blocks import check_module
+from flax_mha.embeddings import TokenEmbedding
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.sampling import Sampling
 from flax_mha.search import Model, Plan, decoding
@@ -58,9 +60,11 @@ def generate(
     Args:
       model: a `LanguageModel`, or a `Translator`, whose prompt is the source.
       variables: its variables; a `cache` among them is not used.
-      prompt: int [B, T].
+      prompt: int [B, T], ids of the vocabulary. Where they are traced, a row with others has a
+        score of NaN.
       max_new_tokens: how many tokens at most.
-      lengths: int [B], how many tokens of each prompt are real, 1 … T (default: all).
+      lengths: int [B], how many tokens of each prompt are real, 1 … T (default: all). The others
+        may be anything.
       start: for a `Translator`, the token that a target begins with; it is not returned.
       eos: the token that ends a row (default: none, all rows get max_new_tokens).
       rng: a key, which the draws are a pure function of; needed with a temperature.
@@ -82,7 +86,8 @@ def generate(
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start)
-    prompt, lengths = _check_prompt(prompt, lengths)
+    source, target = _vocabularies(model)
+    prompt, lengths = _check_prompt(prompt, lengths, source)
     inputs.positive(max_new_tokens=max_new_tokens, beams=beams)
     sampling = Sampling.checked(temperature, top_k, top_p)
     if beams > 1 and (temperature or callback):
@@ -92,9 +97,10 @@ def generate(
         )
     if rng is not None:
         inputs.key("rng", rng)
-    for name, token in (("start", start), ("eos", eos)):
-        if token is not None:
-            inputs.integer(name, token)
+    start, eos = (
+        None if token is None else inputs.integer(name, token, most=target - 1)
+        for name, token in (("start", start), ("eos", eos))
+    )
     if callback is not None:
         inputs.function("callback", callback, "(step, tokens)", "None for none", 2)
     if temperature and rng is None:
@@ -141,7 +147,17 @@ def _check_model(model: Model, start: int | None) -> None:
         ) from None
 
 
-def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _vocabularies(model: Model) -> tuple[int, int]:
+    """How many tokens there are for prompts, and how many for what follows."""
+    translates = isinstance(model, Translator)
+    own: Any = model.decoder.embedding if translates else model.embedding
+    source: Any = (translates and model.embedding) or own
+    for table in (source, own):
+        check_module("embedding", table, TokenEmbedding)
+    return source.vocab_size, own.vocab_size
+
+
+def _check_prompt(prompt: Any, lengths: Any, vocabulary: int) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [B, T] and how many are real, int32 [B]."""
     prompt = inputs.integers("prompt", prompt)
     if prompt.ndim != 2 or 0 in prompt.shape:
@@ -150,9 +166,14 @@ def _check_prompt(prompt: jax.Array, lengths: jax.Array | None) -> tuple[jax.Arr
             f"give a single prompt as prompt[None]"
         )
     B, T = prompt.shape
-    lengths = jnp.full(B, T, jnp.int32) if lengths is None else lengths
     # There is nothing to go on from in an empty prompt.
-    return jnp.asarray(prompt), shapes.per_row("lengths", lengths, (B,), T, least=1)
+    given = np.full(B, T) if lengths is None else lengths
+    lengths = shapes.per_row("lengths", given, (B,), T, least=1)
+    if inputs.known(lengths) and inputs.known(prompt):
+        real = np.arange(T)[None] < np.asarray(given)[:, None]
+        remedy = "give ids of the model's embedding"
+        inputs.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
+    return jnp.asarray(prompt), lengths
 
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None) -> int:

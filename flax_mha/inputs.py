@@ -12,13 +12,14 @@ import dataclasses
 import inspect
 import math
 import warnings
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 Choice = TypeVar("Choice")
+Integers: TypeAlias = jax.Array | np.ndarray
 
 _INT32 = np.iinfo(np.int32)
 # Through whose code a call of ours may come.
@@ -109,6 +110,18 @@ def sizes(name: str, x: Any) -> tuple[int, ...]:
 def known(x: Any) -> bool:
     """Whether the values are there to be read, on this host."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
+
+
+def within(name: str, x: Any, end: int | None, remedy: str) -> None:
+    """Where they are known, the integers are at least 0 and below the end, if there is one."""
+    if not x.size or not known(x):
+        return
+    # In NumPy: while JAX traces, what it computes of known values is traced, too.
+    values = np.asarray(x)
+    least, most = int(values.min()), int(values.max())
+    if least < 0 or (end is not None and most >= end):
+        span = "at least 0" if end is None else f"in 0 … {end - 1}"
+        raise ValueError(f"{name} must be {span}, got {least if least < 0 else most}; {remedy}")
 
 
 def concrete(name: str, x: Any) -> Any:

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
@@ -20,6 +20,9 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 # One row or one token can't be divided, and need not be.
 _TOKENS = ("batch", "length", "norm_length")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
@@ -93,6 +96,37 @@ def each(axes: Any) -> tuple[str, ...]:
 def entry(axes: Sequence[str]) -> Any:
     """Mesh axes as an entry of a PartitionSpec."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+
+def whole_steps(path: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a call of a module: where its attention layer decodes, tokens are not divided.
+
+    A step of decoding has one token, a prompt any number, whatever the rules divide in training.
+    Rows and heads are divided as ever.
+
+    Args:
+      path: from the module to the layer, such as "block.attention".
+    """
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(call)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            rules = nn.get_logical_axis_rules()
+            layer: Any = args[0]
+            for name in path.split("."):
+                # Whether the fields are what they should be is checked later.
+                layer = getattr(layer, name, None) if name else layer
+            if not rules or not getattr(layer, "decode", False):
+                return call(*args, **kwargs)
+            tokens = ("length", "norm_length")
+            with nn.logical_axis_rules(
+                [(name, None if name in tokens else axes) for name, axes in rules]
+            ):
+                return call(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 def only(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:

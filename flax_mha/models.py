@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import masks, shapes, sharding
+from flax_mha import layouts, masks, shapes, sharding
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
@@ -119,6 +119,7 @@ class LanguageModel(nn.Module):
         if not self.tied:
             self.head = self.embedding.copy(name=None)
 
+    @layouts.whole_steps("decoder.block.attention")
     def __call__(
         self,
         tokens: jax.Array,
@@ -146,7 +147,8 @@ class LanguageModel(nn.Module):
             from there, but for `position_embedding`, which has to be told).
           order: int [T], where the tokens stand if they are given in another order, see
             `MultiHeadAttention`.
-          at: int [*B], the one token of each row whose successor is wanted (default: all are).
+          at: int [*B], in 0 … T−1, the one token of each row whose successor is wanted (default:
+            all are). The logits of one out of range are NaN.
           deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
             Must
           sow_weights: see `MultiHeadAttention`.
@@ -155,7 +157,9 @@ class LanguageModel(nn.Module):
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 at least.
 
         Raises:
-          ValueError: if sizes do not fit, or positions are missing.
+          ValueError: if sizes do not fit, positions are missing, or tokens, positions or `at` are
+            known to be out of range.
+          TypeError: if a dtype is not supported.
         """
         tokens = shapes.check_tokens("tokens", tokens)
         if order is not None:
@@ -198,8 +202,9 @@ class LanguageModel(nn.Module):
 
 
 def _select(x: jax.Array, at: jax.Array) -> jax.Array:
-    """The features [*B, 1, D] of one token of each row."""
-    return jnp.take_along_axis(x, at[..., None, None], axis=-2)
+    """The features [*B, 1, D] of one token of each row, NaN for one that there is not."""
+    at = jnp.where(at < 0, x.shape[-2], at)[..., None, None]
+    return jnp.take_along_axis(x, at, axis=-2, mode="fill", fill_value=jnp.nan)
 
 
 class Translator(nn.Module):

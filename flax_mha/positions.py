@@ -186,16 +186,22 @@ class PositionEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1)."""
+        """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1).
+
+        Where a learned table has no such row, the result is NaN.
+
+        Raises:
+          ValueError, TypeError: if shapes, dtypes or fields do not fit, or positions are known to
+            be beyond a learned table.
+        """
         inputs.fields(self)
         shapes.check_features("x", x)
         inputs.choose("kind", self.kind, dict.fromkeys(("learned", "none", "sinusoidal")))
         inputs.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
-        if positions is None:
-            positions = jnp.arange(T)
-        at = shapes.per_token("positions", positions, x.shape[:-1])
+        given = np.arange(T) if positions is None else positions
+        at = shapes.per_token("positions", given, x.shape[:-1])
         if self.kind == "none":
             return x.astype(dtype)
         if self.kind == "sinusoidal":
@@ -207,16 +213,13 @@ class PositionEmbedding(nn.Module):
                     f"the learned position table has max_length={rows} rows, but the input is "
                     f"{T} long; raise max_length, or use kind='sinusoidal'"
                 )
-            if isinstance(at, np.ndarray) and not np.isin(at, np.arange(rows)).all():
-                raise ValueError(
-                    f"positions must be in 0 … {rows - 1}, the rows of the learned table, got "
-                    f"{at.tolist()}; raise max_length, or use kind='sinusoidal'"
-                )
+            remedy = "raise max_length, or use kind='sinusoidal'"
+            inputs.within("positions", at, rows, remedy)
             init = sharding.named(self.embedding_init, ("length", "embed"))
             weights = self.param("embedding", init, (rows, D), self.param_dtype)
 
             def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
-                return jnp.take(weights.astype(dtype), positions, axis=0)
+                return shapes.rows(weights.astype(dtype), positions)
 
             table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
         return x.astype(dtype) + shapes.lead(table, x.ndim)

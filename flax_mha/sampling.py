@@ -42,6 +42,9 @@ def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     Returns:
       [*B, V].
 
+    Raises:
+      ValueError, TypeError: if p is no number, or known to be out of range.
+
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
     _check_logits(logits)
@@ -91,6 +94,7 @@ class Sampling(struct.PyTreeNode):
 
         Raises:
           ValueError: if they are out of range, or without effect.
+          TypeError: if they are no numbers.
         """
         if inputs.number("temperature", temperature) < 0:
             raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")

@@ -70,7 +70,9 @@ def begin(
     plan: Plan, variables: Any, prompt: jax.Array, lengths: jax.Array, sampling: Sampling, rng: Any
 ) -> State:
     """Makes the cache, reads the prompt, and chooses the first token."""
-    tokens, lengths = _by_rows(prompt), _by_rows(lengths)
+    # What is no token need not be one of the vocabulary.
+    real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
+    tokens, lengths = _by_rows(jnp.where(real, prompt, 0)), _by_rows(lengths)
     memory: Any = None
     memory_lengths = None
     if plan.start is not None:
@@ -80,7 +82,7 @@ def begin(
         tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
     # A call without a cache makes one; of what else it computes nothing is left when compiled.
     room = jnp.zeros((len(tokens), plan.capacity), jnp.int32)
-    _, cache = _read(plan, variables, room, memory, at=lengths)
+    _, cache = _read(plan, variables, room, memory, at=jnp.zeros_like(lengths))
     logits, cache = _read(
         plan, {**variables, "cache": cache}, tokens, at=lengths - 1, lengths=lengths,
         positions=jnp.arange(tokens.shape[1]), memory_lengths=memory_lengths,

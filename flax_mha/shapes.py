@@ -262,3 +262,10 @@ def by_query(x: jax.Array) -> jax.Array:
 def lead(x: Any, rank: int) -> Any:
     """Adds leading axes of size 1 up to the rank (never left to implicit broadcasting)."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def rows(table: jax.Array, indices: inputs.Integers) -> jax.Array:
+    """Rows int [*P] of a table [V, D] of floats, NaN where it has none: [*P, D]."""
+    # To `jnp.take` negative ones count from the end.
+    indices = jnp.where(indices < 0, len(table), indices)
+    return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan)

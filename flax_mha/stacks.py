@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import inputs, masks, shapes, sharding
+from flax_mha import inputs, layouts, masks, shapes, sharding
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
 from flax_mha.grid import Array
 
@@ -28,6 +28,7 @@ class Stack(nn.Module):
 
     kind: ClassVar[type[Block]] = Block
 
+    @layouts.whole_steps("block.attention")
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """The blocks one after another, each with the same other inputs and arguments."""
         inputs.fields(self)

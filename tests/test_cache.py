@@ -206,7 +206,7 @@ def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
     out, _ = step(cache.reset(new["cache"]), X[rows, :1])
     close(out, wanted[rows, :1])
     # A row that does not exist is no row of zeros.
-    out, _ = step(cache.fork(new["cache"], jnp.array([0, 5])), X[:, :1])
+    out, _ = step(jax.jit(cache.fork)(new["cache"], jnp.array([0, 5])), X[:, :1])
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1]).all()
 

@@ -11,11 +11,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import MultiHeadAttention, cache, sharding
+from flax_mha import DecoderBlock, MultiHeadAttention, cache, sharding
 from flax_mha.kernels import decode
 from flax_mha.masks import Window
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
-from tests.test_cache import KEY, X, close
+from tests.test_cache import KEY, RNG, X, close
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -87,3 +88,33 @@ def test_sharded_is_single(kind: str) -> None:
         got, held = run(variables, X, lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert tuple(held["cached_key_scale"].sharding.spec)[:2] == ("data", "model")
     jax.tree.map(lambda a, b: close(a, b, 2e-5), got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scan"),
+    [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],
+)
+def test_tokens_of_a_step_are_not_divided(kind: str, scan: bool) -> None:
+    """Five tokens, then one and one, where the rules divide sequences over two devices."""
+    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, rotary=Rotary())
+    decoder = Decoder(1, DecoderBlock(layer, 16), scan=scan)
+    model = LanguageModel(TokenEmbedding(6, 8), decoder)
+    tokens = jnp.asarray(RNG.integers(0, 6, (2, 8)))
+
+    def run(variables: Any) -> jax.Array:
+        step = jax.jit(lambda v, x: model.apply(v, x, mutable=["cache"]))
+        outs = []
+        for first, end in ((0, 5), (5, 6), (6, 7)):
+            out, new = step(variables, tokens[:, first:end])
+            variables = {**variables, **new}
+            outs.append(jax.device_get(out))
+        return jnp.concatenate(outs, 1)
+
+    wanted = run(model.init(KEY, tokens))
+    axes = "data", "model", "context"
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(getattr(jax.sharding.AxisType, kind),) * 3)
+    by_tokens = {"length": "context", "norm_length": "context"}
+    rules = [(name, by_tokens.get(name, axis)) for name, axis in sharding.RULES]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        got = run(sharding.init(model, KEY, tokens))
+    close(got, wanted, 2e-5)

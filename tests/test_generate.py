@@ -132,6 +132,22 @@ def test_greedy_with_a_cache_is_greedy_without(name: str) -> None:
     np.testing.assert_array_equal(streamed, found.tokens[:, : len(seen)])
 
 
+def test_ids_out_of_range_are_seen() -> None:
+    """Beyond a prompt's length there may be anything; within it traced ids give a score of NaN."""
+    model, variables, _ = made("rotary")
+
+    @jax.jit
+    def run(prompt: jax.Array) -> Any:
+        call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS}
+        return generate(model, variables, prompt, **call)
+
+    wanted = run(PROMPT)
+    same(rows(run(PROMPT + np.array([[0, 0, 0], [0, -9, V], [0, 0, -1]]))), rows(wanted))
+    for wrong in (-1, V):
+        found = run(np.where(PROMPT == 2, wrong, PROMPT))
+        np.testing.assert_array_equal(np.isnan(found.scores), [True, True, False])
+
+
 @pytest.mark.parametrize("name", ["rotary", "translator"])
 def test_enough_beams_are_brute_force(name: str) -> None:
     """With a beam for every sequence nothing is lost; with one, the search is greedy."""
@@ -193,16 +209,27 @@ def test_draws_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "beams", "kind"), [("rotary", 1, "Auto"), ("translator", 3, "Explicit")]
+    ("name", "beams", "kind", "length"),
+    [
+        ("rotary", 1, "Auto", None),
+        ("translator", 3, "Explicit", None),
+        # Three tokens of a prompt, then one, where sequences are divided in training.
+        ("rotary", 2, "Explicit", "model"),
+    ],
 )
-def test_a_mesh_changes_nothing(name: str, beams: int, kind: str) -> None:
+def test_a_mesh_changes_nothing(name: str, beams: int, kind: str, length: str | None) -> None:
     model, variables, start = made(name)
     prompt, lengths = np.tile(PROMPT[:2], (2, 1)), np.tile(LENGTHS[:2], 2)
     call = {"max_new_tokens": NEW, "eos": EOS, "beams": beams, **start}
     alone = generate(model, variables, prompt, lengths=lengths, **call)
     types = (jax.sharding.AxisType[kind],) * 2
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        layout = sharding.of(lambda: model.init(KEY, *[prompt] * (1 + len(start))))
+    by_tokens = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"))
+    by_tokens |= {"length": length, "norm_length": length}
+    rules = [(n, by_tokens.get(n, axis) if length else axis) for n, axis in sharding.RULES]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        # In training two tokens can be divided over two devices.
+        example = prompt[:, :2]
+        layout = sharding.of(lambda: model.init(KEY, *[example] * (1 + len(start))))
         found = generate(model, jax.device_put(variables, layout), prompt, lengths=lengths, **call)
     same(rows(found), rows(alone))

@@ -138,3 +138,27 @@ def test_translator(shared: bool) -> None:
     assert error(logits, expected) < OUTPUT
     padded = np.where(np.arange(S) < LENGTHS[:, None], SOURCE, V - 1)
     np.testing.assert_array_equal(apply(padded, TARGET), logits)
+
+
+def test_what_is_out_of_range_is_nan() -> None:
+    """Ids, positions and the wanted token, where they are traced; the rows beside are as ever."""
+    table = PositionEmbedding(max_length=T)
+    layers = Decoder(1, DecoderBlock(MultiHeadAttention(2), 8))
+    model = LanguageModel(TokenEmbedding(V, D), layers, position_embedding=table)
+    params = parameters(model, TARGET)
+    places = np.broadcast_to(np.arange(T), (B, T))
+
+    @jax.jit
+    def run(tokens: Any, positions: Any, at: Any) -> Any:
+        return model.apply(params, tokens, positions=positions, at=at)
+
+    wanted = run(TARGET, places, np.array([1, 3]))
+    for wrong in (-1, 99):
+        for call in (
+            (np.where(places * [[1], [0]] == 1, wrong, TARGET), places, np.array([1, 3])),
+            (TARGET, np.where(places * [[1], [0]] == 1, wrong, places), np.array([1, 3])),
+            (TARGET, places, np.array([wrong, 3])),
+        ):
+            out = run(*call)
+            assert np.isnan(out[0]).all()
+            np.testing.assert_array_equal(out[1], wanted[1])

@@ -8,19 +8,18 @@ from flax import struct
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks, shapes
-from flax_mha.cache import ring
-from flax_mha.cache.overflow import report
+from flax_mha.cache import checks, ring
+from flax_mha.cache.look import look, marked, over_keys
 from flax_mha.cache.slots import (
     ROWS,
     SCALES,
     SLOTS,
-    check_dtype,
     encode,
     stored,
     take_rows,
     write,
 )
-from flax_mha.kernels import decode, dot_product_attention, observe
+from flax_mha.kernels import decode, observe
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
 
@@ -38,6 +37,8 @@ class KVCache(struct.PyTreeNode):
         the slots hold.
       key_scale: float32 [*B, K, S], of int8 keys; else None.
       value_scale: likewise.
+      written: int32 [*B], of a ring: the greatest length since the row was empty. Slots of tokens
+        before written − S have been written over, whatever was truncated since. Else None.
       window: how many tokens before itself a token sees (`masks.Window(window, 0)`), at most
         S − 1; None for all.
     """
@@ -47,6 +48,7 @@ class KVCache(struct.PyTreeNode):
     length: jax.Array
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
+    written: jax.Array | None = None
     window: int | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
@@ -79,8 +81,7 @@ class KVCache(struct.PyTreeNode):
         inputs.positive(
             slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
-        dtype = check_dtype(dtype)
-        batch = inputs.sizes("batch", batch)
+        batch, dtype = inputs.sizes("batch", batch), checks.dtype("dtype", dtype)
         if window is not None and inputs.integer("window", window) >= slots:
             raise ValueError(
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give them"
@@ -92,7 +93,8 @@ class KVCache(struct.PyTreeNode):
         )
         return cls(
             jnp.zeros((*heads, head_dim), dtype), jnp.zeros((*heads, v_head_dim), dtype),
-            jnp.zeros(batch, jnp.int32), key_scale, value_scale, window,
+            jnp.zeros(batch, jnp.int32), key_scale, value_scale,
+            None if window is None else jnp.zeros(batch, jnp.int32), window,
         )  # fmt: skip
 
     @property
@@ -112,7 +114,8 @@ class KVCache(struct.PyTreeNode):
         Args:
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
-          lengths: int [*B], in 0 … T: how many tokens of each row are real (default: all).
+          lengths: int [*B], in 0 … T: how many tokens of each row are real (default: all). What
+            is not known before tracing is clipped.
 
         Returns:
           The new cache. Tokens beyond the last slot are left out (without a window), and the row
@@ -121,8 +124,6 @@ class KVCache(struct.PyTreeNode):
         Raises:
           ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
-        self._check("keys", key, self.key.shape)
-        self._check("values", value, self.value.shape)
         return self._write(self._encode(key, value), lengths)
 
     def attend(
@@ -138,12 +139,18 @@ class KVCache(struct.PyTreeNode):
           **call: more arguments of `dot_product_attention`; `attention`, called in its place.
 
         Returns:
-          What `dot_product_attention` returns. Rows that have overflowed are NaN, and reported
-          under `checkify` with its user checks.
+          What `dot_product_attention` returns. Outputs of queries are NaN where tokens are missing
+          that they would see: from the first on that found no slot, or which a ring has written
+          over since. It is reported under `checkify` with its user checks.
         """
-        return self._checked(
-            self._look(q, q_positions, self._stored(), self._positions(), mask, call)
-        )
+        given = inputs.integers("q_positions", q_positions)
+        places = {"q_positions": given, "kv_positions": self._positions()}
+        result = look(q, self._stored(), mask, call, self.window, **places)
+        at = jnp.asarray(shapes.lead(given, self.length.ndim + 1))
+        lost = self._lost(at)
+        if self.window is not None and self.written is not None:
+            lost |= ring.forgotten(at, self.written, self.slots, self.window)
+        return marked(result, lost, self.length, self.slots)
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -160,14 +167,16 @@ class KVCache(struct.PyTreeNode):
           **call: see `attend`.
 
         Returns:
-          (what `dot_product_attention` returns, the new cache).
+          (what `dot_product_attention` returns, the new cache). A token that found no slot, and all
+          that follow it in its row, have outputs of NaN; those before it are as they should be.
 
         Raises:
           ValueError, TypeError: if shapes or dtypes do not fit.
         """
-        new, T = self.append(key, value, lengths), key.shape[-3]
-        q_positions = self.next_positions(T)
         tokens = self._encode(key, value)
+        T = key.shape[-3]
+        checks.queries(q, T)
+        q_positions, new = self.next_positions(T), self._write(tokens, lengths)
         if lengths is not None:
             mask = masks.combine(masks.Lengths(new.length, new.length), mask)
         if self.window is None or self.slots >= self.window + T:
@@ -182,40 +191,53 @@ class KVCache(struct.PyTreeNode):
             k_positions = jnp.concatenate([old, q_positions], axis=-1)
 
         def first() -> Any:
-            return self._look(q, None, tokens, None, mask, call)
+            return look(q, tokens, mask, call, self.window)
 
         def later() -> Any:
-            return self._look(q, q_positions, held, k_positions, mask, call)
+            places = {"q_positions": q_positions, "kv_positions": k_positions}
+            return look(q, held, mask, call, self.window, **places)
 
         captured = observe.check_names(call.get("capture", ()))
         weights = call.get("return_weights", False) is True or "weights" in captured
         weights = weights or "attention" in call  # Which may sow, in no branch.
-        if T <= decode.QUERIES or weights or ring.over_keys(q, held, mask, call):
-            return new._checked(later()), new
-        # Of a first prompt kernels know before tracing which tokens see which.
-        return new._checked(jax.lax.cond((self.length == 0).all(), first, later)), new
+        if T <= decode.QUERIES or weights or over_keys(q, held, mask, call):
+            result = later()
+        else:
+            # Of a first prompt kernels know before tracing which tokens see which.
+            result = jax.lax.cond((self.length == 0).all(), first, later)
+        return marked(result, new._lost(q_positions), new.length, self.slots), new
 
     def free(self) -> jax.Array:
-        """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ in all."""
+        """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ − 1 in all."""
         return jnp.maximum(self._most - self.length, 0)
 
     def reset(self) -> Self:
         """The cache with no token in it."""
-        return self.replace(length=jnp.zeros_like(self.length))
+        return self.truncate(0)
 
     def truncate(self, lengths: jax.Array | int) -> Self:
         """The cache with the first `lengths` (int, or int [*B]) tokens of each row, at most.
 
-        With a window, tokens that are needed again may have been overwritten: a row then has
-        overflowed. S − 1 − window tokens can always be taken back.
+        With a window, tokens that are needed again may have been written over: a row then has
+        overflowed. S − 1 − window tokens can always be taken back, and so can all.
+
+        Raises:
+          ValueError, TypeError: if lengths are no integers, have another shape, or are known to be
+            negative; where they are traced, such a row has overflowed.
         """
-        return self.replace(length=ring.truncated(self.length, lengths, self.slots, self.window))
+        to = checks.remaining(lengths, self.length.shape)
+        length, written = ring.truncated(self.length, self.written, to, self.slots, self.window)
+        return self.replace(length=length, written=written)
 
     def fork(self, rows: jax.Array) -> Self:
         """The rows of that order (of the last axis of *B): beams, or copies for best-of-n.
 
         Args:
-          rows: int [R], indices of rows; one out of range gives a row that has overflowed.
+          rows: int [R], indices of rows.
+
+        Raises:
+          ValueError, TypeError: if they are no indices, or known to be out of range; where they
+            are traced, such a row has overflowed, and stays so until it is emptied.
         """
 
         def take(x: jax.Array) -> jax.Array:
@@ -242,18 +264,16 @@ class KVCache(struct.PyTreeNode):
         return stored(self.key, self.key_scale), stored(self.value, self.value_scale)
 
     def _encode(self, key: jax.Array, value: jax.Array) -> tuple[Stored, Stored]:
-        """New tokens as they will be stored, [*B, T, K, ·]."""
-
-        def of(x: jax.Array) -> Stored:
-            return Stored(*encode(x, self.key.dtype), jnp.float32)
-
-        return of(key), of(value)
+        """New tokens as they will be stored, [*B, T, K, ·], if they fit."""
+        checks.tokens(key, value, (self.key.shape, self.value.shape), self.window is not None)
+        return encode(key, self.key.dtype), encode(value, self.key.dtype)
 
     def _write(self, tokens: tuple[Stored, Stored], lengths: jax.Array | None) -> Self:
         T = tokens[0].shape[-3]
         count = jnp.full_like(self.length, T)
         if lengths is not None:
             count = jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
+        length = self.length + count
 
         def put(x: jax.Array, new: jax.Array) -> jax.Array:
             return write(x, new, self.length, count, self.window is not None)
@@ -267,34 +287,10 @@ class KVCache(struct.PyTreeNode):
             value=put(self.value, value.values),
             key_scale=put_scale(self.key_scale, key.scale),
             value_scale=put_scale(self.value_scale, value.scale),
-            length=self.length + count,
+            length=length,
+            written=None if self.written is None else jnp.maximum(self.written, length),
         )
 
-    def _look(
-        self, q: jax.Array, q_positions: jax.Array | None, kv: tuple[Stored, Stored],
-        k_positions: jax.Array | None, mask: masks.MaskLike | None, call: dict[str, Any],
-    ) -> Any:  # fmt: skip
-        if self.window is not None:
-            ring.check_positional(q, kv, mask, call)
-        # Causality also hides the slots that hold nothing.
-        own = masks.Causal() if self.window is None else masks.Window(self.window, 0)
-        call = {"q_positions": q_positions, "kv_positions": k_positions, **call}
-        attention = call.pop("attention", dot_product_attention)
-        return attention(q, *kv, mask=masks.combine(own, mask), **call)
-
-    def _checked(self, result: Any) -> Any:
-        """The result, NaN in rows that have overflowed."""
-        overflowed = report(self.overflowed, self.length, self.slots)
-        out, *more = result if isinstance(result, tuple) else (result,)
-        out = jnp.where(overflowed[..., None, None, None], jnp.nan, out)
-        return (out, *more) if isinstance(result, tuple) else out
-
-    def _check(self, name: str, x: jax.Array, held: Shape) -> None:
-        came, (*B, K, S, F) = inputs.floating(name, x).shape, held
-        T = came[-3] if len(came) == len(held) else 0
-        if T < 1 or came != (*B, T, K, F) or (self.window is None and T > S):
-            raise ValueError(
-                f"{name} for the cache must have shape [*B, at most S, K, H] where the cache is "
-                f"[*B, K, S, H] = {held}, got {came}; initialize the cache with the full batch and "
-                f"length"
-            )
+    def _lost(self, positions: jax.Array) -> jax.Array:
+        """Whether the tokens at those positions [*B, T] found no slot, or some before them."""
+        return self.overflowed[..., None] & (positions >= self._most)

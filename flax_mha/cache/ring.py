@@ -1,16 +1,10 @@
 """Ring buffers: the token at position p is in slot p mod S, and the last S tokens are held."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from flax_mha import inputs, masks, shapes
-from flax_mha.grid import Grid
-from flax_mha.kernels.stored import Stored
-from flax_mha.masks.base import Mask
-from flax_mha.scores import Bias, ScoreMod
+from flax_mha import shapes
+from flax_mha.inputs import Integers
 
 # Beyond the position of any token: that of a slot which holds none, and the length of a row whose
 # tokens are lost.
@@ -31,48 +25,35 @@ def positions(length: jax.Array, S: int) -> jax.Array:
     return jnp.where(found < 0, FAR, found)
 
 
+def forgotten(q_positions: jax.Array, written: jax.Array, S: int, window: int) -> jax.Array:
+    """Whether slots of tokens that those queries [*B, T] see have been written over, [*B, T].
+
+    Args:
+      q_positions: int32 [*B, T].
+      written: int32 [*B], the greatest length of the row so far.
+      S: slots.
+      window: how many tokens before itself a token sees.
+    """
+    return jnp.maximum(q_positions - window, 0) < written[..., None] - S
+
+
 def truncated(
-    length: jax.Array, to: jax.Array | int, S: int, window: jax.Array | int | None
-) -> jax.Array:
-    """Lengths [*B] cut to `to`; FAR where a ring of S slots has overwritten what is needed then."""
-    most = inputs.integers("lengths", to)
-    if most.shape not in {(), length.shape[-most.ndim or length.ndim :]}:
-        raise ValueError(
-            f"lengths must be one number or have shape [*B] = {length.shape}, got {most.shape}; "
-            f"give one number for each row of the batch"
-        )
-    most = shapes.lead(jnp.asarray(most), length.ndim)
-    new = jnp.minimum(length, jnp.maximum(most, 0))
-    if window is None:
-        return new
-    lost = jnp.maximum(new - window, 0) < jnp.maximum(length - S, 0)
-    return jnp.where(lost, FAR, new)
+    length: jax.Array, written: jax.Array | None, to: Integers, S: int,
+    window: jax.Array | int | None,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Lengths [*B] cut to `to`, and what is then `written`: FAR of rows that lack what they need.
 
-
-def over_keys(
-    q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
-) -> list[shapes.Shape]:
-    """The shapes over the scores of a call's masks, ids and biases that are arrays of the keys."""
-    dims = shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))
-    scores: Sequence[ScoreMod] = call.get("scores", ())
-    if call.get("bias") is not None:
-        scores = (*scores, Bias(call["bias"]))
-    parts: list[Mask | ScoreMod] = [mod.bind(dims) for mod in scores]
-    if mask is not None:
-        parts.append(masks.as_mask(mask).bind(dims))
-    leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Grid))
-    grids = (x.array.shape for x in leaves if isinstance(x, Grid))
-    return [shape for shape in grids if shape[-1] > 1]
-
-
-def check_positional(
-    q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
-) -> None:
-    """In a ring a slot is not a position: arrays along the keys would meet the wrong ones."""
-    wrong = over_keys(q, kv, mask, call)
-    if wrong:
-        raise ValueError(
-            f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
-            f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
-            f"give rules of positions, such as masks.Window, or a cache without a window"
-        )
+    Those are rows that were lost before, whose slots of a ring have been written over, or of which
+    fewer than no tokens are to stay. A row of no tokens lacks nothing.
+    """
+    to = jnp.asarray(shapes.lead(to, length.ndim))
+    new = jnp.minimum(length, to)
+    if window is None or written is None:
+        lost = (length >= FAR) & (new > 0)
+    else:
+        # Tokens from here on are seen by those to come.
+        first = jnp.maximum(new - window, 0)
+        lost = first < jnp.minimum(new, written - S)
+        written = jnp.where(new == 0, 0, written)
+    lost |= to < 0
+    return jnp.where(lost, FAR, new), None if written is None else jnp.where(lost, FAR, written)

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype
 
-from flax_mha import inputs, sharding
+from flax_mha import sharding
+from flax_mha.cache import checks
 from flax_mha.cache.ring import FAR
+from flax_mha.inputs import Integers
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import LogicalNames
 
@@ -16,8 +17,8 @@ _TOKENS: LogicalNames = ("batch", None, "kv_heads", None)
 ROWS: LogicalNames = ("batch",)
 
 
-def encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens in the dtype of a cache, and their scale.
+def encode(x: jax.Array, dtype: jnp.dtype) -> Stored:
+    """Tokens in the dtype of a cache, with their scale.
 
     int8: of each token and head the greatest magnitude is 127 steps, and every feature the nearest
     step, so that |x − values·scale| ≤ max|x| / 254.
@@ -27,14 +28,14 @@ def encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]
       dtype: int8, or a floating one.
 
     Returns:
-      values [*B, T, K, H], and scale float32 [*B, T, K, 1] for int8, else None.
+      Values [*B, T, K, H], and for int8 a scale float32 [*B, T, K, 1].
     """
     if dtype != jnp.int8:
-        return x.astype(dtype), None
+        return Stored(x.astype(dtype), None, jnp.float32)
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
     steps = jnp.round(x / jnp.where(scale == 0, 1.0, scale))
-    return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
+    return Stored(jnp.clip(steps, -127, 127).astype(jnp.int8), scale, jnp.float32)
 
 
 def write(
@@ -103,25 +104,23 @@ def stored(x: jax.Array, scale: jax.Array | None) -> Stored:
     return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
 
 
-def check_dtype(dtype: Dtype) -> jnp.dtype:
-    """A cache stores floats, or int8 with scales."""
-    return inputs.dtype("the dtype of a cache", dtype, "a floating dtype or int8")
-
-
-def take_rows(x: jax.Array, rows: jax.Array, names: LogicalNames) -> jax.Array:
+def take_rows(x: jax.Array, rows: Integers, names: LogicalNames) -> jax.Array:
     """Some rows of an array of a cache; one that does not exist gives a length of FAR.
 
     Args:
       x: [..., *names], rows of the batch first among those.
       rows: int [R].
       names: of its last axes.
+
+    Raises:
+      ValueError, TypeError: if they are no indices, or known to be out of range.
     """
-    rows = inputs.integers("rows", rows)
-    if rows.ndim != 1:
-        raise ValueError(f"rows must have shape [R], got {rows.shape}; give indices of rows")
     axis, fill = x.ndim - len(names), FAR if x.dtype == jnp.int32 else 0
+    rows = checks.rows(rows, x.shape[: axis + 1])
 
     def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+        # To `take` negative indices count from the end.
+        rows = jnp.where(rows < 0, x.shape[axis], rows)
         return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
 
     return sharding.auto(take, names, x, rows)

@@ -6,6 +6,7 @@ A layer of self-attention holds
     cached_key_scale, cached_value_scale    [*B, K, S], of int8
     cache_index                             int32 [*B], the rows' lengths
     cache_window                            int32, of a ring buffer
+    cache_written                           int32 [*B], of a ring buffer: see `KVCache`
 
 and one of cross-attention `cross_key`, `cross_value`, `cross_key_scale` and `cross_value_scale`, of
 all tokens of the encoder. Layers under `nn.scan` have them with a leading axis.
@@ -21,10 +22,10 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks, shapes, sharding
-from flax_mha.cache import slots
+from flax_mha.cache import checks, slots
 from flax_mha.cache.kv import KVCache
 from flax_mha.cache.ring import FAR, truncated
-from flax_mha.cache.slots import check_dtype, stored, take_rows
+from flax_mha.cache.slots import stored, take_rows
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import LogicalNames
 
@@ -34,6 +35,7 @@ _SELF = {
     "cached_key_scale": "key_scale",
     "cached_value_scale": "value_scale",
     "cache_index": "length",
+    "cache_written": "written",
 }
 _CROSS = ("cross_key", "cross_value", "cross_key_scale", "cross_value_scale")
 
@@ -91,7 +93,7 @@ def start(
       Keys and values to attend to in this call.
     """
     *B, S, K, H = k.shape
-    dtype = check_dtype(k.dtype if dtype is None else dtype)
+    dtype = checks.dtype("cache_dtype", k.dtype if dtype is None else dtype)
     if not itself:
         return _remember(layer, k, v, dtype)
     S, Hv = S if size is None else size, v.shape[-1]
@@ -110,11 +112,11 @@ def store(layer: nn.Module, cache: KVCache) -> None:
 def _remember(
     layer: nn.Module, k: jax.Array, v: jax.Array, dtype: jnp.dtype
 ) -> tuple[Stored, Stored]:
-    encoded = [slots.encode(x, dtype) for x in (k, v)]
-    for name, (x, scale) in zip(_CROSS, encoded, strict=False):
-        _put(layer, name, jnp.swapaxes(x, -3, -2))
-        _put(layer, f"{name}_scale", None if scale is None else jnp.swapaxes(scale[..., 0], -1, -2))
-    key, value = (Stored(*x, jnp.float32) for x in encoded)
+    key, value = (slots.encode(x, dtype) for x in (k, v))
+    for name, x in (("cross_key", key), ("cross_value", value)):
+        scale = None if x.scale is None else jnp.swapaxes(x.scale[..., 0], -1, -2)
+        _put(layer, name, jnp.swapaxes(x.values, -3, -2))
+        _put(layer, f"{name}_scale", scale)
     return key, value
 
 
@@ -139,7 +141,7 @@ def _put(layer: nn.Module, name: str, x: jax.Array | None) -> None:
 
 def _names(name: str) -> LogicalNames:
     """The logical names of a variable's last axes."""
-    if name == "cache_index":
+    if name in ("cache_index", "cache_written"):
         return slots.ROWS
     return slots.SCALES if name.endswith("scale") else slots.SLOTS
 
@@ -148,9 +150,14 @@ def fork(collection: Any, rows: jax.Array) -> Any:
     """The collection with the rows of the batch in that order: beams, or copies for best-of-n.
 
     Args:
-      collection: `cache` of a model, of any depth.
+      collection: `cache` of a model, of any depth (or all its variables: others stay as they are).
       rows: int [R], indices of rows (of the last axis of *B); R may differ from the rows there
-        are. One out of range gives a row that has overflowed.
+        are.
+
+    Raises:
+      ValueError, TypeError: if the collection has no cache; if rows are no indices, or known to be
+        out of range. Where they are traced, such a row has overflowed, and stays so until it is
+        emptied.
     """
 
     def of(layer: dict[str, Any]) -> dict[str, Any]:
@@ -158,39 +165,55 @@ def fork(collection: Any, rows: jax.Array) -> Any:
         rest = layer.keys() - same.keys()
         return same | {name: take_rows(layer[name], rows, _names(name)) for name in sorted(rest)}
 
-    return _map(of, collection)
+    return _map("fork", of, collection)
 
 
 def truncate(collection: Any, lengths: jax.Array | int) -> Any:
     """The collection with the first `lengths` (int, or int [*B]) tokens of each row, at most.
 
-    What the encoder gave stays. A ring buffer can take back S − 1 − window tokens; a row of which
-    more are taken back has overflowed.
+    What the encoder gave stays. A ring buffer can take back S − 1 − window tokens, or all; a row
+    of which more are taken back has overflowed.
+
+    Raises:
+      ValueError, TypeError: if the collection has no cache; if lengths are no integers, have
+        another shape, or are known to be negative. Where they are traced, such a row has
+        overflowed.
     """
-
-    def of(layer: dict[str, Any]) -> dict[str, Any]:
-        if "cache_index" not in layer:
-            return layer
-        reach, size = layer.get("cache_window"), layer["cached_key"].shape[-2]
-        # Layers of a scan have one each, the same.
-        reach = None if reach is None else reach.max()
-        return {**layer, "cache_index": truncated(layer["cache_index"], lengths, size, reach)}
-
-    return _map(of, collection)
+    return _truncate("truncate", collection, lengths)
 
 
 def reset(collection: Any) -> Any:
-    """The collection with no token in any row. What the encoder gave stays until it is replaced."""
-    return truncate(collection, 0)
+    """The collection with no token in any row. What the encoder gave stays until it is replaced.
+
+    Raises:
+      ValueError, TypeError: if the collection has no cache.
+    """
+    return _truncate("reset", collection, 0)
+
+
+def _truncate(name: str, collection: Any, lengths: jax.Array | int) -> Any:
+    def of(layer: dict[str, Any]) -> dict[str, Any]:
+        if "cache_index" not in layer:
+            return layer
+        index, size = layer["cache_index"], layer["cached_key"].shape[-2]
+        written, reach = layer.get("cache_written"), layer.get("cache_window")
+        # Layers of a scan have one each, the same.
+        reach = None if reach is None else reach.max()
+        to = checks.remaining(lengths, index.shape)
+        index, written = truncated(index, written, to, size, reach)
+        new = {"cache_index": index} | ({} if written is None else {"cache_written": written})
+        return layer | new
+
+    return _map(name, of, collection)
 
 
 def free(collection: Any) -> jax.Array:
     """Int32 [rows], how many more tokens each row has room for in all layers.
 
-    2³⁰ less its length where all layers have ring buffers.
+    2³⁰ − 1 less its length where all layers have ring buffers.
 
     Raises:
-      ValueError: if no layer has a cache of self-attention.
+      ValueError, TypeError: if no layer has a cache of self-attention.
     """
     found: list[jax.Array] = []
 
@@ -202,7 +225,7 @@ def free(collection: Any) -> jax.Array:
             found.append(left.min(range(left.ndim - 1)))
         return layer
 
-    _map(of, collection)
+    _map("free", of, collection)
     if not found:
         raise ValueError(
             "free needs a collection with the cache of a self-attention layer, got none; give "
@@ -211,10 +234,28 @@ def free(collection: Any) -> jax.Array:
     return functools.reduce(jnp.minimum, found)
 
 
-def _map(fn: Callable[[dict[str, Any]], dict[str, Any]], tree: Any) -> Any:
-    """Applies fn to the variables of each layer."""
-    if not isinstance(tree, Mapping):
-        return tree
-    if "cached_key" in tree or "cross_key" in tree:
-        return fn(dict(tree))
-    return {name: _map(fn, child) for name, child in tree.items()}
+def _map(name: str, fn: Callable[[dict[str, Any]], dict[str, Any]], collection: Any) -> Any:
+    """Applies fn to the variables of each layer that has a cache; a function of that name does."""
+    if not isinstance(collection, Mapping):
+        raise TypeError(
+            f"{name} needs the collection of a model's caches, got {type(collection).__name__}; "
+            f"give variables['cache'], or call the method of a KVCache"
+        )
+    found = False
+
+    def visit(tree: Any) -> Any:
+        nonlocal found
+        if not isinstance(tree, Mapping):
+            return tree
+        if "cached_key" in tree or "cross_key" in tree:
+            found = True
+            return fn(dict(tree))
+        return {name: visit(child) for name, child in tree.items()}
+
+    new = visit(collection)
+    if not found:
+        raise ValueError(
+            f"{name} needs a collection with the cache of a layer, got one of {[*collection]}; "
+            f"give variables['cache'] of a model initialized with decode=True"
+        )
+    return new
