@@ -76,7 +76,7 @@ def begin(
     memory: Any = None
     memory_lengths = None
     if plan.start is not None:
-        call = {"source_lengths": lengths, "deterministic": True}
+        call: dict[str, Any] = {"source_lengths": lengths, "deterministic": True}
         encode = partial(plan.model.apply, **call, method="encode")
         memory, memory_lengths = encode(variables, tokens), lengths
         tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
