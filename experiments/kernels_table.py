@@ -6,6 +6,7 @@ Each kernel is asked on a platform that it runs on, as if that were here: nothin
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,12 +130,26 @@ def refusals(name: str, platform: str) -> dict[str, str | None]:
     with pretended(platform):
         for feature, call in FEATURES.items():
             qkv, rest = operands(call)
-            found[feature] = explain(*qkv, **rest).refused.get(name)
+            explanation = traced(functools.partial(explain, *qkv), rest)
+            found[feature] = explanation.refused.get(name)
         for feature, differentiate in DERIVATIVES.items():
             found[feature] = (
                 None if _differentiates(name, differentiate) else f"raises at {feature}"
             )
     return found
+
+
+def traced(fn: Callable[..., Any], call: dict[str, Any]) -> Any:
+    """fn(**call), where the arrays of JAX in the call are arguments of what is traced."""
+    leaves, tree = jax.tree.flatten(call)
+    found = []
+
+    def run(arrays: dict[int, jax.Array]) -> None:
+        given = [arrays.get(n, x) for n, x in enumerate(leaves)]
+        found.append(fn(**jax.tree.unflatten(tree, given)))
+
+    jax.eval_shape(run, {n: x for n, x in enumerate(leaves) if isinstance(x, jax.Array)})
+    return found[0]
 
 
 def _differentiates(name: str, differentiate: Callable[[Any], Any]) -> bool:

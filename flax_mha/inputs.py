@@ -76,6 +76,7 @@ def integers(name: str, x: Any) -> Any:
             ) from None
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
+    x = read(x)
     if x.dtype == np.int32:
         # Inside `jit` a cast would make a known array a traced one.
         return x
@@ -122,6 +123,19 @@ def within(name: str, x: Any, end: int | None, remedy: str) -> None:
     if least < 0 or (end is not None and most >= end):
         span = "at least 0" if end is None else f"in 0 … {end - 1}"
         raise ValueError(f"{name} must be {span}, got {least if least < 0 else most}; {remedy}")
+
+
+def read(x: Any) -> Any:
+    """An array of JAX as a NumPy array, if this host has all its values; anything else as it is.
+
+    A constant in the closure of a jitted function would be staged otherwise: nothing would be known
+    of it, and XLA would fold at compile time, slowly, what is computed of it. Outside jit this
+    waits for the array; nothing there is worth more than knowing which tiles to skip. What is
+    divided over a mesh stays where it is.
+    """
+    if isinstance(x, jax.Array) and known(x) and x.is_fully_replicated:
+        return np.asarray(x)
+    return x
 
 
 def concrete(name: str, x: Any) -> Any:

@@ -108,8 +108,8 @@ def dot_product_attention(
       dropout_rng: a JAX key, needed if dropout_rate > 0.
       broadcast_dropout: one dropout pattern for all rows of the batch and heads.
       q_positions: int [T] or [*B, T], where the queries stand for masks, scores and dropout; a
-        number stands for positions that count from it (default: 0). NumPy arrays and numbers are
-        known before tracing, so that kernels can skip what a mask excludes.
+        number stands for positions that count from it (default: 0). Numbers, and arrays that are
+        not traced, are known before tracing, so that kernels can skip what a mask excludes.
       kv_positions: int [S] or [*B, S], or a number, likewise.
       kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
         "reference", and so do gradients of gradients under masks of traced arrays. Of a sequence

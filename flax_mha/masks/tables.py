@@ -37,6 +37,7 @@ def read(array: Array, dims: Dims) -> tuple[Array, Array | None]:
 
 def bools(array: Array) -> tuple[Array, Array | None]:
     """A table as bools; if its numbers can't be read, also which of them are neither 0 nor 1."""
+    array = inputs.read(array)
     if array.dtype == bool:
         return array, None
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)):

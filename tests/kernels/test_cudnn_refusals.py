@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from experiments.kernels_table import traced
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
@@ -74,7 +75,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(hopper, name: str) -> None:
-    """Each by name, with the same words from both functions; auto takes another kernel."""
+    """Each by name, with the same words from both functions; auto takes another kernel.
+
+    Arrays of JAX are traced.
+    """
     reason, call = REFUSED[name]
     sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "bfloat16"}
     sizes |= {key: call[key] for key in call if key in sizes}
@@ -82,10 +86,10 @@ def test_refusals(hopper, name: str) -> None:
     batch, dtype = sizes["batch"], sizes["dtype"]
     q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
     k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
-    explanation = explain(q, k, k, **call)
+    explanation = traced(functools.partial(explain, q, k, k), call)
     assert explanation.chosen == "reference"
     with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):
-        dot_product_attention(q, k, k, kernel="cudnn", **call)
+        traced(functools.partial(dot_product_attention, q, k, k, kernel="cudnn"), call)
 
 
 def half(t: int = T, s: int = T, features: int = H, heads: int = N) -> list:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from experiments.kernels_table import traced
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.splash import lazy
 from flax_mha.masks import (
@@ -78,7 +79,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(tpu, monkeypatch, name: str) -> None:
-    """Each by name, with the same words from both functions; auto takes another kernel."""
+    """Each by name, with the same words from both functions; auto takes another kernel.
+
+    Arrays of JAX are traced.
+    """
     monkeypatch.setattr(lazy, "TABLE", 100)
     reason, call = REFUSED[name]
     sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "float32"}
@@ -87,10 +91,10 @@ def test_refusals(tpu, monkeypatch, name: str) -> None:
     batch, dtype = sizes["batch"], sizes["dtype"]
     q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
     k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
-    explanation = explain(q, k, k, **call)
+    explanation = traced(functools.partial(explain, q, k, k), call)
     assert explanation.chosen != "splash"
     with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):
-        dot_product_attention(q, k, k, kernel="splash", **call)
+        traced(functools.partial(dot_product_attention, q, k, k, kernel="splash"), call)
 
 
 def test_inside_a_shard_map(tpu) -> None:
