@@ -24,7 +24,7 @@ LAYERS = [
     {"kernels.cudnn.fused", "kernels.flex.lowered"},
     {"kernels.spec"},
     {"kernels.plan", "kernels.ids"},
-    {"kernels.tiling"},
+    {"kernels.tiling", "kernels.softmax"},
     {"kernels.ring"},
     {"kernels.shards"},
     {"kernels.splash.lazy", "kernels.cudnn.band", "kernels.flex.walk"},

@@ -24,8 +24,8 @@ from jax import lax
 
 from flax_mha import shapes, sharding
 from flax_mha.grid import Array
-from flax_mha.kernels import tiling
-from flax_mha.kernels.finite import finite, guard
+from flax_mha.kernels import softmax, tiling
+from flax_mha.kernels.finite import finite, guard, least
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.stored import Stored
@@ -104,6 +104,7 @@ def attend(
         out, lse = _known(static, laid, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
+    lse = jnp.where(lse == least(lse.dtype), -jnp.inf, lse)
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
 
 
@@ -134,8 +135,7 @@ def _visit(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: Form, *args: Any) -> tuple[jax.Array, jax.Array]:
     """The loops' out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], see `_loops`."""
-    out, top, total = _loops(static, *args)
-    return out, tiling.lse_of(top, total)
+    return _forward(static, *args)[0]
 
 
 def _loops(
@@ -155,8 +155,8 @@ def _loops(
       tables: the tiles to visit, or None for the plan's stripes.
 
     Returns:
-      out [R, G·nq·bq, Hv]; the greatest score and the sum of the exponentials of the others'
-      distance to it [R, G·nq·bq].
+      out [R, G·nq·bq, Hv]; of the keys, without sinks, the greatest score and the sum of the
+      exponentials of the others' distance to it [R, G·nq·bq].
     """
     plan, spec = static.plan, static.spec(learned, rest)
     acc = shapes.wide(q.dtype)
@@ -169,21 +169,19 @@ def _loops(
             tile, at = tile_of(plan, spec, place)
             s = static.scale * dot(q, place.keys(k), 1, 1, spec, acc)
             s = score_of(static.plan, masked, place, tile, at, s)
-            new = jnp.maximum(top, s.max(-1, keepdims=True))
-            # Any finite shift will do while nothing has been seen.
-            shift = jnp.where(new == -jnp.inf, 0.0, new)
-            p, old = jnp.exp(s - shift), jnp.exp(top - shift)
-            total = total * old + p.sum(-1, keepdims=True)
+            top, total, p, old = softmax.step(top, total, s)
             p = tile.drop(p, at).astype(v.dtype)
-            return new, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
+            return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
-        top = total - jnp.inf
-        if sinks is not None:
-            top, total = total + sinks[place.head], total + 1
+        top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
-        out = out / jnp.where(total == 0, 1.0, total)
+        of_all, old = total, 1.0
+        if sinks is not None:
+            new, of_all = softmax.sunk(sinks[place.head], top, total)
+            old = jnp.exp(top - new)
+        out = out * old / jnp.where(of_all == 0, 1.0, of_all)
         return out, top[:, 0], total[:, 0]
 
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -209,15 +207,16 @@ def _loops(
 
 def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
     out, top, total = _loops(static, *args)
-    return (out, tiling.lse_of(top, total)), (args, out, top, total)
+    sinks = args[4]
+    lse = softmax.lse_of(*softmax.with_sinks(static.plan, sinks, top, total))
+    return (out, lse), (args, out, top, total)
 
 
 def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
     plan, spec = static.plan, static.spec(learned, rest)
     acc = total.dtype
-    dout, dlse = cotangents
-    of_rows = tiling.of_rows(out, top, total, dout, dlse)
+    dout, of_rows = softmax.of_rows(plan, sinks, out, top, total, *cotangents)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, *queries, k, v = x
@@ -268,7 +267,7 @@ def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
     grads, (dq, dk, dv) = over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
-    dsinks = None if sinks is None else tiling.sink_gradient(plan, sinks, of_rows)
+    dsinks = None if sinks is None else softmax.sink_gradient(plan, sinks, of_rows)
     return dq, dk, dv, grads, dsinks, None, None
 
 
@@ -285,7 +284,8 @@ def _known(static: Form, known: Result, *args: Any) -> Result:
 def _known_forward(static: Form, known: Result, *args: Any) -> tuple[Result, Any]:
     del static
     out, lse = known
-    return known, (args, out, lse, jnp.ones_like(lse))
+    seen = lse != -jnp.inf
+    return known, (args, out, jnp.where(seen, lse, least(lse.dtype)), seen.astype(lse.dtype))
 
 
 def _known_backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

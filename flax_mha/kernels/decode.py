@@ -18,8 +18,8 @@ from jax import lax
 
 from flax_mha import shapes, sharding
 from flax_mha.grid import At
-from flax_mha.kernels import reference
-from flax_mha.kernels.finite import guard
+from flax_mha.kernels import reference, softmax
+from flax_mha.kernels.finite import guard, least
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.stored import Stored, widened
@@ -103,7 +103,7 @@ def _run(
         q = q.astype(acc)
     visit = functools.partial(_visit, dims, careful, q, k, v, spec)
     total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
-    top = total - jnp.inf
+    top = softmax.begin(total)
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(acc)[:, None, None], total.ndim)
         top, total = total + sinks, total + 1
@@ -161,19 +161,17 @@ def _visit(
         jnp.einsum, precision=spec.precision, preferred_element_type=total.dtype
     )
     s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
-    s = spec.apply((s * k_scale).reshape(*dims.logits[:-1], size), at)
+    s = (s * k_scale).reshape(*dims.logits[:-1], size)
+    s, allowed = spec.apply(s, at, least(total.dtype))
     if dims.S % size:
         # The last block begins where it still has all its keys: some were visited before.
-        fresh = start + jnp.arange(size, dtype=jnp.int32) >= first
-        s = jnp.where(shapes.lead(fresh, s.ndim), s, -jnp.inf)
-    new = jnp.maximum(top, s.max(-1, keepdims=True))
-    # Any finite shift will do while nothing has been seen.
-    shift = jnp.where(new == -jnp.inf, 0.0, new)
-    p, old = jnp.exp(s - shift), jnp.exp(top - shift)
-    total = total * old + p.sum(-1, keepdims=True)
+        fresh = shapes.lead(start + jnp.arange(size, dtype=jnp.int32) >= first, s.ndim)
+        allowed = fresh if allowed is None else allowed & fresh
+        s = jnp.where(fresh, s, least(total.dtype))
+    top, total, p, old = softmax.step(top, total, s, allowed)
     p = spec.drop(p, at).reshape(*by_head, size) * v_scale
     more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
-    return new, total, out * old + more.reshape(out.shape)
+    return top, total, out * old + more.reshape(out.shape)
 
 
 def _narrow(x: Keyed, dtype: jnp.dtype) -> bool:

@@ -31,3 +31,12 @@ def guard(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     In the values themselves it would meet weights of 0.
     """
     return k + poison(v)[..., None], finite(v)
+
+
+def least(dtype: jnp.dtype) -> float:
+    """The least number of a dtype: a bound of scores to begin a maximum with.
+
+    Other than −∞ it can be subtracted from itself, and is no fault where JAX looks for infinities
+    (`jax_debug_infs`).
+    """
+    return float(jnp.finfo(dtype).min)

@@ -99,8 +99,10 @@ def _look(
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
     found = {"lse": lse[..., 0]}
     if "weights" in names:
-        score = reference.scores(q, k, spec, at, nan)
-        found["weights"] = jnp.exp(score - jnp.where(lse == -jnp.inf, 0.0, lse)).astype(dtype)
+        score, allowed = reference.scores(q, k, spec, at, nan)
+        weights = jnp.exp(score - jnp.where(lse == -jnp.inf, 0.0, lse))
+        weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
+        found["weights"] = weights.astype(dtype)
     if {"entropy", "max_logit"} & set(names):
         found["entropy"], found["max_logit"] = _moments(q, k, spec, at, nan)
     return {name: found[name] for name in names}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from flax_mha import shapes
 from flax_mha.grid import At
-from flax_mha.kernels.finite import finite, poison
+from flax_mha.kernels.finite import finite, least, poison
 from flax_mha.kernels.spec import AttentionSpec
 
 
@@ -43,24 +43,30 @@ def attend(
     nan: tuple[jax.Array, ...] = ()
     if spec.mask is not None:
         q, (k, v), nan = isolate(q, k, v)
-    logits = scores(q, k, spec, at, nan)
-    # Any finite shift gives the same weights; the maximum of an empty row is not finite.
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    logits, allowed = scores(q, k, spec, at, nan)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=least(logits.dtype))
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
         top = jnp.maximum(top, sinks)
+    # Any shift gives the same weights.
     top = jax.lax.stop_gradient(top)
-    top = jnp.where(top == -jnp.inf, 0.0, top)
-    unnormalized = jnp.exp(logits - top)
-    total = jnp.sum(unnormalized, axis=-1, keepdims=True)
-    if spec.sinks is not None:
-        total = total + jnp.exp(sinks - top)
+    exponentials = jnp.exp(logits - top)
+    seen = jnp.sum(exponentials, axis=-1, keepdims=True, where=allowed)
+    total = seen if spec.sinks is None else seen + jnp.exp(sinks - top)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
-    kept = spec.drop(unnormalized, at).astype(v.dtype)
-    out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=total.dtype) / total
+    # Divided before it is rounded: else the rounded gradient of the exponentials would not cancel
+    # against that of their sum, which is exact, and where it matters they cancel.
+    weights = exponentials * (1 / total)
+    if allowed is not None:
+        # Once more: not even the gradient of a masked weight may count, for it may be infinite.
+        weights = jnp.where(allowed, weights, 0.0)
+    kept = spec.drop(weights, at).astype(v.dtype)
+    out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=total.dtype)
+    # Nor may what is asked of a query that sees nothing.
+    out = jnp.where(seen == 0, 0.0, out)
     return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse[..., 0]
 
 
@@ -70,15 +76,22 @@ def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
     XLA:CPU is twice as slow where the products themselves have to transpose, and slow at products
     over groups of heads, at any group size: a copy of S·N·H costs less.
     """
-    N = q.shape[-2]
-    repeated = (x if x.shape[-2] == N else jnp.repeat(x, N // x.shape[-2], -2) for x in keyed)
-    return [jnp.swapaxes(x, -3, -2) for x in (q, *repeated)]
+
+    def repeated(x: jax.Array) -> jax.Array:
+        group = q.shape[-2] // x.shape[-2]
+        # In float32, for that is how the gradients of the copies are summed.
+        return x if group == 1 else jnp.repeat(x.astype(wide), group, -2).astype(x.dtype)
+
+    wide = shapes.wide(q.dtype)
+    return [jnp.swapaxes(x, -3, -2) for x in (q, *map(repeated, keyed))]
 
 
 def scores(
     q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, nan: tuple[jax.Array, ...] = ()
-) -> jax.Array:
-    """The scores [*B, N, T, S] in float32 at least; −∞ where the mask forbids.
+) -> tuple[jax.Array, jax.Array | None]:
+    """The scores [*B, N, T, S] in float32 at least, and where the mask allows (None: everywhere).
+
+    Where it forbids stands the least number: not −∞, which `jax_debug_infs` would find.
 
     Args:
       q: [*B, N, T, H].
@@ -99,7 +112,7 @@ def scores(
     if nan:
         column, row = nan
         logits = logits + (column + row).astype(dtype)
-    return spec.apply(logits, at)
+    return spec.apply(logits, at, least(dtype))
 
 
 def isolate(

@@ -57,7 +57,7 @@ class Ring(NamedTuple):
         """The ring of n devices for a call, of which dims and spec are the whole."""
         seen = np.ones((n, n), bool)
         where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
-        # Arrays of JAX are not asked: nothing would be known, and they may lie on many devices.
+        # Arrays that are traced, or divided over devices, are not asked: nothing would be known.
         if not any(isinstance(x, jax.Array) for x in where):
             verdict = ask(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
             seen = np.asarray(verdict).max((0, 1)) > EMPTY
@@ -155,7 +155,8 @@ def attend(
     out, lse = _core(Form(ring, local, known, tree, traced), q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
-        out, lse = (out * shapes.by_query(jnp.exp(lse - total))).astype(out.dtype), total
+        share = shapes.by_query(jnp.exp(lse - total))
+        out, lse = _unless_empty(lse, (out * share).astype(out.dtype)), total
     return out, lse
 
 
@@ -224,6 +225,11 @@ def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
+def _unless_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
+    """X [*B, T, N, ·] with 0 for queries that see nothing: NaN would meet their weights of 0."""
+    return jnp.where(shapes.by_query(lse) == -jnp.inf, 0.0, x)
+
+
 def _forward(
     form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
 ) -> tuple[Result, Any]:
@@ -234,6 +240,7 @@ def _forward(
 def _backward(form: Form, residuals: Any, cotangents: Result) -> tuple[Any, ...]:
     q, k, v, arrays, out, lse = residuals
     dout, dlse = cotangents
+    dout, dlse = _unless_empty(lse, dout), jnp.where(lse == -jnp.inf, 0.0, dlse)
     ring, S, acc = form.ring, k.shape[-3], lse.dtype
     learned = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 

@@ -60,15 +60,21 @@ class AttentionSpec(struct.PyTreeNode):
         arrays = {name: grid.array for name, grid in given.items() if grid is not None}
         return whole(dims)._replace(**arrays)
 
-    def apply(self, score: jax.Array, at: At) -> jax.Array:
-        """Applies the scores in order, then the mask: −∞ where it forbids."""
-        allowed = None if self.mask is None else seen(self.mask, at)
+    def apply(
+        self, score: jax.Array, at: At, forbidden: float = -jnp.inf
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Applies the scores in order, then the mask, with that number where it forbids.
+
+        Returns:
+          The scores, and where the mask allows; None for everywhere.
+        """
+        allowed = None if self.mask is None else jnp.asarray(seen(self.mask, at))
         if allowed is not None and self.scores:
             # A derivative of NaN times 0 is NaN: what is masked must not enter the functions.
             score = jnp.where(allowed, score, 0.0)
         for mod in self.scores:
             score = changed(mod, score, at)
-        return score if allowed is None else jnp.where(allowed, score, -jnp.inf)
+        return score if allowed is None else jnp.where(allowed, score, forbidden), allowed
 
     def spoil(self, out: jax.Array) -> jax.Array:
         """Makes outputs [*B, T, N, ·] of invalid queries NaN: an empty row would hide it."""

@@ -139,7 +139,7 @@ def score_of(
     plan: Plan, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array
 ) -> jax.Array:
     """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
-    s = (spec if masked else spec.replace(mask=None)).apply(s, at)
+    s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at)
     if masked and plan.dims.S % plan.block_k:
         s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
     return s
@@ -164,35 +164,6 @@ def nothing(
     if sinks is not None:
         lse = jnp.broadcast_to(shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim), lse.shape)
     return jnp.zeros((*B, T, N, Hv), dtype), lse
-
-
-def lse_of(top: jax.Array, total: jax.Array) -> jax.Array:
-    """The lse of a greatest score and of the sum of the exponentials of the distances to it."""
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
-
-
-def of_rows(
-    out: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array, dlse: jax.Array
-) -> jax.Array:
-    """What the gradient of a tile needs of each query: shift, share and δ, [R, G·nq·bq, 3].
-
-    With them p = exp(score − shift)·share and d score = p·(dp − δ).
-    """
-    # Σ dout·out, less what lse itself is asked. (As an einsum, for XLA:CPU takes ten times as
-    # long for the sum of a product of rank 5.)
-    delta = jnp.einsum("...h,...h->...", dout, out, preferred_element_type=total.dtype) - dlse
-    # Not exp(score − lse), which would lose the last digits of large scores.
-    shift = jnp.where(top == -jnp.inf, 0.0, top)
-    return jnp.stack([shift, 1 / jnp.where(total == 0, 1.0, total), delta], -1)
-
-
-def sink_gradient(plan: Plan, sinks: jax.Array, rows: jax.Array) -> jax.Array:
-    """A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head."""
-    shift, share, delta = jnp.moveaxis(
-        rows.reshape(-1, plan.dims.N, plan.nq * plan.block_q, 3), -1, 0
-    )
-    return -jnp.sum(jnp.exp(sinks[None, :, None] - shift) * share * delta, (0, 2))
 
 
 class Form(NamedTuple):
@@ -265,6 +236,9 @@ def tile_gradient(
     p = jnp.exp(s - shift) * share
     dp = tile.drop(dot(dout, v, 1, 1, spec, acc), at)
     ds = p * (dp - delta)
+    if masked:
+        # Of a masked value that is huge dp is infinite.
+        ds = jnp.where(p == 0, 0.0, ds)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
     ds, dleaves = (ds, []) if pull is None else pull(ds)
     return tile.drop(p, at), static.scale * ds, dleaves

@@ -34,6 +34,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
         "sinks", "all_scores",
     ),
+    # Scores of a few units, or up to ±50: then most rows give all weight to one key.
+    "spread": ("soft", "sharp"),
     "heads": ("mha", "gqa", "mqa", "dv"),
     "dtype": ("float32", "bfloat16", "float16"),
     "dropout": ("no_dropout", "dropout", "dropout_broadcast"),
@@ -53,6 +55,7 @@ class Case(NamedTuple):
     mask: str
     size: str
     score: str
+    spread: str
     heads: str
     dtype: str
     dropout: str

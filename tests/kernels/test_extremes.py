@@ -102,9 +102,11 @@ def test_some_queries_that_see_nothing(kernel: str, sinks: np.ndarray | None) ->
     """Their neighbours in a tile do not change that."""
     lengths = np.random.default_rng(6).integers(0, 3, (B, T)) * 90
     sinks = None if sinks is None else jnp.asarray(sinks)
-    for traced in (False, True):
-        mask = Lengths(jnp.asarray(lengths) if traced else lengths)
-        out, dq, _, _ = pulled(kernel, mask=mask, sinks=sinks)(*arrays())
+
+    def run(lengths, operands):
+        return pulled(kernel, mask=Lengths(lengths), sinks=sinks)(*operands)
+
+    for out, dq, *_ in (run(lengths, arrays()), jax.jit(run)(lengths, arrays())):
         for x in (out, dq):
             np.testing.assert_array_equal(x[lengths == 0], 0)
             assert np.abs(x[lengths > 0]).sum((-1, -2)).all()
@@ -135,6 +137,45 @@ def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
         dirty = (q.at[:, at_q].set(poison), k.at[:, at_k].set(poison), v.at[:, at_k].set(poison))
         for got, want in zip(run(*dirty, cotangent), clean, strict=True):
             np.testing.assert_array_equal(got, want)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
+    """Finite, but their products are not: infinity times a weight of 0 must not count."""
+    q, k, v, cotangent = (x.astype(dtype) for x in arrays(60, 90))
+    run = pulled(kernel, mask=np.arange(90) != 4)
+    clean = run(q, k, v, cotangent)
+    for huge in (jnp.finfo(dtype).max, jnp.finfo(dtype).min, 1e37):
+        dirty = run(q, k.at[:, 4].set(huge), v.at[:, 4].set(huge), cotangent)
+        for got, want in zip(dirty, clean, strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+@kernels
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
+def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
+    kernel: str, sinks: np.ndarray | None
+) -> None:
+    """Of their outputs, and without a sink of their lse: NaN there reaches nobody."""
+    q, k, v, cotangent = arrays(60, 90)
+    dlse = jnp.ones((B, N, 60))
+    sinks = None if sinks is None else jnp.asarray(sinks)
+
+    @jax.jit
+    def run(cotangents):
+        def attend(q, k, v, sinks):
+            return dot_product_attention(
+                q, k, v, mask=Lengths(np.array([70, 0])), kernel=kernel, sinks=sinks,
+                return_residuals=True,
+            )  # fmt: skip
+
+        return jax.vjp(attend, q, k, v, sinks)[1](cotangents)
+
+    clean = run((cotangent.at[1].set(0), dlse if sinks is not None else dlse.at[1].set(0)))
+    dirty = (cotangent.at[1].set(jnp.nan), dlse if sinks is not None else dlse.at[1].set(jnp.nan))
+    for got, want in zip(jax.tree.leaves(run(dirty)), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @kernels

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from tests.algebra import Expression, evaluate, expressions
 from tests.kernels.cases import KERNELS, Case
-from tests.kernels.problems import MASKS, Scene, pose
+from tests.kernels.problems import pose
+from tests.kernels.scenes import MASKS, Scene
 from tests.kernels.test_contract import FLOOR, errors, run
 
 LENGTHS = st.integers(1, 300)
@@ -26,7 +27,7 @@ def test_random_masks(
     expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
 ) -> None:
     at = Scene((2,), T, S, place, seed)
-    case = Case("random", "", score, "gqa", "float32", "no_dropout", place, given)
+    case = Case("random", "", score, "soft", "gqa", "float32", "no_dropout", place, given)
     mask, allowed = evaluate(expression, lambda name: _whole(at, name))
     problem = pose(at, mask, allowed, case)
     for kernel in KERNELS:

@@ -1,0 +1,81 @@
+"""Kernels where JAX looks for infinities and NaN in whatever is computed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import Causal, Dense, Lengths, Mask, Window
+
+T, N, H = 20, 2, 4
+# Blocks of several sizes are not filled, and some masks leave nothing for what fills them.
+MASKS: dict[str, Mask] = {
+    "causal": Causal() & Window(5, 0),
+    "lengths": Lengths(np.array([T, 3])),
+    "dense": Dense(np.arange(T) != 4),
+}
+
+
+@pytest.fixture
+def suspicious() -> Iterator[None]:
+    jax.config.update("jax_debug_infs", True)
+    jax.config.update("jax_debug_nans", True)
+    yield
+    jax.config.update("jax_debug_infs", False)
+    jax.config.update("jax_debug_nans", False)
+
+
+def attended(kernel: str, mask: Mask, dtype: str, jit: bool) -> Any:
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(2, T, N, H)), dtype) for _ in range(4))
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        def attend(*qkv: Any) -> Any:
+            return dot_product_attention(
+                *qkv, mask=mask, kernel=kernel, sinks=jnp.zeros(N), return_weights=True
+            )[0]
+
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, *pull(dout)
+
+    return (jax.jit(run) if jit else run)(q, k, v)
+
+
+# Outside jit blockwise and decode compile their loops in each call.
+COSTLY = pytest.mark.slow
+CALLS = [("reference", mask, jit, ()) for mask in MASKS for jit in (False, True)]
+CALLS += [("blockwise", "lengths", False, ()), ("blockwise", "causal", True, ())]
+CALLS += [("blockwise", mask, False, COSTLY) for mask in ("causal", "dense")]
+CALLS += [("decode", "causal", False, ()), ("decode", "lengths", False, COSTLY)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mask", "jit"), [pytest.param(*call, marks=marks) for *call, marks in CALLS]
+)
+@pytest.mark.usefixtures("suspicious")
+def test_nothing_is_found(kernel: str, mask: str, jit: bool) -> None:
+    for x in attended(kernel, MASKS[mask], "float32", jit):
+        assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kernel", ["reference", pytest.param("blockwise", marks=COSTLY)])
+@pytest.mark.usefixtures("suspicious")
+def test_nothing_is_found_in_float64(kernel: str) -> None:
+    with jax.enable_x64(True):
+        for x in attended(kernel, MASKS["causal"], "float64", jit=False):
+            assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kernel", ["reference", "decode"])
+@pytest.mark.usefixtures("suspicious")
+def test_an_infinite_lse_is_found(kernel: str) -> None:
+    """It is what a query without keys has, so it is no stand-in for it."""
+    q = jnp.ones((2, 4, N, H))
+    with pytest.raises(FloatingPointError):
+        dot_product_attention(
+            q, q, q, mask=Lengths(np.array([4, 0])), kernel=kernel, return_residuals=True
+        )
