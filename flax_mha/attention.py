@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import flax_functions, inputs, layouts, masks, shapes, sharding
+from flax_mha import flax_functions, inputs, layouts, masks, padding, shapes, sharding
 from flax_mha.cache import KVCache, variables
 from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention, observe
@@ -190,7 +190,8 @@ class MultiHeadAttention(nn.Module):
             stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
             the order given, whatever this says.
           lengths: int [*B], how many tokens of inputs_q are real in each row, from its first on
-            (default: all). The others are neither attended to nor kept, and attend to nothing.
+            (default: all). The others are neither attended to nor kept, and attend to nothing;
+            what they hold, NaN included, reaches neither outputs nor gradients.
           order: int [T], where the tokens stand in the sequence if they are given in another order,
             such as `sharding.zigzag(T, 8)`: what masks, scores, dropout and, unless `positions`
             says otherwise, `rotary` go by. Arrays in masks line up with the tokens as given.
@@ -218,6 +219,11 @@ class MultiHeadAttention(nn.Module):
         else:
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         order = _ordered(order, itself and not self.decode, inputs_q.shape[-2])
+        real = padding.cleared(inputs_q, lengths, order)
+        if itself:
+            alike = inputs_v is inputs_q
+            inputs_k, inputs_v = real, real if alike else padding.cleared(inputs_v, lengths, order)
+        inputs_q = real
         q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions, order)
         if memory is not None:
             k, v = memory

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 
-from flax_mha import inputs, layouts, masks, shapes, sharding
+from flax_mha import inputs, layouts, masks, padding, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.grid import Array
 from flax_mha.mlp import MLP, Dropout
@@ -119,6 +119,7 @@ class EncoderBlock(Block):
         `deterministic` must be given if something is dropped; a layer whose field of that name is
         set keeps to that.
         """
+        x = padding.cleared(x, lengths, order)
         call = {
             "mask": mask, "bias": bias, "positions": positions, "lengths": lengths,
             "order": order, "head_mask": head_mask, "sow_weights": sow_weights,
@@ -151,6 +152,7 @@ class DecoderBlock(Block):
         *,
         mask: masks.MaskLike | None = None,
         memory_mask: masks.MaskLike | None = None,
+        memory_lengths: jax.Array | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
@@ -165,7 +167,9 @@ class DecoderBlock(Block):
           x: [*B, T, D].
           memory: [*B, S, D'], what `cross_attention` attends to.
           mask: joins causality in the self-attention.
-          memory_mask: which of the memory a token may see, such as `masks.Lengths(n)`.
+          memory_mask: which of the memory a token may see.
+          memory_lengths: int [*B], how many of the memory's tokens are real (default: all). The
+            others are not attended to, and reach neither outputs nor gradients.
           bias: of the self-attention, as all that follow: see `MultiHeadAttention`.
           positions: see there.
           lengths: see there.
@@ -190,15 +194,19 @@ class DecoderBlock(Block):
                 "attention and cross_attention must be two modules, got one that would share its "
                 "parameters; give cross_attention=layer.copy()"
             )
-        if cross is None and (memory is not None or memory_mask is not None):
+        if cross is None and any(x is not None for x in (memory, memory_mask, memory_lengths)):
             raise ValueError(
-                "memory and memory_mask are for cross_attention, which is None; set it to a "
-                "MultiHeadAttention, or drop them"
+                "memory, memory_mask and memory_lengths are for cross_attention, which is None; "
+                "set it to a MultiHeadAttention, or drop them"
             )
         if cross is not None and memory is None and not cross.decode:
             raise ValueError(
                 "cross_attention needs a memory to attend to, got None; give the encoder's output"
             )
+        x = padding.cleared(x, lengths, order)
+        if memory_lengths is not None:
+            memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
+            memory = None if memory is None else padding.cleared(memory, memory_lengths)
         calls: Calls = {
             "attention": {
                 "mask": masks.combine(masks.Causal(), mask), "bias": bias, "positions": positions,

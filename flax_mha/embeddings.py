@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
-from flax_mha import inputs, shapes, sharding
+from flax_mha import inputs, padding, shapes, sharding
 from flax_mha.projections import Projection, default_kernel_init
 
 
@@ -99,8 +99,11 @@ class PatchEmbedding(nn.Module):
     partitioned: bool = False
 
     @nn.compact
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Maps [*B, height, width, channels] to [*B, (height/h)·(width/w), D]."""
+    def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
+        """Maps [*B, height, width, channels] to [*B, (height/h)·(width/w), D].
+
+        Of the patches of a row only the first `lengths` (int [*B], default: all) are real.
+        """
         sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
         if len(sizes) != 2:
             raise ValueError(
@@ -123,6 +126,7 @@ class PatchEmbedding(nn.Module):
             return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
 
         patches = sharding.auto(cut, ("batch", "norm_length", None), images)
+        patches = padding.cleared(patches, lengths)
         return Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",

@@ -66,10 +66,12 @@ class Classifier(nn.Module):
             )
         positive(num_classes=self.num_classes)
         fields(self)
-        x = PositionEmbedding(self.positions, name="positions")(self.embedding(inputs))
+        # Padded patches must not meet the gradient of their projection; tokens have none.
+        patches = isinstance(self.embedding, PatchEmbedding)
+        x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
+        x = PositionEmbedding(self.positions, name="positions")(x)
         x = Dropout(self.dropout_rate)(x, deterministic=deterministic)
-        mask = None if lengths is None else masks.Lengths(lengths)
-        x = self.encoder(x, mask=mask, deterministic=deterministic, sow_weights=sow_weights)
+        x = self.encoder(x, lengths=lengths, deterministic=deterministic, sow_weights=sow_weights)
         pooled = _mean(x.astype(jnp.float32), lengths)
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
@@ -169,8 +171,8 @@ class LanguageModel(nn.Module):
         rotates = self.decoder.block.attention.rotary is not None
         x = self.decoder(
             x, memory, mask=mask, lengths=lengths, positions=positions if rotates else None,
-            memory_mask=None if memory_lengths is None else masks.Lengths(memory_lengths),
-            order=order, deterministic=deterministic, sow_weights=sow_weights,
+            memory_lengths=memory_lengths, order=order, deterministic=deterministic,
+            sow_weights=sow_weights,
         )  # fmt: skip
         if at is not None:
             at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
@@ -266,8 +268,9 @@ class Translator(nn.Module):
             check_module("embedding", self.embedding, TokenEmbedding)
         table = self.embedding or self.decoder.embedding
         x = self.decoder.embed(source, table, deterministic=deterministic)
-        mask = None if source_lengths is None else masks.Lengths(source_lengths)
-        return self.encoder(x, mask=mask, deterministic=deterministic, sow_weights=sow_weights)
+        return self.encoder(
+            x, lengths=source_lengths, deterministic=deterministic, sow_weights=sow_weights
+        )
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
         """The decoder's logits, with arguments as for `LanguageModel`."""

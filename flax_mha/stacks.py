@@ -98,6 +98,7 @@ class Decoder(Stack):
         *,
         mask: masks.MaskLike | None = None,
         memory_mask: masks.MaskLike | None = None,
+        memory_lengths: jax.Array | None = None,
         bias: jax.Array | None = None,
         positions: jax.Array | None = None,
         lengths: jax.Array | None = None,
@@ -107,8 +108,9 @@ class Decoder(Stack):
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each."""
         return self.run(
-            x, memory, mask=mask, memory_mask=memory_mask, bias=bias, positions=positions,
-            lengths=lengths, order=order, deterministic=deterministic, sow_weights=sow_weights,
+            x, memory, mask=mask, memory_mask=memory_mask, memory_lengths=memory_lengths,
+            bias=bias, positions=positions, lengths=lengths, order=order,
+            deterministic=deterministic, sow_weights=sow_weights,
         )  # fmt: skip
 
 

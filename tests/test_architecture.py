@@ -14,7 +14,7 @@ LAYERS = [
     {"inputs", "private"},
     {"shapes"},
     {"grid", "layouts"},
-    {"sharding"},
+    {"sharding", "padding"},
     {"masks.tables", "scores"},
     {"masks.base"},
     {"masks.rules"},

@@ -533,7 +533,7 @@ def generated(
 
 MODELS: list[Case] = [
     module("decoder block: memory for nobody", ValueError,
-           r"memory and memory_mask are for cross_attention, which is None; set",
+           r"memory, memory_mask and memory_lengths are for cross_attention, which is None; set",
            DecoderBlock(ATTENTION, 16), X, X),
     module("decoder block: no memory", ValueError, r"needs a memory.*got None; give the enc", CROSS,
            X),

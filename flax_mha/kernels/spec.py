@@ -188,7 +188,7 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
     def apply(score: jax.Array, *arrays: jax.Array) -> jax.Array:
         filled = dict(zip(given, arrays, strict=True))
         spec, at = jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)])
-        return spec.apply(score, at)
+        return spec.apply(score, at)[0]
 
     types = [jax.typeof(leaves[i]) for i in given]
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]

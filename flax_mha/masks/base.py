@@ -163,8 +163,8 @@ class Dense(Mask):
     Attributes:
       array: of bools, or of the numbers 1 and 0 that stand for them (as `nn.make_causal_mask`
         gives them); broadcastable to [*B, N, T, S]. Unless it is traced its values are known
-        before tracing, so that kernels skip what it excludes. Another number is an error where it can be read, and
-        makes the outputs of its query NaN where it is traced.
+        before tracing, so that kernels skip what it excludes. Another number is an error where it
+        can be read, and makes the outputs of its query NaN where it is traced.
       invalid: of a bound mask, where queries have another number: bool [*B|1, N|1, T|1, 1]. None
         if there is none.
     """

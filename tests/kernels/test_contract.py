@@ -14,7 +14,7 @@ from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, exact, problem_of
 
 # Forward and gradients, relative to the norm: what no kernel is asked to be better than. In half
-# precision gradients that are float32, such as that of a bias, need not be better than one rounding.
+# precision no gradient, though it be float32 as that of a bias, need be better than one rounding.
 FLOOR = (2e-6, 1e-5)
 
 

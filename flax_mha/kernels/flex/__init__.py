@@ -185,7 +185,7 @@ def _functions(
     def plain(*args: Any) -> jax.Array:
         tile = jax.tree.unflatten(tree, args[:count])
         s, at = args[count + 4] * tile.scale, At(*args[count : count + 4])
-        return tile.replace(mask=None).apply(s, at)
+        return tile.replace(mask=None).apply(s, at)[0]
 
     def masked(*args: Any) -> jax.Array:
         tile, at = jax.tree.unflatten(tree, args[:count]), At(*args[count : count + 4])
@@ -196,7 +196,7 @@ def _functions(
             allowed = allowed & x
         allowed = jnp.broadcast_to(allowed, s.shape)
         # What is masked must not enter the functions, see `AttentionSpec.apply`.
-        s = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
+        s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
         return jnp.where(allowed, s, -jnp.inf)
 
     def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:

@@ -155,10 +155,11 @@ def _forward(call: Call, x: Operands) -> tuple[Any, Any]:
 def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
     x, out, stats = residuals
     dout, dlse = cotangents
+    empty = stats[:, :, 1] == 0
+    dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
     # p = exp(score − shift)·share, not exp(score − lse), which would lose the last digits of large
     # scores; d score = p·(dp − δ), with δ = Σ dout·out, less what lse itself is asked.
-    shift = jnp.where(stats[:, :, 0] == -jnp.inf, 0.0, stats[:, :, 0])
-    share = 1 / jnp.where(stats[:, :, 1] == 0, 1.0, stats[:, :, 1])
+    shift, share = jnp.where(empty, 0.0, stats[:, :, 0]), 1 / jnp.where(empty, 1.0, stats[:, :, 1])
     delta = jnp.einsum("rntv,rntv->rnt", dout, out, preferred_element_type=jnp.float32) - dlse
     more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([shift, share, delta], 2)}
     if call.guarded:
@@ -188,7 +189,7 @@ def recall(call: Call, known: Result, x: Operands) -> Result:
 def _recall_forward(call: Call, known: Result, x: Operands) -> tuple[Result, Any]:
     del call
     out, lse = known
-    return known, (x, out, jnp.stack([lse, jnp.ones_like(lse)], 2))
+    return known, (x, out, jnp.stack([lse, (lse != -jnp.inf).astype(lse.dtype)], 2))
 
 
 def _recall_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

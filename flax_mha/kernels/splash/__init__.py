@@ -183,6 +183,9 @@ def _forward(form: Form, *args: Any) -> tuple[Any, Any]:
 def _backward(form: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, sinks, ids), out, lse = residuals
     dout, dlse = cotangents
+    # What is asked of queries that see nothing, NaN included, must not meet their weights of 0.
+    empty = lse <= _NOTHING
+    dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
     if form.guarded:
         # Factors of gradients that are 0 where masked must be finite. The lse of queries that saw
         # a NaN is one, and spreads it.

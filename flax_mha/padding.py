@@ -1,0 +1,36 @@
+"""Tokens that are none: what fills the rows of a batch up to one length."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha import shapes
+
+
+def cleared(x: jax.Array, lengths: Any, order: Any = None) -> jax.Array:
+    """Features with 0 in place of padding, so that nothing of it can spread.
+
+    A mask would keep it from outputs, but not from gradients: that of a projection multiplies all
+    its inputs, and 0·NaN is NaN.
+
+    Args:
+      x: [*B, T, D].
+      lengths: int [*B], how many tokens of each row are real; None for all.
+      order: int [T], where the tokens stand; None for 0 … T−1.
+    """
+    if lengths is None:
+        return x
+    lengths = shapes.row_lengths("lengths", lengths, x.shape[:-2])
+    order = jnp.arange(x.shape[-2]) if order is None else jnp.asarray(order)
+
+    def clear(x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
+        real = shapes.lead(order, x.ndim - 1) < lengths[..., None]
+        return jnp.where(real[..., None], x, jnp.zeros_like(x))
+
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
+        # JAX asks where the result belongs: where x is.
+        like = jax.typeof(x).sharding.spec
+        clear = jax.sharding.auto_axes(clear, axes=explicit, out_sharding=like)
+    return clear(x, lengths, order)

@@ -1,0 +1,122 @@
+"""What stands in padding reaches neither outputs nor gradients, of parameters least of all."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import (
+    Classifier,
+    Decoder,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    LanguageModel,
+    MultiHeadAttention,
+    masks,
+)
+from flax_mha.embeddings import PatchEmbedding, TokenEmbedding
+
+B, T, S, D = 2, 6, 5, 8
+LENGTHS, MEMORY = np.array([4, 6]), np.array([5, 2])
+ORDER = np.array([3, 1, 0, 5, 4, 2])
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(B, T, D)), RNG.normal(size=(B, S, D))
+IMAGES = RNG.normal(size=(B, 2, 2 * T, 3))
+REAL, SEEN = np.arange(T) < LENGTHS[:, None], np.arange(S) < MEMORY[:, None]
+# Of the images' columns, two to a patch.
+SHOWN = np.repeat(REAL, 2, 1)[:, None, :, None]
+
+LAYER = MultiHeadAttention(2, num_kv_heads=1)
+PLAIN = MultiHeadAttention(2, head_dim=4)
+CROSS = DecoderBlock(LAYER, 16, cross_attention=PLAIN)
+BLOCK = EncoderBlock(LAYER, 16)
+
+
+class Heads(nn.Module):
+    """A layer whose values have inputs of their own."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array, **call: Any) -> jax.Array:
+        return MultiHeadAttention(2, num_kv_heads=1)(x, x, y, **call)
+
+
+MEMORIES = {"memory_lengths": MEMORY}
+# The module, its inputs, which of them are real, and further arguments.
+MODULES: dict[str, tuple[nn.Module, tuple, tuple, dict[str, Any]]] = {
+    "self": (LAYER, (X,), (REAL,), {}),
+    "values": (Heads(), (X, X[::-1]), (REAL, REAL), {}),
+    "ordered": (LAYER, (X,), (LENGTHS[:, None] > ORDER,), {"order": ORDER}),
+    "cross": (PLAIN, (X, Y), (REAL, np.ones_like(SEEN)), {"mask": masks.Lengths(MEMORY)}),
+    "block": (BLOCK, (X,), (REAL,), {}),
+    "post": (BLOCK.clone(pre_norm=False), (X,), (REAL,), {}),
+    "decoder block": (CROSS, (X, Y), (REAL, SEEN), MEMORIES),
+    "encoder": (Encoder(2, BLOCK), (X,), (REAL,), {}),
+    "remat": (Encoder(1, BLOCK.clone(remat=True)), (X,), (REAL,), {}),
+    "scan": (Encoder(2, BLOCK, scan=True), (X,), (REAL,), {}),
+    "decoder": (Decoder(2, CROSS, scan=True), (X, Y), (REAL, SEEN), MEMORIES),
+    "classifier": (
+        Classifier(PatchEmbedding(2, D), Encoder(1, BLOCK), 3), (IMAGES,), (SHOWN,), {},
+    ),
+    "language model": (
+        LanguageModel(TokenEmbedding(7, D), Decoder(1, CROSS)),
+        (np.arange(B * T).reshape(B, T) % 7, Y), (REAL, SEEN), MEMORIES,
+    ),
+}  # fmt: skip
+
+
+def filled(x: np.ndarray, real: np.ndarray, padding: float, dtype: str) -> jax.Array:
+    """An input with that in its padding; tokens are ids beyond the table there."""
+    if np.issubdtype(x.dtype, np.integer):
+        return jnp.where(real, x, 0 if padding == 0 else 10**6)
+    real = real if real.ndim == x.ndim else real[..., None]
+    return jnp.where(real, jnp.asarray(x, dtype), jnp.asarray(padding, dtype))
+
+
+QUICK = ("self", "block", "decoder block", "classifier")
+CALLS = [
+    pytest.param(name, dtype, marks=() if name in QUICK and fast else pytest.mark.slow)
+    for name in MODULES
+    for dtype, fast in (("float32", True), ("bfloat16", False))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CALLS)
+def test_padding_reaches_nothing(name: str, dtype: str) -> None:
+    module, inputs, real, call = MODULES[name]
+    clean = [filled(x, some, 0, dtype) for x, some in zip(inputs, real, strict=True)]
+    call = {**call, "lengths": LENGTHS}
+    # Flax's norms promote bfloat16 silently.
+    with jax.numpy_dtype_promotion("standard"):
+        _check(module, clean, real, call, inputs, dtype)
+
+
+def _check(
+    module: nn.Module, clean: list[jax.Array], real: tuple, call: dict[str, Any], inputs: tuple,
+    dtype: str,
+) -> None:  # fmt: skip
+    params = module.init(jax.random.key(0), *clean, **call)
+    floats = [n for n, x in enumerate(clean) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    @jax.jit
+    def run(params: Any, *inputs: jax.Array) -> Any:
+        def loss(params: Any, floats_: list[jax.Array]) -> Any:
+            given = list(inputs)
+            for n, x in zip(floats, floats_, strict=True):
+                given[n] = x
+            out = module.apply(params, *given, **call)
+            # Over real tokens only.
+            out = out if out.ndim == 2 else jnp.where(real[0][..., None], out, 0)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, [inputs[n] for n in floats])
+
+    want = run(params, *clean)
+    for padding in (-np.inf, np.nan, 1e20):
+        dirty = [filled(x, some, padding, dtype) for x, some in zip(inputs, real, strict=True)]
+        for a, b in zip(jax.tree.leaves(run(params, *dirty)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert all(np.abs(x).sum() > 0 for x in jax.tree.leaves(want[1][1]))
