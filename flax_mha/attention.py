@@ -219,12 +219,8 @@ class MultiHeadAttention(nn.Module):
         else:
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         order = _ordered(order, itself and not self.decode, inputs_q.shape[-2])
-        real = padding.cleared(inputs_q, lengths, order)
-        if itself:
-            alike = inputs_v is inputs_q
-            inputs_k, inputs_v = real, real if alike else padding.cleared(inputs_v, lengths, order)
-        inputs_q = real
-        q, k, v = self._heads(inputs_q, inputs_k, inputs_v, cache, positions, order)
+        cleared = padding.cleared_inputs(inputs_q, inputs_k, inputs_v, lengths, order)
+        q, k, v = self._heads(*cleared, cache, positions, order)
         if memory is not None:
             k, v = memory
         elif self.decode and cache is None:

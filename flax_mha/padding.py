@@ -34,3 +34,12 @@ def cleared(x: jax.Array, lengths: Any, order: Any = None) -> jax.Array:
         like = jax.typeof(x).sharding.spec
         clear = jax.sharding.auto_axes(clear, axes=explicit, out_sharding=like)
     return clear(x, lengths, order)
+
+
+def cleared_inputs(q: jax.Array, k: Any, v: Any, lengths: Any, order: Any) -> tuple[Any, ...]:
+    """A layer's inputs, cleared where they are tokens of inputs_q; see `cleared`."""
+    real = cleared(q, lengths, order)
+    if k is not q:
+        return real, k, v
+    # One array stays one: its projections are one product.
+    return real, real, real if v is q else cleared(v, lengths, order)
