@@ -225,7 +225,6 @@ class MultiHeadAttention(nn.Module):
             k, v = memory
         elif self.decode and cache is None:
             k, v = variables.start(self, k, v, itself, self.cache_dtype, self.cache_window, window)
-
         options = self._attention(sow_weights)
         call: dict[str, Any] = {
             "mask": masks.combine(self.mask, mask),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax_mha import shapes
 
 
-def cleared(x: jax.Array, lengths: Any, order: Any = None) -> jax.Array:
+def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     """Features with 0 in place of padding, so that nothing of it can spread.
 
     A mask would keep it from outputs, but not from gradients: that of a projection multiplies all
@@ -21,7 +21,7 @@ def cleared(x: jax.Array, lengths: Any, order: Any = None) -> jax.Array:
     """
     if lengths is None:
         return x
-    lengths = shapes.row_lengths("lengths", lengths, x.shape[:-2])
+    lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     order = jnp.arange(x.shape[-2]) if order is None else jnp.asarray(order)
 
     def clear(x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
@@ -36,7 +36,7 @@ def cleared(x: jax.Array, lengths: Any, order: Any = None) -> jax.Array:
     return clear(x, lengths, order)
 
 
-def cleared_inputs(q: jax.Array, k: Any, v: Any, lengths: Any, order: Any) -> tuple[Any, ...]:
+def cleared_inputs(q: Any, k: Any, v: Any, lengths: Any, order: Any) -> tuple[Any, ...]:
     """A layer's inputs, cleared where they are tokens of inputs_q; see `cleared`."""
     real = cleared(q, lengths, order)
     if k is not q:

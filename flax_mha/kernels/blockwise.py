@@ -177,11 +177,11 @@ def _loops(
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
-        of_all, old = total, 1.0
+        of_all = total
         if sinks is not None:
             new, of_all = softmax.sunk(sinks[place.head], top, total)
-            old = jnp.exp(top - new)
-        out = out * old / jnp.where(of_all == 0, 1.0, of_all)
+            out = out * jnp.exp(top - new)
+        out = out / jnp.where(of_all == 0, 1.0, of_all)
         return out, top[:, 0], total[:, 0]
 
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:

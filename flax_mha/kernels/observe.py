@@ -167,7 +167,8 @@ def _moments(
     def block(indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         pick = functools.partial(_pick, heads=None, queries=indices)
         some_q, some_nan, _, some_at, some_spec = _cut(pick, (q, nan, (), at, spec))
-        score = reference.scores(some_q, k, some_spec, some_at, some_nan)
+        score, allowed = reference.scores(some_q, k, some_spec, some_at, some_nan)
+        score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
         return _summary(score, spec.sinks)
 
     # The last block repeats the last query where it reaches beyond it.
