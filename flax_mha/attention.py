@@ -219,8 +219,8 @@ class MultiHeadAttention(nn.Module):
         else:
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         order = _ordered(order, itself and not self.decode, inputs_q.shape[-2])
-        cleared = padding.cleared_inputs(inputs_q, inputs_k, inputs_v, lengths, order)
-        q, k, v = self._heads(*cleared, cache, positions, order)
+        x_q, x_k, x_v = padding.cleared_inputs(inputs_q, inputs_k, inputs_v, lengths, order)
+        q, k, v = self._heads(x_q, x_k, x_v, cache, positions, order)
         if memory is not None:
             k, v = memory
         elif self.decode and cache is None:

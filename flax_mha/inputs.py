@@ -1,3 +1,4 @@
+# Over 300 lines: many small functions, each a rule about one kind of argument.
 """What a caller gives, as what is meant by it, or an error that says why it can't be.
 
 One rule for all that is public: numbers that attention computes with (queries, biases, tables) are

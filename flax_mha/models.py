@@ -52,7 +52,7 @@ class Classifier(nn.Module):
           lengths: int [*B], how many of each row's tokens are real (default: all). The others
             have no influence.
           deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
-            Must
+            Must be said where there is dropout.
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
@@ -152,7 +152,7 @@ class LanguageModel(nn.Module):
           at: int [*B], in 0 … T−1, the one token of each row whose successor is wanted (default:
             all are). The logits of one out of range are NaN.
           deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
-            Must
+            Must be said where there is dropout.
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
@@ -243,13 +243,13 @@ class Translator(nn.Module):
           source_lengths: int [*B], how many tokens of each source are real (default: all). The
             others have no influence.
           deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
-            Must
+            Must be said where there is dropout.
           sow_weights: see `MultiHeadAttention`.
 
         Returns:
           Logits [*B, T, vocab_size], float32 at least.
         """
-        call = {"deterministic": deterministic, "sow_weights": sow_weights}
+        call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
         memory = self.encode(source, source_lengths=source_lengths, **call)
         return self.decode(target, memory, memory_lengths=source_lengths, **call)
 

@@ -77,8 +77,8 @@ def begin(
     memory_lengths = None
     if plan.start is not None:
         call: dict[str, Any] = {"source_lengths": lengths, "deterministic": True}
-        encode = partial(plan.model.apply, **call, method="encode")
-        memory, memory_lengths = encode(variables, tokens), lengths
+        memory = plan.model.apply(variables, tokens, **call, method="encode")
+        memory_lengths = lengths
         tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
     # A call without a cache makes one; of what else it computes nothing is left when compiled.
     room = jnp.zeros((len(tokens), plan.capacity), jnp.int32)

@@ -1,0 +1,50 @@
+"""What is known of masks before tracing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha.kernels.plan import plan_call
+from flax_mha.kernels.spec import prepare
+from flax_mha.masks import Causal, Dense, Lengths, Prefix, Segments
+from flax_mha.shapes import Dims
+
+B, N = 2, 3
+
+
+KNOWN = {
+    "dense": lambda x: Dense(x % 3 > 0),
+    "lengths": lambda x: Lengths(x[:, 0, 0, 0] + 9, x[:, 0, 0, 0] + 99),
+    "segments": lambda x: Segments(x[:, 0, :, 0] // 40, x[:, 0, 0] // 40),
+    "prefix": lambda x: Prefix(x[:, 0, 0, 0]),
+    "prefix_of_all": lambda x: Prefix(x[0, 0, 0, 0]),
+    "combined": lambda x: Causal() & ~Dense(x % 3 > 0) | Segments(x[:, 0, :, 0] // 40),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_constants_of_jax_are_known_before_tracing(name: str) -> None:
+    """In the closure of a jitted function, as arrays of NumPy are: nothing is left to XLA."""
+    dims = Dims((B,), 300, 300, N, N, 4, 4)
+    array = jnp.asarray(np.random.default_rng(0).integers(0, 300, (B, 1, 300, 300)), jnp.int32)
+    mask = KNOWN[name](array)
+    positions = jnp.arange(300) + 7
+    tables = []
+
+    @jax.jit
+    def plan_it(x: jax.Array) -> jax.Array:
+        *_, spec = prepare(x, x, x, mask=mask, q_positions=positions, kv_positions=positions)
+        tables.append(plan_call(spec, dims))
+        return x
+
+    plan_it(jnp.zeros((B, 300, N, 4)))
+    for x in jax.tree.leaves(tables):
+        assert not isinstance(x, jax.Array)
+
+
+def test_arrays_divided_over_a_mesh_stay_there() -> None:
+    mesh = jax.make_mesh((B,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:B])
+    at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    ids = jax.device_put(jnp.zeros((B, 6), jnp.int32), at)
+    assert isinstance(Segments(ids).bind(Dims((B,), 6, 6, N, N, 4, 4)).q.array, jax.Array)
