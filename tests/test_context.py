@@ -71,6 +71,7 @@ def attention(kernel: str, call: dict[str, Any]) -> Any:
     return attend
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize(
     ("way", "kind", "name"),
     [

@@ -64,6 +64,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CALLS)

@@ -72,6 +72,7 @@ def bounds(problem: Problem) -> dict[str, float]:
     return {name: max(floor, 2 * plain[name]) for name, floor in floors.items()}
 
 
+@pytest.mark.sampled(0.15)
 def test_against_the_oracle(case: Case, kernel: str) -> None:
     problem = problem_of(case)
     mask, q_positions, kv_positions = problem.given

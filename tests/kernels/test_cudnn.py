@@ -32,6 +32,7 @@ MASKS: dict[str, Mask | None] = {
 }
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(
     ("mask", "K", "dtype"),
     [(mask, 2, "bfloat16") for mask in MASKS]
@@ -42,6 +43,7 @@ def test_masks(nvidia, mask: str, K: int, dtype: str) -> None:
     check("cudnn", arrays(T, S, K, dtype), known, lambda _: {"mask": MASKS[mask]}, {})
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
 @pytest.mark.parametrize("shape", [(T, S), (N, T, S), (B, 1, T, S), (B, N, T, S)], ids=str)
 def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
@@ -90,6 +92,7 @@ def test_positions(nvidia, name: str) -> None:
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("with_out", [False, True])
@@ -154,6 +157,7 @@ def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
         assert not np.isnan(want).any()
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("mask", ["all", "window", "lengths", "empty windows"])
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
 def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
@@ -183,6 +187,7 @@ def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
         )
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["q", "k", "v", "bias"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_nans_without_a_mask(nvidia, operand: int, biased: bool) -> None:

@@ -40,6 +40,7 @@ def pulled(kernel: str, **call: Any) -> Any:
     return run
 
 
+@pytest.mark.sampled(0.5)
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("limited", [False, True])
@@ -75,6 +76,7 @@ def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
     {"mask": Lengths(jnp.array([0, 0]))},
     {"bias": jnp.full((T, S), -jnp.inf)},
 ], ids=["dense", "lengths", "bias"])  # fmt: skip
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("more", [{}, DROPOUT | {"scores": (Alibi(),)}], ids=["plain", "more"])
 def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
     """Exactly 0 and no gradient, whichever way it was forbidden."""
@@ -124,6 +126,7 @@ UNSEEN: dict[str, tuple[Mask | np.ndarray, list[int], list[int]]] = {
 }
 
 
+@pytest.mark.sampled(0.5)
 @kernels
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
@@ -194,6 +197,7 @@ def test_visible_nans_are_seen(kernel: str, operand: int) -> None:
 @pytest.mark.parametrize("call", [
     {}, {"mask": Causal()}, {"mask": Causal(), "scores": (Alibi(),), **DROPOUT},
 ], ids=["plain", "causal", "more"])  # fmt: skip
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(("t", "s"), [(0, 0), (0, 3), (3, 0), (0, 300), (300, 0)])
 def test_no_queries_and_no_keys(kernel: str, call: dict, t: int, s: int) -> None:
     out, *grads = pulled(kernel, **call)(*arrays(t, s))
@@ -249,6 +253,7 @@ def test_kernels_drop_the_same_weights() -> None:
 LONG = 32768
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(left=300)], ids=["causal", "window"])
 def test_long_sequences(mask: Mask) -> None:

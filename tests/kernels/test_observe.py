@@ -52,6 +52,7 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=atol)
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("K", [4, 1])
 @pytest.mark.parametrize("mask", MASKS)

@@ -58,6 +58,7 @@ def assert_close(got: Any, expected: Any) -> None:
         assert oracle.error(one, other) < 1e-5
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
 def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
     """Some operands have the axis, others are shared by all."""
@@ -128,6 +129,7 @@ def test_with_and_without_jit(kernel: str) -> None:
     assert_close(run(*x.values()), jax.jit(run)(*x.values()))
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_batch_dimensions_are_those_of_vmap(kernel: str, batch: tuple[int, ...]) -> None:
     q, k, v, *_ = arrays(*batch).values()
