@@ -48,8 +48,9 @@ def attend(
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
         top = jnp.maximum(top, sinks)
-    # Any shift gives the same weights.
-    top = jax.lax.stop_gradient(top)
+    # Any shift gives the same weights. The barrier keeps XLA:CPU from fusing what follows with the
+    # product or not, by whether lse is asked for: outputs would differ in their last bit.
+    top = jax.lax.optimization_barrier(jax.lax.stop_gradient(top))
     exponentials = jnp.exp(logits - top)
     seen = jnp.sum(exponentials, axis=-1, keepdims=True, where=allowed)
     total = seen if spec.sinks is None else seen + jnp.exp(sinks - top)

@@ -86,7 +86,7 @@ def test_a_mesh_without_rules(tpu, monkeypatch) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         refused = explain(*(jax.ShapeDtypeStruct(Q.shape, Q.dtype),) * 3).refused
-    with pytest.raises(ValueError, match=r"no rules; wrap in"):
+    with pytest.raises(ValueError, match=r"no rule says what"):
         raise ValueError(refused["flex"])
 
 
