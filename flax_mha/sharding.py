@@ -149,7 +149,11 @@ def local(
     mesh = jax.sharding.get_abstract_mesh()
     several = isinstance(outs, list)
     given = [(x.shape, n) for x, n in zip(args, names, strict=True)]
-    every = [*given, *(outs if several else [outs])]
+    # Without a batch an array has fewer axes than names.
+    every = [
+        (shape, n[max(len(n) - len(shape), 0) :])
+        for shape, n in [*given, *(outs if several else [outs])]
+    ]
     specs = [layout(shape, n) for shape, n in every]
     # An axis without a rule lies as the first of its name does, or, before the named, of its place.
     keys = [(*range(len(shape) - len(n)), *n) for shape, n in every]

@@ -506,7 +506,7 @@ MODULES: list[Case] = [
            Classifier(EMBED, ENCODER, 3, "rope"), TOKENS),
     module("classifier: rate", ValueError, r"dropout_rate.*got 1.0",
            Classifier(EMBED, ENCODER, 3, dropout_rate=1.0), TOKENS),
-    module("classifier: lengths", ValueError, r"Lengths.kv must.*got \(3,\)",
+    module("classifier: lengths", ValueError, r"lengths must have shape.*got \(3,\)",
            Classifier(EMBED, ENCODER, 3), TOKENS, lengths=IDS[:3]),
     module("classifier: lengths per query", ValueError,
            r"lengths must have shape \[\*B\] = \(2,\), got \(2, 4\); give one",

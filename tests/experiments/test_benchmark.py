@@ -39,6 +39,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark.machine, "_fastest", lambda n, dtype: 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wide")
 def test_the_command_leaves_tables_json_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

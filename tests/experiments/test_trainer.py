@@ -37,6 +37,7 @@ def stop_after(steps: int) -> Any:
     return stoppable
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,6 +59,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert_equal(again.metrics, whole.metrics)
 
 
+@pytest.mark.slow
 def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: Path) -> None:
     config.seed, config.seeds = 3, 2
     config.model.dropout_rate = 0.1
@@ -70,7 +72,7 @@ def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: P
     assert np.abs(losses(together)[:, 0] - losses(alone)).max() > 1e-2
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
 def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path) -> None:
     config.steps = 50

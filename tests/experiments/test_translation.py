@@ -96,6 +96,7 @@ def trained(config: ConfigDict, folder: Path) -> tuple[Any, trainer.Result]:
     return task, trainer.train(program.build(run.config, task), folder)
 
 
+@pytest.mark.slow
 def test_a_translator_from_training_to_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_translator_from_training_to_an_answer(
         generate.speak(tmp_path / "run", prompt)
 
 
+@pytest.mark.slow
 def test_a_language_model_from_training_to_a_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
