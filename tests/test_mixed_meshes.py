@@ -38,7 +38,7 @@ def gradients(model: nn.Module, params: Any, x: jax.Array) -> Any:
 @functools.cache
 def on_one_device(model: nn.Module) -> tuple[Any, Any]:
     """Parameters, and the gradients and output."""
-    params = jax.jit(model.init)(KEY, X)
+    params = jax.jit(functools.partial(model.init, deterministic=True))(KEY, X)
     return params, gradients(model, params, X)
 
 
@@ -55,7 +55,7 @@ def test_auto_and_explicit_trace(name: str, kind: str) -> None:
     model, rules = CASES[name]
     _, leave = on(kind, rules)
     try:
-        params = jax.eval_shape(model.init, KEY, X)
+        params = jax.eval_shape(functools.partial(model.init, deterministic=True), KEY, X)
         (_, dx), y = jax.eval_shape(functools.partial(gradients, model), params, X)
     finally:
         leave()
@@ -70,7 +70,7 @@ def test_auto_and_explicit(name: str, kind: str) -> None:
     _, wanted = on_one_device(model)
     mesh, leave = on(kind, rules)
     try:
-        params = sharding.init(model, KEY, X)
+        params = sharding.init(model, KEY, X, deterministic=True)
         placed = jax.device_put(X, NamedSharding(mesh, P("data")))
         got = jax.device_get(gradients(model, params, placed))
     finally:

@@ -100,8 +100,11 @@ def _look(
     found = {"lse": lse[..., 0]}
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at, nan)
-        weights = jnp.exp(score - jnp.where(lse == -jnp.inf, 0.0, lse))
-        weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
+        shift = jnp.where(lse == -jnp.inf, 0.0, lse)
+        weights = jnp.exp(score - shift)
+        if allowed is not None:
+            # Where lse is NaN so are all weights, those of masked keys too.
+            weights = jnp.where(allowed, weights, 0.0 * shift)
         found["weights"] = weights.astype(dtype)
     if {"entropy", "max_logit"} & set(names):
         found["entropy"], found["max_logit"] = _moments(q, k, spec, at, nan)
