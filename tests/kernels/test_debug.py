@@ -68,3 +68,15 @@ def test_nothing_is_found_in_float64(kernel: str) -> None:
     with jax.enable_x64(True):
         for x in attended(kernel, MASKS["causal"], "float64", jit=False):
             assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kernel", ["reference", "decode"])
+@pytest.mark.usefixtures("suspicious")
+def test_an_infinite_lse_is_found(kernel: str) -> None:
+    """It is what a query without keys has, so it is no stand-in for it."""
+    q = jnp.ones((2, 4, N, H))
+    jax.clear_caches()  # What was compiled before is not looked into.
+    with pytest.raises(FloatingPointError):
+        dot_product_attention(
+            q, q, q, mask=Lengths(np.array([4, 0])), kernel=kernel, return_residuals=True
+        )
