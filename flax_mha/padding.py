@@ -22,7 +22,8 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     if lengths is None:
         return x
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
-    order = jnp.arange(x.shape[-2]) if order is None else jnp.asarray(order)
+    tokens = x.shape[-2]
+    order = jnp.arange(tokens) if order is None else jnp.asarray(shapes.check_order(order, tokens))
 
     def clear(x: jax.Array, lengths: jax.Array, order: jax.Array) -> jax.Array:
         real = shapes.lead(order, x.ndim - 1) < lengths[..., None]

@@ -123,31 +123,36 @@ def attention_gradients(
     scale: float | None = None,
     keep: Array | None = None,
     rate: float = 0.0,
+    cancelling: bool = True,
 ) -> Gradients:
     """The gradients of Σ out·cotangent + Σ lse·lse_cotangent; arguments as for `attention`.
 
-    By the chain rule; the cotangents are [*B, T, N, Hv] and [*B, N, T].
+    By the chain rule; the cotangents are [*B, T, N, Hv] and [*B, N, T]. With cancelling=False all
+    that is summed is taken positive: how large the gradients would be if nothing cancelled, and so
+    what rounding errors are proportional to.
     """
     _, lse, p = attention(q, k, v, allowed=allowed, bias=bias, cap=cap, sinks=sinks, scale=scale)
-    q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     group = q.shape[-2] // k.shape[-2]
+    dlse = np.zeros_like(lse) if lse_cotangent is None else float64(lse_cotangent)
+    q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
+    raw = np.einsum("...tnh,...snh->...nts", q, np.repeat(k, group, axis=-2)) * scale
+    slope = 1.0 if cap is None else 1 - np.tanh(raw / cap) ** 2
+    if not cancelling:
+        q, k, v, cotangent, dlse = map(np.abs, (q, k, v, cotangent, dlse))
+    sign = 1 if cancelling else -1
     k_all, v_all = (np.repeat(x, group, axis=-2) for x in (k, v))
     dv = np.einsum("...nts,...tnh->...snh", dropped(p, keep, rate), cotangent)
     dp = dropped(np.einsum("...tnh,...snh->...nts", cotangent, v_all), keep, rate)
-    mean = (dp * p).sum(-1, keepdims=True)
-    if lse_cotangent is not None:
-        # d lse / d score = p.
-        mean = mean - float64(lse_cotangent)[..., None]
-    ds = p * (dp - mean)
+    # d lse / d score = p.
+    mean = (dp * p).sum(-1, keepdims=True) - sign * dlse[..., None]
+    ds = p * (dp - sign * mean)
     dbias = None if bias is None else summed_to(ds, np.shape(bias))
     dsinks = None
     if sinks is not None:
         weight = np.exp(float64(sinks)[:, None] - lse)
         dsinks = -(weight * mean[..., 0]).sum(-1).reshape(-1, len(sinks)).sum(0)
-    if cap is not None:
-        raw = np.einsum("...tnh,...snh->...nts", q, k_all) * scale
-        ds = ds * (1 - np.tanh(raw / cap) ** 2)
+    ds = ds * slope
     dq = np.einsum("...nts,...snh->...tnh", ds, k_all) * scale
     dk = np.einsum("...nts,...tnh->...snh", ds, q) * scale
     return Gradients(dq, grouped(dk, group), grouped(dv, group), dbias, dsinks)

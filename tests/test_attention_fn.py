@@ -25,6 +25,7 @@ def params_of(layer: nn.Module, x: jax.Array = X) -> Any:
     return random_like(jax.eval_shape(lenient(layer.init), KEY, x))
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_in_linen(deterministic: bool) -> None:
     """Same numbers and sown weights; nothing is dropped at evaluation, and all that is else."""
@@ -64,6 +65,7 @@ def test_in_linen_decoding() -> None:
     assert error(*outs) < OUTPUT
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("groups", [2, 1])
 def test_in_nnx(groups: int) -> None:
@@ -93,6 +95,7 @@ def test_with_our_options() -> None:
     assert error(out, ours.apply(params, X)) < OUTPUT
 
 
+@pytest.mark.slow
 def test_theirs_in_ours() -> None:
     """With all masks of ours, groups and a bias; decoding, and weights that it sows."""
     ours = MultiHeadAttention(4, num_kv_heads=2, mask=masks.Causal())

@@ -138,6 +138,7 @@ def test_each_dropout_acts() -> None:
     np.testing.assert_array_equal(np.unique(added), [0, 2, 8, 10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_remat_changes_nothing(deterministic: bool) -> None:
     plain, remat = (
@@ -174,6 +175,7 @@ def encoded(
     return oracle.NORMS[norm](params["norm"], x) if pre_norm else x
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_is_the_loop(pre_norm: bool, remat: bool) -> None:
@@ -219,6 +221,7 @@ def classifier(**fields: Any) -> Classifier:
     return Classifier(TokenEmbedding(9, D), Encoder(2, block()), num_classes=3, **fields)
 
 
+@pytest.mark.sampled(0.66)
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
 def test_classifier(positions: str) -> None:
     """The whole of it, composed from the formulas; padding has no influence at all."""
@@ -265,6 +268,7 @@ def test_patches(size: Any, hw: tuple[int, int]) -> None:
     assert error(run(module, params, images[0]), expected[0]) < OUTPUT
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("given", ["float32", "bfloat16"])
 def test_bfloat16(pre_norm: bool, given: str) -> None:

@@ -72,6 +72,7 @@ def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
 
 
 # A prompt and steps; speculation, and a prompt more. Every split is a sequence of such calls.
+@pytest.mark.sampled(0.09)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [*((name, (7, 1, 1, 1, 1, 1)) for name in LAYERS), ("plain", (1, 3, 8))],
@@ -88,6 +89,7 @@ def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(held["cache_index"], T)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(
     st.sampled_from([*((name, False) for name in LAYERS), ("window", True)]),
@@ -113,6 +115,7 @@ def test_ragged_rows_are_as_if_alone(
     np.testing.assert_array_equal(held["cache_index"], at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 6])
 def test_a_ring_is_the_full_cache(size: int) -> None:
     """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
@@ -133,6 +136,7 @@ def test_a_ring_is_the_full_cache(size: int) -> None:
         close(out, wanted[:, T - 2 : T - 1])
 
 
+@pytest.mark.slow
 def test_padding_without_a_cache_is_not_seen() -> None:
     layer = MultiHeadAttention(4, mask=Causal(), use_bias=False)
     variables, n = layer.init(KEY, X), jnp.array([T, 5])
@@ -143,6 +147,7 @@ def test_padding_without_a_cache_is_not_seen() -> None:
     np.testing.assert_array_equal(again[:, :5], out[:, :5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
 def test_storage(dtype: str, bound: float) -> None:
     """In a narrower dtype the output moves a little, and not by how the tokens came."""
@@ -168,6 +173,7 @@ def test_int8_is_within_its_bound(seed: int, size: float) -> None:
     np.testing.assert_array_equal(held.value[:, 1], 0)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
     memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
@@ -185,6 +191,7 @@ def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
     close(cache.fork(new["cache"], jnp.array([1]))["cross_key"], new["cache"]["cross_key"][1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary())
@@ -211,6 +218,7 @@ def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
     assert np.isnan(out[1]).all()
 
 
+@pytest.mark.slow
 def test_overflow_is_seen_and_reported() -> None:
     _, held, step, wanted = built("plain")
     _, new = step(held, X, lengths=jnp.array([T, 5]))
@@ -228,6 +236,7 @@ def test_overflow_is_seen_and_reported() -> None:
     close(out[0], wanted[0, -1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_overflow_of_any_layer_is_reported(scan: bool) -> None:
     layer = MultiHeadAttention(2, decode=True)
@@ -249,6 +258,7 @@ def test_overflow_of_any_layer_is_reported(scan: bool) -> None:
         error.throw()
 
 
+@pytest.mark.slow
 def test_functionally_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]
@@ -274,6 +284,7 @@ def test_functionally_under_vmap_and_scan() -> None:
     )
 
 
+@pytest.mark.slow
 def test_gradients_and_nan_pass_as_through_the_reference() -> None:
     q, k, v = (
         jnp.asarray(RNG.normal(size=(2, n, h, 4)), jnp.float32) for n, h in ((3, 4), (7, 2), (7, 2))

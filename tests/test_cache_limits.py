@@ -69,6 +69,7 @@ def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = Fal
     return step, empty, whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "scan", "cross"),
     [
@@ -123,6 +124,7 @@ def test_single_steps_past_the_end_leave_the_row_as_it_was() -> None:
     close(out, wanted[:, 5:6])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_ring_that_has_wrapped_can_be_emptied(scan: bool) -> None:
     step, held, whole = built(2, scan, ring=True)
@@ -169,6 +171,7 @@ def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
             close(out[:, 0], wanted[:, cuts[-1]])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("window", "sound"),
     [

@@ -21,6 +21,7 @@ from tests.test_cache import KEY, RNG, X, close
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.usefixtures("optimized")
 def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,7 @@ def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.Monk
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
     layer = MultiHeadAttention(4, decode=True)
@@ -60,6 +62,7 @@ def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
     assert sent == ["f32[1,1,16]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_is_single(kind: str) -> None:
     """Ragged rows, a ring and int8 over rows and heads, forked; the cache born where it belongs."""
@@ -90,6 +93,7 @@ def test_sharded_is_single(kind: str) -> None:
     jax.tree.map(lambda a, b: close(a, b, 2e-5), got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scan"),
     [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],

@@ -20,6 +20,7 @@ from tests.meshes import EIGHT, KEY, KINDS, RNG, B, H, N, X, changed, collective
 T = 64
 
 
+@pytest.mark.sampled(0.16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("K", "kernel"), [(8, "reference"), (8, "blockwise"), (1, "blockwise")])
 def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind: str) -> None:
@@ -47,6 +48,7 @@ def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind
     assert sum(size for _, size in found) == 2 * BTD + shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None:
     """For each half of a block, each way; the sums are scattered, not reduced for all."""
@@ -114,6 +116,7 @@ def sent(found: list[tuple[str, int]], kind: str) -> int:
     return sum(size for _, size in found)
 
 
+@pytest.mark.slow
 def test_rings_send_each_block_once_round(optimized: None) -> None:
     """(n−1)/n of keys and values; backward twice that; less where a mask leaves out steps."""
     n, K = 4, 2

@@ -71,7 +71,7 @@ def attention(kernel: str, call: dict[str, Any]) -> Any:
     return attend
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.13)
 @pytest.mark.parametrize(
     ("way", "kind", "name"),
     [
@@ -91,6 +91,7 @@ def test_as_one_device(way: str, kind: str, name: str) -> None:
     compare(attention(way, call), operands(S, K), kind, FOUR, specs)
 
 
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("way", shards.WAYS)
 def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
     """What a mask knows of each token lies where the token does."""
@@ -103,6 +104,7 @@ def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
     compare(attend, args, "Explicit", EIGHT, [P("data", "model")] * 4)
 
 
+@pytest.mark.slow
 def test_long_rings_loop() -> None:
     S, K, call = CALLS["causal, dropout"]
     specs = [P(None, "model")] * 3 + [P()] * 4
@@ -120,6 +122,7 @@ def test_explicit_results_stay_where_the_queries_are() -> None:
         leave()
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_a_block() -> None:
     """T = 65,536 over 8 devices: forward and backward in a few times a device's q, k, v and out."""
     T, N, H = 65536, 2, 64
@@ -140,6 +143,7 @@ def test_memory_is_that_of_a_block() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < 30 * block
 
 
+@pytest.mark.slow
 def test_a_long_sequence_matches_one_device() -> None:
     T = 16384
     q, k, v = (jnp.asarray(RNG.normal(size=(1, T, 1, 8)), jnp.float32) for _ in "qkv")
@@ -157,6 +161,7 @@ def test_a_long_sequence_matches_one_device() -> None:
     assert error(got, whole) < FORWARD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ring:blockwise", "ulysses"])
 def test_tokens_in_another_order(way: str) -> None:
     """Causality, documents and rotations go by where the tokens stand."""
@@ -182,6 +187,7 @@ def test_tokens_in_another_order(way: str) -> None:
     assert error(got, want) < FORWARD
 
 
+@pytest.mark.slow
 def test_a_language_model_in_another_order() -> None:
     """Scanned and recomputed, with learned positions, on a ring."""
     block = DecoderBlock(MultiHeadAttention(8, kernel="ring", use_bias=False), 32, remat=True)

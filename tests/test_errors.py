@@ -633,6 +633,7 @@ def test_message(call: Callable[[], Any], error: type[Exception], message: str) 
     assert raised.type is error
 
 
+@pytest.mark.slow
 def test_under_optimization() -> None:
     """`python -O` removes assertions: no check on a user's input may be one."""
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]

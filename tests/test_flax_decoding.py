@@ -27,6 +27,7 @@ def decoded(layer: nn.Module, params: Any, x: np.ndarray, sizes: list[int]) -> A
     return jnp.concatenate(outputs, axis=-2), cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
 def test_decoding(batch: tuple[int, ...]) -> None:
     """One token a call as Flax; prompts of several tokens too; both as the causal forward."""

@@ -83,6 +83,7 @@ def models(**fields: Any) -> tuple[Model, Model]:
     return tuple(Model(layer, **fields) for layer in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lift", ["remat", "scan"])
 def test_initial_values_are_the_same_bits(lift: str) -> None:
     """Flax names layers after their class, and draws by these names."""

@@ -127,6 +127,7 @@ def test_closures_over_known_arrays_are_taken() -> None:
     np.testing.assert_allclose(weights[0, 0, 0], [0.5, 0.5, 0, 0])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_numbers_among_args(rng: np.random.Generator, kernel: str) -> None:
     """A float is an argument like an array, in the backward pass too."""

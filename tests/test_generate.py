@@ -114,6 +114,7 @@ def same(found: Any, expected: Any) -> None:
         assert score == pytest.approx(total, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_with_a_cache_is_greedy_without(name: str) -> None:
     """Ragged prompts, each as if alone; rows end at their own eos; the callback sees each step."""
@@ -148,6 +149,7 @@ def test_ids_out_of_range_are_seen() -> None:
         np.testing.assert_array_equal(np.isnan(found.scores), [True, True, False])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["rotary", "translator"])
 def test_enough_beams_are_brute_force(name: str) -> None:
     """With a beam for every sequence nothing is lost; with one, the search is greedy."""
@@ -208,6 +210,7 @@ def test_draws_follow_the_distribution() -> None:
     assert (one != other).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "beams", "kind", "length"),
     [

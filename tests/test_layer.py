@@ -102,6 +102,7 @@ MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
 }
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_and_weights(name: str) -> None:
     """With queries that see nothing in most; the weights sum to 1, or there to 0."""
@@ -220,6 +221,7 @@ def test_symmetries() -> None:
     assert error(run(layer, params, X, X.copy(), X.copy()), out) < OUTPUT
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("mask", "seen"), [(Lengths(np.array([3, 3])), 3), (Causal(), T)], ids=["padding", "future"]
 )
@@ -272,6 +274,7 @@ def dropping(**fields: Any) -> Any:
     return jax.jit(lambda rng, **call: model.apply(params, rngs={"dropout": rng}, **call))
 
 
+@pytest.mark.slow
 def test_dropout() -> None:
     """Drops a share `rate` of the weights, scales the rest, another way in each submodule."""
     run = dropping(deterministic=False)

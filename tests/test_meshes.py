@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CALLS)
@@ -83,6 +83,7 @@ def test_kernels(name: str, kernel: str, kind: str) -> None:
     compare(attend, (q, k, v, bias, sinks), kind, rules, [P()] * 5)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_array_in_two_places(kind: str) -> None:
     """Sinks are divided like heads; the same array as a function's argument is not."""
@@ -95,6 +96,7 @@ def test_one_array_in_two_places(kind: str) -> None:
     compare(attend, (q, each), kind, sharding.RULES, [P("data"), P()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding(kind: str) -> None:
     layer = MultiHeadAttention(
@@ -121,6 +123,7 @@ def test_decoding(kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_inside_ones_own_shard_map(kernel: str, kind: str) -> None:

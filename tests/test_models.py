@@ -73,6 +73,7 @@ def test_without_a_memory_it_is_an_encoder_block_under_causality() -> None:
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_nothing_comes_from_the_future_or_from_padding(scan: bool) -> None:
     """The gradients are 0 exactly there; scanned layers are the layers."""
@@ -99,6 +100,7 @@ def test_nothing_comes_from_the_future_or_from_padding(scan: bool) -> None:
     assert error(out, oracle.layer_norm(params["params"]["norm"], x)) < OUTPUT
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("tied", [True, False])
 def test_language_model(tied: bool) -> None:
     table = PositionEmbedding("sinusoidal")
@@ -119,6 +121,7 @@ def test_language_model(tied: bool) -> None:
     assert error(last[:, 0], expected[np.arange(B), at]) < OUTPUT
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("shared", [True, False])
 def test_translator(shared: bool) -> None:
     """The whole of it; a source's padding has no influence at all."""

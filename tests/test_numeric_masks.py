@@ -78,6 +78,7 @@ WRONG[1, 2] = True
 ADDITIVE = jnp.where(TABLE > 0, 0.0, -1e9)
 
 
+@pytest.mark.sampled(0.57)
 @pytest.mark.parametrize(
     ("mask", "wrong"),
     [
@@ -124,6 +125,7 @@ def test_what_is_added_to_scores_elsewhere_is_no_mask() -> None:
             jax.jit(lambda q, m=known: loss(q, m)[0])(Q)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_meshes(kind: str) -> None:
     """Divided over rows and queries, known and traced; a wrong number is found there, too."""
@@ -150,6 +152,7 @@ HERE: dict[str, tuple[nn.Module, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled(0.66)
 @pytest.mark.parametrize("name", HERE)
 def test_wherever_a_mask_is_taken(name: str) -> None:
     module, of = HERE[name]
@@ -167,6 +170,7 @@ def test_in_nnx() -> None:
     assert error(*run(layer, TABLE)) < 2e-6
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("traced", [True, False])
 def test_decoding(traced: bool) -> None:
     """Each step with the mask of all slots, of which there are more than tokens."""

@@ -84,6 +84,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CALLS)
 def test_padding_reaches_nothing(name: str, dtype: str) -> None:
     module, inputs, real, call = MODULES[name]

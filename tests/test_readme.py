@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,6 +28,7 @@ def test_the_examples_run() -> None:
     np.testing.assert_allclose(jax.device_get(scope["y"]), plain, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_page_on_sharding_runs() -> None:
     scope: dict = {}
     with jax.numpy_dtype_promotion("standard"):
@@ -38,6 +40,7 @@ def test_the_page_on_sharding_runs() -> None:
     np.testing.assert_allclose(jax.device_get(y), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_page_on_decoding_runs() -> None:
     scope: dict = {}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -98,7 +98,7 @@ def without_a_mesh(name: str) -> tuple[Any, Any]:
     return params, model_loss(name)(params, inputs)
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(name, kind) for name in MODELS for kind in KINDS if kind == "Explicit" or name not in LONG],

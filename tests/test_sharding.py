@@ -65,6 +65,7 @@ def encoder(**options) -> Encoder:
     return Encoder(2, EncoderBlock(layer, mlp_dim=64, gated=True), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_sharded_equals_single(scan: bool) -> None:
     model = encoder(scan=scan)
@@ -155,6 +156,7 @@ def test_a_name_without_a_rule_stays_as_it_is(kind: AxisType) -> None:
         assert y.sharding.spec == P(batch, None, "model")
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rules_for_heads_alone_leave_rows_divided(optimized, kind: AxisType) -> None:
     """As Flax's rules for its examples, that know nothing of our other names."""
@@ -186,6 +188,7 @@ def test_a_mesh_that_rules_do_not_see_is_warned_of() -> None:
             mesh.__exit__(None, None, None)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_outside_jit_with_parameters_of_no_mesh(kind: AxisType) -> None:
     layer = MultiHeadAttention(8)

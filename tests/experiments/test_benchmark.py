@@ -86,7 +86,7 @@ def outcome(name: str, case: Case) -> Outcome:
     return work.outcome(result)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(
     ("causal", "window", "dtype"),
     [(True, 0, "float32"), (False, 0, "float32"), (True, 5, "float32"), (True, 0, "bfloat16")],
@@ -269,6 +269,7 @@ def test_a_fresh_process_weighs_and_compiles() -> None:
     )
 
 
+@pytest.mark.slow
 def test_decoding_leaves_a_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from experiments import kernels_table
 from experiments.kernels_table import KERNELS
 
 
+@pytest.mark.slow
 def test_the_page_is_what_is_generated() -> None:
     text = kernels_table.PAGE.read_text()
     assert kernels_table.page(text) == text, "run python -m experiments.kernels_table"

@@ -200,6 +200,7 @@ def test_a_topology_of_gpus_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) 
         devices.of("h200:8")
 
 
+@pytest.mark.slow
 def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) -> None:
     """Bytes by kind add up to those of the program; table, JSON and picture come of them."""
     layouts = search.search(config, jax.devices(), most=1)

@@ -50,7 +50,7 @@ def losses(result: trainer.Result) -> np.ndarray:
     return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 1, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1)],

@@ -67,6 +67,7 @@ def test_n_grams_by_hand() -> None:
     assert text.witten_bell(b"aba", b"a", order=2) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_model_that_knows_nothing_takes_eight_bits(small: ConfigDict) -> None:
     task = text.Text(small)
     params = jax.tree.map(jnp.zeros_like, jax.eval_shape(task.init, jax.random.key(0)))

@@ -32,6 +32,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_train_leaves_everything_and_says_the_score_last(tmp_path: Path) -> None:
     done = call(f"--workdir={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stderr
@@ -93,6 +94,7 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     assert done.stdout.splitlines()[-1] == data.make(config).headline(alone.metrics)
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -85,7 +85,7 @@ def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_
     np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
@@ -114,7 +114,7 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     assert "all-reduce" in hlo
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
@@ -184,6 +184,7 @@ def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
     assert batch["weight"].sum() == 360
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(config: ConfigDict, tmp_path: Path) -> None:
     config.optimizer.learning_rate, config.optimizer.warmup = 1e30, 0.0
     with pytest.raises(runs.RunError, match=r"not finite at step 2 of seed 0: .*learning_rate"):

@@ -158,6 +158,7 @@ def test_a_language_model_from_training_to_a_text(
         generate.speak(tmp_path / "run", "to be", max_new_tokens=12)
 
 
+@pytest.mark.slow
 def test_mistakes_of_the_command_are_answered_plainly(tmp_path: Path) -> None:
     with pytest.raises(runs.RunError, match=r"must be the folder of a run, and there is none in"):
         generate.speak(tmp_path / "none", "text")

@@ -105,6 +105,7 @@ class Problem(NamedTuple):
       call: further arguments from the learned arrays.
       truth: out, lse and gradients by name, in float64.
       plain: the same as `tests.plain` computes them.
+      sizes: how large the gradients would be if nothing cancelled.
     """
 
     qkv: tuple[jax.Array, ...]
@@ -114,6 +115,7 @@ class Problem(NamedTuple):
     call: Callable[[dict[str, jax.Array]], dict[str, Any]]
     truth: dict[str, np.ndarray]
     plain: dict[str, np.ndarray]
+    sizes: dict[str, float]
 
 
 @functools.lru_cache(maxsize=4)
@@ -153,11 +155,17 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
     truth = by_name(at, learned, *exact(*operands[:3], **known))
     rounded = by_name(at, learned, *plain.attention(*operands[:3], **known))
     rounded |= {name: rounded[name].astype(x.dtype) for name, x in learned.items()}
+    positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
+    sizes = {
+        name: float(np.linalg.norm(x))
+        for name, x in by_name(at, learned, truth["out"], truth["lse"], positive).items()
+        if name not in ("out", "lse")
+    }
     # A number is the other way to say that positions count from it.
     ends = case.place == "aligned" and case.given == "known"
     q_positions = at.S - at.T if ends else at.q_positions
     given = (mask, q_positions, at.kv_positions)
-    return Problem(operands[:3], (operands[3], dlse), learned, given, call, truth, rounded)
+    return Problem(operands[:3], (operands[3], dlse), learned, given, call, truth, rounded, sizes)
 
 
 def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradients]:

@@ -32,7 +32,7 @@ MASKS: dict[str, Mask | None] = {
 }
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize(
     ("mask", "K", "dtype"),
     [(mask, 2, "bfloat16") for mask in MASKS]
@@ -43,7 +43,7 @@ def test_masks(nvidia, mask: str, K: int, dtype: str) -> None:
     check("cudnn", arrays(T, S, K, dtype), known, lambda _: {"mask": MASKS[mask]}, {})
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
 @pytest.mark.parametrize("shape", [(T, S), (N, T, S), (B, 1, T, S), (B, N, T, S)], ids=str)
 def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
@@ -57,6 +57,7 @@ def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, call, {"bias": bias})
 
 
+@pytest.mark.sampled(0.16)
 @pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (1, 65), (65, 1), (33, 129), (130, 7)])
 def test_sizes(nvidia, t: int, s: int) -> None:
     for mask in (Causal(), Window(5, 0), None):
@@ -76,6 +77,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.sampled(0.42)
 @pytest.mark.parametrize("name", POSITIONS)
 def test_positions(nvidia, name: str) -> None:
     q, k, mask = POSITIONS[name]
@@ -92,7 +94,7 @@ def test_positions(nvidia, name: str) -> None:
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("with_out", [False, True])
@@ -139,6 +141,7 @@ def test_the_lse_costs_a_pass_only_where_it_is_differentiated(nvidia, monkeypatc
     assert len(calls) == 1 + asked
 
 
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
     """What nobody sees changes nothing, forward and backward."""
@@ -157,7 +160,7 @@ def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
         assert not np.isnan(want).any()
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("mask", ["all", "window", "lengths", "empty windows"])
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
 def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
@@ -187,7 +190,7 @@ def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
         )
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["q", "k", "v", "bias"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_nans_without_a_mask(nvidia, operand: int, biased: bool) -> None:
@@ -210,6 +213,7 @@ def test_nans_without_a_mask(nvidia, operand: int, biased: bool) -> None:
         close(got, want)
 
 
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("scale", [0.7, np.float32(0.7), jnp.float32(0.5)], ids=str)
 def test_scale(nvidia, scale) -> None:
     """A number goes to cuDNN; an array is multiplied to the queries, and takes a gradient."""

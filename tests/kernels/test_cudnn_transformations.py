@@ -17,7 +17,7 @@ from tests.kernels.oracle_check import HV, B, H, N, arrays
 T, S = 40, 64
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_batch_dimensions_vmap_remat_and_scan(nvidia, batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
@@ -53,7 +53,7 @@ OPERANDS = ("q", "k", "v", "bias", "lengths")
 MAPPED = [(name,) for name in OPERANDS] + [("q", "v"), ("k", "bias"), ("q", "k", "v", "lengths")]
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize(("axis", "heads"), [(0, N), (1, 1)])
 @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
 def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], heads: int, axis: int) -> None:
@@ -115,7 +115,7 @@ def test_second_derivatives_and_forward_mode_say_so(nvidia) -> None:
         jax.jit(jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum())).lower(qkv[0])
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.11)
 @pytest.mark.parametrize(
     "mask",
     [None, Lengths(jnp.array([13, 64]), jnp.array([40, 5])) & Causal()],

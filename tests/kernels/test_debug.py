@@ -53,6 +53,7 @@ CALLS += [("blockwise", mask, False, COSTLY) for mask in ("causal", "dense")]
 CALLS += [("decode", "causal", False, ()), ("decode", "lengths", False, COSTLY)]
 
 
+@pytest.mark.sampled(0.22)
 @pytest.mark.parametrize(
     ("kernel", "mask", "jit"), [pytest.param(*call, marks=marks) for *call, marks in CALLS]
 )
@@ -70,6 +71,7 @@ def test_nothing_is_found_in_float64(kernel: str) -> None:
             assert np.isfinite(x).all()
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "decode"])
 @pytest.mark.usefixtures("suspicious")
 def test_an_infinite_lse_is_found(kernel: str) -> None:

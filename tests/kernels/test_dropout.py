@@ -36,6 +36,7 @@ def slices(size: int) -> st.SearchStrategy[slice]:
     return pairs.filter(lambda p: p[0] < p[1]).map(lambda p: slice(*p))
 
 
+@pytest.mark.slow
 @given(slices(B), slices(N), slices(T), slices(S))
 def test_a_block_computed_alone_is_that_block_of_the_whole(b, n, t, s) -> None:
     dropout = Dropout.from_key(jax.random.key(0), 0.3)
@@ -108,6 +109,7 @@ def test_broadcast_is_one_pattern_for_all_rows_and_heads() -> None:
     assert 0.2 < 1 - mask.mean() < 0.4
 
 
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_attention_applies_exactly_this_mask(batch: tuple[int, ...]) -> None:
     """Values that are one-hot in the key position make the output show the dropped weights."""

@@ -40,7 +40,7 @@ def pulled(kernel: str, **call: Any) -> Any:
     return run
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.16)
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("limited", [False, True])
@@ -70,13 +70,13 @@ def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
         assert oracle.error(got, want) < max(1e-5, 4 * eps)
 
 
+@pytest.mark.sampled(0.16)
 @kernels
 @pytest.mark.parametrize("call", [
     {"mask": np.zeros((T, S), bool)},
     {"mask": Lengths(jnp.array([0, 0]))},
     {"bias": jnp.full((T, S), -jnp.inf)},
 ], ids=["dense", "lengths", "bias"])  # fmt: skip
-@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("more", [{}, DROPOUT | {"scores": (Alibi(),)}], ids=["plain", "more"])
 def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
     """Exactly 0 and no gradient, whichever way it was forbidden."""
@@ -98,6 +98,7 @@ def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
         np.testing.assert_array_equal(x, 0)
 
 
+@pytest.mark.sampled(0.25)
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_some_queries_that_see_nothing(kernel: str, sinks: np.ndarray | None) -> None:
@@ -126,7 +127,7 @@ UNSEEN: dict[str, tuple[Mask | np.ndarray, list[int], list[int]]] = {
 }
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.08)
 @kernels
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
@@ -142,6 +143,7 @@ def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(0.5)
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
@@ -155,6 +157,7 @@ def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(0.5)
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
@@ -181,6 +184,7 @@ def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.sampled(0.33)
 @kernels
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
 def test_visible_nans_are_seen(kernel: str, operand: int) -> None:
@@ -253,7 +257,7 @@ def test_kernels_drop_the_same_weights() -> None:
 LONG = 32768
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(left=300)], ids=["causal", "window"])
 def test_long_sequences(mask: Mask) -> None:

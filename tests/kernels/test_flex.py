@@ -47,7 +47,7 @@ def sample() -> list[Case]:
     return chosen
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sample(), ids=str)
 def test_against_the_oracle(tpu, case: Case) -> None:
     problem = problem_of(case)
@@ -141,7 +141,7 @@ def close(got: Any, want: Any) -> None:
         assert oracle.error(a, b) < 1e-5
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_learned_arrays(tpu, name: str) -> None:
     call, names = CALLS[name]
@@ -164,7 +164,7 @@ def test_in_the_memories_of_a_tpu(tpu_memory, name: str) -> None:
     close(pulled("flex", *args), pulled("reference", *args))
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_dropout_is_that_of_the_reference(tpu, broadcast: bool) -> None:
     """Values that are one-hot show which weights are dropped."""
@@ -202,7 +202,7 @@ def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
     np.testing.assert_array_equal(lse, -np.inf)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
     """What a masked key, value or query holds changes nothing, forward and backward."""

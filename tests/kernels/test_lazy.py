@@ -32,6 +32,7 @@ def test_ids_are_exact(lengths: bool, kinds: int) -> None:
     np.testing.assert_array_equal((q[:, :, None] == k[:, None])[:, None], mask.allowed(whole(dims)))
 
 
+@pytest.mark.sampled(0.75)
 @pytest.mark.parametrize(
     "mask",
     [Causal(), Window(1024), Predicate(lambda b, n, i, j: j % 64 <= i), Causal() | Prefix(9)],

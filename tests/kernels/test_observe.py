@@ -52,7 +52,7 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=atol)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("K", [4, 1])
 @pytest.mark.parametrize("mask", MASKS)
@@ -77,6 +77,7 @@ def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
         close(value, wanted[name][:, [3, 0], 5:60:7])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("blocked", [False, True])
 def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blocked:
@@ -107,6 +108,7 @@ def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert oracle.error(dk, oracle.grouped(dk_all, 2)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_changes(kernel: str, dtype: str) -> None:
@@ -176,6 +178,7 @@ def test_vmap_is_batch() -> None:
 X = jax.random.normal(jax.random.key(0), (2, 12, 16))
 
 
+@pytest.mark.slow
 def test_layer_sows() -> None:
     layer = MultiHeadAttention(
         4, num_kv_heads=2, mask=masks.Causal(), sinks=True, capture=observe.CAPTURES,
@@ -199,6 +202,7 @@ def test_layer_sows() -> None:
     assert len(again["intermediates"]["attention_weights"]) == 1
 
 
+@pytest.mark.slow
 def test_decoding_is_captured() -> None:
     layer = MultiHeadAttention(4, decode=True, capture=("entropy",))
     whole = MultiHeadAttention(4, mask=masks.Causal(), capture=("entropy",))

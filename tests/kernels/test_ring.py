@@ -22,6 +22,7 @@ RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", Non
 FORWARD = {"flex": ("flex.core", "_attend"), "blockwise": ("blockwise", "_loops")}
 
 
+@pytest.mark.slow
 def test_on_a_ring(tpu) -> None:
     """Each step's gradients are those of what all of them gave."""
     rng = np.random.default_rng(4)
@@ -69,6 +70,7 @@ def forwards(kernel: str, n: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "n"), [("flex", 2), ("blockwise", 8)])
 def test_the_backward_pass_computes_no_attention_again(
     tpu, kernel: str, n: int, monkeypatch: pytest.MonkeyPatch

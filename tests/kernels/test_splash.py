@@ -58,7 +58,7 @@ MASKS: dict[str, Mask | None] = {
 }
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize(
     ("mask", "K"),
     [(mask, 2) for mask in MASKS]
@@ -69,7 +69,7 @@ def test_masks(tpu, mask: str, K: int) -> None:
     check("splash", arrays(T, S, K), known, lambda _: {"mask": MASKS[mask]}, {})
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [4, 1])
 @pytest.mark.parametrize("mask", ["none", "packed", "lengths", "per head", "table of heads"])
 def test_sinks_and_soft_cap(tpu, mask: str, K: int) -> None:
@@ -84,7 +84,7 @@ def test_sinks_and_soft_cap(tpu, mask: str, K: int) -> None:
     check("splash", operands, known, call, {"sinks": sinks})
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.08)
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize(("t", "s"), [(1, 1), (7, 64), (129, 257), (1, 600), (256, 128)])
 def test_sizes(tpu, K: int, t: int, s: int) -> None:
@@ -92,7 +92,7 @@ def test_sizes(tpu, K: int, t: int, s: int) -> None:
     check("splash", arrays(t, s, K), {"allowed": table(mask, t, s)}, lambda _: {"mask": mask}, {})
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["none", "packed"])
 def test_half_precision(tpu, mask: str) -> None:
     """With a scale that is a power of two: others round the queries once more."""
@@ -105,6 +105,7 @@ def run(q, k, v, mask, kernel: str = "splash", **call):
     return dot_product_attention(q, k, v, mask=mask, kernel=kernel, return_residuals=True, **call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.0, -jnp.inf, 1.0, 2.0])])
 def test_cotangents_of_the_lse(tpu, sinks) -> None:
     """Beside queries that see nothing."""
@@ -134,7 +135,7 @@ def test_cotangents_of_the_lse(tpu, sinks) -> None:
         np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(empty, lse.shape))
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.11)
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_pairs_do_not_leak(tpu, poison: float, skipped: bool) -> None:
@@ -168,7 +169,7 @@ def test_visible_nans_are_seen(tpu) -> None:
         assert np.isfinite(out[:, :4]).all()
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_batch_dimensions_vmap_remat_and_scan(tpu, batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
@@ -202,7 +203,7 @@ def test_batch_dimensions_vmap_remat_and_scan(tpu, batch: tuple[int, ...]) -> No
         jax.tree.map(close, both(attend, q, k, v, segments), expected)
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["q", "k", "v", "sinks", "lengths", "qk", "qkv"])
 def test_vmap_over_any_arguments(tpu, mapped: str) -> None:
     """Some operands have the axis, others are shared by all."""
@@ -236,7 +237,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.11)
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("mask", [Causal() & Window(60), Prefix(9) & Lengths(jnp.array([150, 9]))])
 def test_positions(tpu, positions: str, mask: Mask) -> None:
@@ -252,6 +253,7 @@ def test_positions(tpu, positions: str, mask: Mask) -> None:
     check("splash", operands, {"allowed": allowed, "scale": 0.7}, lambda _: call, {})
 
 
+@pytest.mark.slow
 def test_traced_positions_where_only_ids_are_asked(tpu) -> None:
     operands = arrays(T, S, 2)
     at = np.arange(S)[::-1]
@@ -260,7 +262,7 @@ def test_traced_positions_where_only_ids_are_asked(tpu) -> None:
     check("splash", operands, {"allowed": allowed}, lambda _: call, {})
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["packed", "lengths and segments", "table"])
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.0, 1.0, -2.0, 5.0])])
 def test_on_the_shards_of_a_mesh(tpu, mask: str, sinks) -> None:

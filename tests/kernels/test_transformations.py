@@ -58,7 +58,7 @@ def assert_close(got: Any, expected: Any) -> None:
         assert oracle.error(one, other) < 1e-5
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
 def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
     """Some operands have the axis, others are shared by all."""
@@ -76,6 +76,7 @@ def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
     assert_close(got, [jnp.stack(x) for x in zip(*each, strict=True)])
 
 
+@pytest.mark.sampled(0.5)
 def test_vmap_over_masks(kernel: str) -> None:
     """Each row has lengths and positions of its own, which are unknown to the trace."""
     x = arrays(3)
@@ -91,6 +92,7 @@ def test_vmap_over_masks(kernel: str) -> None:
     np.testing.assert_array_equal(got[0][1], 0)
 
 
+@pytest.mark.slow
 def test_scan_over_layers_and_remat(kernel: str) -> None:
     """A stack as a scan, rematerialised or not, is the loop that it stands for."""
     layers = 3
@@ -122,6 +124,7 @@ def test_scan_over_layers_and_remat(kernel: str) -> None:
         assert_close(jax.tree.leaves(got), jax.tree.leaves(expected))
 
 
+@pytest.mark.slow
 def test_with_and_without_jit(kernel: str) -> None:
     x = arrays(2)
     x |= {"bias": x["bias"][0], "sinks": x["sinks"][0]}
@@ -129,7 +132,7 @@ def test_with_and_without_jit(kernel: str) -> None:
     assert_close(run(*x.values()), jax.jit(run)(*x.values()))
 
 
-@pytest.mark.sampled(0.34)
+@pytest.mark.sampled(0.11)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_batch_dimensions_are_those_of_vmap(kernel: str, batch: tuple[int, ...]) -> None:
     q, k, v, *_ = arrays(*batch).values()
@@ -143,6 +146,7 @@ def test_batch_dimensions_are_those_of_vmap(kernel: str, batch: tuple[int, ...])
     np.testing.assert_allclose(jax.jit(one)(q, k, v), jax.jit(mapped)(q, k, v), atol=1e-6)
 
 
+@pytest.mark.sampled(0.5)
 def test_later_keys_have_no_gradient(kernel: str) -> None:
     """Causality: what a query gives depends on no key and no value after it, exactly."""
     x = arrays(2)
@@ -157,6 +161,7 @@ def test_later_keys_have_no_gradient(kernel: str) -> None:
         assert (np.abs(dv[:, : t + 1]).max((0, 2, 3)) > 0).all()
 
 
+@pytest.mark.slow
 def test_second_derivatives(kernel: str) -> None:
     """Of every argument, where the kernel has them; the others say so, and give no wrong number."""
     with jax.enable_x64(True):
@@ -181,6 +186,7 @@ def test_second_derivatives(kernel: str) -> None:
             jax.jvp(loss, operands, operands)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients(kernel: str) -> None:
     """As those of the reference kernel, over several tiles."""
     x = arrays(2)
