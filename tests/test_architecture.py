@@ -20,21 +20,21 @@ LAYERS = [
     {"masks.rules"},
     {"masks.tokens"},
     {"masks", "positions", "projections"},
-    {"kernels.dropout", "kernels.finite", "kernels.stored", "kernels.tpu"},
+    {"kernels.dropout", "kernels.finite", "kernels.stored", "kernels.tpu", "kernels.platform"},
     {"kernels.cudnn.fused", "kernels.flex.lowered"},
     {"kernels.spec"},
     {"kernels.plan", "kernels.ids"},
     {"kernels.tiling", "kernels.softmax"},
-    {"kernels.ring"},
-    {"kernels.shards"},
     {"kernels.splash.lazy", "kernels.cudnn.band", "kernels.flex.walk"},
     {"kernels.flex.tile"},
     {"kernels.flex.core"},
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
     {"kernels.observe", "kernels.decode"},
-    {"kernels.registry"},
+    {"kernels.registry", "kernels.parallel.ring"},
+    {"kernels.parallel.shards"},
     {"kernels.choice", "kernels.options"},
     {"kernels"},
+    {"kernels.parallel"},
     {"cache.ring", "cache.overflow", "cache.checks"},
     {"cache.slots", "cache.look"},
     {"cache.kv"},
@@ -86,6 +86,14 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_kernels_see_no_mesh(path: Path) -> None:
+    name = name_of(path)
+    if name.startswith("kernels.") and not name.startswith("kernels.parallel"):
+        assert "sharding" not in imported(path) or name in ("kernels.spec", "kernels.observe")
+        assert name == "kernels.spec" or "abstract_mesh" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_library_knows_nothing_of_the_experiments(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -98,7 +106,9 @@ def test_files_and_functions_stay_small() -> None:
     others = (path for name in ("experiments", "tests") for path in (ROOT / name).rglob("*.py"))
     for path in [*FILES, *sorted(others)]:
         text = path.read_text()
-        assert text.count("\n") <= 300 or "# Over 300 lines:" in text, path
+        # Tests are read case by case.
+        most = 350 if ROOT / "tests" in path.parents else 300
+        assert text.count("\n") <= most or "# Over 300 lines:" in text, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 doc = ast.get_docstring(node, clean=False) or ""

@@ -237,28 +237,6 @@ def test_overflow_is_seen_and_reported() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True])
-def test_overflow_of_any_layer_is_reported(scan: bool) -> None:
-    layer = MultiHeadAttention(2, decode=True)
-    model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
-    x = jnp.ones((2, 3, 8))
-    variables = model.init(KEY, x)
-
-    def step(variables, x):
-        return model.apply(variables, x, mutable=["cache"])
-
-    # An effect would keep `jit` from its fast path.
-    assert not jax.make_jaxpr(step)(variables, x).effects
-    _, new = jax.jit(step)(variables, x)
-    checked = jax.jit(checkify.checkify(step, errors=checkify.user_checks))
-    checked(variables, x)[0].throw()
-    error, (out, _) = checked({**variables, **new}, x[:, :1])
-    assert np.isnan(out).all()
-    with pytest.raises(checkify.JaxRuntimeError, match=r"3 slots has overflowed.* 4 tokens"):
-        error.throw()
-
-
-@pytest.mark.slow
 def test_functionally_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from flax_mha import (
     DecoderBlock,
@@ -223,3 +224,25 @@ def test_all_variables_of_a_model_are_taken_too() -> None:
     np.testing.assert_array_equal(cache.free(back), [3, 3])
     assert back["params"] is not None
     jax.tree.map(np.testing.assert_array_equal, back["params"], variables["params"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_overflow_of_any_layer_is_reported(scan: bool) -> None:
+    layer = MultiHeadAttention(2, decode=True)
+    model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
+    x = jnp.ones((2, 3, 8))
+    variables = model.init(KEY, x)
+
+    def step(variables, x):
+        return model.apply(variables, x, mutable=["cache"])
+
+    # An effect would keep `jit` from its fast path.
+    assert not jax.make_jaxpr(step)(variables, x).effects
+    _, new = jax.jit(step)(variables, x)
+    checked = jax.jit(checkify.checkify(step, errors=checkify.user_checks))
+    checked(variables, x)[0].throw()
+    error, (out, _) = checked({**variables, **new}, x[:, :1])
+    assert np.isnan(out).all()
+    with pytest.raises(checkify.JaxRuntimeError, match=r"3 slots has overflowed.* 4 tokens"):
+        error.throw()

@@ -126,7 +126,7 @@ def _lost(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
     platform = KERNELS[part].platform
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(fused, "gpu", lambda: fused.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(fused, "gpu", lambda platform: fused.Gpu((9, 0), (9, 20, 0)))
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     found = explain(x, x, x)
     assert found.chosen not in (None, part)

@@ -1,12 +1,10 @@
 """Dot-product attention on whichever kernel suits the call.
 
-A kernel is a module with two functions:
-
-- `attend(q, k, v, spec) -> (out, lse)`, which computes, and
-- `refuses(q, k, v, spec) -> str | None`, the reason why it can't. It is asked where the kernel's
-  platform is that of the call (see `registry`).
+A call goes straight through: it is checked and brought into one form (`spec`), divided over the
+mesh (`shards`), taken by the first kernel that can (`choice`, `registry`), and computed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack, overload
@@ -16,12 +14,13 @@ import jax
 
 from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array
-from flax_mha.kernels import choice, observe, shards
+from flax_mha.kernels import choice, observe
 from flax_mha.kernels.options import Captured, Captures, Keyed, Options
+from flax_mha.kernels.parallel import shards
+from flax_mha.kernels.platform import Platform as Platform
 from flax_mha.kernels.registry import KERNELS as KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Result, prepare
 from flax_mha.kernels.stored import widened
-from flax_mha.kernels.tiling import nothing
 from flax_mha.scores import ScoreMod
 
 
@@ -146,10 +145,7 @@ def dot_product_attention(
     way, kernel = choice.parsed(kernel)
 
     def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
-        name = choice.choose(kernel, choice.preference(q, k), choice.refusals(q, k, v, spec))
-        if name != "decode":
-            k, v = widened(k), widened(v)
-        return KERNELS[name].attend(q, k, v, spec, *(known if name in choice.RECALLING else ()))
+        return choice.decide(kernel, q, k, v, spec, shards.here()).run(*known)
 
     take_way = functools.partial(choice.take_way, way)
     out, lse = shards.run(attend, q, k, v, spec.replace(invalid=None), take_way)
@@ -205,6 +201,7 @@ def explain(
     capture: Sequence[str] = (),
     capture_heads: Sequence[int] | None = None,
     capture_queries: Sequence[int] | None = None,
+    platform: Platform | None = None,
     **call: Unpack[Options],
 ) -> Explanation:
     """Tells which kernel `dot_product_attention` would take, without running anything.
@@ -219,6 +216,8 @@ def explain(
       capture: likewise; every kernel can.
       capture_heads: likewise.
       capture_queries: likewise.
+      platform: what the call would run on, which need not be here, such as `Platform("tpu")` or
+        `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` (default: what it runs on now).
       **call: its other arguments.
 
     Returns:
@@ -232,31 +231,35 @@ def explain(
     for name, x in (("q", q), ("k", k), ("v", v)):
         inputs.floating(name, x)
     way, kernel = choice.parsed(kernel)
-    refused: dict[str, str] = {}
-    preference: list[str] = []
-    taken: list[str] = []
 
-    def ask(
-        q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-    ) -> tuple[jax.Array, jax.Array]:
-        refused.update(choice.refusals(q, k, v, spec))
-        preference.extend(choice.preference(q, k))
-        return nothing(shapes.attention_dims(q, k, v), q.dtype, None)
+    def ask(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
+        on = shards.here() if platform is None else platform
+        found = choice.decide(kernel, q, k, v, spec, on, ask_all=True)
+        return Told(found.kernel, tuple(found.refused.items()))
 
-    def trace(q: Array, k: Keyed, v: Keyed) -> None:
+    def trace(q: Array, k: Keyed, v: Keyed) -> Told:
         q, k, v, spec = prepare(q, k, v, **call)
         dims = shapes.attention_dims(q, k, v)
         observe.check(dims, capture, capture_heads, capture_queries)
-        shards.run(ask, q, k, v, spec, choose)
+        layout = shards.Layout.of(q, k)
+        if layout is None or layout.devices == 1:
+            return shards.ask(ask, q, k, v, spec, None)
+        refused = tuple(shards.refusals(layout, dims).items())
+        if way in dict(refused):
+            return Told(None, refused)
+        taken = choice.take_way(way, layout, dims)
+        told = shards.ask(ask, q, k, v, spec, taken)
+        return Told(told.chosen, (*told.refused, *refused), taken)
 
-    def choose(layout: shards.Layout, dims: shapes.Dims) -> str:
-        refused.update(shards.refusals(layout, dims))
-        taken.append(choice.take_way(None if way in refused else way, layout, dims))
-        return taken[0]
+    told = jax.eval_shape(trace, q, k, v)
+    return Explanation(told.chosen, dict(told.refused), told.way)
 
-    jax.eval_shape(trace, q, k, v)
-    candidates = preference if kernel == "auto" else [kernel]
-    chosen = next((name for name in candidates if name not in refused), None)
-    if way in refused:
-        return Explanation(None, refused)
-    return Explanation(chosen, refused, *taken)
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """An explanation that tracing can give back: part of a tree's structure, with no arrays."""
+
+    chosen: str | None
+    refused: tuple[tuple[str, str], ...]
+    way: str | None = None

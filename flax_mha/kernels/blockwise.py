@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes, sharding
+from flax_mha import shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import softmax, tiling
 from flax_mha.kernels.finite import finite, guard, least
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
 from flax_mha.kernels.stored import Stored
 from flax_mha.kernels.tiling import (
     Form,
@@ -48,10 +49,11 @@ from flax_mha.kernels.tiling import (
 )
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
-    """The reason why this kernel can't run the call: there is none."""
-    del q, k, v, spec
-    return None
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered:
+    """The call made ready; this kernel refuses none."""
+    return functools.partial(attend, q, k, v, spec, platform)
 
 
 def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
@@ -64,8 +66,9 @@ def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, known: Result | None = None
-) -> tuple[jax.Array, jax.Array]:
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
+    known: Result | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`; of a result that is known only the gradients are computed.
 
     No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
@@ -81,7 +84,7 @@ def attend(
         # Scaled, q would be rounded once more.
         scale = spec.scale
     else:
-        if sharding.platform() == "cpu":
+        if platform.name == "cpu":
             # Converted once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)

@@ -1,27 +1,73 @@
-"""Which kernel takes a call: the order of preference, and who refuses."""
+"""Which kernel takes a call: asked once, by the call itself and by `explain`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from flax_mha import shapes, sharding
-from flax_mha.kernels import blockwise, shards
+from flax_mha import shapes
+from flax_mha.kernels import blockwise
+from flax_mha.kernels.parallel import shards
+from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.registry import KERNELS
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored
 
-# Those that can compute the gradients of a known result without computing it again.
-RECALLING = ("flex", "blockwise")
+
+class Choice(NamedTuple):
+    """Which kernel takes a call.
+
+    Attributes:
+      kernel: its name; None if all that may take it refuse.
+      lowered: the call as that kernel made it ready.
+      refused: why others can't, of those that were asked.
+    """
+
+    kernel: str | None
+    lowered: Lowered | None
+    refused: dict[str, str]
+
+    def run(self, *known: Result) -> Result:
+        """The result of the call, or the gradients alone of one that is known.
+
+        Raises:
+          ValueError: if the kernel that was named refuses.
+        """
+        if self.kernel is None or self.lowered is None:
+            (name,) = self.refused
+            raise refusal(name, self.refused[name])
+        return self.lowered(*(known if KERNELS[self.kernel].recalls else ()))
 
 
-def refusals(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> dict[str, str]:
-    """The reasons of those kernels that can't run a call."""
-    platform = sharding.platform()
-    reasons = {name: kernel.refuses(q, k, v, spec, platform) for name, kernel in KERNELS.items()}
-    return {name: reason for name, reason in reasons.items() if reason}
+def decide(
+    kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform,
+    ask_all: bool = False,
+) -> Choice:  # fmt: skip
+    """Asks one kernel after the other, until one takes the call.
+
+    Args:
+      kernel: the name of the only one to ask, or "auto".
+      q: [*B, T, N, H].
+      k: [*B, S, K, H].
+      v: [*B, S, K, Hv].
+      spec: the rest of the call.
+      platform: what it will run on.
+      ask_all: whether to ask the others too, for their reasons.
+    """
+    names = preference(q, k, platform) if kernel == "auto" else [kernel]
+    others = [name for name in KERNELS if name not in names] if ask_all else []
+    choice, refused = Choice(None, None, {}), {}
+    for name in names + others:
+        if choice.kernel and not ask_all:
+            break
+        found = KERNELS[name].lower(q, k, v, spec, platform)
+        if isinstance(found, Refusal):
+            refused[name] = found.reason
+        elif choice.kernel is None and name in names:
+            choice = Choice(name, found, {})
+    return choice._replace(refused=refused)
 
 
-def preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
+def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[str]:
     """The kernels, best first, for a call of this size.
 
     | platform | first of those that do not refuse |
@@ -32,10 +78,10 @@ def preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
 
     For keys of a cache `decode` comes before all of these.
     """
-    scores, platform = q.shape[-3] * k.shape[-3], sharding.platform()
-    if platform == "cpu" and blockwise.as_it_is(q, k):
+    scores = q.shape[-3] * k.shape[-3]
+    if platform.name == "cpu" and blockwise.as_it_is(q, k):
         first = []
-    elif platform in ("cpu", "tpu"):
+    elif platform.name in ("cpu", "tpu"):
         # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
         # of splash would be mostly empty.
         first = ["reference"] if scores <= 256**2 else []
@@ -46,30 +92,22 @@ def preference(q: jax.Array, k: jax.Array | Stored) -> list[str]:
     return first + [name for name in KERNELS if name not in first]
 
 
-def choose(kernel: str, preference: list[str], refused: dict[str, str]) -> str:
-    """The kernel of that name, or the best; raises a ValueError if it refuses."""
-    if kernel == "auto":
-        # The reference kernel refuses nothing, so there is always one.
-        return next(name for name in preference if name not in refused)
-    _check_not_refused(kernel, refused)
-    return kernel
-
-
 def take_way(way: str | None, layout: shards.Layout, dims: shapes.Dims) -> str:
     """The way to take to the keys of other devices."""
     refused = shards.refusals(layout, dims)
     if way is None:
         return next(name for name in shards.preference(layout, dims) if name not in refused)
-    _check_not_refused(way, refused)
+    if way in refused:
+        raise refusal(way, refused[way])
     return way
 
 
-def _check_not_refused(kernel: str, refused: dict[str, str]) -> None:
-    if kernel in refused:
-        raise ValueError(
-            f"kernel={kernel!r} can't run this call: {refused[kernel]}; "
-            f"choose kernel='auto', or see flax_mha.explain"
-        )
+def refusal(kernel: str, reason: str) -> ValueError:
+    """The error of a kernel, or a way, that was asked for and can't."""
+    return ValueError(
+        f"kernel={kernel!r} can't run this call: {reason}; "
+        f"choose kernel='auto', or see flax_mha.explain"
+    )
 
 
 def parsed(kernel: str) -> tuple[str | None, str]:

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes, sharding
+from flax_mha import shapes
 from flax_mha.grid import At
 from flax_mha.kernels import reference, softmax
 from flax_mha.kernels.finite import guard, least
 from flax_mha.kernels.plan import Plan, ask
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored, widened
 from flax_mha.kernels.tiling import map_grids, nothing, vary
 from flax_mha.masks import EMPTY
@@ -38,38 +39,41 @@ _FEW = 0.2
 Keyed = jax.Array | Stored
 
 
-def refuses(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> str | None:
-    """The reason why this kernel can't run the call: more queries than a decoding step has."""
-    del k, v, spec
+def lower(
+    q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform
+) -> Lowered | Refusal:
+    """The call made ready, unless it has more queries than a decoding step."""
     if q.shape[-3] > QUERIES:
-        return f"it is for at most {QUERIES} queries, got {q.shape[-3]}"
-    return None
+        return Refusal(f"it is for at most {QUERIES} queries, got {q.shape[-3]}")
+    return functools.partial(attend, q, k, v, spec, platform)
 
 
-def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform) -> Result:
     """See `reference.attend`; keys and values may be `Stored`. No forward mode."""
     if 0 in q.shape or k.shape[-3] == 0:
         return nothing(shapes.attention_dims(q, k, v), q.dtype, spec.sinks)
-    return _core(q, k, v, spec)
+    return _core(platform.name, q, k, v, spec)
 
 
-@jax.custom_vjp
-def _core(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     dims = shapes.attention_dims(q, k, v)
     args = _rows(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
-    out, lse = _run(dims, False, *args)
+    out, lse = _run(platform, dims, False, *args)
     if spec.mask is not None:
         # A weight of 0 does not hide the NaN of a masked value: then, and only then, again.
-        careful = functools.partial(_run, dims, True, *args)
+        careful = functools.partial(_run, platform, dims, True, *args)
         out, lse = lax.cond(jnp.isnan(out).any(), careful, lambda: (out, lse))
     return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse
 
 
-def _forward(*args: Any) -> tuple[Result, Any]:
-    return _core(*args), args
+def _forward(platform: str, *args: Any) -> tuple[Result, Any]:
+    return _core(platform, *args), args
 
 
-def _backward(args: Any, cotangents: Result) -> Any:
+def _backward(platform: str, args: Any, cotangents: Result) -> Any:
+    del platform
+
     def again(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
         return reference.attend(q, widened(k), widened(v), spec)
 
@@ -85,11 +89,13 @@ def _rows(q: jax.Array, dims: shapes.Dims) -> jax.Array:
 
 
 def _run(
-    dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec
-) -> Result:
+    platform: str, dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed,
+    spec: AttentionSpec,
+) -> Result:  # fmt: skip
     """Out [*B, N, T, Hv] and lse [*B, N, T] in float32 at least.
 
     Args:
+      platform: JAX's name of it.
       dims: of the call.
       careful: whether values that are not finite are kept from those that may not see them.
       q: [*B, K, G·T, H].
@@ -97,7 +103,7 @@ def _run(
       v: [*B, K, S, Hv].
       spec: the rest of the call.
     """
-    acc, platform = shapes.wide(q.dtype), sharding.platform()
+    acc = shapes.wide(q.dtype)
     if platform == "cpu":
         # CPUs compute in no less.
         q = q.astype(acc)

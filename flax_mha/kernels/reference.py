@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from flax_mha import shapes
 from flax_mha.grid import At
 from flax_mha.kernels.finite import finite, least, poison
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
-    """The reason why this kernel can't run the call: there is none."""
-    del q, k, v, spec
-    return None
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered:
+    """The call made ready; this kernel refuses none."""
+    del platform
+    return functools.partial(attend, q, k, v, spec)
 
 
 def attend(

@@ -1,4 +1,9 @@
-"""The kernels by name, each loaded when it is first asked on a platform that it runs on."""
+"""The kernels by name, each loaded when it is first asked on a platform that it runs on.
+
+A kernel is a module with one function, `lower(q, k, v, spec, platform) -> Lowered | Refusal`:
+either a function that computes the call, or the reason why it can't. What it finds out on the way
+it keeps for the computation.
+"""
 
 import functools
 import importlib
@@ -7,34 +12,44 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mha import private
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
+from flax_mha.kernels.stored import Stored, widened
 
 
 class Kernel(NamedTuple):
-    """A module with `refuses` and `attend`, see `flax_mha.kernels`.
+    """A module with `lower`.
 
     Attributes:
       name: of the module.
       platform: JAX's name of the only one that it runs on; None for all.
       called: what that platform is called in errors.
+      recalls: whether it can compute the gradients of a known result without computing it again.
+      stored: whether it reads `Stored` keys and values as they are.
     """
 
     name: str
     platform: str | None = None
     called: str = ""
+    recalls: bool = False
+    stored: bool = False
 
-    def refuses(
-        self, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: str
-    ) -> str | None:
-        """The reason why the kernel can't run the call, or None."""
-        if self.platform not in (None, platform):
-            return f"runs on {self.called} only, this is {platform}"
-        reason = private.missing(self.name)
-        return reason or _module(self.name).refuses(q, k, v, spec)
-
-    def attend(self, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
-        """What the kernel computes, of a call that it does not refuse."""
-        return _module(self.name).attend(q, k, v, spec, *known)
+    def lower(
+        self,
+        q: jax.Array,
+        k: jax.Array | Stored,
+        v: jax.Array | Stored,
+        spec: AttentionSpec,
+        platform: Platform,
+    ) -> Lowered | Refusal:
+        """The call made ready, or the reason why the kernel can't run it."""
+        if self.platform not in (None, platform.name):
+            return Refusal(f"runs on {self.called} only, this is {platform.name}")
+        if reason := private.missing(self.name):
+            return Refusal(reason)
+        if not self.stored:
+            k, v = widened(k), widened(v)
+        return _module(self.name).lower(q, k, v, spec, platform)
 
 
 @functools.cache
@@ -48,9 +63,9 @@ KERNELS: dict[str, Kernel] = {
     for kernel in (
         Kernel("cudnn", "gpu", "NVIDIA GPUs"),
         Kernel("splash", "tpu", "TPU"),
-        Kernel("flex", "tpu", "TPU"),
-        Kernel("blockwise"),
+        Kernel("flex", "tpu", "TPU", recalls=True),
+        Kernel("blockwise", recalls=True),
         Kernel("reference"),
-        Kernel("decode"),
+        Kernel("decode", stored=True),
     )
 }

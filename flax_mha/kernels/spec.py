@@ -1,7 +1,7 @@
 """What one attention call computes, in one value that every kernel reads."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,15 @@ from flax_mha.shapes import Dims
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
 Result = tuple[jax.Array, jax.Array]
+# A call made ready by a kernel: computes its result. Some kernels take a result that is known, and
+# compute only its gradients.
+Lowered = Callable[..., Result]
+
+
+class Refusal(NamedTuple):
+    """Why a kernel can't run a call."""
+
+    reason: str
 
 
 class AttentionSpec(struct.PyTreeNode):

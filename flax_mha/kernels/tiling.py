@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import shapes, sharding
+from flax_mha import layouts, shapes
 from flax_mha.grid import Array, At, Grid, blocks, flat_batch
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
@@ -150,8 +150,8 @@ def vary(x: Any, like: Any) -> Any:
 
     Inside `jax.shard_map` the carry of a loop must vary from the start over what it will.
     """
-    varying = frozenset().union(*map(sharding.varying, jax.tree.leaves(like)))
-    missing = varying - sharding.varying(x)
+    varying = frozenset().union(*map(layouts.varying, jax.tree.leaves(like)))
+    missing = varying - layouts.varying(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from experiments import kernels_table
 from experiments.kernels_table import KERNELS
+from flax_mha.kernels import Platform
 
 
 @pytest.mark.slow
@@ -21,4 +22,4 @@ def test_every_kernel_has_a_home_and_a_word_on_the_page(name: str) -> None:
 
 
 def test_reference_takes_everything() -> None:
-    assert not any(kernels_table.refusals("reference", "cpu").values())
+    assert not any(kernels_table.refusals("reference", Platform("cpu")).values())

@@ -50,7 +50,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device that says it is a GPU with a recent cuDNN; its primitives are not replaced."""
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(fused, "gpu", lambda: fused.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(fused, "gpu", lambda platform: fused.Gpu((9, 0), (9, 20, 0)))
 
 
 @pytest.fixture

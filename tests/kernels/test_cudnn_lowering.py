@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.cudnn import fused
+from flax_mha.kernels.parallel import shards
 from flax_mha.masks import Causal, Lengths, Window
 from tests.kernels.near import run
 from tests.kernels.oracle_check import B, N, arrays, check, table
@@ -128,7 +129,7 @@ def test_empty_rows_and_poison_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_auto_takes_it_on_a_gpu() -> None:
-    assert not isinstance(fused.gpu(), str)
+    assert not isinstance(fused.gpu(shards.here()), str)
     x = jnp.ones((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, mask=Causal()).chosen == "cudnn"
     assert np.isfinite(dot_product_attention(x, x, x, mask=Causal())).all()

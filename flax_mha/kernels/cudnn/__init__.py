@@ -25,15 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import shapes, sharding
+from flax_mha import layouts, shapes
 from flax_mha.grid import flat_batch
-from flax_mha.kernels import shards
 from flax_mha.kernels.cudnn import band as bands
 from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.cudnn.band import Band
 from flax_mha.kernels.cudnn.fused import Kind
 from flax_mha.kernels.finite import finite
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.scores import Bias
 from flax_mha.shapes import Dims
 
@@ -46,12 +46,26 @@ _NOTHING = -float(2**41)
 _FAR = 1e30
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
-    """The reason why this kernel can't run the call, or None."""
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered | Refusal:
+    """The call made ready, or the reason why this kernel can't run it."""
     dims = shapes.attention_dims(q, k, v)
+    if reason := _lacks(q, spec, dims, platform):
+        return Refusal(reason)
+    band = bands.lower(spec, dims)
+    if isinstance(band, str):
+        return Refusal(band)
+    if reason := _refuses_scores(q, spec, dims):
+        return Refusal(reason)
+    return functools.partial(_attend, q, k, v, spec, band, platform.spread)
+
+
+def _lacks(q: jax.Array, spec: AttentionSpec, dims: Dims, platform: Platform) -> str | None:
+    """What a call asks for that cuDNN does not have, its mask and its bias apart."""
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return f"takes float16 and bfloat16, got {q.dtype}"
-    device = fused.gpu()
+    device = fused.gpu(platform)
     if isinstance(device, str):
         return device
     if device.capability < (8, 0) or device.cudnn < OLDEST:
@@ -68,13 +82,9 @@ def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> st
         return f"has no precision setting, got {spec.precision}"
     if spec.sinks is not None:
         return "has no sinks"
-    if sharding.varying(q):
+    if layouts.varying(q):
         return "inside jax.shard_map it needs check_vma=False"
-    undivided = None if _unmeshed() else shards.undivided()
-    band = bands.lower(spec, dims)
-    if undivided or isinstance(band, str):
-        return undivided or str(band)
-    return _refuses_scores(q, spec, dims)
+    return None if platform.spread else platform.undivided
 
 
 def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims) -> str | None:
@@ -96,8 +106,8 @@ def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims) -> str | None
     return None
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, spread: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.attend`. First derivatives only.
 
@@ -106,9 +116,6 @@ def attend(
     −2⁴¹ counts as −∞.
     """
     dims = shapes.attention_dims(q, k, v)
-    band = bands.lower(spec, dims)
-    if isinstance(band, str):
-        raise ValueError(f"cudnn can't run this call: {refuses(q, k, v, spec)}")
     rows = math.prod(dims.B)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
@@ -116,12 +123,12 @@ def attend(
     q, k, v = (_filled(x.reshape(rows, *x.shape[-3:]), _features(dims)) for x in (q, k, v))
     bias = None
     if spec.scores:
-        # `refuses` lets one Bias pass.
+        # One Bias is all that `lower` lets pass.
         bias = jnp.asarray(flat_batch(spec.scores[0].array.array, dims))  # type: ignore[attr-defined]
         bias = jnp.maximum(bias, jnp.asarray(_NOTHING, bias.dtype))
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, rows), band)
     # Without a mesh XLA divides it: JAX tells it how.
-    kind = Kind(float(scale), band.causal, band.left, _unmeshed() and jax.device_count() > 1)
+    kind = Kind(float(scale), band.causal, band.left, spread)
     out, lse = _rows(kind, spec.mask is not None, q, k, v, bias, band)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse.reshape(*dims.B, dims.N, dims.T)
@@ -245,7 +252,3 @@ def _filled(x: jax.Array, features: int) -> jax.Array:
 def _features(dims: Dims) -> int:
     """Of queries, keys and values as cuDNN gets them."""
     return 8 * -(-max(dims.H, dims.Hv) // 8)
-
-
-def _unmeshed() -> bool:
-    return bool(jax.sharding.get_abstract_mesh().empty)

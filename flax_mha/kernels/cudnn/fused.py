@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha import private
+from flax_mha.kernels.platform import Platform
 
 # Private; `private.NAMES` says what is expected of it.
 fused: Any = fused_attention_stablehlo
@@ -42,33 +43,30 @@ _CAPABILITIES = {
 }  # fmt: skip
 
 
-def gpu() -> Gpu | str:
-    """The GPU that what is traced here will run on, or the reason why cuDNN can't.
-
-    It is that of the ambient mesh, which need not be here, or the one at hand. The version of cuDNN
-    is that of this machine, where the program is compiled.
-    """
-    capability = _capability()
+def gpu(platform: Platform) -> Gpu | str:
+    """The GPU that a call will run on, which need not be here, or the reason why cuDNN can't."""
+    capability = _capability(platform.device)
     if isinstance(capability, str):
         return capability
+    if platform.cudnn is not None:
+        return Gpu(capability, platform.cudnn)
     if fused.cuda_versions is None:
         return "cuDNN is not detected"
     version = fused.cuda_versions.cudnn_get_version()
     return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
 
 
-def _capability() -> tuple[int, int] | str:
-    meant = jax.sharding.get_abstract_mesh().abstract_device
+def _capability(device: str) -> tuple[int, int] | str:
     here = jax.local_devices()[0]
-    if meant is None or meant.device_kind == here.device_kind:
+    if device == here.device_kind:
         if "cuda" not in here.client.platform_version:
             return f"runs on NVIDIA GPUs only, this is {here.device_kind}"
         major, minor = (int(x) for x in here.compute_capability.split("."))
         return major, minor
     # As NVIDIA's driver names them: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
-    words = meant.device_kind.replace("-", " ").split()
+    words = device.replace("-", " ").split()
     known = (_CAPABILITIES[word] for word in words if word in _CAPABILITIES)
-    return next(known, f"knows no compute capability of {meant.device_kind!r}, which is not here")
+    return next(known, f"knows no compute capability of {device!r}, which is not here")
 
 
 class Kind(NamedTuple):

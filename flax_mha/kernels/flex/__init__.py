@@ -13,6 +13,7 @@ Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for
 and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -23,14 +24,15 @@ from jax import lax
 
 from flax_mha import shapes
 from flax_mha.grid import Array, At, flat_batch
-from flax_mha.kernels import shards, tpu
+from flax_mha.kernels import tpu
 from flax_mha.kernels.finite import guard
 from flax_mha.kernels.flex.core import Operands, core, recall
 from flax_mha.kernels.flex.lowered import DTYPES, Function
 from flax_mha.kernels.flex.tile import Call
 from flax_mha.kernels.flex.walk import Leaf
 from flax_mha.kernels.plan import Plan, ask
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.tiling import map_grids
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import known, seen
@@ -42,15 +44,20 @@ TABLE = 2**16
 WHOLE = 2**17
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
-    """The reason why this kernel can't run the call, or None."""
-    dims = shapes.attention_dims(q, k, v)
-    if (reason := tpu.refuses(q, k, v)) is not None:
-        return reason
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered | Refusal:
+    """The call made ready, or the reason why this kernel can't run it."""
+    if reason := tpu.refuses(q, k, v):
+        return Refusal(reason)
     if spec.precision not in _PRECISIONS:
-        return f"has the precisions default and highest, got {spec.precision}"
-    found = trace(spec, dims)
-    return found if isinstance(found, str) else shards.undivided()
+        return Refusal(f"has the precisions default and highest, got {spec.precision}")
+    traced = trace(spec, shapes.attention_dims(q, k, v))
+    if isinstance(traced, str):
+        return Refusal(traced)
+    if platform.undivided:
+        return Refusal(platform.undivided)
+    return functools.partial(_attend, q, k, v, spec, traced)
 
 
 _PRECISIONS: dict[Any, Any] = {
@@ -59,9 +66,10 @@ _PRECISIONS: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, result: Result | None = None
-) -> Result:
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, traced: "Traced",
+    result: Result | None = None,
+) -> Result:  # fmt: skip
     """See `reference.attend`; of a result that is known only the gradients are computed.
 
     First derivatives only.
@@ -69,9 +77,6 @@ def attend(
     Arguments of masks and scores arrive in float32, int32, uint32 or bool.
     """
     dims = shapes.attention_dims(q, k, v)
-    traced = trace(spec, dims)
-    if isinstance(traced, str):
-        raise ValueError(f"flex can't run this call: {refuses(q, k, v, spec)}")
     call, arrays = traced.call, traced.arrays()
     verdict = _verdict(spec, dims, call.plan)
     if known(verdict):

@@ -19,9 +19,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha import shapes
-from flax_mha.kernels import shards, tpu
+from flax_mha.kernels import tpu
 from flax_mha.kernels.finite import finite, poison
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.splash import lazy
 from flax_mha.kernels.splash.lazy import Blocks
 from flax_mha.scores import SoftCap
@@ -35,11 +36,26 @@ _MASKED = kernels.DEFAULT_MASK_VALUE
 _NOTHING = _MASKED / 2
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> str | None:
-    """The reason why this kernel can't run the call, or None."""
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered | Refusal:
+    """The call made ready, or the reason why this kernel can't run it."""
     dims = shapes.attention_dims(q, k, v)
-    if (reason := tpu.refuses(q, k, v)) is not None:
-        return reason
+    if reason := tpu.refuses(q, k, v) or _lacks(spec):
+        return Refusal(reason)
+    blocks = Blocks(*tpu.blocks(dims))
+    lowered = lazy.lower(spec, dims, blocks)
+    if isinstance(lowered, str):
+        return Refusal(lowered)
+    if spec.heads is not None and lowered.by_head:
+        return Refusal("heads with masks of their own can't be divided over a mesh")
+    if platform.undivided:
+        return Refusal(platform.undivided)
+    return functools.partial(_attend, q, k, v, spec, lowered, blocks)
+
+
+def _lacks(spec: AttentionSpec) -> str | None:
+    """What a call asks for that splash does not have."""
     if spec.dropout is not None:
         return "has no dropout"
     if spec.precision is not None:
@@ -47,27 +63,19 @@ def refuses(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec) -> st
     if len(spec.scores) > 1 or not all(type(mod) is SoftCap for mod in spec.scores):
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one SoftCap only, got {names}"
-    lowered = lazy.lower(spec, dims, Blocks(*tpu.blocks(dims)))
-    if isinstance(lowered, str):
-        return lowered
-    if spec.heads is not None and lowered.by_head:
-        return "heads with masks of their own can't be divided over a mesh"
-    return shards.undivided()
+    return None
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
-) -> tuple[jax.Array, jax.Array]:
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, lowered: lazy.Lowered,
+    blocks: Blocks,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`. First derivatives only.
 
     Queries are multiplied by the scale before the products, in their own dtype: in bfloat16 a scale
     that is no power of two rounds them once more.
     """
     dims = shapes.attention_dims(q, k, v)
-    blocks = Blocks(*tpu.blocks(dims))
-    lowered = lazy.lower(spec, dims, blocks)
-    if isinstance(lowered, str):
-        raise ValueError(f"splash can't run this call: {refuses(q, k, v, spec)}")
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
         q = finite(q) + poison(q)[..., None]

@@ -5,7 +5,6 @@ runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a 
 is divided too, a call goes one of three `WAYS`.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import layouts, shapes, sharding
 from flax_mha.grid import Grid, whole
-from flax_mha.kernels import ring
-from flax_mha.kernels.ring import Attend
+from flax_mha.kernels.parallel import ring
+from flax_mha.kernels.parallel.ring import Attend
+from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.layouts import each
 from flax_mha.shapes import Dims
@@ -143,35 +144,62 @@ def run(
         # There is nothing to divide, and XLA takes no shards of nothing.
         return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
     way = choose(layout, dims) if layout.devices > 1 else None
-    given = layout
-    if way == "ulysses":
-        layout = layout.by_heads()
-    over_keys = None
-    if way == "ring":
-        over_keys = layout.length
-        circle = ring.Ring.of(over_keys, layout.devices, spec, dims)
-        attend = functools.partial(ring.attend, circle, attend)
+
+    def local(circle: ring.Ring | None, *call: Any) -> Result:
+        return attend(*call) if circle is None else ring.attend(circle, attend, *call)
+
+    divided = layout.by_heads() if way == "ulysses" else layout
+    outs = divided.over_queries(), divided.over_lse()
+    out, lse = _on_shards(local, outs, divided, way == "ring", q, k, v, spec)
+    out, lse = layouts.place(out, layout.over_queries()), layouts.place(lse, layout.over_lse())
+    return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
+
+
+def ask(
+    ask: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None
+) -> Any:
+    """What is said of a device's shard, by a function of q, k, v and spec: a tree without arrays.
+
+    Of a ring it is asked of the first block of keys that is visited.
+    """
+    layout = Layout.of(q, k)
+    if layout is None or 0 in q.shape or 0 in k.shape:
+        return ask(q, k, v, spec)
+
+    def local(circle: ring.Ring | None, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
+        return ask(q, k, v, spec if circle is None else ring.first_block(circle, k, spec))
+
+    layout = layout.by_heads() if way == "ulysses" else layout
+    return _on_shards(local, P(), layout, way == "ring", q, k, v, spec)
+
+
+def _on_shards(
+    local: Callable[..., Any], outs: Any, layout: Layout, by_ring: bool, q: jax.Array, k: Any,
+    v: Any, spec: AttentionSpec,
+) -> Any:  # fmt: skip
+    """local(ring or None, q, k, v, spec), each device on its own shard."""
+    dims = shapes.attention_dims(q, k, v)
+    over_keys = layout.length if by_ring else None
+    circle = ring.Ring.of(over_keys, layout.devices, spec, dims) if by_ring else None
     sinks = spec.sinks
-    placed = _placed(spec.replace(sinks=None), dims, layout, by_key=way == "ring")
+    placed = _placed(spec.replace(sinks=None), dims, layout, by_ring)
     arrays, specs, join = _split(placed, layout)
 
-    def local(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Result:
+    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Any:
         spec = join(arrays).replace(sinks=sinks)
         if spec.heads is not None and layout.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
-        return attend(q, k, v, spec)
+        return local(circle, q, k, v, spec)
 
-    over_q, over_lse = layout.over_queries(), layout.over_lse()
+    over_q = layout.over_queries()
     over_k = P(*layout.batch, over_keys, layout.kv_heads, None)
     q = layouts.place(q, over_q)
     # Stored keys and values have scales, which lie as they do.
     k, v = jax.tree.map(lambda x: layouts.place(x, over_k), (k, v))
     by_head = P(layout.heads)
     sinks = None if sinks is None else layouts.place(sinks, by_head)
-    ins, outs = (over_q, over_k, over_k, by_head, specs), (over_q, over_lse)
-    out, lse = layouts.over(local, layout.manual, ins, outs, q, k, v, sinks, arrays)
-    out, lse = layouts.place(out, given.over_queries()), layouts.place(lse, given.over_lse())
-    return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
+    ins = (over_q, over_k, over_k, by_head, specs)
+    return layouts.over(inside, layout.manual, ins, outs, q, k, v, sinks, arrays)
 
 
 def _placed(spec: AttentionSpec, dims: Dims, layout: Layout, by_key: bool) -> AttentionSpec:
@@ -233,9 +261,19 @@ def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))
 
 
-def undivided() -> str | None:
-    """Why a kernel that XLA can't divide must not run here; None on one device or a shard of it."""
+def here() -> Platform:
+    """What is traced here will run on: the devices of the ambient mesh, or those at hand.
+
+    The devices of a mesh need not be at hand: a program can be compiled for chips elsewhere.
+    """
     mesh = jax.sharding.get_abstract_mesh()
+    meant = mesh.abstract_device
+    kind = (jax.local_devices()[0] if meant is None else meant).device_kind
+    spread = mesh.empty and jax.device_count() > 1
+    return Platform(sharding.platform(), kind, None, _undivided(mesh), spread)
+
+
+def _undivided(mesh: AbstractMesh) -> str | None:
     if mesh.empty:
         if jax.device_count() == 1:
             return None

@@ -89,9 +89,7 @@ class Ring(NamedTuple):
     ) -> tuple[Any, Any]:
         """Goes round: state, found = visit(step, state, blocks) in each of the steps.
 
-        Returns:
-          The last state, and the sum of what was found of each device's blocks; None if no step
-          is taken.
+        Returns the last state, and the sum of what was found of each device's blocks, if any.
         """
         m, hops = len(steps), (np.diff([0, *steps]) % len(self.seen)).tolist()
         add = functools.partial(jax.tree.map, jnp.add)
@@ -145,19 +143,22 @@ def attend(
       v: [*B, S/n, K, Hv].
       spec: the rest of the call, of this device's queries and all S keys, with all coordinates.
 
-    Returns:
-      out [*B, T/n, N, Hv] and lse [*B, N, T/n].
+    Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
     """
-    leaves, tree = jax.tree.flatten(spec.replace(sinks=None))
-    traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-    arrays = [leaves[i] for i in traced]
-    known = [None if i in traced else x for i, x in enumerate(leaves)]
-    out, lse = _core(Form(ring, local, known, tree, traced), q, k, v, arrays)
+    form, arrays = Form.of(ring, local, spec.replace(sinks=None))
+    out, lse = _core(form, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
         share = shapes.by_query(jnp.exp(lse - total))
         out, lse = _unless_empty(lse, (out * share).astype(out.dtype)), total
     return out, lse
+
+
+def first_block(ring: Ring, k: jax.Array, spec: AttentionSpec) -> AttentionSpec:
+    """The spec of what this device computes first."""
+    form, arrays = Form.of(ring, None, spec.replace(sinks=None))
+    step = ring.steps[0] if ring.steps else 0
+    return jax.tree.unflatten(form.tree, form.block(arrays, k.shape[-3], step))
 
 
 class Form(NamedTuple):
@@ -172,10 +173,18 @@ class Form(NamedTuple):
     """
 
     ring: Ring
-    local: Attend
+    local: Any
     leaves: list[Any]
     tree: Any
     traced: list[int]
+
+    @classmethod
+    def of(cls, ring: Ring, local: Attend | None, spec: AttentionSpec) -> "tuple[Form, list]":
+        """The form of a call, and its arrays that are traced."""
+        leaves, tree = jax.tree.flatten(spec)
+        traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+        known = [None if i in traced else x for i, x in enumerate(leaves)]
+        return cls(ring, local, known, tree, traced), [leaves[i] for i in traced]
 
     def spec(self, arrays: list[jax.Array]) -> AttentionSpec:
         """The spec of those arrays."""

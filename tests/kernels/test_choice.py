@@ -1,0 +1,107 @@
+"""A call is decided once, and lowered once."""
+
+from importlib import import_module
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import dot_product_attention, explain, sharding
+from flax_mha.kernels import Platform, choice
+from flax_mha.kernels.spec import prepare
+from flax_mha.masks import Causal
+from flax_mha.scores import Alibi, SoftCap
+
+# What is costly in making a call ready, by kernel.
+LOWERING = {
+    "splash": ("flax_mha.kernels.splash.lazy", "lower"),
+    "flex": ("flax_mha.kernels.flex", "trace"),
+    "cudnn": ("flax_mha.kernels.cudnn.band", "lower"),
+}
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each kernel has lowered a call."""
+    found = dict.fromkeys(LOWERING, 0)
+    for kernel, (module, name) in LOWERING.items():
+        real = getattr(import_module(module), name)
+
+        def count(*args, kernel=kernel, real=real):
+            found[kernel] += 1
+            return real(*args)
+
+        monkeypatch.setattr(f"{module}.{name}", count)
+    return found
+
+
+def trace(kernel: str, **call) -> None:
+    x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+    jax.eval_shape(
+        lambda q, k, v: dot_product_attention(q, k, v, kernel=kernel, mask=Causal(), **call),
+        x,
+        x,
+        x,
+    )
+
+
+@pytest.mark.parametrize("kernel", ["auto", "splash"])
+def test_splash_lowers_once(tpu, counts, kernel: str) -> None:
+    trace(kernel, scores=(SoftCap(30.0),))
+    assert counts == {"splash": 1, "flex": 0, "cudnn": 0}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "flex"])
+def test_flex_lowers_once(tpu, counts, kernel: str) -> None:
+    trace(kernel, scores=(Alibi(),))
+    assert counts == {"splash": 0, "flex": 1, "cudnn": 0}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_cudnn_lowers_once(nvidia, counts, kernel: str) -> None:
+    trace(kernel)
+    assert counts == {"splash": 0, "flex": 0, "cudnn": 1}
+
+
+def test_a_layer_on_a_mesh_lowers_once(tpu, counts) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        trace("auto")
+    assert counts == {"splash": 1, "flex": 0, "cudnn": 0}
+
+
+def test_auto_asks_no_further_than_it_must() -> None:
+    x = np.ones((1, 512, 2, 8), np.float32)
+    call = prepare(x, x, x, mask=Causal())
+    found = choice.decide("auto", *call, Platform("cpu"))
+    assert found.kernel == "blockwise"
+    assert list(found.refused) == ["cudnn", "splash", "flex"]
+    assert set(choice.decide("auto", *call, Platform("cpu"), ask_all=True).refused) == {
+        "cudnn", "splash", "flex", "decode",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("platform", "chosen"),
+    [
+        (Platform("cpu"), "blockwise"),
+        (Platform("tpu"), "splash"),
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), "cudnn"),
+        (Platform("gpu", "NVIDIA V100-SXM2-16GB", cudnn=(9, 20, 0)), "blockwise"),
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), "blockwise"),
+    ],
+)
+def test_what_a_platform_elsewhere_would_run(platform: Platform, chosen: str) -> None:
+    x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
+    assert explain(x, x, x, platform=platform).chosen == chosen
+
+
+def test_explain_says_what_runs_on_a_ring() -> None:
+    mesh = jax.make_mesh((4,), ("context",), devices=jax.devices()[:4])
+    x = jax.ShapeDtypeStruct((2, 512, 3, 64), jnp.float32)
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
+        found = explain(x, x, x, mask=Causal())
+    assert (found.way, found.chosen) == ("ring", "reference")
+    assert "3 query heads" in found.refused["ulysses"]
