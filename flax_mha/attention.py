@@ -1,24 +1,24 @@
 # Over 300 lines: half of them say what the fields and arguments mean.
-"""The layer: project → position → cache → kernel → project."""
+"""The linen layer: its fields, its parameters, and a call of the core."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import flax_functions, inputs, layouts, masks, padding, shapes, sharding
-from flax_mha.cache import KVCache, variables
+from flax_mha import core, inputs, layouts, masks, shapes, sharding
+from flax_mha.cache import Memory, variables
+from flax_mha.core import Call
 from flax_mha.grid import Array
-from flax_mha.kernels import dot_product_attention, observe
-from flax_mha.positions import Rotation, rotate
-from flax_mha.projections import Projection, fused
-from flax_mha.scores import ScoreMod, as_scores
+from flax_mha.kernels import observe
+from flax_mha.linear import Linear
+from flax_mha.positions import Rotation
+from flax_mha.projections import Projection
+from flax_mha.scores import ScoreMod
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -210,69 +210,32 @@ class MultiHeadAttention(nn.Module):
           TypeError: if a dtype is not supported.
         """
         inputs.fields(self)
-        window = variables.window(self.mask, self.cache_window) if self.decode else None
-        cache = variables.load(self, window) if self.decode else None
-        memory = variables.recall(self) if self.decode and inputs_k is None else None
-        itself = memory is None and (inputs_k is None or inputs_k is inputs_q)
-        if memory is None:
-            inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
-        else:
+        inputs.flag("sow_weights", sow_weights)
+        cross = inputs_k is not None and inputs_k is not inputs_q
+        cache = self._held(cross)
+        if isinstance(cache, Memory):
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
-        order = _ordered(order, itself and not self.decode, inputs_q.shape[-2])
-        x_q, x_k, x_v = padding.cleared_inputs(inputs_q, inputs_k, inputs_v, lengths, order)
-        q, k, v = self._heads(x_q, x_k, x_v, cache, positions, order)
-        if memory is not None:
-            k, v = memory
-        elif self.decode and cache is None:
-            k, v = variables.start(self, k, v, itself, self.cache_dtype, self.cache_window, window)
-        options = self._attention(sow_weights)
-        call: dict[str, Any] = {
-            "mask": masks.combine(self.mask, mask),
-            "bias": bias,
-            "scores": as_scores(self.scores) + as_scores(scores),
-            "sinks": self._sinks(),
-            "kernel": self.kernel,
-            "precision": self.precision,
-            "return_weights": return_weights,
-            **options,
-            **self._dropout(deterministic, dropout_rng),
-        }
-        if cache is None:
-            call["mask"] = masks.combine(call["mask"], variables.real(lengths, q, k, itself))
-            call |= {"q_positions": order, "kv_positions": order}
-            attend = call.pop("attention", dot_product_attention)
-            x, *extras = attend(q, k, v, **call)
         else:
-            (x, *extras), cache = cache.extend(q, k, v, lengths, **call)
-            variables.store(self, cache)
-        for name, captured in extras.pop().items() if options.get("capture") else ():
-            self.sow("intermediates", f"attention_{name}", captured)
-        x = sharding.constrain(shapes.scale_heads(x, head_mask), sharding.HEADS)
-        out = self._project_out(x, inputs_q.shape[-1])
-        return (out, extras[0]) if return_weights else out
+            inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
+        captured = self._captured(sow_weights)
+        found = core.attention(
+            self._weights(inputs_q, inputs_k, inputs_v), core.Settings.of(self),
+            inputs_q, inputs_k, inputs_v,
+            Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
+            dropout_rng=self._dropout_rng(deterministic, dropout_rng),
+            return_weights=return_weights, captured=captured,
+            module=self if sow_weights else None,
+        )  # fmt: skip
+        if found.cache is not cache:
+            name = "memory" if isinstance(found.cache, Memory) else "kv"
+            self.put_variable("cache", name, variables.laid_out(found.cache))
+        if captured and self.attention_fn is None:
+            for name, x in found.extras.pop().items():
+                self.sow("intermediates", f"attention_{name}", x)
+        return (found.out, found.extras[0]) if return_weights else found.out
 
-    def _heads(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None, inputs_v: jax.Array | None,
-        cache: KVCache | None, positions: jax.Array | tuple[jax.Array, jax.Array] | None,
-        order: Array | None,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """Queries, keys and values as attention takes them; of no inputs_k queries alone."""
-        q, k, v = self._project(inputs_q, inputs_k, inputs_v)
-        if self.normalize_qk:
-            q = self._layer_norm("query_ln")(q)
-            k = None if k is None else self._layer_norm("key_ln")(k)
-        q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
-        if order is not None:
-            q_pos = k_pos = jnp.asarray(order)
-        if cache is not None:
-            q_pos = k_pos = cache.next_positions(inputs_q.shape[-2])
-        q, k = rotate(self.rotary, q, k, positions, q_pos, k_pos)
-        if k is not None:
-            k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-        return sharding.constrain(q, sharding.HEADS), k, v
-
-    def _project(self, x_q: jax.Array, x_k: Any, x_v: Any) -> list[Any]:
-        """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]."""
+    def _weights(self, x_q: jax.Array, x_k: Any, x_v: Any) -> core.Weights:
+        """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
         N, K, H, Hv = shapes.head_sizes(
             x_q.shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
             self.head_dim, self.v_head_dim,
@@ -281,37 +244,35 @@ class MultiHeadAttention(nn.Module):
         if self.rotary is not None:
             remedy = "give positions.Rotary(), with its parentheses"
             inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
-        query = self._projection("query", ("embed", "heads", "head_dim"), (N, H))
-        key = self._projection("key", ("embed", "kv_heads", "head_dim"), (K, H))
-        value = self._projection("value", ("embed", "kv_heads", "head_dim"), (K, Hv))
-        if x_k is None:
-            return [query(x_q), None, None]
-        if x_q is x_k is x_v:
-            q, k, v = fused(x_q, (query, key, value), groups=K)
-        elif x_k is x_v:
-            q, (k, v) = query(x_q), fused(x_k, (key, value), groups=K)
-        else:
-            q, k, v = query(x_q), key(x_k), value(x_v)
-        chex.assert_shape(q, (*x_q.shape[:-1], N, H))
-        chex.assert_shape(k, (*x_k.shape[:-1], K, H))
-        chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
-        return [q, k, v]
 
-    def _project_out(self, x: jax.Array, features: int) -> jax.Array:
-        """The heads' outputs [*B, T, N, Hv] as [*B, T, D_out]."""
-        if not self.project_out:
-            return jax.lax.collapse(x, x.ndim - 2)
+        def projection(name: str, x: Any, heads: str, features: Shape) -> Any:
+            names = ("embed", heads, "head_dim")
+            return None if x is None else self._linear(name, x.shape[-1:], names, features)
+
+        def norm(name: str, x: Any) -> Any:
+            wanted = self.normalize_qk and x is not None
+            return _Scale(self.param_dtype, name=name)(H) if wanted else None
+
+        return core.Weights(
+            projection("query", x_q, "heads", (N, H)),
+            projection("key", x_k, "kv_heads", (K, H)),
+            projection("value", x_v, "kv_heads", (K, Hv)),
+            self._out((N, Hv), x_q.shape[-1]) if self.project_out else None,
+            norm("query_ln", x_q), norm("key_ln", x_k), self._sinks(),
+        )  # fmt: skip
+
+    def _out(self, heads: Shape, features: int) -> Linear:
         use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
-        return self._projection(
-            "out", ("heads", "head_dim", "embed"), (self.out_features or features,),
+        return self._linear(
+            "out", heads, ("heads", "head_dim", "embed"), (self.out_features or features,),
             contracted=2, rows=("batch", "norm_length"),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=(self.out_bias_init or self.bias_init) if use_bias else None,
-        )(x)  # fmt: skip
+        )  # fmt: skip
 
-    def _projection(
-        self, name: str, names: LogicalNames, features: Shape, **settings: Any
-    ) -> Projection:
+    def _linear(
+        self, name: str, inputs: Shape, names: LogicalNames, features: Shape, **settings: Any
+    ) -> Linear:
         defaults: dict[str, Any] = {
             "kernel_init": self.kernel_init,
             "bias_init": self.bias_init if self.use_bias else None,
@@ -320,7 +281,7 @@ class MultiHeadAttention(nn.Module):
             "precision": self.precision,
             "partitioned": self.partitioned,
         }
-        return Projection(features, names, name=name, **(defaults | settings))
+        return Projection(features, names, name=name, **(defaults | settings)).weights(inputs)
 
     def _sinks(self) -> jax.Array | None:
         if not self.sinks:
@@ -328,45 +289,49 @@ class MultiHeadAttention(nn.Module):
         init = sharding.named(nn.initializers.zeros_init(), ("heads",), self.partitioned)
         return self.param("sinks", init, (self.num_heads,), self.param_dtype)
 
-    def _layer_norm(self, name: str) -> nn.Module:
-        return nn.LayerNorm(
-            name=name, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype
-        )
+    def _held(self, cross: bool) -> Any:
+        """What the layer holds of earlier calls, or what it is to make of this one."""
+        if not self.decode:
+            return None
+        # Whether the mask fits a ring is known before there is one.
+        window = variables.window(self.mask, self.cache_window)
+        if self.has_variable("cache", "kv"):
+            return self.get_variable("cache", "kv")
+        if cross:
+            return core.Remember(self.cache_dtype)
+        if self.has_variable("cache", "memory"):
+            return self.get_variable("cache", "memory")
+        return core.Room(self.cache_dtype, self.cache_window, window)
 
-    def _dropout(self, deterministic: bool | None, rng: jax.Array | None) -> dict[str, Any]:
-        """The dropout arguments of the kernel call."""
+    def _dropout_rng(self, deterministic: bool | None, rng: Any) -> jax.Array | None:
+        """A key, if there is to be dropout."""
         if self.dropout_rate == 0 or nn.merge_param(
             "deterministic", self.deterministic, deterministic
         ):
-            return {}
-        return {
-            "dropout_rate": self.dropout_rate,
-            "dropout_rng": self.make_rng("dropout") if rng is None else rng,
-            "broadcast_dropout": self.broadcast_dropout,
-        }
+            return None
+        return self.make_rng("dropout") if rng is None else rng
 
-    def _attention(self, sow_weights: bool) -> dict[str, Any]:
-        """The arguments that say what computes attention, and what else it gives."""
-        inputs.flag("sow_weights", sow_weights)
-        observe.check_names(self.capture)
-        if self.attention_fn is None:
-            return {"return_residuals": True, **self._observed(sow_weights)}  # Always a tuple.
-        function = functools.partial(
-            flax_functions.run, self.attention_fn, dtype=self.dtype,
-            force_fp32_for_softmax=self.force_fp32_for_softmax,
-            module=self if sow_weights else None,
-        )  # fmt: skip
-        return {"attention": function, "capture": tuple(self.capture)}
-
-    def _observed(self, sow_weights: bool) -> dict[str, Any]:
-        """The kernel call's arguments of what is captured, if anybody listens."""
-        names = tuple(self.capture)
+    def _captured(self, sow_weights: bool) -> dict[str, Any]:
+        """The kernel's arguments of what is captured, if anybody listens."""
+        names = tuple(observe.check_names(self.capture))
+        if self.attention_fn is not None:
+            return {"capture": names} if names else {}
         if sow_weights and "weights" not in names:
             names += ("weights",)
         if not names or not self.is_mutable_collection("intermediates"):
             return {}
         heads, queries = self.capture_heads, self.capture_queries
         return {"capture": names, "capture_heads": heads, "capture_queries": queries}
+
+
+class _Scale(nn.Module):
+    """The parameter of an `nn.LayerNorm` without bias."""
+
+    param_dtype: Dtype
+
+    @nn.compact
+    def __call__(self, features: int) -> jax.Array:
+        return self.param("scale", nn.initializers.ones, (features,), self.param_dtype)
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):
@@ -380,14 +345,3 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
 
     _: dataclasses.KW_ONLY
     broadcast_dropout: bool = True
-
-
-def _ordered(order: Array | None, itself: bool, length: int) -> Array | None:
-    if order is None:
-        return None
-    if not itself:
-        raise ValueError(
-            "order says where the tokens of self-attention stand, all of them in one call; got it "
-            "in decoding or with inputs_k; leave it out"
-        )
-    return shapes.check_order(order, length)

@@ -1,19 +1,12 @@
-"""Linear maps from and to heads, and several of them as one product."""
-
-import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+"""Linear maps as linen modules: their parameters."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import meta
-from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import layouts, shapes, sharding
+from flax_mha import sharding
+from flax_mha.linear import Linear, for_shape
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -22,7 +15,7 @@ default_bias_init = nn.initializers.zeros_init()
 
 
 class Projection(nn.Module):
-    """y = x·W + b over the last axes of x: Flax's `DenseGeneral`, with named axes.
+    """A `Linear` with parameters of its own: Flax's `DenseGeneral`, with named axes.
 
     Attributes:
       features: the axes of y that replace those of x.
@@ -50,180 +43,21 @@ class Projection(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [*B, T, *in] to [*B, T, *features]."""
-        kernel, bias = self.parameters(x.shape[-self.contracted :])
-        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-
-        def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            multiply = functools.partial(
-                jnp.tensordot, axes=self.contracted, precision=self.precision
-            )
-            kernel = sharding.constrain(kernel, gathered(self.names))
-            y = _columns(multiply, x, [self], kernel) if self.contracted == 1 else None
-            y = _rows(multiply, x, self, kernel) if y is None else y
-            y = multiply(x, kernel) if y is None else y
-            return y if bias is None else y + shapes.lead(bias, y.ndim)
-
-        return sharding.auto(product, self.names_of_result, x, kernel, bias)
-
-    @property
-    def names_of_result(self) -> LogicalNames:
-        """Logical names of y's last axes."""
-        return self.rows + gathered(self.names[self.contracted :])
+        return self.weights(x.shape[-self.contracted :])(x)
 
     @nn.compact
-    def parameters(self, inputs: Shape) -> tuple[jax.Array, jax.Array | None]:
+    def weights(self, inputs: Shape) -> Linear:
         """W [*inputs, *features] and b [*features], without the product."""
+        kernel_init = for_shape(self.kernel_init, len(inputs))
         kernel = self.param(
-            "kernel",
-            sharding.named(_flat(self.kernel_init, len(inputs)), self.names, self.partitioned),
-            (*inputs, *self.features),
-            self.param_dtype,
+            "kernel", sharding.named(kernel_init, self.names, self.partitioned),
+            (*inputs, *self.features), self.param_dtype,
+        )  # fmt: skip
+        bias = None
+        if self.bias_init is not None:
+            names = self.names[len(inputs) :]
+            bias_init = sharding.named(for_shape(self.bias_init, 0), names, self.partitioned)
+            bias = self.param("bias", bias_init, self.features, self.param_dtype)
+        return Linear(
+            kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision
         )
-        if self.bias_init is None:
-            return kernel, None
-        names = self.names[len(inputs) :]
-        bias = self.param(
-            "bias",
-            sharding.named(_flat(self.bias_init, 0), names, self.partitioned),
-            self.features,
-            self.param_dtype,
-        )
-        return kernel, bias
-
-
-def fused(x: jax.Array, projections: Sequence[Projection], groups: int) -> list[jax.Array]:
-    """Several projections of one input as one product, so that its gradient is one sum too.
-
-    The kernels [D, n, h] are joined along the features of each group of heads, to
-    [D, K, Σ (n/K)·h], so that where heads are sharded every device joins its own.
-
-    On a CPU without an ambient mesh they stay separate, which is faster there.
-
-    Args:
-      x: [*B, T, D].
-      projections: each to features (n, h).
-      groups: K, which divides every n.
-
-    Returns:
-      One [*B, T, n, h] for each projection.
-    """
-    if sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty:
-        # Joining the kernels, and splitting what comes out, takes longer than it saves.
-        return [project(x) for project in projections]
-    found = (sharding.layout((x.shape[-1], *p.features), p.names) for p in projections)
-    if len({axes[1] for axes in found}) > 1:
-        # Where key/value heads are not divided as query heads are, they can't be joined.
-        return [project(x) for project in projections]
-    kernels, biases = zip(*(p.parameters(x.shape[-1:]) for p in projections), strict=True)
-    first = projections[0]
-    x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
-
-    sizes = [p.features[0] // groups for p in projections]
-
-    def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
-        # Groups and heads as they are on this device.
-        shards = list(zip(kernels, sizes, strict=True))
-        joined = [w.reshape(w.shape[0], w.shape[1] // n, -1) for w, n in shards]
-        kernel = jnp.concatenate(joined, axis=-1)
-        y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
-        ends = itertools.accumulate(w.shape[-1] for w in joined[:-1])
-        parts = jnp.split(y, list(ends), axis=-1)
-        return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(parts, kernels, strict=True)]
-
-    def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
-        kernels, biases = parameters[: len(projections)], parameters[len(projections) :]
-        constrained = [
-            sharding.constrain(w, gathered(p.names))
-            for w, p in zip(kernels, projections, strict=True)
-        ]
-        parts = _columns(multiply, x, projections, *constrained)
-        if parts is None:
-            parts = multiply(x, *constrained)
-        if biases[0] is None:
-            return parts
-        return [y + shapes.lead(b, y.ndim) for y, b in zip(parts, biases, strict=True)]
-
-    return sharding.auto(product, [p.names_of_result for p in projections], x, *promoted)
-
-
-def _columns(
-    multiply: Callable[..., Any], x: jax.Array, projections: Sequence[Projection],
-    *kernels: jax.Array,
-) -> Any:  # fmt: skip
-    """multiply(x, *kernels) from features, if the positions of x are divided; else None.
-
-    Each device brings them together before the product, and sums its gradient over devices only
-    for its own: one all-gather, and one reduce-scatter in the backward pass, of all projections.
-    """
-    if projections[0].rows != ("batch", "length") or x.ndim < 2:
-        return None
-    at, given = x.ndim - 2, ("batch", "norm_length", None)
-    apart = _apart(x.shape, at)
-    if not apart:
-        return None
-
-    def local(x: jax.Array, *kernels: jax.Array) -> Any:
-        return multiply(jax.lax.all_gather(x, apart, axis=at, tiled=True), *kernels)
-
-    pairs = list(zip(projections, kernels, strict=True))
-    outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
-    names = [given, *(gathered(p.names) for p in projections)]
-    return sharding.local(local, names, outs if len(outs) > 1 else outs[0], x, *kernels)
-
-
-def _rows(
-    multiply: Callable[..., Any], x: jax.Array, projection: Projection, kernel: jax.Array
-) -> jax.Array | None:
-    """multiply(x, kernel), if it is summed over the devices that divide its positions; else None.
-
-    Each device keeps the sums of its own: one reduce-scatter, and an all-gather backward.
-    """
-    inner, outer = projection.names[: projection.contracted], projection.names_of_result
-    shape = (*x.shape[: -projection.contracted], *projection.features)
-    names = [("batch", "length", *inner), gathered(projection.names)]
-    over, at = sharding.layout(kernel.shape, names[1]), x.ndim - projection.contracted - 1
-    if projection.rows[-1] != "norm_length":
-        return None
-    apart = _apart(shape, at)
-    if not apart or apart != layouts.each(over[0]):
-        return None
-
-    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(multiply(x, kernel), apart, scatter_dimension=at, tiled=True)
-
-    return sharding.local(local, names, (shape, outer), x, kernel)
-
-
-def _apart(shape: Shape, at: int) -> tuple[str, ...]:
-    """The mesh axes that divide positions between the layers, beyond those that do everywhere."""
-    found = []
-    for name in ("length", "norm_length"):
-        axes = sharding.layout(shape[: at + 1], (name,))
-        found.append(layouts.each(axes[at]))
-    everywhere, between = found
-    return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
-
-
-def gathered(names: LogicalNames) -> LogicalNames:
-    """The names of a parameter as products take it: what FSDP has spread is brought together."""
-    together = "embed" if layouts.has_rule("embed") else None
-    return tuple(None if name == together else name for name in names)
-
-
-def _flat(init: Initializer, contracted: int) -> Initializer:
-    """Calls init with the shape [in, out] (or [out]), from which it reads its fan-in and -out."""
-
-    def initialize(rng: jax.Array, shape: Shape, dtype: Dtype) -> Any:
-        inputs, outputs = shape[:contracted], shape[contracted:]
-        flat = (math.prod(inputs), math.prod(outputs)) if inputs else (math.prod(outputs),)
-        value = init(rng, flat, dtype)
-        if isinstance(value, meta.AxisMetadata):
-            return value.replace_boxed(_array(value).reshape(shape))
-        return jnp.reshape(value, shape)
-
-    return initialize
-
-
-def _array(box: meta.AxisMetadata) -> jax.Array:
-    # A constraint by names of the final shape would not fit the flat one.
-    return box.unbox(apply_constraint=False) if isinstance(box, nn.Partitioned) else box.unbox()

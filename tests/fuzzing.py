@@ -128,9 +128,7 @@ X = np.ones((B, T, D), np.float32)
 TOKENS = np.ones((B, T), np.int32)
 QKV = {name: np.ones((B, T, N, H), np.float32) for name in "qkv"}
 ROW = np.arange(T)
-COLLECTION = {"cached_key": np.ones((B, N, 8, H), np.float32),
-              "cached_value": np.ones((B, N, 8, H), np.float32),
-              "cache_index": np.zeros(B, np.int32)}  # fmt: skip
+COLLECTION = {"kv": cache.KVCache.empty((B,), 8, N, H)}
 VARIABLES = jax.eval_shape(lambda: language_model().init(KEY, TOKENS))
 SEEN = {
     "mask": (masks.Causal(), np.ones((T, T), bool)[None], masks.Keys(np.ones((B, T), bool))),

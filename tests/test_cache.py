@@ -86,7 +86,7 @@ def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
         held = new["cache"]
         outs.append(out)
     close(jnp.concatenate(outs, 1), wanted)
-    np.testing.assert_array_equal(held["cache_index"], T)
+    np.testing.assert_array_equal(held["kv"].length, T)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_ragged_rows_are_as_if_alone(
         for row in range(B):
             close(out[row, : count[row]], wanted[row, at[row] : at[row] + count[row]])
         at += count
-    np.testing.assert_array_equal(held["cache_index"], at)
+    np.testing.assert_array_equal(held["kv"].length, at)
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_ragged_rows_are_as_if_alone(
 def test_a_ring_is_the_full_cache(size: int) -> None:
     """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
     _, held, step, wanted = built("window", cache_window=size)
-    assert held["cached_key"].shape[-2] == size
+    assert held["kv"].key.shape[-2] == size
     for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
         now, outs = cache.reset(held), []
         for x in pieces(X, sizes):
@@ -152,7 +152,7 @@ def test_padding_without_a_cache_is_not_seen() -> None:
 def test_storage(dtype: str, bound: float) -> None:
     """In a narrower dtype the output moves a little, and not by how the tokens came."""
     _, held, step, wanted = built("rotary, gqa, dv", cache_dtype=dtype)
-    assert held["cached_key"].dtype == dtype
+    assert held["kv"].key.dtype == dtype
     whole, _ = step(held, X)
     outs = []
     for x in pieces(X, (7, 1, 4)):
@@ -180,7 +180,7 @@ def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
     layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache_dtype=dtype)
     variables = layer.init(KEY, X, memory)
     params = {"params": variables["params"]}
-    assert set(variables["cache"]) == {"cross_key", "cross_value"}
+    assert set(variables["cache"]) == {"memory"}
     wanted = layer.clone(decode=False).apply(params, X, memory, mask=mask)
     held = {**params, "cache": jax.tree.map(jnp.zeros_like, variables["cache"])}
     first, new = layer.apply(held, X[:, :5], memory, mask=mask, mutable=["cache"])
@@ -188,7 +188,7 @@ def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
     step = jax.jit(lambda x: layer.apply({**params, **new}, x, mask=mask))
     outs = [first, *(step(X[:, t : t + 1]) for t in range(5, T))]
     close(jnp.concatenate(outs, 1), wanted, CLOSE if dtype is None else 5e-3)
-    close(cache.fork(new["cache"], jnp.array([1]))["cross_key"], new["cache"]["cross_key"][1:])
+    close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ IDS = jnp.arange(4)
 X = jnp.ones((2, 4, 8))  # [B, T, D]
 Q = jnp.ones((2, 4, 6, 8))  # [B, T, N, H]
 HELD = KVCache.empty((2,), 4, 6, 8)
-STATE = {"layer": {"cached_key": HELD.key, "cached_value": HELD.value, "cache_index": HELD.length}}
+MEMORY = cache.Memory(HELD.key, HELD.value)
+STATE = {"layer": {"kv": HELD}}
 
 Case = tuple[str, Callable[[], Any], type[Exception], str]
 
@@ -93,7 +94,7 @@ CASES: list[Case] = [
             {"params": {"kernel": X}}),
     *cached("None", TypeError, r"the collection of a model's caches, got NoneType; give var", None),
     *cached("a KVCache", TypeError, r"got KVCache; give.*or call the method of a KVCache", HELD),
-    ("free of an encoder's tokens", lambda: cache.free({"cross_key": HELD.key}), ValueError,
+    ("free of an encoder's tokens", lambda: cache.free({"memory": MEMORY}), ValueError,
      r"free needs.*a self-attention layer, got none; give variables"),
     *VALUE,
     *[(f"fork: {name}", partial(HELD.fork, given), *error) for name, *error, given in ROWS],

@@ -42,7 +42,7 @@ def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.Monk
         r"\[2,2,1024,16\]\S* (?:copy|transpose)\(.*|\[2,1024,2,16\].*", compiled.as_text()
     )
     assert not moved
-    size = variables["cache"]["cached_key"].size
+    size = variables["cache"]["kv"].key.size
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
@@ -87,9 +87,9 @@ def test_sharded_is_single(kind: str) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         variables = sharding.init(layer, KEY, X)
-        assert tuple(variables["cache"]["cached_key"].sharding.spec)[:2] == ("data", "model")
+        assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
         got, held = run(variables, X, lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
-    assert tuple(held["cached_key_scale"].sharding.spec)[:2] == ("data", "model")
+    assert tuple(held["kv"].key_scale.sharding.spec)[:2] == ("data", "model")
     jax.tree.map(lambda a, b: close(a, b, 2e-5), got, wanted)
 
 

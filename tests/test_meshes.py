@@ -119,7 +119,7 @@ def test_decoding(kind: str) -> None:
         got, cache = decode(variables, jax.device_put(X, NamedSharding(mesh, P("data"))))
     finally:
         leave()
-    assert tuple(cache["cached_key"].sharding.spec)[:2] == ("data", "model")
+    assert tuple(cache["kv"].key.sharding.spec)[:2] == ("data", "model")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted)
 
 

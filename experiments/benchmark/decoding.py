@@ -215,6 +215,14 @@ def _cache(layer: nn.Module, size: Size, filled: int) -> Any:
     room = jax.ShapeDtypeStruct((size.B, size.S, size.D), size.dtype)
     shapes = jax.eval_shape(layer.init, jax.random.key(0), room)["cache"]
     held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return _set_back(held, filled)
+
+
+def _set_back(held: Any, filled: int) -> Any:
+    """The cache as if it held so many tokens: ours, or Flax's."""
+    if "kv" in held:
+        kv = held["kv"]
+        return {"kv": kv.replace(length=jnp.full_like(kv.length, filled))}
     return {**held, "cache_index": jnp.full_like(held["cache_index"], filled)}
 
 
@@ -232,11 +240,11 @@ def _work(layer: nn.Module, params: Any, x: jax.Array, size: Size, filled: int) 
     step, start = _step(layer, params), _cache(layer, size, filled)
     most = min(filled, size.S - filled)
     state = {"cache": start, "left": most}
-    index, token = start["cache_index"] + 0, x[:, :1]
+    token = x[:, :1]
 
     def call() -> jax.Array:
         if state["left"] == 0:
-            state.update(cache={**state["cache"], "cache_index": index + 0}, left=most)
+            state.update(cache=_set_back(state["cache"], filled), left=most)
         out, cache = step(state["cache"], token)
         state.update(cache=cache, left=state["left"] - 1)
         return out

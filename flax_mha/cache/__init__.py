@@ -8,6 +8,7 @@ The layer keeps one in the collection `cache` under `decode=True`; `fork`, `trun
 """
 
 from flax_mha.cache.kv import KVCache as KVCache
+from flax_mha.cache.memory import Memory as Memory
 from flax_mha.cache.variables import fork as fork
 from flax_mha.cache.variables import free as free
 from flax_mha.cache.variables import reset as reset

@@ -1,0 +1,270 @@
+"""The layer as functions of arrays: project → norm → position → cache → kernel → merge.
+
+It knows neither linen nor nnx: weights are a tree, settings a frozen dataclass, and the cache goes
+in and comes out. A layer of either library makes parameters, holds what it holds, and calls this.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.typing import Dtype, PrecisionLike
+
+from flax_mha import flax_functions, masks, padding, shapes, sharding
+from flax_mha.cache import KVCache, Memory, checks
+from flax_mha.grid import Array
+from flax_mha.kernels import dot_product_attention
+from flax_mha.linear import Linear, fused
+from flax_mha.positions import Rotation, rotate
+from flax_mha.scores import ScoreMod, as_scores
+
+
+class Weights(struct.PyTreeNode):
+    """What a layer learns.
+
+    Attributes:
+      query: to [N, H].
+      key: to [K, H]; None where no keys are projected.
+      value: to [K, Hv]; likewise.
+      out: from [N, Hv] to [D_out]; None if there is no output projection.
+      query_norm: [H], the scale of a LayerNorm of queries; or None.
+      key_norm: [H], that of keys; or None.
+      sinks: [N], a score more for each head; or None.
+    """
+
+    query: Linear
+    key: Linear | None
+    value: Linear | None
+    out: Linear | None
+    query_norm: jax.Array | None = None
+    key_norm: jax.Array | None = None
+    sinks: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a layer does with them: the fields of those names, see `MultiHeadAttention`."""
+
+    dtype: Dtype | None = None
+    precision: PrecisionLike = None
+    rotary: Rotation | None = None
+    mask: masks.MaskLike | None = None
+    scores: Sequence[ScoreMod] = ()
+    kernel: str = "auto"
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = False
+    attention_fn: Callable[..., Any] | None = None
+    force_fp32_for_softmax: bool = False
+
+    @classmethod
+    def of(cls, layer: Any) -> "Settings":
+        """Those of a layer that has them as attributes."""
+        return cls(*(getattr(layer, field.name) for field in dataclasses.fields(cls)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one call says beside its inputs; see `MultiHeadAttention`."""
+
+    mask: masks.MaskLike | None = None
+    bias: jax.Array | None = None
+    scores: Sequence[ScoreMod] = ()
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None
+    head_mask: jax.Array | None = None
+    lengths: jax.Array | None = None
+    order: Array | None = None
+
+
+class Output(NamedTuple):
+    """What comes of a call.
+
+    Attributes:
+      out: [*B, T, D_out].
+      extras: what else the kernel was asked for, in its order.
+      cache: with the tokens of this call, or made for such.
+    """
+
+    out: jax.Array
+    extras: list[Any]
+    cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """In the place of a cache: make one for as many tokens as this call has, and keep none of them.
+
+    Attributes:
+      dtype: that it stores (default: that of the keys).
+      slots: of a ring buffer instead.
+      window: how many tokens before itself a token sees in that.
+    """
+
+    dtype: Dtype | None = None
+    slots: int | None = None
+    window: int | None = None
+
+    def made(self, k: jax.Array, v: jax.Array) -> KVCache:
+        """The cache, for such keys and values."""
+        *B, S, K, H = k.shape
+        dtype = checks.dtype("cache_dtype", self.dtype or k.dtype)
+        return KVCache.empty(
+            tuple(B), self.slots or S, K, H, v.shape[-1], dtype=dtype, window=self.window
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Remember:
+    """In the place of a cache: keep the keys and values of this call, stored in that dtype."""
+
+    dtype: Dtype | None = None
+
+
+def attention(
+    weights: Weights,
+    settings: Settings,
+    x_q: jax.Array,
+    x_k: jax.Array | None,
+    x_v: jax.Array | None,
+    call: Call,
+    cache: KVCache | Memory | Room | Remember | None = None,
+    *,
+    dropout_rng: jax.Array | None = None,
+    return_weights: bool = False,
+    captured: Mapping[str, Any] | None = None,
+    module: Any = None,
+) -> Output:
+    """Attends from x_q to x_k and x_v.
+
+    Args:
+      weights: see there.
+      settings: see there.
+      x_q: [*B, T, D].
+      x_k: [*B, S, D']; x_q in self-attention; None to attend to a memory again.
+      x_v: [*B, S, D''], or None likewise.
+      call: see there.
+      cache: of the tokens before these, which are appended; or an encoder's, to attend to; or what
+        is to be made.
+      dropout_rng: a key, if there is to be dropout.
+      return_weights: whether `extras` begins with the weights.
+      captured: arguments of `dot_product_attention` that say what is captured; a dict of it is then
+        the last of `extras`.
+      module: what an `attention_fn` sows weights into.
+    """
+    itself = x_k is x_q
+    order = _ordered(call.order, itself and cache is None, x_q.shape[-2])
+    x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
+    q, k, v = project(weights, x_q, x_k, x_v)
+    q, k = normed(weights.query_norm, q, settings), normed(weights.key_norm, k, settings)
+    q, k = turned(settings.rotary, q, k, call.positions, order, cache)
+    q = sharding.constrain(q, sharding.HEADS)
+    if k is not None:
+        k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
+    if isinstance(cache, Remember):
+        cache = Memory.of(k, v, checks.dtype("cache_dtype", cache.dtype or k.dtype))
+    if isinstance(cache, Memory):
+        k, v = cache.stored()
+    rest = _arguments(weights, settings, call, captured, module)
+    rest["return_weights"] = return_weights
+    if dropout_rng is not None:
+        rest |= {
+            "dropout_rng": dropout_rng, "dropout_rate": settings.dropout_rate,
+            "broadcast_dropout": settings.broadcast_dropout,
+        }  # fmt: skip
+    if isinstance(cache, KVCache):
+        (x, *extras), cache = cache.extend(q, k, v, call.lengths, **rest)
+    else:
+        rest["mask"] = masks.combine(rest["mask"], _real(call.lengths, q, k, itself))
+        attend = rest.pop("attention", dot_product_attention)
+        x, *extras = attend(q, k, v, **rest, q_positions=order, kv_positions=order)
+        cache = cache.made(k, v) if isinstance(cache, Room) else cache
+    x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
+    return Output(merged(weights.out, x), extras, cache)
+
+
+def project(weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any) -> tuple[Any, Any, Any]:
+    """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]; of no x_k no keys."""
+    query, key, value = weights.query, weights.key, weights.value
+    if key is None or value is None or x_k is None:
+        return query(x_q), None, None
+    (N, H), (K, Hv) = query.features, value.features
+    if x_q is x_k is x_v:
+        q, k, v = fused(x_q, (query, key, value), groups=K)
+    elif x_k is x_v:
+        q, (k, v) = query(x_q), fused(x_k, (key, value), groups=K)
+    else:
+        q, k, v = query(x_q), key(x_k), value(x_v)
+    chex.assert_shape(q, (*x_q.shape[:-1], N, H))
+    chex.assert_shape(k, (*x_k.shape[:-1], K, H))
+    chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
+    return q, k, v
+
+
+def normed(scale: jax.Array | None, x: Any, settings: Settings) -> Any:
+    """A LayerNorm without bias over the features of each head, if there is a scale; Flax's own."""
+    if scale is None or x is None:
+        return x
+    norm = nn.LayerNorm(use_bias=False, dtype=settings.dtype, param_dtype=scale.dtype)
+    return norm.apply({"params": {"scale": scale}}, x)
+
+
+def turned(
+    rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Queries and keys, turned by where their tokens stand."""
+    q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
+    if order is not None:
+        q_pos = k_pos = jnp.asarray(order)
+    if isinstance(cache, KVCache):
+        q_pos = k_pos = cache.next_positions(q.shape[-3])
+    return rotate(rotary, q, k, positions, q_pos, k_pos)
+
+
+def merged(out: Linear | None, x: jax.Array) -> jax.Array:
+    """The heads' outputs [*B, T, N, Hv] as [*B, T, D_out], or one after the other."""
+    return jax.lax.collapse(x, x.ndim - 2) if out is None else out(x)
+
+
+def _arguments(
+    weights: Weights, settings: Settings, call: Call, captured: Any, module: Any
+) -> dict[str, Any]:
+    """What computes attention, and what it is given beside queries, keys and values."""
+    found: dict[str, Any] = {
+        "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
+        "scores": as_scores(settings.scores) + as_scores(call.scores),
+        "sinks": weights.sinks, "kernel": settings.kernel, "precision": settings.precision,
+        **(captured or {}),
+    }  # fmt: skip
+    if settings.attention_fn is None:
+        return found | {"return_residuals": True}  # Always a tuple.
+    return found | {
+        "attention": functools.partial(
+            flax_functions.run, settings.attention_fn, dtype=settings.dtype,
+            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=module,
+        )
+    }  # fmt: skip
+
+
+def _real(lengths: jax.Array | None, q: jax.Array, k: Any, itself: bool) -> masks.Mask | None:
+    """The mask of rows with so many real queries, and as many keys if they are the same tokens."""
+    if lengths is None:
+        return None
+    lengths = shapes.per_row("lengths", lengths, q.shape[:-3], q.shape[-3])
+    return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
+
+
+def _ordered(order: Array | None, whole: bool, length: int) -> Array | None:
+    if order is None:
+        return None
+    if not whole:
+        raise ValueError(
+            "order says where the tokens of self-attention stand, all of them in one call; got it "
+            "in decoding or with inputs_k; leave it out"
+        )
+    return shapes.check_order(order, length)
