@@ -30,6 +30,7 @@ __all__ = [
     "generate",
     "masks",
     "models",
+    "nnx",
     "positions",
     "sampling",
     "scores",
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from flax_mha import cache as cache
     from flax_mha import masks as masks
     from flax_mha import models as models
+    from flax_mha import nnx as nnx
     from flax_mha import positions as positions
     from flax_mha import sampling as sampling
     from flax_mha import scores as scores

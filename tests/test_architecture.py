@@ -43,7 +43,7 @@ LAYERS = [
     {"cache"},
     {"flax_functions"},
     {"core"},
-    {"attention", "mlp", "embeddings"},
+    {"attention", "nnx", "mlp", "embeddings"},
     {"blocks"},
     {"stacks"},
     {"models", "sampling"},
@@ -114,7 +114,8 @@ def test_files_and_functions_stay_small() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 doc = ast.get_docstring(node, clean=False) or ""
-                lines = node.end_lineno - node.lineno + 1 - doc.count("\n")
+                # What the arguments are called and mean is a list.
+                lines = node.end_lineno - node.body[0].lineno + 1 - doc.count("\n")
                 assert lines <= 60, f"{path}: {node.name} has {lines} lines"
 
 

@@ -50,6 +50,16 @@ def test_the_page_on_decoding_runs() -> None:
     np.testing.assert_array_equal(scope["cache"].free(scope["best_of_3"]), [9] * 3 + [12] * 3)
 
 
+def test_the_page_on_nnx_runs() -> None:
+    scope: dict = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for code in blocks("python", (ROOT / "docs" / "nnx.md").read_text()):
+            exec(code, scope)
+    np.testing.assert_allclose(scope["same"], scope["layer"](scope["x"]), atol=1e-6)
+    np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
+    assert scope["following"].shape == (2, 1, 64)
+
+
 def test_ci_runs_the_command_of_the_readme() -> None:
     commands = [block.strip() for block in blocks("sh")]
     (tests,) = [command for command in commands if "pytest" in command]

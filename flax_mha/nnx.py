@@ -1,0 +1,364 @@
+# Over 300 lines: half of them name arguments, and say what they mean.
+"""The nnx layer: its parameters, its cache, and a call of the core."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from flax_mha import core, inputs, masks, shapes
+from flax_mha.cache import KVCache, variables
+from flax_mha.core import Call
+from flax_mha.grid import Array
+from flax_mha.kernels import observe
+from flax_mha.linear import Linear
+from flax_mha.positions import Rotation
+from flax_mha.scores import ScoreMod
+from flax_mha.shapes import Shape
+from flax_mha.sharding import LogicalNames
+
+_ZEROS = nnx.initializers.zeros_init()
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NAMES: dict[str, LogicalNames] = {
+    "query": ("embed", "heads", "head_dim"),
+    "key": ("embed", "kv_heads", "head_dim"),
+    "value": ("embed", "kv_heads", "head_dim"),
+    "out": ("heads", "head_dim", "embed"),
+}
+
+
+class MultiHeadAttention(nnx.Module):
+    """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
+
+        q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
+        out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
+
+    Parameters, their names and initial values are those of Flax's layer, and so are the names and
+    the order of its arguments. With the same numbers as `flax_mha.MultiHeadAttention`: both call
+    `flax_mha.core`.
+
+    Args:
+      num_heads: N.
+      in_features: D, of inputs_q.
+      qkv_features: N·H (default: D).
+      out_features: D_out (default: D).
+      num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
+      in_kv_features: D', of inputs_k and inputs_v (default: D).
+      dtype: see `flax_mha.MultiHeadAttention`, as all that are not named here.
+      decode: keep the keys and values of earlier calls, for which `init_cache` makes room; here or
+        in the call (default: False).
+      rngs: of parameters, and of dropout.
+      keep_rngs: whether to keep a stream for dropout; else it is given in the call.
+      kernel_metadata: of the parameters of that name, such as `{"out_sharding": (None, "model",
+        None)}`; so are all that follow.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        broadcast_dropout: bool = True,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: PrecisionLike = None,
+        kernel_init: Initializer = nnx.nn.linear.default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = _ZEROS,
+        out_bias_init: Initializer | None = None,
+        use_bias: bool = True,
+        attention_fn: Callable[..., Any] | None = None,
+        decode: bool | None = None,
+        normalize_qk: bool = False,
+        cache_window: int | None = None,
+        head_dim: int | None = None,
+        v_head_dim: int | None = None,
+        use_out_bias: bool | None = None,
+        project_out: bool = True,
+        kernel: str = "auto",
+        mask: masks.Mask | None = None,
+        scores: Sequence[ScoreMod] = (),
+        sinks: bool = False,
+        capture: Sequence[str] = (),
+        capture_heads: Sequence[int] | None = None,
+        capture_queries: Sequence[int] | None = None,
+        rotary: Rotation | None = None,
+        rngs: nnx.Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Mapping[str, Any] = _NOTHING,
+        out_kernel_metadata: Mapping[str, Any] = _NOTHING,
+        bias_metadata: Mapping[str, Any] = _NOTHING,
+        out_bias_metadata: Mapping[str, Any] = _NOTHING,
+        query_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
+        key_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
+    ) -> None:
+        inputs.positive(num_heads=num_heads, in_features=in_features)
+        inputs.optional(out_features=out_features, in_kv_features=in_kv_features)
+        self.num_heads, self.in_features = num_heads, in_features
+        self.out_features = out_features or in_features
+        self.in_kv_features = in_kv_features or in_features
+        N, K, H, Hv = shapes.head_sizes(
+            in_features, num_heads, num_kv_heads, qkv_features, head_dim, v_head_dim
+        )
+        self.num_kv_heads, self.head_dim, self.v_head_dim = K, H, Hv
+        self.qkv_features = N * H
+        self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
+        self.broadcast_dropout, self.dropout_rate = broadcast_dropout, dropout_rate
+        self.deterministic, self.decode = deterministic, decode
+        self.use_bias, self.normalize_qk = use_bias, normalize_qk
+        self.attention_fn, self.force_fp32_for_softmax = attention_fn, False
+        self.cache_window, self.kernel, self.rotary = cache_window, kernel, rotary
+        self.capture = tuple(observe.check_names(capture))
+        self.capture_heads, self.capture_queries = capture_heads, capture_queries
+        # Their arrays are part of the layer's state.
+        self.mask, self.scores = nnx.data(mask), nnx.data(scores)
+        self._check()
+
+        linear = functools.partial(
+            nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
+        )
+        heads = functools.partial(
+            linear, kernel_init=kernel_init, bias_init=bias_init, use_bias=use_bias,
+            kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
+        )  # fmt: skip
+        self.query = heads(in_features, (N, H))
+        self.key = heads(self.in_kv_features, (K, H))
+        self.value = heads(self.in_kv_features, (K, Hv))
+        norm = functools.partial(
+            nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        metadata = (query_ln_scale_metadata, key_ln_scale_metadata)
+        norms = [norm(scale_metadata=each) if normalize_qk else None for each in metadata]
+        self.query_ln, self.key_ln = (nnx.data(each) for each in norms)
+        self.out = nnx.data(None)
+        if project_out:
+            self.out = linear(
+                (N, Hv), self.out_features, axis=(-2, -1),
+                kernel_init=out_kernel_init or kernel_init, bias_init=out_bias_init or bias_init,
+                use_bias=use_bias if use_out_bias is None else use_out_bias,
+                kernel_metadata=out_kernel_metadata or kernel_metadata,
+                bias_metadata=out_bias_metadata or bias_metadata,
+            )  # fmt: skip
+        zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
+        self.sinks: nnx.Param | None = nnx.data(zeros)
+        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
+        self.kv: nnx.Cache | None = nnx.data(None)
+
+    def _check(self) -> None:
+        """The settings that say by name or type what they must be."""
+        inputs.rate("dropout_rate", self.dropout_rate)
+        for name in ("broadcast_dropout", "use_bias", "normalize_qk"):
+            inputs.flag(name, getattr(self, name))
+        for name in ("dtype", "param_dtype"):
+            if getattr(self, name) is not None:
+                inputs.dtype(name, getattr(self, name), "a floating dtype")
+        if self.precision is not None:
+            inputs.precision("precision", self.precision)
+        if self.rotary is not None:
+            remedy = "give positions.Rotary(), with its parentheses"
+            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
+        variables.window(self.mask, self.cache_window)
+
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None,
+        *,
+        mask: masks.MaskLike | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        bias: jax.Array | None = None,
+        scores: Sequence[ScoreMod] = (),
+        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+        head_mask: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        order: Array | None = None,
+        return_weights: bool = False,
+    ) -> Any:
+        """Attends from inputs_q to inputs_k and inputs_v.
+
+        Args:
+          inputs_q: [*B, T, D].
+          inputs_k: [*B, S, D'] (default: inputs_q, self-attention).
+          inputs_v: [*B, S, D'] (default: inputs_k).
+          mask: see `flax_mha.MultiHeadAttention`, as all that are not named here.
+          deterministic: if True, no dropout; here or in the constructor, or by `eval()`.
+          rngs: of dropout (default: the layer's own).
+          sow_weights: sow the weights [*B, N, T, S] as `attention_weights`, of `nnx.Intermediate`.
+          decode: append these tokens to the cache and attend to all so far, causally; any number of
+            them (default: the layer's `decode`).
+          is_causal: see no later key; in decoding that is so anyhow.
+          bias: see there.
+          scores: see there.
+          positions: see there.
+          head_mask: see there.
+          lengths: see there.
+          order: see there.
+          return_weights: see there.
+
+        Returns:
+          out [*B, T, D_out], or (out, weights).
+
+        Raises:
+          ValueError: if sizes do not fit, or there is no cache to decode with.
+          TypeError: if a dtype is not supported.
+        """
+        for name, flag in (("sow_weights", sow_weights), ("is_causal", is_causal)):
+            inputs.flag(name, flag)
+        inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
+        self._check_features(inputs_q, inputs_k, inputs_v)
+        cache = self._cache() if (self.decode if decode is None else decode) else None
+        if is_causal:
+            mask = masks.combine(masks.Causal(), mask)
+        captured = self._captured(sow_weights)
+        found = core.attention(
+            self._weights(), core.Settings.of(self), inputs_q, inputs_k, inputs_v,
+            Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
+            dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
+            captured=captured, module=self if sow_weights else None,
+        )  # fmt: skip
+        if cache is not None and self.kv is not None:
+            self.kv.set_value(found.cache)
+        if captured and self.attention_fn is None:
+            for name, x in found.extras.pop().items():
+                self.sow(nnx.Intermediate, f"attention_{name}", x)
+        return (found.out, found.extras[0]) if return_weights else found.out
+
+    def init_cache(self, input_shape: Shape, dtype: Dtype = jnp.float32) -> None:
+        """Makes room for the tokens of inputs of that shape, [*B, S, D]; or empties the cache.
+
+        Args:
+          input_shape: see above.
+          dtype: of what is kept, floating point or int8.
+        """
+        *B, S, _ = inputs.sizes("input_shape", input_shape)
+        window = variables.window(self.mask, self.cache_window)
+        empty = KVCache.empty(
+            tuple(B), self.cache_window or S, self.num_kv_heads, self.head_dim, self.v_head_dim,
+            dtype=dtype, window=window,
+        )  # fmt: skip
+        self.kv = nnx.Cache(empty)
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Shape | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """What `nnx.view` sets; with decode=True and both sizes it makes room for tokens."""
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if decode and self.kv is None and batch_size is not None and max_length is not None:
+            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
+
+    def _cache(self) -> KVCache:
+        if self.kv is None:
+            raise ValueError(
+                "decode=True needs a cache, and there is none; call init_cache(x.shape) of inputs "
+                "[*B, S, D] as long as all tokens together"
+            )
+        return self.kv.get_value()
+
+    def _check_features(self, *given: jax.Array) -> None:
+        wanted = (self.in_features, self.in_kv_features, self.in_kv_features)
+        for name, x, features in zip(
+            ("inputs_q", "inputs_k", "inputs_v"), given, wanted, strict=True
+        ):
+            if x.shape[-1] != features:
+                raise ValueError(
+                    f"inputs_{name} must have {features} features, as the layer was made for, got "
+                    f"{x.shape}; change in_features or in_kv_features"
+                )
+
+    def _weights(self) -> core.Weights:
+        def linear(name: str, **more: Any) -> Linear:
+            layer = getattr(self, name)
+            bias = None if layer.bias is None else layer.bias[...]
+            return Linear(
+                layer.kernel[...], bias, _NAMES[name], dtype=self.dtype, precision=self.precision,
+                **more,
+            )  # fmt: skip
+
+        def scale(norm: Any) -> jax.Array | None:
+            return None if norm is None else norm.scale[...]
+
+        out = None
+        if self.out is not None:
+            out = linear("out", contracted=2, rows=("batch", "norm_length"))
+        sinks = None if self.sinks is None else self.sinks.get_value()
+        return core.Weights(
+            linear("query"), linear("key"), linear("value"), out,
+            scale(self.query_ln), scale(self.key_ln), sinks,
+        )  # fmt: skip
+
+    def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:
+        """A key, if there is to be dropout."""
+        if self.dropout_rate == 0:
+            return None
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic is None:
+            raise ValueError(
+                f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
+                f"deterministic=None; give it here or in the constructor, or call train() or eval()"
+            )
+        if inputs.flag("deterministic", deterministic):
+            return None
+        stream = self.rngs if rngs is None else rngs
+        stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
+        if stream is None:
+            raise ValueError(
+                "dropout needs rngs, and the layer has kept none; give rngs= in the call, or "
+                "keep_rngs=True"
+            )
+        return stream()
+
+    def _captured(self, sow_weights: bool) -> dict[str, Any]:
+        """The kernel's arguments of what is captured, if anybody listens."""
+        names = self.capture
+        if self.attention_fn is not None:
+            return {"capture": names} if names else {}
+        if not hasattr(self, "__captures__"):
+            # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
+            names = ()
+        if sow_weights and "weights" not in names:
+            names += ("weights",)
+        if not names:
+            return {}
+        heads, queries = self.capture_heads, self.capture_queries
+        return {"capture": names, "capture_heads": heads, "capture_queries": queries}
+
+    @property
+    def cached_key(self) -> jax.Array | None:
+        """The keys that the cache holds, as Flax's layer has them: [*B, S, K, H]."""
+        return None if self.kv is None else jnp.swapaxes(self.kv.get_value().key, -3, -2)
+
+    @property
+    def cached_value(self) -> jax.Array | None:
+        """The values that the cache holds, [*B, S, K, Hv]."""
+        return None if self.kv is None else jnp.swapaxes(self.kv.get_value().value, -3, -2)
+
+    @property
+    def cache_index(self) -> jax.Array | None:
+        """How many tokens each row of the cache has, int32 [*B]."""
+        return None if self.kv is None else self.kv.get_value().length

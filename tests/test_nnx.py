@@ -1,0 +1,249 @@
+"""The nnx layer: Flax's parameters and numbers, the linen layer's features, nnx's transforms."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import flax_mha
+from flax_mha import masks, scores, sharding
+from flax_mha.nnx import MultiHeadAttention
+from flax_mha.positions import Rotary
+
+B, T, D = 2, 6, 16
+X = jax.random.normal(jax.random.key(0), (B, T, D))
+Y = jax.random.normal(jax.random.key(1), (B, T + 2, 12))
+CLOSE = 2e-6
+
+
+def pure(layer: Any, *kinds: Any) -> dict[str, Any]:
+    return nnx.to_pure_dict(nnx.state(layer, *kinds))
+
+
+def close(got: Any, wanted: Any, atol: float = CLOSE) -> None:
+    np.testing.assert_allclose(got, wanted, atol=atol, rtol=0)
+
+
+FLAX: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sizes": {"qkv_features": 32, "out_features": 5},
+    "norms": {"normalize_qk": True},
+    "groups": {"num_kv_heads": 2},
+    "cross": {"in_kv_features": 12},
+    "no bias": {"use_bias": False},
+    "dtypes": {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", FLAX)
+def test_flax_with_one_import_changed(name: str) -> None:
+    """Parameters equal to the bit, outputs and gradients as Flax's."""
+    fields = FLAX[name]
+    kinds = (nnx.MultiHeadAttention, MultiHeadAttention)
+    theirs, ours = (kind(4, D, rngs=nnx.Rngs(3), **fields) for kind in kinds)
+    assert jax.tree.structure(pure(theirs, nnx.Param)) == jax.tree.structure(pure(ours, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, pure(ours, nnx.Param), pure(theirs, nnx.Param))
+    x, *kv = (X, Y) if name == "cross" else (X,)
+
+    def loss(layer: Any) -> jax.Array:
+        return jnp.sum(layer(x, *kv, decode=False).astype(jnp.float32) ** 2)
+
+    bound = 0.03 if name == "dtypes" else 2e-5
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        expected, wanted = nnx.value_and_grad(loss)(theirs)
+    found, got = nnx.value_and_grad(loss)(ours)
+    np.testing.assert_allclose(found, expected, rtol=bound)
+    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(nnx.to_pure_dict(wanted)))
+    jax.tree.map(
+        lambda a, b: close(np.float32(a) / largest, np.float32(b) / largest, bound),
+        nnx.to_pure_dict(got), nnx.to_pure_dict(wanted),
+    )  # fmt: skip
+
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "rotary, groups, dv": {"rotary": Rotary(), "num_kv_heads": 2, "v_head_dim": 3, "head_dim": 8},
+    "mask, scores, sinks": {
+        "mask": masks.Causal(), "scores": (scores.SoftCap(5.0), scores.Alibi()), "sinks": True,
+    },
+    "norms, no output projection": {"normalize_qk": True, "project_out": False},
+    "key padding": {"mask": masks.Keys(jnp.arange(T) < 4)},
+    "a kernel": {"kernel": "blockwise", "use_out_bias": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_it_is_the_linen_layer(name: str) -> None:
+    """Parameters go from one tree to the other as they are, with the same outputs to the bit."""
+    fields = BEYOND[name]
+    ours = MultiHeadAttention(4, D, rngs=nnx.Rngs(0), **fields)
+    linen = flax_mha.MultiHeadAttention(4, **fields)
+    shapes = jax.eval_shape(linen.init, jax.random.key(0), X)["params"]
+    assert jax.tree.map(jnp.shape, pure(ours, nnx.Param)) == jax.tree.map(jnp.shape, shapes)
+    values = jax.tree.map(lambda x: jax.random.normal(jax.random.key(5), x.shape), shapes)
+    nnx.update(ours, nnx.State(values))
+    jax.tree.map(np.testing.assert_array_equal, pure(ours, nnx.Param), dict(values))
+    call = {"lengths": jnp.array([6, 3]), "head_mask": jnp.array([1.0, 0.0, 2.0, 1.0])}
+    expected = jax.jit(lambda v: linen.apply({"params": v}, X, **call))(values)
+    np.testing.assert_array_equal(nnx.jit(lambda m: m(X, **call))(ours), expected)
+
+
+def test_decoding_is_the_causal_forward() -> None:
+    layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
+    whole = layer(X, decode=False, is_causal=True)
+    layer.init_cache((B, T, D))
+    step = nnx.jit(lambda layer, x: layer(x))
+    close(jnp.concatenate([step(layer, x) for x in jnp.split(X, [3, 4], axis=1)], axis=1), whole)
+    np.testing.assert_array_equal(layer.cache_index, [T, T])
+    assert layer.cached_key.shape == (B, T, 2, 4)
+    assert np.isnan(step(layer, X[:, :1])).all()  # Beyond its room.
+    layer.init_cache((B, T, D))
+    close(step(layer, X), whole)
+
+
+def test_a_ring_is_the_window() -> None:
+    layer = MultiHeadAttention(
+        4, D, mask=masks.Window(2, 0), cache_window=3, decode=True, rngs=nnx.Rngs(0)
+    )
+    whole = layer(X, decode=False)
+    layer.init_cache((B, T, D))
+    assert layer.cached_key.shape[1] == 3
+    close(jnp.concatenate([layer(X[:, t : t + 1]) for t in range(T)], axis=1), whole)
+
+
+def test_train_and_eval_turn_dropout_on_and_off() -> None:
+    layer = MultiHeadAttention(4, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"deterministic=None; give it.*train\(\) or eval"):
+        layer(X)
+    layer.eval()
+    np.testing.assert_array_equal(layer(X), layer(X))
+    layer.train()
+    one, other = layer(X), layer(X)
+    assert np.abs(one - other).max() > 0.01
+    # The same key, the same bits.
+    np.testing.assert_array_equal(*(layer(X, rngs=nnx.Rngs(dropout=7)) for _ in range(2)))
+    plain = MultiHeadAttention(4, D, dropout_rate=0.5, keep_rngs=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="has kept none; give rngs="):
+        plain(X, deterministic=False)
+
+
+def test_views() -> None:
+    layer = MultiHeadAttention(4, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    evaluated = nnx.view(layer, deterministic=True)
+    np.testing.assert_array_equal(evaluated(X), evaluated(X))
+    assert layer.deterministic is None
+
+
+class Tower(nnx.Module):
+    """Somebody's model, with layers under vmap and scan."""
+
+    def __init__(self, depth: int, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=depth)
+        @nnx.vmap(in_axes=(0,))
+        def make(rngs: nnx.Rngs) -> MultiHeadAttention:
+            return MultiHeadAttention(4, D, mask=masks.Causal(), rotary=Rotary(), rngs=rngs)
+
+        self.layers = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def step(x: jax.Array, layer: MultiHeadAttention) -> jax.Array:
+            return x + layer(x)
+
+        return step(x, self.layers)
+
+
+def test_vmap_scan_remat_and_grad() -> None:
+    tower = Tower(3, nnx.Rngs(0))
+    out, grads = nnx.jit(nnx.value_and_grad(lambda tower, x: (tower(x) ** 2).sum()))(tower, X)
+    stacked = pure(tower.layers, nnx.Param)
+    x = X
+    for n in range(3):
+        layer = MultiHeadAttention(4, D, mask=masks.Causal(), rotary=Rotary(), rngs=nnx.Rngs(0))
+        nnx.update(layer, nnx.State(jax.tree.map(lambda leaf, n=n: leaf[n], stacked)))
+        x = x + layer(x)
+    np.testing.assert_allclose(out, (x**2).sum(), rtol=1e-5)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
+
+
+def test_split_and_merge_carry_the_cache() -> None:
+    layer = MultiHeadAttention(4, D, decode=True, rngs=nnx.Rngs(0))
+    layer.init_cache((B, T, D))
+    layer(X[:, :2])
+    graph, state = nnx.split(layer)
+
+    @jax.jit
+    def step(state: Any, x: jax.Array) -> Any:
+        layer = nnx.merge(graph, state)
+        return layer(x), nnx.state(layer)
+
+    out, state = step(state, X[:, 2:])
+    close(out, layer(X[:, 2:]))
+
+
+def test_weights_are_sown_and_returned() -> None:
+    layer = MultiHeadAttention(4, D, capture=("entropy",), rngs=nnx.Rngs(0))
+    out, weights = layer(X, return_weights=True)
+    _, found = nnx.capture(lambda m: m(X, sow_weights=True), nnx.Intermediate)(layer)
+    np.testing.assert_array_equal(found["attention_weights"][0], weights)
+    assert found["attention_entropy"][0].shape == (B, 4, T)
+    np.testing.assert_array_equal(out, layer(X))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_on_meshes(kind: AxisType) -> None:
+    """Heads over one axis by nnx's own metadata, rows over the other; numbers as on one device."""
+    plain = MultiHeadAttention(4, D, mask=masks.Causal(), rngs=nnx.Rngs(0))
+    expected = plain(X)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (kind, kind))
+    heads = {"out_sharding": (None, "model", None)}
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        layer = MultiHeadAttention(
+            4, D, mask=masks.Causal(), kernel_metadata=heads,
+            out_kernel_metadata={"out_sharding": ("model", None, None)},
+            bias_metadata={"out_sharding": ("model", None)},
+            out_bias_metadata={"out_sharding": (None,)}, rngs=nnx.Rngs(0),
+        )  # fmt: skip
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        assert tuple(layer.query.kernel.get_value().sharding.spec)[1] == "model"
+        out, grads = nnx.jit(lambda m, x: (m(x), nnx.grad(lambda m: (m(x) ** 2).sum())(m)))(
+            layer, x
+        )
+    close(out, expected, 5e-6)
+    assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
+
+
+def test_blocks_through_the_bridge() -> None:
+    """Blocks and models are linen; `nnx.bridge.ToNNX` makes them nnx."""
+    block = flax_mha.EncoderBlock(flax_mha.MultiHeadAttention(4), mlp_dim=32)
+    ours = nnx.bridge.ToNNX(block, rngs=nnx.Rngs(0)).lazy_init(X)
+    params = block.init(jax.random.key(0), X)["params"]
+    assert jax.tree.map(jnp.shape, pure(ours, nnx.Param)) == jax.tree.map(jnp.shape, params)
+    grads = nnx.jit(nnx.grad(lambda m: (m(X) ** 2).sum()))(ours)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
+
+
+MISTAKES = {
+    "features": (lambda: MultiHeadAttention(4, D, rngs=nnx.Rngs(0))(Y), r"16 features.*\(2, 8, 1"),
+    "no cache": (
+        lambda: MultiHeadAttention(4, D, decode=True, rngs=nnx.Rngs(0))(X), "call init_cache",
+    ),
+    "heads": (lambda: MultiHeadAttention(3, D, rngs=nnx.Rngs(0)), "num_heads=3 must divide"),
+    "groups": (lambda: MultiHeadAttention(4, D, num_kv_heads=3, rngs=nnx.Rngs(0)), r"of \[1, 2, 4"),
+    "rotary": (lambda: MultiHeadAttention(4, D, rotary=Rotary, rngs=nnx.Rngs(0)), "parentheses"),
+    "ring": (lambda: MultiHeadAttention(4, D, cache_window=3, rngs=nnx.Rngs(0)), "masks.Window"),
+    "dtype": (lambda: MultiHeadAttention(4, D, dtype="foo", rngs=nnx.Rngs(0)), "bfloat16"),
+    "capture": (lambda: MultiHeadAttention(4, D, capture="lse", rngs=nnx.Rngs(0)), "takes a tuple"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_answered_plainly(name: str) -> None:
+    call, words = MISTAKES[name]
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
