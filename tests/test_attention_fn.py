@@ -25,7 +25,7 @@ def params_of(layer: nn.Module, x: jax.Array = X) -> Any:
     return random_like(jax.eval_shape(lenient(layer.init), KEY, x))
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_in_linen(deterministic: bool) -> None:
     """Same numbers and sown weights; nothing is dropped at evaluation, and all that is else."""
@@ -65,7 +65,7 @@ def test_in_linen_decoding() -> None:
     assert error(*outs) < OUTPUT
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("groups", [2, 1])
 def test_in_nnx(groups: int) -> None:

@@ -71,6 +71,7 @@ def test_mlp(activation: str, gated: bool) -> None:
     assert error(run(module, params, X), oracle.mlp(params["params"], X, activation)) < OUTPUT
 
 
+@pytest.mark.sampled(0.37)
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True)])
@@ -125,6 +126,7 @@ def constant(params: Any, **branches: float) -> Any:
     return params
 
 
+@pytest.mark.slow
 def test_each_dropout_acts() -> None:
     """On the weights, on the hidden features of the MLP, and on what joins the residual."""
     for module in (block({"dropout_rate": 0.5}), MLP(16, dropout_rate=0.5)):
@@ -175,7 +177,7 @@ def encoded(
     return oracle.NORMS[norm](params["norm"], x) if pre_norm else x
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_is_the_loop(pre_norm: bool, remat: bool) -> None:
@@ -221,7 +223,7 @@ def classifier(**fields: Any) -> Classifier:
     return Classifier(TokenEmbedding(9, D), Encoder(2, block()), num_classes=3, **fields)
 
 
-@pytest.mark.sampled(0.66)
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
 def test_classifier(positions: str) -> None:
     """The whole of it, composed from the formulas; padding has no influence at all."""

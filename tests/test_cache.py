@@ -163,6 +163,7 @@ def test_storage(dtype: str, bound: float) -> None:
     assert 0 < np.abs(whole - wanted).max() < bound * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 @given(st.integers(0, 99), st.floats(1e-3, 1e3))
 def test_int8_is_within_its_bound(seed: int, size: float) -> None:
     x = jax.random.normal(jax.random.key(seed), (3, 2, 8)) * size

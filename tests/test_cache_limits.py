@@ -150,6 +150,7 @@ def heads() -> list[jax.Array]:
     return [jnp.asarray(RNG.normal(size=(1, 12, 2, 4)), jnp.float32) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
     q, k, v = heads()
     wanted = dot_product_attention(q, k, v, mask=Window(2, 0))
@@ -215,6 +216,7 @@ def test_rows_that_do_not_exist_are_lost_until_they_are_emptied(window: int | No
     np.testing.assert_array_equal(below.overflowed, [True])
 
 
+@pytest.mark.slow
 def test_all_variables_of_a_model_are_taken_too() -> None:
     layer = MultiHeadAttention(2, decode=True)
     variables = layer.init(KEY, X[:, :SLOTS])

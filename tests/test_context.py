@@ -91,7 +91,7 @@ def test_as_one_device(way: str, kind: str, name: str) -> None:
     compare(attention(way, call), operands(S, K), kind, FOUR, specs)
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", shards.WAYS)
 def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
     """What a mask knows of each token lies where the token does."""

@@ -166,6 +166,7 @@ def test_enough_beams_are_brute_force(name: str) -> None:
         same([result], [(best[:length].tolist(), total.max())])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(-20, 20), min_size=1, max_size=9),
     st.integers(1, 9),
@@ -189,6 +190,7 @@ def test_what_is_drawn_from(logits: list[int], k: int, p: float) -> None:
         np.testing.assert_array_equal(sampling.top_p(jnp.asarray(x), p), kept)
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution() -> None:
     """Of the tempered and cut logits; and a draw is a function of its key."""
     logits = jnp.asarray([2.0, 1.0, 0.0, -1.0, -2.0])

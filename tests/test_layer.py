@@ -46,6 +46,7 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
     return jax.jit(lambda *args: layer.apply(*args, **call))(params, *inputs)
 
 
+@pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("inputs", [(X,), (X, Y, Z)], ids=["self", "distinct"])
 @pytest.mark.parametrize(
     ("fields", "value", "out"),
@@ -75,6 +76,7 @@ def test_fields(
     assert error(actual_weights, weights) < OUTPUT
 
 
+@pytest.mark.slow
 @given(
     K=st.integers(1, 3), G=st.integers(1, 3), H=st.integers(1, 4), Hv=st.integers(1, 4),
     T=st.integers(1, 5), S=st.integers(1, 5), batch=st.lists(st.integers(1, 2), max_size=2),
@@ -102,7 +104,7 @@ MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
 }
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_and_weights(name: str) -> None:
     """With queries that see nothing in most; the weights sum to 1, or there to 0."""
@@ -131,6 +133,7 @@ def test_mask_field_mask_argument_and_bias_join() -> None:
     assert error(out, expected) < OUTPUT
 
 
+@pytest.mark.sampled(0.66)
 @pytest.mark.parametrize("shape", [(S,), (N, 1, S), (B, 1, T, S)], ids=str)
 def test_bias_and_gradients(shape: tuple[int, ...]) -> None:
     """Of the kernel, with grouped heads and rows that see nothing."""
@@ -170,6 +173,7 @@ def test_the_oracle_by_finite_differences() -> None:
         assert error((ahead - behind) @ cotangent.ravel() / 2, (gradient * step).sum()) < 1e-7
 
 
+@pytest.mark.sampled(0.66)
 @pytest.mark.parametrize(
     "settings", [{}, {"interleaved": True}, {"fraction": 0.5, "base": 100.0}], ids=",".join
 )

@@ -103,6 +103,7 @@ def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
     return evaluate(expression, lambda name: (ATOMS[name][0], definition(ATOMS[name][1])))
 
 
+@pytest.mark.slow
 @given(random_masks)
 def test_algebra(expression: Expression) -> None:
     mask, expected = meant(expression)

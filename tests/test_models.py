@@ -73,7 +73,7 @@ def test_without_a_memory_it_is_an_encoder_block_under_causality() -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_nothing_comes_from_the_future_or_from_padding(scan: bool) -> None:
     """The gradients are 0 exactly there; scanned layers are the layers."""

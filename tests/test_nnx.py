@@ -40,6 +40,7 @@ FLAX: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("name", FLAX)
 def test_flax_with_one_import_changed(name: str) -> None:
     """Parameters equal to the bit, outputs and gradients as Flax's."""
@@ -76,6 +77,7 @@ BEYOND: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("name", BEYOND)
 def test_it_is_the_linen_layer(name: str) -> None:
     """Parameters go from one tree to the other as they are, with the same outputs to the bit."""
@@ -158,6 +160,7 @@ class Tower(nnx.Module):
         return step(x, self.layers)
 
 
+@pytest.mark.slow
 def test_vmap_scan_remat_and_grad() -> None:
     tower = Tower(3, nnx.Rngs(0))
     out, grads = nnx.jit(nnx.value_and_grad(lambda tower, x: (tower(x) ** 2).sum()))(tower, X)
@@ -195,6 +198,7 @@ def test_weights_are_sown_and_returned() -> None:
     np.testing.assert_array_equal(out, layer(X))
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_on_meshes(kind: AxisType) -> None:
     """Heads over one axis by nnx's own metadata, rows over the other; numbers as on one device."""

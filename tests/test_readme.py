@@ -50,6 +50,7 @@ def test_the_page_on_decoding_runs() -> None:
     np.testing.assert_array_equal(scope["cache"].free(scope["best_of_3"]), [9] * 3 + [12] * 3)
 
 
+@pytest.mark.slow
 def test_the_page_on_nnx_runs() -> None:
     scope: dict = {}
     with jax.numpy_dtype_promotion("standard"):

@@ -156,7 +156,7 @@ def test_a_name_without_a_rule_stays_as_it_is(kind: AxisType) -> None:
         assert y.sharding.spec == P(batch, None, "model")
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rules_for_heads_alone_leave_rows_divided(optimized, kind: AxisType) -> None:
     """As Flax's rules for its examples, that know nothing of our other names."""

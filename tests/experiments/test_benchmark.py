@@ -86,7 +86,7 @@ def outcome(name: str, case: Case) -> Outcome:
     return work.outcome(result)
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.sampled(0.02)
 @pytest.mark.parametrize(
     ("causal", "window", "dtype"),
     [(True, 0, "float32"), (False, 0, "float32"), (True, 5, "float32"), (True, 0, "bfloat16")],

@@ -224,6 +224,7 @@ def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) ->
     report.console().print(report.memory([done]), report.sent(done), report.others(layouts))
 
 
+@pytest.mark.slow
 def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
     """What is not hidden has no loss, and what is hidden leaves no trace in the guesses."""
     config = masked.get_config()

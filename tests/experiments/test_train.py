@@ -94,7 +94,7 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     assert done.stdout.splitlines()[-1] == data.make(config).headline(alone.metrics)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -57,6 +57,7 @@ def test_what_is_written_has_one_meaning() -> None:
     assert dates.Style("fr", "short").range() == (dates.FIRST, dates.LAST)
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8"), max_size=12))
 def test_a_vocabulary_reads_what_it_wrote(string: str) -> None:
     vocabulary = translation.Vocabulary([string, "0123"])

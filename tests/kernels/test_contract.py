@@ -76,7 +76,7 @@ def bounds(problem: Problem) -> dict[str, float]:
     return allowed
 
 
-@pytest.mark.sampled(0.03)
+@pytest.mark.sampled(0.02)
 def test_against_the_oracle(case: Case, kernel: str) -> None:
     problem = problem_of(case)
     mask, q_positions, kv_positions = problem.given

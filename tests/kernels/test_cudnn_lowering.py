@@ -33,6 +33,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(0.7)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_cudnn(hopper, monkeypatch, name: str, devices: int) -> None:

@@ -53,7 +53,7 @@ OPERANDS = ("q", "k", "v", "bias", "lengths")
 MAPPED = [(name,) for name in OPERANDS] + [("q", "v"), ("k", "bias"), ("q", "k", "v", "lengths")]
 
 
-@pytest.mark.sampled(0.05)
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "heads"), [(0, N), (1, 1)])
 @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
 def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], heads: int, axis: int) -> None:
@@ -115,7 +115,7 @@ def test_second_derivatives_and_forward_mode_say_so(nvidia) -> None:
         jax.jit(jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum())).lower(qkv[0])
 
 
-@pytest.mark.sampled(0.11)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mask",
     [None, Lengths(jnp.array([13, 64]), jnp.array([40, 5])) & Causal()],

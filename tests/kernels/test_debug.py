@@ -63,6 +63,7 @@ def test_nothing_is_found(kernel: str, mask: str, jit: bool) -> None:
         assert np.isfinite(x).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", pytest.param("blockwise", marks=COSTLY)])
 @pytest.mark.usefixtures("suspicious")
 def test_nothing_is_found_in_float64(kernel: str) -> None:
@@ -71,7 +72,7 @@ def test_nothing_is_found_in_float64(kernel: str) -> None:
             assert np.isfinite(x).all()
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", "decode"])
 @pytest.mark.usefixtures("suspicious")
 def test_an_infinite_lse_is_found(kernel: str) -> None:

@@ -109,7 +109,7 @@ def test_broadcast_is_one_pattern_for_all_rows_and_heads() -> None:
     assert 0.2 < 1 - mask.mean() < 0.4
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_attention_applies_exactly_this_mask(batch: tuple[int, ...]) -> None:
     """Values that are one-hot in the key position make the output show the dropped weights."""

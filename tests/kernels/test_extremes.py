@@ -70,7 +70,7 @@ def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
         assert oracle.error(got, want) < max(1e-5, 4 * eps)
 
 
-@pytest.mark.sampled(0.16)
+@pytest.mark.sampled(0.08)
 @kernels
 @pytest.mark.parametrize("call", [
     {"mask": np.zeros((T, S), bool)},
@@ -98,7 +98,7 @@ def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
         np.testing.assert_array_equal(x, 0)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_some_queries_that_see_nothing(kernel: str, sinks: np.ndarray | None) -> None:
@@ -143,7 +143,7 @@ def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
@@ -157,7 +157,7 @@ def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
             np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.25)
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
@@ -184,7 +184,7 @@ def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.sampled(0.16)
 @kernels
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
 def test_visible_nans_are_seen(kernel: str, operand: int) -> None:
@@ -224,6 +224,7 @@ def test_sinks_without_keys(kernel: str) -> None:
     np.testing.assert_array_equal(gradient, B * 3)
 
 
+@pytest.mark.sampled(0.5)
 @kernels
 def test_repeats_are_bit_equal(kernel: str) -> None:
     run = pulled(kernel, mask=Causal() & SEGMENTS, **DROPOUT)
@@ -232,6 +233,7 @@ def test_repeats_are_bit_equal(kernel: str) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_kernels_drop_the_same_weights() -> None:
     """Bit by bit: with values that are one-hot in the key, the output shows what was kept."""
     q, k, _, _ = arrays()

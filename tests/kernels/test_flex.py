@@ -182,6 +182,7 @@ def test_dropout_is_that_of_the_reference(tpu, broadcast: bool) -> None:
     assert oracle.error(*outs) < 2e-6
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_bias_is_0_where_nobody_looks(tpu) -> None:
     """In tiles that are skipped, too."""
     call = lambda x: {"mask": Causal(), "bias": x["bias"]}  # noqa: E731
@@ -191,7 +192,7 @@ def test_the_gradient_of_a_bias_is_0_where_nobody_looks(tpu) -> None:
     assert (grads["bias"][~unseen] != 0).all()
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [np.zeros((T, S), bool), Lengths(jnp.zeros(B, int))])
 def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
     call = lambda x: {"mask": mask, "scores": (Alibi(x["slopes"]),)} | DROPOUT  # noqa: E731
@@ -282,6 +283,7 @@ def test_on_the_shards_of_a_mesh(tpu, name: str) -> None:
         close(pulled("flex", *args), expected)
 
 
+@pytest.mark.slow
 def test_tables_of_tiles_too_large_are_joined(tpu, monkeypatch) -> None:
     """Into one for all heads and rows."""
     monkeypatch.setattr(flex, "TABLE", 4)

@@ -47,7 +47,7 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
     return run(*primals)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.16)
 @every
 @masks
 @pytest.mark.parametrize("traced", [False, True])
@@ -65,7 +65,7 @@ def test_scale(kernel: str, mask: str, traced: bool) -> None:
         assert oracle.error(got, want) < (2e-6 if want is expected else 1e-5)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.16)
 @every
 @masks
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 4e-3)])
@@ -84,7 +84,7 @@ def test_weights(kernel: str, mask: str, dtype: str, bound: float) -> None:
     assert oracle.error(weights, expected) < bound
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.slow
 @masks
 def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
     """With gradients of their arguments, under dropout."""
@@ -108,7 +108,7 @@ def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
             assert oracle.error(got, want) < 1e-5
 
 
-@pytest.mark.sampled(0.33)
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with the mask, the sink and the dropout of its own row and head."""

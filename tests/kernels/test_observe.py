@@ -52,7 +52,7 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=atol)
 
 
-@pytest.mark.sampled(0.03)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("K", [4, 1])
 @pytest.mark.parametrize("mask", MASKS)
@@ -77,7 +77,7 @@ def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
         close(value, wanted[name][:, [3, 0], 5:60:7])
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [False, True])
 def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blocked:
@@ -134,6 +134,7 @@ def test_nothing_changes(kernel: str, dtype: str) -> None:
         assert seen["entropy"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_entropy_takes_no_table() -> None:
     t = 8192
     q = jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)
@@ -168,6 +169,7 @@ def test_no_queries_and_no_keys() -> None:
         assert (seen["max_logit"] == -np.inf).all()
 
 
+@pytest.mark.slow
 def test_vmap_is_batch() -> None:
     q, k, v, _ = arrays(T, S, 2)
     run = functools.partial(dot_product_attention, mask=masks.Causal(), capture=observe.CAPTURES)

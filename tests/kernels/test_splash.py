@@ -84,7 +84,7 @@ def test_sinks_and_soft_cap(tpu, mask: str, K: int) -> None:
     check("splash", operands, known, call, {"sinks": sinks})
 
 
-@pytest.mark.sampled(0.08)
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize(("t", "s"), [(1, 1), (7, 64), (129, 257), (1, 600), (256, 128)])
 def test_sizes(tpu, K: int, t: int, s: int) -> None:
@@ -135,7 +135,7 @@ def test_cotangents_of_the_lse(tpu, sinks) -> None:
         np.testing.assert_array_equal(np.isneginf(lse), np.broadcast_to(empty, lse.shape))
 
 
-@pytest.mark.sampled(0.11)
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_pairs_do_not_leak(tpu, poison: float, skipped: bool) -> None:
@@ -237,7 +237,7 @@ POSITIONS = {
 }
 
 
-@pytest.mark.sampled(0.11)
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("mask", [Causal() & Window(60), Prefix(9) & Lengths(jnp.array([150, 9]))])
 def test_positions(tpu, positions: str, mask: Mask) -> None:
