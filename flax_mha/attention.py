@@ -88,6 +88,7 @@ class MultiHeadAttention(nn.Module):
       kernel: which attention kernel runs, see `flax_mha.explain`.
       mask: a mask that always holds, such as `masks.Causal()`.
       scores: functions of the scores that always apply, such as `(scores.SoftCap(50.0),)`.
+      scale: of the scores (default: 1/√H).
       sinks: learn one more score a head, that takes weight in the softmax and gives nothing.
       capture: what to sow into `intermediates` of each call, some of "weights", "lse", "entropy"
         and "max_logit" (see `flax_mha.kernels.observe`), as `attention_weights`, `attention_lse`
@@ -130,6 +131,7 @@ class MultiHeadAttention(nn.Module):
     kernel: str = "auto"
     mask: masks.Mask | None = None
     scores: Sequence[ScoreMod] = ()
+    scale: float | None = None
     sinks: bool = False
     capture: Sequence[str] = ()
     capture_heads: Sequence[int] | None = None

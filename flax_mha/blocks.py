@@ -2,18 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import flax.linen as nn
 import jax
 
 from flax_mha import inputs, layouts, masks, padding, shapes, sharding
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.grid import Array
+from flax_mha.attention import MultiHeadAttention, Options
 from flax_mha.mlp import MLP, Dropout
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-Calls: TypeAlias = dict[str, dict[str, Any]]  # by the name of a field, arguments of its call
+Calls: TypeAlias = dict[str, Any]  # by the name of a field, arguments of its call
+# Of a block's options, those for its cross-attention too.
+_OF_BOTH: tuple[Literal["lengths", "dropout_rng", "sow_weights"], ...] = (
+    "lengths", "dropout_rng", "sow_weights",
+)  # fmt: skip
 
 
 class Block(nn.Module):
@@ -101,30 +104,15 @@ class EncoderBlock(Block):
     """
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: masks.MaskLike | None = None,
-        bias: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        order: Array | None = None,
-        head_mask: jax.Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
-    ) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; arguments as for `MultiHeadAttention`.
+    def __call__(self, x: jax.Array, **options: Unpack[Options]) -> jax.Array:
+        """Maps [*B, T, D] to [*B, T, D]; options are the arguments of `MultiHeadAttention`.
 
         `deterministic` must be given if something is dropped; a layer whose field of that name is
         set keeps to that.
         """
-        x = padding.cleared(x, lengths, order)
-        call = {
-            "mask": mask, "bias": bias, "positions": positions, "lengths": lengths,
-            "order": order, "head_mask": head_mask, "sow_weights": sow_weights,
-        }  # fmt: skip
-        return self.run(x, deterministic, {"attention": call})
+        x = padding.cleared(x, options.get("lengths"), options.get("order"))
+        deterministic = options.pop("deterministic", None)
+        return self.run(x, deterministic, {"attention": options})
 
 
 class DecoderBlock(Block):
@@ -150,34 +138,22 @@ class DecoderBlock(Block):
         x: jax.Array,
         memory: jax.Array | None = None,
         *,
-        mask: masks.MaskLike | None = None,
         memory_mask: masks.MaskLike | None = None,
         memory_lengths: jax.Array | None = None,
-        bias: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        order: Array | None = None,
-        head_mask: jax.Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
+        **options: Unpack[Options],
     ) -> jax.Array:
         """Decodes.
 
         Args:
           x: [*B, T, D].
           memory: [*B, S, D'], what `cross_attention` attends to.
-          mask: joins causality in the self-attention.
           memory_mask: which of the memory a token may see.
           memory_lengths: int [*B], how many of the memory's tokens are real (default: all). The
             others are not attended to, and reach neither outputs nor gradients.
-          bias: of the self-attention, as all that follow: see `MultiHeadAttention`.
-          positions: see there.
-          lengths: see there.
-          order: of x, see there.
-          head_mask: see there.
-          deterministic: False drops, True does not; must be given if there is something to drop.
-            A layer whose field of that name is set keeps to that.
-          sow_weights: both layers sow theirs.
+          **options: arguments of the self-attention, see `MultiHeadAttention`; its mask joins
+            causality. `lengths`, `dropout_rng` and `sow_weights` are for both layers.
+            `deterministic` must be given if there is something to drop; a layer whose field of that
+            name is set keeps to that.
 
         Returns:
           [*B, T, D].
@@ -203,22 +179,16 @@ class DecoderBlock(Block):
             raise ValueError(
                 "cross_attention needs a memory to attend to, got None; give the encoder's output"
             )
-        x = padding.cleared(x, lengths, order)
+        x = padding.cleared(x, options.get("lengths"), options.get("order"))
+        deterministic = options.pop("deterministic", None)
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
             memory = None if memory is None else padding.cleared(memory, memory_lengths)
-        calls: Calls = {
-            "attention": {
-                "mask": masks.combine(masks.Causal(), mask), "bias": bias, "positions": positions,
-                "lengths": lengths, "order": order, "head_mask": head_mask,
-                "sow_weights": sow_weights,
-            }
-        }  # fmt: skip
+        of_both = {name: options.get(name) for name in _OF_BOTH if name in options}
+        options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
+        calls: Calls = {"attention": options}
         if cross is not None:
-            calls["cross_attention"] = {
-                "inputs_k": memory, "mask": memory_mask, "lengths": lengths,
-                "sow_weights": sow_weights,
-            }  # fmt: skip
+            calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **of_both}
         return self.run(x, deterministic, calls)
 
 

@@ -56,6 +56,7 @@ class Settings:
     rotary: Rotation | None = None
     mask: masks.MaskLike | None = None
     scores: Sequence[ScoreMod] = ()
+    scale: float | None = None
     kernel: str = "auto"
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
@@ -238,7 +239,8 @@ def _arguments(
     found: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
         "scores": as_scores(settings.scores) + as_scores(call.scores),
-        "sinks": weights.sinks, "kernel": settings.kernel, "precision": settings.precision,
+        "sinks": weights.sinks, "scale": settings.scale, "kernel": settings.kernel,
+        "precision": settings.precision,
         **(captured or {}),
     }  # fmt: skip
     if settings.attention_fn is None:

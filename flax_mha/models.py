@@ -1,16 +1,16 @@
 """Models made of the blocks."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from flax_mha import layouts, masks, shapes, sharding
+from flax_mha.attention import Options
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
-from flax_mha.grid import Array
 from flax_mha.inputs import fields, positive
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
@@ -37,23 +37,13 @@ class Classifier(nn.Module):
     dropout_rate: float = 0.0
 
     @nn.compact
-    def __call__(
-        self,
-        inputs: jax.Array,
-        *,
-        lengths: jax.Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
-    ) -> jax.Array:
+    def __call__(self, inputs: jax.Array, **options: Unpack[Options]) -> jax.Array:
         """Classifies each row of the batch.
 
         Args:
           inputs: what the embedding takes.
-          lengths: int [*B], how many of each row's tokens are real (default: all). The others
-            have no influence.
-          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
-            Must be said where there is dropout.
-          sow_weights: see `MultiHeadAttention`.
+          **options: for the encoder, see `MultiHeadAttention`. Tokens beyond `lengths` have no
+            influence. `deterministic` must be given where there is dropout.
 
         Returns:
           Logits [*B, num_classes], float32.
@@ -66,12 +56,13 @@ class Classifier(nn.Module):
             )
         positive(num_classes=self.num_classes)
         fields(self)
+        lengths = options.get("lengths")
         # Padded patches must not meet the gradient of their projection; tokens have none.
         patches = isinstance(self.embedding, PatchEmbedding)
         x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
         x = PositionEmbedding(self.positions, name="positions")(x)
-        x = Dropout(self.dropout_rate)(x, deterministic=deterministic)
-        x = self.encoder(x, lengths=lengths, deterministic=deterministic, sow_weights=sow_weights)
+        x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
+        x = self.encoder(x, **options)
         pooled = _mean(x.astype(jnp.float32), lengths)
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
@@ -127,33 +118,23 @@ class LanguageModel(nn.Module):
         tokens: jax.Array,
         memory: jax.Array | None = None,
         *,
-        mask: masks.MaskLike | None = None,
-        lengths: jax.Array | None = None,
-        memory_lengths: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        order: Array | None = None,
         at: jax.Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
+        memory_mask: masks.MaskLike | None = None,
+        memory_lengths: jax.Array | None = None,
+        **options: Unpack[Options],
     ) -> jax.Array:
         """Scores every token as the next one.
 
         Args:
           tokens: int [*B, T].
           memory: [*B, S, D'], what `cross_attention` attends to.
-          mask: joins causality.
-          lengths: int [*B], how many tokens of each row are real (default: all), see
-            `MultiHeadAttention`.
-          memory_lengths: int [*B], how many of the memory's rows are real (default: all).
-          positions: int [T] or [*B, T], where the tokens stand (default: 0 … T−1; in decoding, on
-            from there, but for `position_embedding`, which has to be told).
-          order: int [T], where the tokens stand if they are given in another order, see
-            `MultiHeadAttention`.
           at: int [*B], in 0 … T−1, the one token of each row whose successor is wanted (default:
             all are). The logits of one out of range are NaN.
-          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
-            Must be said where there is dropout.
-          sow_weights: see `MultiHeadAttention`.
+          memory_mask: which of the memory a token may see.
+          memory_lengths: int [*B], how many of the memory's rows are real (default: all).
+          **options: for the blocks, see `MultiHeadAttention`; a mask joins causality. `positions`
+            and `order` are those of `position_embedding` too, which in decoding has to be told.
+            `deterministic` must be given where there is dropout.
 
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 at least.
@@ -164,16 +145,16 @@ class LanguageModel(nn.Module):
           TypeError: if a dtype is not supported.
         """
         tokens = shapes.check_tokens("tokens", tokens)
+        positions, order = options.get("positions"), options.get("order")
         if order is not None:
             order = shapes.check_order(order, tokens.shape[-1])
         where: Any = order if positions is None and order is not None else positions
-        x = self.embed(tokens, positions=where, deterministic=deterministic)
-        rotates = self.decoder.block.attention.rotary is not None
+        x = self.embed(tokens, positions=where, deterministic=options.get("deterministic"))
+        if self.decoder.block.attention.rotary is None:
+            options.pop("positions", None)
         x = self.decoder(
-            x, memory, mask=mask, lengths=lengths, positions=positions if rotates else None,
-            memory_lengths=memory_lengths, order=order, deterministic=deterministic,
-            sow_weights=sow_weights,
-        )  # fmt: skip
+            x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
+        )
         if at is not None:
             at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
             # Before the product: the logits of a whole prompt are large, and nobody reads them.

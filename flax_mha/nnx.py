@@ -91,6 +91,7 @@ class MultiHeadAttention(nnx.Module):
         kernel: str = "auto",
         mask: masks.Mask | None = None,
         scores: Sequence[ScoreMod] = (),
+        scale: float | None = None,
         sinks: bool = False,
         capture: Sequence[str] = (),
         capture_heads: Sequence[int] | None = None,
@@ -120,7 +121,12 @@ class MultiHeadAttention(nnx.Module):
         self.deterministic, self.decode = deterministic, decode
         self.use_bias, self.normalize_qk = use_bias, normalize_qk
         self.attention_fn, self.force_fp32_for_softmax = attention_fn, False
-        self.cache_window, self.kernel, self.rotary = cache_window, kernel, rotary
+        self.cache_window, self.kernel, self.rotary, self.scale = (
+            cache_window,
+            kernel,
+            rotary,
+            scale,
+        )
         self.capture = tuple(observe.check_names(capture))
         self.capture_heads, self.capture_queries = capture_heads, capture_queries
         # Their arrays are part of the layer's state.

@@ -1,6 +1,6 @@
 """Stacks of blocks."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import flax.linen as nn
 import jax
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import inputs, layouts, masks, shapes, sharding
+from flax_mha.attention import Options
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
-from flax_mha.grid import Array
 
 
 class Stack(nn.Module):
@@ -37,8 +37,10 @@ class Stack(nn.Module):
         check_module("block", self.block, self.kind)
         x = sharding.constrain(x, ("batch", "norm_length", None))
 
-        def step(block: Any, x: jax.Array, others: Any) -> tuple[jax.Array, None]:
-            return block(x, *others, **call), None
+        of_each = self._head_masks(call)
+
+        def step(block: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:
+            return block(x, *others, **call, **own), None
 
         if self.scan:
             # A scan's carry has one dtype, that of the blocks.
@@ -47,17 +49,31 @@ class Stack(nn.Module):
                 step,
                 variable_axes={"params": 0, "intermediates": 0, "cache": 0},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=nn.broadcast,
+                in_axes=(nn.broadcast, 0),
                 length=self.num_layers,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x, _ = step(self.block.copy(name="layers"), x, others)
+            own = jax.tree.map(lambda *x: jnp.stack(x), *of_each)
+            x, _ = step(self.block.copy(name="layers"), x, others, own)
         else:
             for i in range(self.num_layers):
-                x, _ = step(self.block.copy(name=f"layers_{i}"), x, others)
+                x, _ = step(self.block.copy(name=f"layers_{i}"), x, others, of_each[i])
         if not self.block.pre_norm:
             return x
         return make_norm(self.block.norm, "norm", self.block.attention)(x)
+
+    def _head_masks(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each block is given of its own: its head_mask, where there is a list of them."""
+        given = call.get("head_mask")
+        if not isinstance(given, list | tuple):
+            return [{}] * self.num_layers
+        if len(given) != self.num_layers:
+            raise ValueError(
+                f"head_mask must be one array, or a list of one for each of the {self.num_layers} "
+                f"blocks, got {len(given)}; give jnp.ones(N) for blocks whose heads all stay"
+            )
+        del call["head_mask"]
+        return [{"head_mask": jnp.asarray(x)} for x in given]
 
 
 class Encoder(Stack):
@@ -66,23 +82,12 @@ class Encoder(Stack):
     kind = EncoderBlock
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: masks.MaskLike | None = None,
-        bias: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        order: Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
-    ) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; arguments as for `EncoderBlock`, the same in each."""
-        return self.run(
-            x, mask=mask, bias=bias, positions=positions, lengths=lengths, order=order,
-            deterministic=deterministic, sow_weights=sow_weights,
-        )  # fmt: skip
+    def __call__(self, x: jax.Array, **options: Unpack[Options]) -> jax.Array:
+        """Maps [*B, T, D] to [*B, T, D]; options as for `EncoderBlock`, the same in each.
+
+        Of `head_mask` there may be a list, with one for each block.
+        """
+        return self.run(x, **options)
 
 
 class Decoder(Stack):
@@ -96,22 +101,17 @@ class Decoder(Stack):
         x: jax.Array,
         memory: jax.Array | None = None,
         *,
-        mask: masks.MaskLike | None = None,
         memory_mask: masks.MaskLike | None = None,
         memory_lengths: jax.Array | None = None,
-        bias: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        order: Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
+        **options: Unpack[Options],
     ) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each."""
+        """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each.
+
+        Of `head_mask` there may be a list, with one for each block.
+        """
         return self.run(
-            x, memory, mask=mask, memory_mask=memory_mask, memory_lengths=memory_lengths,
-            bias=bias, positions=positions, lengths=lengths, order=order,
-            deterministic=deterministic, sow_weights=sow_weights,
-        )  # fmt: skip
+            x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
+        )
 
 
 def _residual_dtype(block: Block, given: Dtype) -> Dtype:

@@ -1,0 +1,144 @@
+"""What a call may say is said to any block, stack or model, and reaches the layer."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import (
+    Classifier,
+    Decoder,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    LanguageModel,
+    MultiHeadAttention,
+    core,
+    masks,
+    scores,
+)
+from flax_mha.attention import Options
+from flax_mha.models import TokenEmbedding
+from flax_mha.positions import Rotary
+
+B, T, D, N = 2, 5, 8, 2
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (B, T, D))
+TOKENS = jnp.ones((B, T), jnp.int32)
+GIVEN: dict[str, Any] = {
+    "mask": masks.Window(2, 2),
+    "bias": jnp.ones((N, T, T)),
+    "scores": (scores.SoftCap(3.0),),
+    "positions": jnp.arange(T) + 7,
+    "head_mask": jnp.array([1.0, 0.0]),
+    "lengths": jnp.array([5, 2]),
+    "order": np.arange(T)[::-1].copy(),
+    "deterministic": False,
+    "dropout_rng": jax.random.key(3),
+    "sow_weights": True,
+}
+
+
+def layer(**fields: Any) -> MultiHeadAttention:
+    return MultiHeadAttention(N, rotary=Rotary(), dropout_rate=0.1, **fields)
+
+
+def model(kind: type[nn.Module], scan: bool = False) -> tuple[nn.Module, jax.Array]:
+    encoder = Encoder(2, EncoderBlock(layer(), mlp_dim=8), scan=scan)
+    decoder = Decoder(2, DecoderBlock(layer(), mlp_dim=8), scan=scan)
+    built: dict[type[nn.Module], tuple[nn.Module, jax.Array]] = {
+        MultiHeadAttention: (layer(), X),
+        EncoderBlock: (encoder.block, X),
+        DecoderBlock: (decoder.block, X),
+        Encoder: (encoder, X),
+        Decoder: (decoder, X),
+        LanguageModel: (LanguageModel(TokenEmbedding(11, D), decoder), TOKENS),
+        Classifier: (Classifier(TokenEmbedding(11, D), encoder, 3), TOKENS),
+    }
+    return built[kind]
+
+
+KINDS = [
+    MultiHeadAttention, EncoderBlock, DecoderBlock, Encoder, Decoder, LanguageModel, Classifier,
+]  # fmt: skip
+
+
+@pytest.fixture
+def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the core is given, call by call."""
+    found: list[dict[str, Any]] = []
+    real = core.attention
+
+    def attention(weights, settings, x_q, x_k, x_v, call, cache=None, **more):
+        found.append(vars(call) | more)
+        return real(weights, settings, x_q, x_k, x_v, call, cache, **more)
+
+    monkeypatch.setattr(core, "attention", attention)
+    return found
+
+
+def test_these_are_all() -> None:
+    assert set(GIVEN) == set(Options.__annotations__)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[Any]) -> None:
+    built, x = model(kind)
+    variables = jax.eval_shape(lambda: built.init(KEY, x, deterministic=True))
+    for name, value in GIVEN.items():
+        arrived.clear()
+        options = {"deterministic": False} | {name: value}
+
+        def apply(variables: Any, rng: Any, options: Any = options) -> Any:
+            rngs = {"dropout": rng}
+            return built.apply(variables, x, **options, rngs=rngs, mutable=["intermediates"])
+
+        _, sown = jax.eval_shape(apply, variables, KEY)
+        for call in arrived:
+            if name == "deterministic":
+                assert call["dropout_rng"] is not None
+            elif name == "dropout_rng":
+                assert call["dropout_rng"] is value
+            elif name == "sow_weights":
+                assert "attention_weights" in str(sown)
+            elif name == "mask":
+                assert str(value) in str(call["mask"])
+            else:
+                np.testing.assert_array_equal(call[name], value)
+        assert arrived
+
+
+def test_a_misspelled_argument_is_an_error() -> None:
+    built, x = model(LanguageModel)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lenghts'"):
+        jax.eval_shape(lambda: built.init(KEY, x, deterministic=True, lenghts=jnp.ones(B, int)))
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_head_masks_of_each_block(scan: bool) -> None:
+    encoder, x = model(Encoder, scan)
+    variables = encoder.init(KEY, x, deterministic=True)
+    of_each = [jnp.array([1.0, 0.0]), jnp.array([0.5, 2.0])]
+    out = encoder.apply(variables, x, deterministic=True, head_mask=of_each)
+    same = [encoder.apply(variables, x, deterministic=True, head_mask=m) for m in of_each]
+    assert all(np.abs(out - other).max() > 1e-3 for other in same)
+    one = encoder.apply(variables, x, deterministic=True, head_mask=[of_each[0]] * 2)
+    np.testing.assert_allclose(one, same[0], atol=1e-6)
+    with pytest.raises(ValueError, match="a list of one for each of the 2 blocks, got 3"):
+        encoder.apply(variables, x, deterministic=True, head_mask=[of_each[0]] * 3)
+
+
+def test_scale() -> None:
+    plain, scaled = layer(), layer(scale=0.1)
+    variables = plain.init(KEY, X, deterministic=True)
+    # The bias is 0: queries of another size are scores of another.
+    params = variables["params"]
+    query = jax.tree.map(lambda x: x * (0.1 * (D // N) ** 0.5), params["query"])
+    small = {"params": {**params, "query": query}}
+    np.testing.assert_allclose(
+        scaled.apply(variables, X, deterministic=True),
+        plain.apply(small, X, deterministic=True), atol=1e-6,
+    )  # fmt: skip
