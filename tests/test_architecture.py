@@ -1,6 +1,7 @@
 """What the tree promises: arrows point one way, and importing is cheap."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
 
 # Each layer may import those before it, and none after.
 LAYERS = [
@@ -54,6 +56,12 @@ LAYERS = [
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 
 
+def picture() -> str:
+    """The layers as docs/architecture.md shows them."""
+    rows = (", ".join(f"`{name or 'flax_mha'}`" for name in sorted(layer)) for layer in LAYERS)
+    return "\n".join(f"{number}. {row}" for number, row in enumerate(rows, 1))
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT / "flax_mha").with_suffix("").parts
     return ".".join(parts).removesuffix("__init__").removesuffix(".")
@@ -85,6 +93,11 @@ def test_imports_point_one_way(path: Path) -> None:
     assert name in HEIGHT, f"{name} is missing in LAYERS"
     upward = {other for other in imported(path) if HEIGHT[other] >= HEIGHT[name]}
     assert not upward, f"{name} imports {upward}, which stand above it"
+
+
+def test_the_page_shows_the_layers() -> None:
+    """`python -m tests.test_architecture` writes them anew."""
+    assert f"-->\n\n{picture()}\n\n<!-- end -->" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -129,3 +142,8 @@ def test_importing_needs_only_the_core_dependencies() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.split()
     assert set(loaded) <= {"flax_mha", "jax", "jaxlib", "flax", "chex"}
+
+
+if __name__ == "__main__":
+    before, after = re.split(r"(?<=py -->\n).*(?=<!-- end)", PAGE.read_text(), flags=re.DOTALL)
+    PAGE.write_text(f"{before}\n{picture()}\n\n{after}")
