@@ -22,6 +22,7 @@ __all__ = [
     "LanguageModel",
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
+    "Platform",
     "Translator",
     "attention_fn",
     "cache",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from flax_mha.generation import Generated as Generated
     from flax_mha.generation import generate as generate
     from flax_mha.kernels import Explanation as Explanation
+    from flax_mha.kernels import Platform as Platform
     from flax_mha.kernels import dot_product_attention as dot_product_attention
     from flax_mha.kernels import explain as explain
     from flax_mha.mlp import MLP as MLP
@@ -70,7 +72,7 @@ else:  # A type checker would believe that this function knows every name.
         "cache": ("KVCache",),
         "flax_functions": ("attention_fn",),
         "generation": ("Generated", "generate"),
-        "kernels": ("Explanation", "dot_product_attention", "explain"),
+        "kernels": ("Explanation", "Platform", "dot_product_attention", "explain"),
         "mlp": ("MLP",),
         "models": ("Classifier", "LanguageModel", "Translator"),
         "stacks": ("Decoder", "Encoder"),

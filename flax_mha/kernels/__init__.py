@@ -217,7 +217,7 @@ def explain(
       capture_heads: likewise.
       capture_queries: likewise.
       platform: what the call would run on, which need not be here, such as `Platform("tpu")` or
-        `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` (default: what it runs on now).
+        `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` of flax_mha (default: where it is now).
       **call: its other arguments.
 
     Returns:
