@@ -137,10 +137,10 @@ def attention_gradients(
     dlse = np.zeros_like(lse) if lse_cotangent is None else float64(lse_cotangent)
     q, k, v, cotangent = float64(q), float64(k), float64(v), float64(cotangent)
     raw = np.einsum("...tnh,...snh->...nts", q, np.repeat(k, group, axis=-2)) * scale
-    slope = 1.0 if cap is None else 1 - np.tanh(raw / cap) ** 2
+    sign = 1 if cancelling else -1
+    slope = 1.0 if cap is None else 1 - sign * np.tanh(raw / cap) ** 2
     if not cancelling:
         q, k, v, cotangent, dlse = map(np.abs, (q, k, v, cotangent, dlse))
-    sign = 1 if cancelling else -1
     k_all, v_all = (np.repeat(x, group, axis=-2) for x in (k, v))
     dv = np.einsum("...nts,...tnh->...snh", dropped(p, keep, rate), cotangent)
     dp = dropped(np.einsum("...tnh,...snh->...nts", cotangent, v_all), keep, rate)

@@ -13,9 +13,9 @@ from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, exact, problem_of
 
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
-# though it be float32 as that of a bias, need be better than one rounding.
+# though it be float32 as that of a bias, need be better than a unit in the last place.
 FLOOR = 2e-6
-GRADIENTS = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-11}
+GRADIENTS = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}
 # Nor better than this part of its size before terms of both signs cancelled: where all weight is
 # on one key, nothing but rounding is left of the gradients of q and k.
 CANCELLED = 1e-6
