@@ -106,6 +106,7 @@ class MultiHeadAttention(nnx.Module):
         query_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
         key_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
     ) -> None:
+        # Over 60 lines: nearly half of them are Flax's names of the arguments, and ours.
         inputs.positive(num_heads=num_heads, in_features=in_features)
         inputs.optional(out_features=out_features, in_kv_features=in_kv_features)
         self.num_heads, self.in_features = num_heads, in_features

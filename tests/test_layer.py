@@ -1,3 +1,4 @@
+# Over 300 lines: a formula for each field, and the laws they share.
 """What the layer can do beyond Flax's, against its formula in NumPy float64, and its laws."""
 
 import functools
