@@ -184,10 +184,14 @@ class DecoderBlock(Block):
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
             memory = None if memory is None else padding.cleared(memory, memory_lengths)
-        of_both = {name: options.get(name) for name in _OF_BOTH if name in options}
+        of_both: dict[str, Any] = {name: options.get(name) for name in _OF_BOTH if name in options}
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         calls: Calls = {"attention": options}
         if cross is not None:
+            if of_both.get("dropout_rng") is not None:
+                # Two keys, or both layers would drop the same weights.
+                key = inputs.key("dropout_rng", of_both["dropout_rng"])
+                options["dropout_rng"], of_both["dropout_rng"] = jax.random.split(key)
             calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **of_both}
         return self.run(x, deterministic, calls)
 

@@ -37,7 +37,7 @@ class Stack(nn.Module):
         check_module("block", self.block, self.kind)
         x = sharding.constrain(x, ("batch", "norm_length", None))
 
-        of_each = self._head_masks(call)
+        of_each = self._of_each(call)
 
         def step(block: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:
             return block(x, *others, **call, **own), None
@@ -62,18 +62,26 @@ class Stack(nn.Module):
             return x
         return make_norm(self.block.norm, "norm", self.block.attention)(x)
 
-    def _head_masks(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each block is given of its own: its head_mask, where there is a list of them."""
+    def _of_each(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each block is given of its own, taken out of the arguments that all share.
+
+        A key for dropout, or all would drop the same weights; and its head_mask, of a list of them.
+        """
+        own: list[dict[str, Any]] = [{} for _ in range(self.num_layers)]
+        if call.get("dropout_rng") is not None:
+            key = inputs.key("dropout_rng", call.pop("dropout_rng"))
+            for each, part in zip(own, jax.random.split(key, self.num_layers), strict=True):
+                each["dropout_rng"] = part
         given = call.get("head_mask")
         if not isinstance(given, list | tuple):
-            return [{}] * self.num_layers
+            return own
         if len(given) != self.num_layers:
             raise ValueError(
                 f"head_mask must be one array, or a list of one for each of the {self.num_layers} "
                 f"blocks, got {len(given)}; give jnp.ones(N) for blocks whose heads all stay"
             )
         del call["head_mask"]
-        return [{"head_mask": jnp.asarray(x)} for x in given]
+        return [each | {"head_mask": jnp.asarray(x)} for each, x in zip(own, given, strict=True)]
 
 
 class Encoder(Stack):

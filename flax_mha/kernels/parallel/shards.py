@@ -156,18 +156,18 @@ def run(
 
 
 def ask(
-    ask: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None
+    look: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None
 ) -> Any:
-    """What is said of a device's shard, by a function of q, k, v and spec: a tree without arrays.
+    """What look(q, k, v, spec) says of a device's shard: a tree without arrays.
 
     Of a ring it is asked of the first block of keys that is visited.
     """
     layout = Layout.of(q, k)
     if layout is None or 0 in q.shape or 0 in k.shape:
-        return ask(q, k, v, spec)
+        return look(q, k, v, spec)
 
     def local(circle: ring.Ring | None, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
-        return ask(q, k, v, spec if circle is None else ring.first_block(circle, k, spec))
+        return look(q, k, v, spec if circle is None else ring.first_block(circle, k, spec))
 
     layout = layout.by_heads() if way == "ulysses" else layout
     return _on_shards(local, P(), layout, way == "ring", q, k, v, spec)
