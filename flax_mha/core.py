@@ -1,7 +1,8 @@
 """The layer as functions of arrays: project → norm → position → cache → kernel → merge.
 
-It knows neither linen nor nnx: weights are a tree, settings a frozen dataclass, and the cache goes
-in and comes out. A layer of either library makes parameters, holds what it holds, and calls this.
+There are no modules here, of linen or of nnx: weights are a tree, settings a frozen dataclass, and
+the cache goes in and comes out. A layer of either library makes the parameters, keeps the cache
+between calls, and calls `attention`.
 """
 
 import dataclasses
