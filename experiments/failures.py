@@ -1,4 +1,4 @@
-"""What the machine lacks, said in one line: a package, space, or the right to write.
+"""What went wrong, said in one line: a mistake, or what the machine lacks.
 
 `experiments/__init__.py` installs this for the commands, so that it covers their imports too.
 """
@@ -22,6 +22,10 @@ REMEDIES = {
     errno.EROFS: BARRED, errno.EACCES: BARRED, errno.EPERM: BARRED, errno.ENOTDIR: BARRED,
     errno.EEXIST: BARRED, errno.EISDIR: BARRED, errno.ENAMETOOLONG: BARRED,
 }  # fmt: skip
+
+
+class RunError(ValueError):
+    """A mistake that its message explains; no traceback needed."""
 
 
 def install() -> None:

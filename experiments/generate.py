@@ -14,8 +14,10 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import data, log, program, runs, trainer
+from experiments import data
 from experiments.data.task import Speaker
+from experiments.failures import RunError
+from experiments.training import checkpoints, log, loop, program, runs
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.", required=True)
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
@@ -32,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     log.hush()
     try:
         if argv[1:]:
-            raise runs.RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
+            raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
         options = {
             "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
             "max_new_tokens": NEW.value, "beams": BEAMS.value,
@@ -59,11 +61,11 @@ def speak(workdir: str | Path, prompt: str, **options: Any) -> None:
     task = data.make(run.config)
     run.check_data(task.fingerprint())
     if not isinstance(task, Speaker):
-        raise runs.RunError(
+        raise RunError(
             f"{run.path} was trained on {run.config.task!r}, which makes no text; give a run of "
             f"configs/pydoc_lm.py or configs/dates.py"
         )
-    params = trainer.load(program.build(run.config, task), run.path).params
+    params = checkpoints.load(loop.build(run.config, task), run.path).params
     if run.config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
     task.respond(params, prompt, lambda piece: print(piece, end="", flush=True), **options)

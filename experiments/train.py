@@ -22,7 +22,9 @@ from absl import app, flags
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-from experiments import data, hosts, log, plots, program, runs, settings, trainer
+from experiments import data, plots
+from experiments.failures import RunError
+from experiments.training import hosts, log, loop, program, runs, settings, speedup
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
@@ -46,9 +48,9 @@ def main(argv: Sequence[str]) -> None:
         log.hush()
     try:
         if argv[1:]:
-            raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
+            raise RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
         _join()
-    except runs.RunError as error:
+    except RunError as error:
         sys.exit(f"error: {error}")
     with hosts.ending_together():
         _run()
@@ -61,7 +63,7 @@ def _join() -> None:
     if DISTRIBUTED.value:
         hosts.start(cluster)
     elif (cluster.address, cluster.processes, cluster.process) != (None, None, None):
-        raise runs.RunError(
+        raise RunError(
             "--coordinator_address, --num_processes and --process_id are for --distributed, "
             "which is missing"
         )
@@ -77,8 +79,8 @@ def _run() -> None:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
         run.begin(built.task.fingerprint())
         _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
-        result = trainer.train(built, run.path)
-    except runs.RunError as error:
+        result = loop.train(built, run.path)
+    except RunError as error:
         sys.exit(f"error: {error}")
     report(built, run.path, result)
 
@@ -86,13 +88,13 @@ def _run() -> None:
 def _prepare() -> tuple[runs.Run, program.Program]:
     run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
-    built = program.build(run.config, data.make(run.config))
+    built = loop.build(run.config, data.make(run.config))
     if forced and jax.default_backend() == "cpu":
         _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     return run, built
 
 
-def report(built: program.Program, workdir: Path, result: trainer.Result) -> None:
+def report(built: program.Program, workdir: Path, result: loop.Result) -> None:
     """Prints what came out, beside the baselines, and leaves the pictures."""
     config, task = built.config, built.task
     params = multihost_utils.process_allgather(result.state.params, tiled=True)
@@ -109,7 +111,7 @@ def report(built: program.Program, workdir: Path, result: trainer.Result) -> Non
         _say(f"finished before, at step {result.start}: evaluating it again")
     if steps and config.seeds > 1 and jax.process_count() == 1:
         together = result.compiling + result.running
-        ratio = trainer.speedup(built, result.compiling)
+        ratio = speedup.speedup(built, result.compiling)
         _say(
             f"{config.seeds} models in one step took {together:.1f} s; one after another they "
             f"would take {ratio * together:.1f} s ({ratio:.2f}×)"

@@ -25,7 +25,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 from rich.console import Console
 
-from experiments import runs
+from experiments import folders
 from experiments.benchmark import (
     cases,
     contestants,
@@ -37,6 +37,7 @@ from experiments.benchmark import (
     report,
     timing,
 )
+from experiments.failures import RunError
 
 PROGRAM = "experiments.benchmark"
 QUICK = {
@@ -53,8 +54,8 @@ def main(argv: Sequence[str]) -> None:
         fields = {field.name for field in dataclasses.fields(races.Settings)}
         settings = races.Settings(**{key: flags[key] for key in fields & flags.keys()})
         _check(settings)
-        folder = runs.result_folder(flags.get("workdir"), "benchmark")
-    except runs.RunError as error:
+        folder = folders.result_folder(flags.get("workdir"), "benchmark")
+    except RunError as error:
         sys.exit(f"error: {error}")
     started, console = time.perf_counter(), report.console()
     folder.mkdir(parents=True, exist_ok=True)
@@ -173,13 +174,13 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 
 def _check(settings: races.Settings) -> None:
     if settings.features % settings.heads:
-        raise runs.RunError(
+        raise RunError(
             f"--features must be a multiple of --heads, got {settings.features} and "
             f"{settings.heads}; choose another number of heads"
         )
     known = dict.fromkeys(n for part in settings.parts for n in contestants.CONTESTANTS[part])
     if not known.keys() & set(settings.contestants or known):
-        raise runs.RunError(
+        raise RunError(
             f"--contestants must name one that takes part in --parts={','.join(settings.parts)}, "
             f"got {','.join(settings.contestants or ())}; choose among {', '.join(known)}"
         )

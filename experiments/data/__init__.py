@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from experiments.data import digits, masked, text, translation
 from experiments.data.task import Task
-from experiments.runs import RunError
+from experiments.failures import RunError
 
 # By `config.task`. A new task is one file here and one in configs/.
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from experiments import plots
 from experiments.data import text
 from experiments.data.task import Batch, Params, shuffled
-from experiments.runs import RunError
+from experiments.failures import RunError
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.models import Encoder, TokenEmbedding
 from flax_mha.positions import Rotary

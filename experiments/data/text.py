@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from experiments import plots
 from experiments.data.task import Batch, Params, shuffled
-from experiments.runs import RunError
+from experiments.failures import RunError
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.generation import generate
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding

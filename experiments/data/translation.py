@@ -17,7 +17,7 @@ from experiments import plots
 from experiments.data import dates
 from experiments.data.dates import Pair, Split
 from experiments.data.task import Batch, Params, shuffled
-from experiments.runs import RunError
+from experiments.failures import RunError
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
 from flax_mha.generation import Generated, generate
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator

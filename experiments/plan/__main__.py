@@ -26,8 +26,10 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import libtpu, runs, settings
+from experiments import folders, libtpu
+from experiments.failures import RunError
 from experiments.plan import devices, picture, report, scaling, search
+from experiments.training import settings
 
 PROGRAM = "experiments.plan"
 DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
@@ -45,14 +47,14 @@ def main(argv: Sequence[str]) -> None:
     """Compiles, reports, draws."""
     try:
         if argv[1:]:
-            raise runs.RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
+            raise RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
         if not TOPOLOGY.value.startswith("gpu"):
             jax.config.update("jax_platforms", "cpu")
             libtpu.quiet()
         if SCALING.value:
-            scaling.study(Path(WORKDIR.value or runs.new_folder("scaling")))
+            scaling.study(Path(WORKDIR.value or folders.new_folder("scaling")))
         else:
-            _plan(runs.result_folder(WORKDIR.value, "plan"))
+            _plan(folders.result_folder(WORKDIR.value, "plan"))
     except ValueError as error:
         sys.exit(f"error: {error}")
 

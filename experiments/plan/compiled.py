@@ -12,10 +12,11 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments import data, program
+from experiments import data
 from experiments.plan import collectives, work
 from experiments.plan.collectives import Collective
 from experiments.plan.hlo import Module
+from experiments.training import loop, program
 
 # How libtpu says it: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or
 # in older ones "Used 27.97G of 15.75G hbm".
@@ -81,7 +82,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
       ValueError: if the config does not fit itself, the devices or the model.
     """
     start = time.perf_counter()
-    built = program.build(config, data.make(config), devices)
+    built = loop.build(config, data.make(config), devices)
     state, batch = built.abstract_state(), built.abstract_batch()
     with program.on(built.mesh):
         traced = built.step.trace(state, batch)  # type: ignore[attr-defined]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
-from experiments import hosts
+from experiments.failures import RunError
 from experiments.plan import gpus
-from experiments.runs import RunError
+from experiments.training import hosts
 
 
 def of(topology: str) -> Sequence[jax.Device]:

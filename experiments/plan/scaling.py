@@ -19,8 +19,9 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from configs import long_encoder, masked
-from experiments import data, hosts, program
+from experiments import data
 from experiments.plan import devices, report, search
+from experiments.training import hosts, loop, program
 
 Row = dict[str, Any]
 HERE = (1, 2, 4, 8)
@@ -109,7 +110,7 @@ def _measured(law: str, where: str, config: ConfigDict, found: Sequence[jax.Devi
 
 def _timed(config: ConfigDict, found: Sequence[jax.Device]) -> tuple[float, float]:
     """Seconds of a step: the median of the clock's, and the mean of all processor cores'."""
-    built = program.build(config, data.make(config), found)
+    built = loop.build(config, data.make(config), found)
     with program.on(built.mesh):
         state = built.create(built.seeds)
         batch = built.put(next(built.batches()))

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from experiments import data, program
+from experiments import data
 from experiments.plan import compiled, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
 from experiments.plan.roofline import Times, network
+from experiments.training import program
+from experiments.training.optimizer import make_optimizer
 
 
 class Layout(NamedTuple):
@@ -83,7 +85,7 @@ class Facts(NamedTuple):
         """Those of a run."""
         task = data.make(config)
         params = jax.eval_shape(lambda: task.init(jax.random.key(0)))
-        optimizer, _ = program.make_optimizer(config)
+        optimizer, _ = make_optimizer(config)
         held = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))
         tokens = config.batch_size * config.get("length", 1)
         return cls(

@@ -9,12 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl import app
 
-from experiments import program, trainer
-
-restore = trainer._restore
+from experiments.training import loop, program
+from experiments.training.checkpoints import Checkpoints
 
 
 def flat(state: Any) -> dict[str, jax.Array]:
@@ -27,31 +25,30 @@ def flat(state: Any) -> dict[str, jax.Array]:
     }
 
 
-def restored(built: program.Program, folder: Path) -> tuple[program.TrainState, Any]:
+def restored(built: program.Program, folder: Path) -> tuple[loop.TrainState, Any]:
     """State and data of a run's latest checkpoint."""
     stream = built.batches()
-    options = ocp.CheckpointManagerOptions()
-    with (
-        program.on(built.mesh),
-        ocp.CheckpointManager(folder / "checkpoints", options=options) as checkpoints,
-    ):
-        return restore(built, checkpoints, stream), stream
+    with built.on_mesh(), Checkpoints(folder) as saved:
+        return saved.restore(built, stream), stream
 
 
-def checked(*args: Any) -> Any:
-    state = restore(*args)
-    expected = np.load(os.environ["EXPECTED"])
-    found = flat(state)
-    assert set(found) == set(expected)
-    for name, x in found.items():
-        for shard in x.addressable_shards:
-            np.testing.assert_array_equal(shard.data, expected[name][shard.index])
-    print(f"process {jax.process_index()} restored {len(found)} arrays to the bit", flush=True)
-    return state
+class Checked(Checkpoints):
+    """Checkpoints, compared as they are restored."""
+
+    def restore(self, *args: Any) -> Any:
+        state = super().restore(*args)
+        expected = np.load(os.environ["EXPECTED"])
+        found = flat(state)
+        assert set(found) == set(expected)
+        for name, x in found.items():
+            for shard in x.addressable_shards:
+                np.testing.assert_array_equal(shard.data, expected[name][shard.index])
+        print(f"process {jax.process_index()} restored {len(found)} arrays to the bit", flush=True)
+        return state
 
 
 if __name__ == "__main__":
     from experiments import train  # With its flags, which no other process of tests may have.
 
-    trainer._restore = checked
+    loop.Checkpoints = Checked
     app.run(train.main, flags_parser=train._parse)

@@ -13,19 +13,21 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data, hosts, program, runs, trainer
+from experiments import data
+from experiments.failures import RunError
+from experiments.training import hosts, loop, program, runs
 from tests.experiments.checked import flat, restored
 from tests.experiments.launch import settings, together
 
 HEARTBEAT = 10
 
 
-def alone(config: ConfigDict, workdir: Path) -> trainer.Result:
+def alone(config: ConfigDict, workdir: Path) -> loop.Result:
     """The run in this process, as the command does it."""
     run = runs.open_run(workdir, config, {})
     task = data.make(config)
     run.begin(task.fingerprint())
-    return trainer.train(program.build(config, task), run.path)
+    return loop.train(loop.build(config, task), run.path)
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
@@ -69,7 +71,7 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
         assert "resuming" in processes.said(0)
     assert rows(parts) == whole
-    built = program.build(config, data.make(config))
+    built = loop.build(config, data.make(config))
     ends = [flat(restored(built, path)[0]) for path in (parts, tmp_path / "whole")]
     assert ends[0][".step"] == config.steps
     jax.tree.map(np.testing.assert_array_equal, *ends)
@@ -88,7 +90,7 @@ def test_four_processes_go_on_where_eight_devices_stopped(
         patch.setattr(runs, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
         with pytest.raises(SystemExit, match="stopped at step 3"):
             alone(config, half)
-    built = program.build(config, data.make(config))
+    built = loop.build(config, data.make(config))
     np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
 
     monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
@@ -163,21 +165,21 @@ def test_who_comes_alone_is_told(tmp_path: Path) -> None:
 def test_a_cluster_that_does_not_fit_itself_is_refused(
     cluster: hosts.Cluster, message: str
 ) -> None:
-    with pytest.raises(runs.RunError, match=message):
+    with pytest.raises(RunError, match=message):
         cluster.check()
 
 
 def test_a_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(runs.RunError, match=f"must serve --coordinator_address={address}"):
+        with pytest.raises(RunError, match=f"must serve --coordinator_address={address}"):
             hosts.start(hosts.Cluster(address, 2, 0))
 
 
 def test_if_one_cannot_start_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts, "_gather", lambda text: [text, ""])
-    with pytest.raises(runs.RunError, match=r"processes \[1\] could not start"):
+    with pytest.raises(RunError, match=r"processes \[1\] could not start"):
         hosts.agree({"config": {}})
     hosts.agree(None)  # This one has said why already.
 
@@ -203,10 +205,10 @@ def test_a_failed_process_does_not_wait(
 
 def test_a_mesh_leaves_no_process_out(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(runs.RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
+    with pytest.raises(RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
         program.make_mesh(config)
     config.mesh.data, config.batch_size = -1, 12
-    with pytest.raises(runs.RunError, match=r"a multiple of config.mesh.data=8 .* got 12; try 16"):
+    with pytest.raises(RunError, match=r"a multiple of config.mesh.data=8 .* got 12; try 16"):
         program.make_mesh(config)
 
 
@@ -214,7 +216,7 @@ def test_rows_of_a_process_need_not_be_neighbours(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.mesh.data = 8
-    built = program.build(config, data.make(config))
+    built = loop.build(config, data.make(config))
     asked = {}
     monkeypatch.setattr(
         built.task, "batches", lambda seed, size, rows: asked.setdefault("rows", rows)[None]

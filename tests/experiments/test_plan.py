@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from configs import long_encoder, masked
-from experiments import data, runs
+from experiments import data
+from experiments.failures import RunError
 from experiments.plan import (
     collectives,
     compiled,
@@ -196,7 +197,7 @@ def test_the_names_of_gpus_fit_together() -> None:
 
 def test_a_topology_of_gpus_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "NEEDED", ("json", "no.such.wheel"))
-    with pytest.raises(runs.RunError, match=r"extra gpu-compile, without \['no.such.wheel'\]"):
+    with pytest.raises(RunError, match=r"extra gpu-compile, without \['no.such.wheel'\]"):
         devices.of("h200:8")
 
 
@@ -260,7 +261,7 @@ def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
     ],
 )
 def test_topologies_that_are_none(topology: str, message: str) -> None:
-    with pytest.raises(runs.RunError, match=message):
+    with pytest.raises(RunError, match=message):
         devices.of(topology)
 
 

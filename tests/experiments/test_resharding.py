@@ -11,7 +11,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments import data, program, runs, trainer
+from experiments import data
+from experiments.training import loop, program, runs
 from tests.experiments.checked import flat, restored
 
 AT, END = 3, 6
@@ -29,7 +30,7 @@ def configure(data: int, fsdp: int, model: int) -> ConfigDict:
 
 def build(*sizes: int) -> program.Program:
     config = configure(*sizes)
-    return program.build(config, data.make(config))
+    return loop.build(config, data.make(config))
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +41,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "stoppable", lambda: contextlib.nullcontext(lambda step: step == AT))
         with pytest.raises(SystemExit):
-            trainer.train(built, folder / "stopped")
+            loop.train(built, folder / "stopped")
     state, _ = restored(built, folder / "stopped")
-    result = trainer.train(built, folder / "whole")
+    result = loop.train(built, folder / "whole")
     return folder / "stopped", losses(result), jax.device_get(flat(state))
 
 
-def losses(result: trainer.Result) -> np.ndarray:
+def losses(result: loop.Result) -> np.ndarray:
     return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
 
 
@@ -79,6 +80,6 @@ def test_training_goes_on_on_another_mesh(
 ) -> None:
     folder, expected, _ = whole
     shutil.copytree(folder, tmp_path / "run")
-    result = trainer.train(build(*sizes), tmp_path / "run")
+    result = loop.train(build(*sizes), tmp_path / "run")
     assert result.start == AT
     np.testing.assert_allclose(losses(result), expected, rtol=0, atol=1e-5)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import runs
-from experiments.log import Log, progress
+from experiments.failures import RunError
+from experiments.training import runs
+from experiments.training.log import Log, progress
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ from experiments.log import Log, progress
     ],
 )
 def test_a_mistyped_key_is_told_the_nearest(config: ConfigDict, key: str, nearest: str) -> None:
-    with pytest.raises(runs.RunError, match=f"no key '{key}'; the nearest is '{nearest}'"):
+    with pytest.raises(RunError, match=f"no key '{key}'; the nearest is '{nearest}'"):
         runs.check_key(key, config)
 
 
@@ -58,7 +59,7 @@ def test_an_empty_folder_becomes_a_run(config: ConfigDict, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "run.json"])
 def test_what_is_not_ours_is_left_alone(config: ConfigDict, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"model_type": "bert"}')
-    with pytest.raises(runs.RunError, match=r"not a run of experiments\.train.*new --workdir"):
+    with pytest.raises(RunError, match=r"not a run of experiments\.train.*new --workdir"):
         runs.open_run(tmp_path, config, {})
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == '{"model_type": "bert"}'
@@ -66,7 +67,7 @@ def test_what_is_not_ours_is_left_alone(config: ConfigDict, tmp_path: Path, name
 
 def test_a_file_is_no_folder(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(runs.RunError, match="must be a folder"):
+    with pytest.raises(RunError, match="must be a folder"):
         runs.open_run(tmp_path / "file", config, {})
 
 
@@ -76,13 +77,13 @@ def test_a_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
     other.seed = 7  # a default that changed since: the run's own counts
     run = runs.open_run(tmp_path, other, {"steps": config.steps, "optimizer.b1": 0.9})
     assert run.config.to_dict() == config.to_dict()
-    with pytest.raises(runs.RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
+    with pytest.raises(RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
         runs.open_run(tmp_path, config, {"optimizer.b1": 0.5})
 
 
 def test_a_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
-    with pytest.raises(runs.RunError, match=r"have the SHA-256 hash of the data, those found now"):
+    with pytest.raises(RunError, match=r"have the SHA-256 hash of the data, those found now"):
         runs.open_run(tmp_path, config, {}).begin("another")
 
 

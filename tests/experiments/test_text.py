@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from configs import pydoc_lm
 from experiments.data import text
-from experiments.runs import RunError
+from experiments.failures import RunError
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data, program, settings, trainer
+from experiments import data
+from experiments.training import loop, settings
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
@@ -86,7 +87,7 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     assert "data=2, fsdp=2, model=2" in done.stdout
     config = ConfigDict(json.loads((tmp_path / "run" / "config.json").read_text()))
     config.mesh.data = config.mesh.fsdp = config.mesh.model = 1
-    alone = trainer.train(program.build(config, data.make(config)), tmp_path / "alone")
+    alone = loop.train(loop.build(config, data.make(config)), tmp_path / "alone")
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for sharded, row in zip(rows, alone.rows, strict=True):
         assert sharded.pop("split") == row.pop("split")

@@ -18,8 +18,10 @@ from ml_collections import ConfigDict
 
 from configs import dates as dates_config
 from configs import digits, pydoc_lm
-from experiments import data, generate, program, runs, trainer
+from experiments import data, generate
 from experiments.data import dates, translation
+from experiments.failures import RunError
+from experiments.training import loop, runs
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -80,13 +82,13 @@ def test_pairs_of_ones_own(tmp_path: Path) -> None:
         ("a\tb\n", "at least 10 different pairs, got 1"),
     ):
         path.write_text(content)
-        with pytest.raises(runs.RunError, match=message):
+        with pytest.raises(RunError, match=message):
             translation.read(str(path))
-    with pytest.raises(runs.RunError, match="must be a text file of pairs"):
+    with pytest.raises(RunError, match="must be a text file of pairs"):
         translation.read(str(tmp_path / "none"))
 
 
-def trained(config: ConfigDict, folder: Path) -> tuple[Any, trainer.Result]:
+def trained(config: ConfigDict, folder: Path) -> tuple[Any, loop.Result]:
     """A run of a few steps, small enough to compile in a moment."""
     config.steps, config.batch_size = 2, 4
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 2, 2
@@ -94,7 +96,7 @@ def trained(config: ConfigDict, folder: Path) -> tuple[Any, trainer.Result]:
     run = runs.open_run(folder, config, {})
     task = data.make(run.config)
     run.begin(task.fingerprint())
-    return task, trainer.train(program.build(run.config, task), folder)
+    return task, loop.train(loop.build(run.config, task), folder)
 
 
 @pytest.mark.slow
@@ -128,10 +130,10 @@ def test_a_translator_from_training_to_an_answer(
         generate.speak(tmp_path / "run", prompt, **options)
         answer = capsys.readouterr().out.removesuffix("\n")
         assert options or answer == wanted
-    with pytest.raises(runs.RunError, match=r"must have 1 to 6 characters.*got 7"):
+    with pytest.raises(RunError, match=r"must have 1 to 6 characters.*got 7"):
         generate.speak(tmp_path / "run", "1234567")
     Path(config.data.path).write_text("".join(f"{i} ten\t{i}\n" for i in range(40)))
-    with pytest.raises(runs.RunError, match=r"the data of .* have the SHA-256"):
+    with pytest.raises(RunError, match=r"the data of .* have the SHA-256"):
         generate.speak(tmp_path / "run", prompt)
 
 
@@ -155,13 +157,13 @@ def test_a_language_model_from_training_to_a_text(
         generate.speak(tmp_path / "run", "to be", rng=jax.random.key(seed), **call)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-    with pytest.raises(runs.RunError, match=r"must be in 1 … 11: .* got 12"):
+    with pytest.raises(RunError, match=r"must be in 1 … 11: .* got 12"):
         generate.speak(tmp_path / "run", "to be", max_new_tokens=12)
 
 
 @pytest.mark.slow
 def test_mistakes_of_the_command_are_answered_plainly(tmp_path: Path) -> None:
-    with pytest.raises(runs.RunError, match=r"must be the folder of a run, and there is none in"):
+    with pytest.raises(RunError, match=r"must be the folder of a run, and there is none in"):
         generate.speak(tmp_path / "none", "text")
     config = digits.get_config()
     runs.open_run(tmp_path / "digits", config, {}).begin(data.make(config).fingerprint())

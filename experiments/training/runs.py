@@ -17,12 +17,11 @@ import jax
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
+from experiments import folders
+from experiments.failures import RunError
+
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
-
-
-class RunError(ValueError):
-    """A mistake that its message explains; no traceback needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
     if workdir is None:
         if jax.distributed.is_initialized():
             raise RunError("--distributed needs one folder for all: give each the same --workdir")
-        path = new_folder(config.task)
+        path = folders.new_folder(config.task)
     else:
         path = Path(workdir).absolute()
     resumed = _is_ours(path)
@@ -140,31 +139,6 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _wait_for_all(name: str) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
-
-
-def new_folder(task: str) -> Path:
-    """A folder under `runs/` that does not exist yet, by name and time."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path, again = Path("runs", f"{task}-{stamp}").absolute(), 2
-    while path.exists():
-        path, again = path.with_name(f"{task}-{stamp}-{again}"), again + 1
-    return path
-
-
-def result_folder(workdir: str | Path | None, name: str) -> Path:
-    """The folder for results that are written once: the given one, new or empty, or a new one.
-
-    Raises:
-      RunError: if there is something in it.
-    """
-    if workdir is None:
-        return new_folder(name)
-    path = Path(workdir).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(
-            f"--workdir must be a new or empty folder, and {path} is not; choose another"
-        )
-    return path
 
 
 def _is_ours(path: Path) -> bool:

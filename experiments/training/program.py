@@ -7,32 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
-import flax.struct
 import grain
 import grain.experimental
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from experiments import runs
 from experiments.data.task import Batch, Params, Task
+from experiments.failures import RunError
 from flax_mha import sharding
 
 AXES = ("data", "fsdp", "model", "context")  # of the mesh
 Metrics = dict[str, Any]  # each of shape [seeds]
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """What a step reads and writes; with several seeds, all of it has a leading axis [seeds]."""
-
-    step: jax.Array
-    params: Params
-    opt_state: optax.OptState
-    key: jax.Array  # The randomness of a step is a pure function of this and of `step`.
 
 
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -59,17 +48,17 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     sizes = (data, fsdp, model, context)
     got = ", ".join(f"{axis}={config.mesh[axis]}" for axis in AXES)
     if min(sizes) < 1 or math.prod(sizes) > have:
-        raise runs.RunError(
+        raise RunError(
             f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} "
             f"there are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
         )
     if processes > 1 and math.prod(sizes) != have:
-        raise runs.RunError(
+        raise RunError(
             f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
             f"try data={have // (fsdp * model * context)}"
         )
     if rows % (data * fsdp):
-        raise runs.RunError(
+        raise RunError(
             f"config.batch_size must be a multiple of config.mesh.data={data} times "
             f"config.mesh.fsdp={fsdp}, got {rows}; try {-(-rows // (data * fsdp)) * data * fsdp}"
         )
@@ -104,24 +93,6 @@ def on(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients; the learning rate warms up linearly, then falls as a cosine."""
-    o = config.optimizer
-    warmup = min(round(o.warmup * config.steps), config.steps - 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else o.learning_rate, o.learning_rate, warmup, config.steps,
-        o.final * o.learning_rate,
-    )  # fmt: skip
-
-    def kernels(params: Params) -> Params:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: any(getattr(entry, "key", None) == "kernel" for entry in path), params
-        )
-
-    adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=kernels)
-    return optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw), schedule
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What a run executes, on the ambient mesh."""
@@ -129,10 +100,14 @@ class Program:
     config: ConfigDict
     task: Task
     mesh: Mesh
-    shardings: TrainState
-    create: Callable[[jax.Array], TrainState]
-    step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    shardings: Any
+    create: Callable[[jax.Array], Any]
+    step: Callable[[Any, Batch], tuple[Any, Metrics]]
     evaluate: Callable[[Params, Batch], Metrics]
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Makes its mesh and the sharding rules ambient."""
+        return on(self.mesh)
 
     @property
     def seeds(self) -> jax.Array:
@@ -140,7 +115,7 @@ class Program:
         first, count = self.config.seed, self.config.seeds
         return jnp.uint32(first) if count == 1 else jnp.arange(first, first + count, dtype="uint32")
 
-    def abstract_state(self) -> TrainState:
+    def abstract_state(self) -> Any:
         """Shapes, dtypes and shardings of the state."""
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -197,12 +172,20 @@ class Program:
         return NamedSharding(self.mesh, spec or PartitionSpec())
 
 
-def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None) -> Program:
-    """Jits the program of a run, which is to be run under `on(program.mesh)`.
+def build(
+    config: ConfigDict,
+    task: Task,
+    create: Callable[..., Any],
+    step: Callable[..., Any],
+    devices: Sequence[jax.Device] | None = None,
+) -> Program:
+    """Jits the program of a run, which is to be run under `program.on_mesh()`.
 
     Args:
       config: of the run.
       task: that it names.
+      create: a state of a seed.
+      step: a state and metrics of a state and a batch, for a single seed.
       devices: those of the mesh (default: all there are).
 
     Raises:
@@ -210,9 +193,8 @@ def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None =
     """
     for name in ("seeds", "steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every"):
         if config[name] < 1:
-            raise runs.RunError(f"config.{name} must be at least 1, got {config[name]}")
+            raise RunError(f"config.{name} must be at least 1, got {config[name]}")
     mesh = make_mesh(config, devices)
-    create, step = _one_model(config, task)
     several = config.seeds > 1
     over_seeds: Callable[..., Any] = jax.vmap if several else lambda f, **_: f
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -229,27 +211,3 @@ def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None =
         step=jax.jit(over_seeds(step), donate_argnums=0, out_shardings=(shardings, everywhere)),
         evaluate=jax.jit(over_seeds(task.evaluate, in_axes=(0, None)), out_shardings=everywhere),
     )  # fmt: skip
-
-
-def _one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`create` and `step` for a single seed, not yet jitted."""
-    optimizer, schedule = make_optimizer(config)
-
-    def create(seed: jax.Array) -> TrainState:
-        init_key, key = jax.random.split(jax.random.key(seed))
-        params = task.init(init_key)
-        return TrainState(jnp.int32(0), params, optimizer.init(params), key)
-
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(state.key, state.step)
-        gradient = jax.value_and_grad(task.loss, has_aux=True)
-        (loss, metrics), grads = gradient(state.params, batch, key)
-        # Optax raises floats to integer powers, which strict promotion forbids.
-        with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            rate = jnp.asarray(schedule(state.step), jnp.float32)
-        params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
-        return TrainState(state.step + 1, params, opt_state, state.key), metrics
-
-    return create, step

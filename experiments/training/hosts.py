@@ -17,7 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from experiments import failures
-from experiments.runs import RunError, flatten
+from experiments.failures import RunError
+from experiments.training.runs import flatten
 
 _MARGIN = 60  # seconds that JAX, whose own timeout kills without a word for users, waits longer
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.runs import RunError, check_key
+from experiments.failures import RunError
+from experiments.training.runs import check_key
 
 
 def checked(argv: Sequence[str], default: Path) -> list[str]:

@@ -12,12 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging as absl_logging
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
 from experiments import failures
-from experiments.runs import METRICS
+from experiments.failures import RunError
+from experiments.training.program import Metrics
+from experiments.training.runs import METRICS
 
 Row = dict[str, Any]
 
@@ -91,3 +94,19 @@ def progress(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=steps, completed=start)
             yield lambda step, short, line: bar.update(task, completed=step, description=short)
+
+
+def means(pending: list[Metrics], step: int, config: ConfigDict) -> Metrics:
+    """Means [seeds] over the steps up to this one, which must all be finite."""
+    fetched = jax.device_get(pending)
+    series = jax.tree.map(lambda *x: np.stack(x).reshape(len(x), -1), *fetched)  # [steps, seeds]
+    bad = np.argwhere(~np.isfinite(series["loss"] + series["gradient_norm"]))
+    if len(bad):
+        at, seed = bad[0]
+        raise RunError(
+            f"not finite at step {step - len(pending) + 1 + at} of seed {config.seed + seed}: "
+            f"loss {series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
+            f"nothing after it was saved; try a smaller config.optimizer.learning_rate or a "
+            f"longer config.optimizer.warmup"
+        )
+    return {name: x.mean(0) for name, x in series.items()}

@@ -12,14 +12,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from experiments import data, program, runs, trainer
+from experiments import data
+from experiments.failures import RunError
+from experiments.training import loop, program, runs
 
 
-def train(config: ConfigDict, workdir: Path) -> trainer.Result:
-    return trainer.train(program.build(config, data.make(config)), workdir)
+def train(config: ConfigDict, workdir: Path) -> loop.Result:
+    return loop.train(loop.build(config, data.make(config)), workdir)
 
 
-def losses(result: trainer.Result) -> np.ndarray:
+def losses(result: loop.Result) -> np.ndarray:
     """[steps], or [steps, seeds]."""
     return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
 
@@ -89,7 +91,7 @@ def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
-    built = program.build(config, data.make(config))
+    built = loop.build(config, data.make(config))
     with program.on(built.mesh):
         state = built.create(built.seeds)
         batch = built.put(next(built.batches()))
@@ -118,7 +120,7 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
-    built = program.build(config, data.make(config))
+    built = loop.build(config, data.make(config))
     with program.on(built.mesh):
         state = built.create(built.seeds)
         batch = built.put(next(built.batches()))
@@ -166,7 +168,7 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
-        program.build(config, data.make(config))
+        loop.build(config, data.make(config))
 
 
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
@@ -177,7 +179,7 @@ def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int,
 
 def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
     config.batch_size, config.mesh.data = 7, 7
-    built = program.build(config, data.make(config))
+    built = loop.build(config, data.make(config))
     with program.on(built.mesh):
         batch = built.put_test(built.task.test_batches()[0])
     assert batch["image"].shape == (364, 8, 8)
@@ -187,6 +189,6 @@ def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(config: ConfigDict, tmp_path: Path) -> None:
     config.optimizer.learning_rate, config.optimizer.warmup = 1e30, 0.0
-    with pytest.raises(runs.RunError, match=r"not finite at step 2 of seed 0: .*learning_rate"):
+    with pytest.raises(RunError, match=r"not finite at step 2 of seed 0: .*learning_rate"):
         train(config, tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())

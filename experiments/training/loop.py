@@ -1,0 +1,129 @@
+"""The training loop: the latest checkpoint or a fresh state → steps → test metrics.
+
+Read `one_model` for what a step is and `train` for what happens around it. How a step is spread
+over seeds and devices is in `program`, what is kept on disk in `checkpoints` and `log`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from experiments.data.task import Batch, Params, Task
+from experiments.training import program, runs
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.clock import Clock
+from experiments.training.log import Log, Row, means, progress
+from experiments.training.optimizer import make_optimizer
+from experiments.training.program import Metrics, Program
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What a step reads and writes; with several seeds, all of it has a leading axis [seeds]."""
+
+    step: jax.Array
+    params: Params
+    opt_state: optax.OptState
+    key: jax.Array  # The randomness of a step is a pure function of this and of `step`.
+
+
+class Result(NamedTuple):
+    """What `train` leaves."""
+
+    state: TrainState
+    metrics: Metrics  # of the test data, [seeds], at the last step
+    rows: list[Row]  # the log
+    start: int  # the step that training went on from
+    compiling: float  # seconds of the first step
+    running: float  # seconds of the other steps
+
+
+def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`create` and `step` for a single seed, not yet jitted."""
+    optimizer, schedule = make_optimizer(config)
+
+    def create(seed: jax.Array) -> TrainState:
+        init_key, key = jax.random.split(jax.random.key(seed))
+        params = task.init(init_key)
+        return TrainState(jnp.int32(0), params, optimizer.init(params), key)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(state.key, state.step)
+        gradient = jax.value_and_grad(task.loss, has_aux=True)
+        (loss, metrics), grads = gradient(state.params, batch, key)
+        # Optax raises floats to integer powers, which strict promotion forbids.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            rate = jnp.asarray(schedule(state.step), jnp.float32)
+        params = optax.apply_updates(state.params, updates)
+        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
+        return TrainState(state.step + 1, params, opt_state, state.key), metrics
+
+    return create, step
+
+
+def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None) -> Program:
+    """The program of a run on a mesh of those devices (default: all there are)."""
+    return program.build(config, task, *one_model(config, task), devices)
+
+
+def train(program: Program, workdir: Path) -> Result:
+    """Trains from the folder's latest checkpoint, or from the start, to config.steps.
+
+    Raises:
+      RunError: if the loss is not finite.
+      SystemExit: after a checkpoint, if SIGINT or SIGTERM asks to stop.
+    """
+    config, task = program.config, program.task
+    data = program.batches()
+    with program.on_mesh(), Checkpoints(workdir) as checkpoints:
+        start = checkpoints.latest_step()
+        create = program.create
+        state = checkpoints.restore(program, data) if start else create(program.seeds)
+        tests = [program.put_test(batch) for batch in task.test_batches()]
+        with (
+            Log(workdir, start) as log,
+            progress(config.steps, start) as show,
+            runs.stoppable() as stop,
+        ):
+            clock, pending, text = Clock(), [], ""
+            for step in range(start + 1, config.steps + 1):
+                state, metrics = program.step(state, program.put(next(data)))
+                pending.append(metrics)
+                if step == start + 1:
+                    clock.first(metrics)
+                last, stopping = step == config.steps, stop(step) and step < config.steps
+                test = last or step % config.evaluate_every == 0
+                save = last or step % config.checkpoint_every == 0 or stopping
+                if test or save or step % config.log_every == 0:
+                    found = means(pending, step, config)
+                    pending = []
+                    log.write(step, "train", found)
+                    text = f"loss {found['loss'].mean():.4f}"
+                with clock.aside():
+                    if test:
+                        tested = evaluate(program, state.params, tests)
+                        log.write(step, "test", tested)
+                        text += f", {task.headline(tested)}"
+                    if save:
+                        checkpoints.save(step, state, data)
+                show(step, text, f"step {step}/{config.steps}: {text}" if test else "")
+                if stopping:
+                    checkpoints.end(step, workdir)
+            seconds = clock.stop(state)
+            tested = evaluate(program, state.params, tests)
+            return Result(state, tested, log.rows, start, *seconds)
+
+
+def evaluate(program: Program, params: Params, batches: Sequence[Batch]) -> Metrics:
+    """The test metrics [seeds]: means over all rows that are not padding."""
+    each = jax.device_get([program.evaluate(params, batch) for batch in batches])
+    total = jax.tree.map(lambda *x: np.atleast_1d(np.sum(x, axis=0)), *each)
+    count = total.pop("count")
+    return {name: x / count for name, x in total.items()}

@@ -1,0 +1,25 @@
+"""The optimizer that a config describes."""
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from experiments.data.task import Params
+
+
+def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW with clipped gradients; the learning rate warms up linearly, then falls as a cosine."""
+    o = config.optimizer
+    warmup = min(round(o.warmup * config.steps), config.steps - 1)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else o.learning_rate, o.learning_rate, warmup, config.steps,
+        o.final * o.learning_rate,
+    )  # fmt: skip
+
+    def kernels(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: any(getattr(entry, "key", None) == "kernel" for entry in path), params
+        )
+
+    adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=kernels)
+    return optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw), schedule

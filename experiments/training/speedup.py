@@ -1,0 +1,40 @@
+"""What training several seeds in one step saves."""
+
+import time
+
+import jax
+import numpy as np
+
+from experiments.training.loop import build
+from experiments.training.program import Program
+
+
+def speedup(program: Program, compiling: float, rounds: int = 5, steps: int = 5) -> float:
+    """How much longer the seeds would take one after another, compilation included.
+
+    Steps of all seeds and of one are timed in turn, so that whatever else the machine does slows
+    both alike.
+
+    Args:
+      program: of several seeds.
+      compiling: the seconds that took.
+      rounds: how many times each is timed; the median counts.
+      steps: how many steps at a time.
+    """
+    alone = program.config.copy_and_resolve_references()
+    alone.seeds = 1
+    programs = (program, build(alone, program.task))
+    seconds = np.empty((2, rounds + 1))
+    with program.on_mesh():
+        states = [p.create(p.seeds) for p in programs]
+        batches = [p.put(next(p.batches())) for p in programs]
+        for turn in range(rounds + 1):
+            for i, p in enumerate(programs):
+                start = time.perf_counter()
+                for _ in range(steps if turn else 1):
+                    states[i], metrics = p.step(states[i], batches[i])
+                jax.block_until_ready(metrics)
+                seconds[i, turn] = time.perf_counter() - start
+    # The first turn compiles the program of one seed; that of several is compiled already.
+    together, apart = np.median(seconds[:, 1:], axis=1) / steps * program.config.steps
+    return float(program.config.seeds * (seconds[1, 0] + apart) / (compiling + together))
