@@ -15,7 +15,6 @@ import jax
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
 _PALLAS = "jax.experimental.pallas"
-_CHECKIFY = "jax._src.checkify"
 
 
 class Name(NamedTuple):
@@ -97,18 +96,6 @@ NAMES: dict[str, tuple[Name, ...]] = {
         Name(_PALLAS + ".tpu", "CompilerParams", ("* dimension_semantics",)),
         *_names(_PALLAS + ".tpu", "VMEM"),
         *_names("jax.extend.core", "Jaxpr ClosedJaxpr Literal"),
-    ),
-    "checkify": (
-        # From JAX 0.12 on a context comes first, in these and in every rule.
-        Name(_CHECKIFY, "assert_func", ("error pred new_error", "ctx error pred new_error")),
-        Name(_CHECKIFY, "div_error_check", (
-            "error enabled_errors x y", "ctx error enabled_errors x y",
-        )),
-        Name(_CHECKIFY, "FailedCheckError", ("traceback_info fmt_string",)),
-        *_names(_CHECKIFY, "get_traceback error_checks"),
-        *_names("jax.extend.core", "Primitive"),
-        *_names("jax.interpreters.batching", "primitive_batchers"),
-        Name("jax.interpreters.mlir", "register_lowering", ("prim rule",)),
     ),
 }  # fmt: skip
 

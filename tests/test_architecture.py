@@ -38,7 +38,7 @@ LAYERS = [
     {"kernels.choice", "kernels.options"},
     {"kernels"},
     {"kernels.parallel"},
-    {"cache.ring", "cache.overflow", "cache.checks"},
+    {"cache.ring", "cache.checks"},
     {"cache.slots", "cache.look"},
     {"cache.kv", "cache.memory"},
     {"cache.variables"},

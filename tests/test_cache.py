@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental import checkify
 
 import flax_mha
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, cache, masks, scores
@@ -220,18 +219,14 @@ def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
 
 
 @pytest.mark.slow
-def test_overflow_is_seen_and_reported() -> None:
+def test_overflow_is_seen() -> None:
     _, held, step, wanted = built("plain")
     _, new = step(held, X, lengths=jnp.array([T, 5]))
-    checked = checkify.checkify(step, errors=checkify.user_checks)
-    error, (out, now) = jax.jit(checked)(new["cache"], X[:, :2], lengths=jnp.array([0, 2]))
-    error.throw()
+    out, now = step(new["cache"], X[:, :2], lengths=jnp.array([0, 2]))
     np.testing.assert_array_equal(cache.free(now["cache"]), [0, T - 7])
-    error, (out, now) = jax.jit(checked)(new["cache"], X[:, 5:6])
+    out, now = step(new["cache"], X[:, 5:6])
     assert np.isnan(out[0]).all()
     close(out[1], wanted[1, 5:6])
-    with pytest.raises(checkify.JaxRuntimeError, match=r"12 slots has overflowed.* 13 tokens"):
-        error.throw()
     # Its earlier tokens are as they were.
     out, _ = step(cache.truncate(now["cache"], T - 1), X[:, -1:])
     close(out[0], wanted[0, -1:])

@@ -10,12 +10,9 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax._src import checkify as checkify_rules
-from jax.experimental import checkify
 
-from flax_mha import KVCache, explain, private, sharding
+from flax_mha import explain, private, sharding
 from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.registry import KERNELS
 
@@ -23,8 +20,6 @@ ROOT = Path(__file__).parent.parent
 # Each stands in one file, which only its own kernel loads.
 HOMES = {
     "jax._src.cudnn": "kernels/cudnn/fused.py",
-    "jax._src.checkify": "cache/overflow.py",
-    "jax.interpreters": "cache/overflow.py",
     "splash_attention_kernel": "kernels/splash/__init__.py",
     "splash_attention_mask_info": "kernels/splash/__init__.py",
     "splash_attention_mask": "kernels/splash/lazy.py",
@@ -63,7 +58,7 @@ def test_private_imports_stand_in_their_places() -> None:
 def test_the_table_names_what_is_used() -> None:
     """Every attribute taken of a private module stands in `private.NAMES`."""
     modules = {"fused": "cudnn", "kernels": "splash", "mask_info": "splash", "splash": "splash",
-               "checkify": "checkify", "pl": "flex", "pltpu": "flex"}  # fmt: skip
+               "pl": "flex", "pltpu": "flex"}  # fmt: skip
     listed = {
         part: {name.name.split(".")[0] for name in names} for part, names in private.NAMES.items()
     }
@@ -121,8 +116,6 @@ def _owner(name: private.Name) -> tuple[object, str]:
 
 def _lost(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
     """What the part's users see: the refusal of a kernel, and which kernel auto takes."""
-    if part == "checkify":
-        return _unchecked()
     platform = KERNELS[part].platform
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -132,23 +125,6 @@ def _lost(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
     assert found.chosen not in (None, part)
     assert found.chosen in {"cudnn": ["blockwise"], "splash": ["flex"], "flex": ["splash"]}[part]
     return found.refused[part]
-
-
-def _unchecked() -> str:
-    """NaN and `free` tell of an overflow, and checkify says nothing."""
-    x = jnp.ones((1, 3, 1, 4))
-
-    def call(x):
-        cache = KVCache.empty((1,), 2, 1, 4).append(x[:, :2], x[:, :2]).append(x[:, 2:], x[:, 2:])
-        return cache.attend(x[:, 2:], jnp.array([[2]])), cache.free()
-
-    if hasattr(checkify_rules, "error_checks"):  # else checkify itself can't run
-        error, _ = checkify.checkify(jax.jit(call), errors=checkify.user_checks)(x)
-        error.throw()
-    out, free = jax.jit(call)(x)
-    assert np.isnan(out).all()
-    np.testing.assert_array_equal(free, [0])
-    return private.missing("checkify") or ""
 
 
 @pytest.mark.parametrize(("part", "name"), PARTS, ids=lambda x: getattr(x, "name", x))

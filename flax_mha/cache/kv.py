@@ -141,7 +141,7 @@ class KVCache(struct.PyTreeNode):
         Returns:
           What `dot_product_attention` returns. Outputs of queries are NaN where tokens are missing
           that they would see: from the first on that found no slot, or which a ring has written
-          over since. It is reported under `checkify` with its user checks.
+          over since.
         """
         given = inputs.integers("q_positions", q_positions)
         places = {"q_positions": given, "kv_positions": self._positions()}
@@ -150,7 +150,7 @@ class KVCache(struct.PyTreeNode):
         lost = self._lost(at)
         if self.window is not None and self.written is not None:
             lost |= ring.forgotten(at, self.written, self.slots, self.window)
-        return marked(result, lost, self.length, self.slots)
+        return marked(result, lost)
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -205,7 +205,7 @@ class KVCache(struct.PyTreeNode):
         else:
             # Of a first prompt kernels know before tracing which tokens see which.
             result = jax.lax.cond((self.length == 0).all(), first, later)
-        return marked(result, new._lost(q_positions), new.length, self.slots), new
+        return marked(result, new._lost(q_positions)), new
 
     def free(self) -> jax.Array:
         """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ − 1 in all."""

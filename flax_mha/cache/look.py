@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import masks, shapes
-from flax_mha.cache.overflow import report
 from flax_mha.grid import Grid
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
@@ -32,12 +31,11 @@ def look(
     return attention(q, *kv, mask=masks.combine(own, mask), **call)
 
 
-def marked(result: Any, lost: jax.Array, length: jax.Array, slots: int) -> Any:
-    """The result with NaN for lost queries [*B, T], which is reported.
+def marked(result: Any, lost: jax.Array) -> Any:
+    """The result with NaN for lost queries [*B, T].
 
     Not for whole rows: later layers keep what they make of the tokens before those.
     """
-    lost &= report(lost.any(-1), length, slots)[..., None]
     out, *more = result if isinstance(result, tuple) else (result,)
     out = jnp.where(lost[..., None, None], jnp.nan, out)
     return (out, *more) if isinstance(result, tuple) else out
