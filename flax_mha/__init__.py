@@ -11,6 +11,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "MLP",
+    "CacheConfig",
+    "Capture",
     "Classifier",
     "Decoder",
     "DecoderBlock",
@@ -51,10 +53,12 @@ if TYPE_CHECKING:
     from flax_mha.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
     from flax_mha.blocks import DecoderBlock as DecoderBlock
     from flax_mha.blocks import EncoderBlock as EncoderBlock
+    from flax_mha.cache import CacheConfig as CacheConfig
     from flax_mha.cache import KVCache as KVCache
     from flax_mha.flax_functions import attention_fn as attention_fn
     from flax_mha.generation import Generated as Generated
     from flax_mha.generation import generate as generate
+    from flax_mha.kernels import Capture as Capture
     from flax_mha.kernels import Explanation as Explanation
     from flax_mha.kernels import Platform as Platform
     from flax_mha.kernels import dot_product_attention as dot_product_attention
@@ -69,10 +73,10 @@ else:  # A type checker would believe that this function knows every name.
     _HOMES = {
         "attention": ("MultiHeadAttention", "MultiHeadDotProductAttention"),
         "blocks": ("DecoderBlock", "EncoderBlock"),
-        "cache": ("KVCache",),
+        "cache": ("CacheConfig", "KVCache"),
         "flax_functions": ("attention_fn",),
         "generation": ("Generated", "generate"),
-        "kernels": ("Explanation", "Platform", "dot_product_attention", "explain"),
+        "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
         "mlp": ("MLP",),
         "models": ("Classifier", "LanguageModel", "Translator"),
         "stacks": ("Decoder", "Encoder"),

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import core, inputs, layouts, masks, shapes, sharding
-from flax_mha.cache import Memory, variables
+from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.core import Call
 from flax_mha.grid import Array
-from flax_mha.kernels import observe
+from flax_mha.kernels import Capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
 from flax_mha.projections import Projection
@@ -75,10 +75,7 @@ class MultiHeadAttention(nn.Module):
         it is given (one or more) and attends to all so far, each token to itself and those before.
         Beyond the capacity the output is NaN. Cross-attention keeps the keys and values of
         inputs_k, and attends to them again where none are given.
-      cache_dtype: of what the cache holds (default: that of the keys); "int8" has a scale for
-        each token and head.
-      cache_window: tokens that the cache holds, in a ring buffer, at least W + 1 under a mask
-        `Window(W, ·)`; then there is no end to the tokens that follow.
+      cache: how the cache holds them, such as `CacheConfig(dtype="int8")`.
       normalize_qk: apply a LayerNorm without bias to queries and keys, per head (ViT-22B).
       num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
       head_dim: H, whatever the model's size (default: qkv_features / N).
@@ -90,11 +87,9 @@ class MultiHeadAttention(nn.Module):
       scores: functions of the scores that always apply, such as `(scores.SoftCap(50.0),)`.
       scale: of the scores (default: 1/√H).
       sinks: learn one more score a head, that takes weight in the softmax and gives nothing.
-      capture: what to sow into `intermediates` of each call, some of "weights", "lse", "entropy"
-        and "max_logit" (see `flax_mha.kernels.observe`), as `attention_weights`, `attention_lse`
-        and so on. The output is the same to the bit.
-      capture_heads: the heads to capture, such as (0, 3) (default: all).
-      capture_queries: the queries to capture, such as range(128) (default: all).
+      capture: what to sow into `intermediates` of each call, such as
+        `Capture(("weights", "entropy"))`, as `attention_weights`, `attention_entropy` and so on.
+        The output is the same to the bit.
       rotary: turns queries and keys by their position, such as `positions.Rotary()`.
       partitioned: box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
@@ -120,8 +115,7 @@ class MultiHeadAttention(nn.Module):
     attention_fn: Callable[..., Any] | None = None
     force_fp32_for_softmax: bool = False
     decode: bool = False
-    cache_dtype: Dtype | None = None
-    cache_window: int | None = None
+    cache: CacheConfig | None = None
     normalize_qk: bool = False
     num_kv_heads: int | None = None
     head_dim: int | None = None
@@ -133,9 +127,7 @@ class MultiHeadAttention(nn.Module):
     scores: Sequence[ScoreMod] = ()
     scale: float | None = None
     sinks: bool = False
-    capture: Sequence[str] = ()
-    capture_heads: Sequence[int] | None = None
-    capture_queries: Sequence[int] | None = None
+    capture: Capture | None = None
     rotary: Rotation | None = None
     partitioned: bool = False
 
@@ -201,7 +193,7 @@ class MultiHeadAttention(nn.Module):
           deterministic: if True, no dropout; here or in the constructor.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
           sow_weights: sow the weights [*B, N, T, S] into `intermediates/attention_weights`, as
-            `capture=("weights",)` does.
+            `capture=Capture(("weights",))` does.
           return_weights: also return them. Both as before dropout.
 
         Returns:
@@ -219,22 +211,22 @@ class MultiHeadAttention(nn.Module):
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
-        captured = self._captured(sow_weights)
+        listened = self.is_mutable_collection("intermediates")
         found = core.attention(
             self._weights(inputs_q, inputs_k, inputs_v), core.Settings.of(self),
             inputs_q, inputs_k, inputs_v,
             Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-            return_weights=return_weights, captured=captured,
+            return_weights=return_weights,
+            capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
             module=self if sow_weights else None,
         )  # fmt: skip
-        if found.cache is not cache:
+        if found.cache is not None and found.cache is not cache:
             name = "memory" if isinstance(found.cache, Memory) else "kv"
             self.put_variable("cache", name, variables.laid_out(found.cache))
-        if captured and self.attention_fn is None:
-            for name, x in found.extras.pop().items():
-                self.sow("intermediates", f"attention_{name}", x)
-        return (found.out, found.extras[0]) if return_weights else found.out
+        for name, x in found.captured.items():
+            self.sow("intermediates", f"attention_{name}", x)
+        return (found.out, found.weights) if return_weights else found.out
 
     def _weights(self, x_q: jax.Array, x_k: Any, x_v: Any) -> core.Weights:
         """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
@@ -243,9 +235,6 @@ class MultiHeadAttention(nn.Module):
             self.head_dim, self.v_head_dim,
         )  # fmt: skip
         inputs.optional(out_features=self.out_features)
-        if self.rotary is not None:
-            remedy = "give positions.Rotary(), with its parentheses"
-            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
 
         def projection(name: str, x: Any, heads: str, features: Shape) -> Any:
             names = ("embed", heads, "head_dim")
@@ -296,14 +285,13 @@ class MultiHeadAttention(nn.Module):
         if not self.decode:
             return None
         # Whether the mask fits a ring is known before there is one.
-        window = variables.window(self.mask, self.cache_window)
+        config = as_cache_config(self.cache)
+        config.window(self.mask)
         if self.has_variable("cache", "kv"):
             return self.get_variable("cache", "kv")
-        if cross:
-            return core.Remember(self.cache_dtype)
-        if self.has_variable("cache", "memory"):
+        if not cross and self.has_variable("cache", "memory"):
             return self.get_variable("cache", "memory")
-        return core.Room(self.cache_dtype, self.cache_window, window)
+        return config
 
     def _dropout_rng(self, deterministic: bool | None, rng: Any) -> jax.Array | None:
         """A key, if there is to be dropout."""
@@ -312,18 +300,6 @@ class MultiHeadAttention(nn.Module):
         ):
             return None
         return self.make_rng("dropout") if rng is None else rng
-
-    def _captured(self, sow_weights: bool) -> dict[str, Any]:
-        """The kernel's arguments of what is captured, if anybody listens."""
-        names = tuple(observe.check_names(self.capture))
-        if self.attention_fn is not None:
-            return {"capture": names} if names else {}
-        if sow_weights and "weights" not in names:
-            names += ("weights",)
-        if not names or not self.is_mutable_collection("intermediates"):
-            return {}
-        heads, queries = self.capture_heads, self.capture_queries
-        return {"capture": names, "capture_heads": heads, "capture_queries": queries}
 
 
 class _Scale(nn.Module):

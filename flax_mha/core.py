@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype, PrecisionLike
 
-from flax_mha import flax_functions, masks, padding, shapes, sharding
-from flax_mha.cache import KVCache, Memory, checks
+from flax_mha import flax_functions, inputs, masks, padding, shapes, sharding
+from flax_mha.cache import CacheConfig, KVCache, Memory
 from flax_mha.grid import Array
-from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels import Capture, dot_product_attention
+from flax_mha.kernels.observe import Captured, as_capture
 from flax_mha.linear import Linear, fused
 from flax_mha.positions import Rotation, rotate
 from flax_mha.scores import ScoreMod, as_scores
@@ -64,6 +65,11 @@ class Settings:
     attention_fn: Callable[..., Any] | None = None
     force_fp32_for_softmax: bool = False
 
+    def __post_init__(self) -> None:
+        if self.rotary is not None:
+            remedy = "give positions.Rotary(), with its parentheses"
+            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
+
     @classmethod
     def of(cls, layer: Any) -> "Settings":
         """Those of a layer that has them as attributes."""
@@ -88,43 +94,15 @@ class Output(NamedTuple):
 
     Attributes:
       out: [*B, T, D_out].
-      extras: what else the kernel was asked for, in its order.
+      weights: [*B, N, T, S], as before dropout, if they were asked for.
+      captured: what `capture` names.
       cache: with the tokens of this call, or made for such.
     """
 
     out: jax.Array
-    extras: list[Any]
-    cache: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    """In the place of a cache: make one for as many tokens as this call has, and keep none of them.
-
-    Attributes:
-      dtype: that it stores (default: that of the keys).
-      slots: of a ring buffer instead.
-      window: how many tokens before itself a token sees in that.
-    """
-
-    dtype: Dtype | None = None
-    slots: int | None = None
-    window: int | None = None
-
-    def made(self, k: jax.Array, v: jax.Array) -> KVCache:
-        """The cache, for such keys and values."""
-        *B, S, K, H = k.shape
-        dtype = checks.dtype("cache_dtype", self.dtype or k.dtype)
-        return KVCache.empty(
-            tuple(B), self.slots or S, K, H, v.shape[-1], dtype=dtype, window=self.window
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Remember:
-    """In the place of a cache: keep the keys and values of this call, stored in that dtype."""
-
-    dtype: Dtype | None = None
+    weights: jax.Array | None
+    captured: Mapping[Captured, jax.Array]
+    cache: KVCache | Memory | None
 
 
 def attention(
@@ -134,11 +112,11 @@ def attention(
     x_k: jax.Array | None,
     x_v: jax.Array | None,
     call: Call,
-    cache: KVCache | Memory | Room | Remember | None = None,
+    cache: KVCache | Memory | CacheConfig | None = None,
     *,
     dropout_rng: jax.Array | None = None,
     return_weights: bool = False,
-    captured: Mapping[str, Any] | None = None,
+    capture: Capture | None = None,
     module: Any = None,
 ) -> Output:
     """Attends from x_q to x_k and x_v.
@@ -150,12 +128,12 @@ def attention(
       x_k: [*B, S, D']; x_q in self-attention; None to attend to a memory again.
       x_v: [*B, S, D''], or None likewise.
       call: see there.
-      cache: of the tokens before these, which are appended; or an encoder's, to attend to; or what
-        is to be made.
+      cache: of the tokens before these, which are appended; or an encoder's, to attend to. Of a
+        `CacheConfig` one is made: in self-attention with room for as many tokens as these, of which
+        it keeps none; in cross-attention with these keys and values.
       dropout_rng: a key, if there is to be dropout.
-      return_weights: whether `extras` begins with the weights.
-      captured: arguments of `dot_product_attention` that say what is captured; a dict of it is then
-        the last of `extras`.
+      return_weights: whether to give the weights.
+      capture: what to look at.
       module: what an `attention_fn` sows weights into.
     """
     itself = x_k is x_q
@@ -167,12 +145,12 @@ def attention(
     q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    if isinstance(cache, Remember):
-        cache = Memory.of(k, v, checks.dtype("cache_dtype", cache.dtype or k.dtype))
+    if isinstance(cache, CacheConfig) and not itself:
+        cache = cache.memory(k, v)
     if isinstance(cache, Memory):
         k, v = cache.stored()
-    rest = _arguments(weights, settings, call, captured, module)
-    rest["return_weights"] = return_weights
+    rest = _arguments(weights, settings, call, module)
+    rest |= {"capture": capture, "return_weights": return_weights}
     if dropout_rng is not None:
         rest |= {
             "dropout_rng": dropout_rng, "dropout_rate": settings.dropout_rate,
@@ -184,9 +162,30 @@ def attention(
         rest["mask"] = masks.combine(rest["mask"], _real(call.lengths, q, k, itself))
         attend = rest.pop("attention", dot_product_attention)
         x, *extras = attend(q, k, v, **rest, q_positions=order, kv_positions=order)
-        cache = cache.made(k, v) if isinstance(cache, Room) else cache
+        if isinstance(cache, CacheConfig):
+            cache = cache.empty(k, v, settings.mask)
     x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
-    return Output(merged(weights.out, x), extras, cache)
+    found = extras[-1] if capture else {}
+    return Output(merged(weights.out, x), extras[0] if return_weights else None, found, cache)
+
+
+def captured(
+    given: Capture | None, sow_weights: bool, listened: bool, attention_fn: Any
+) -> Capture | None:
+    """What a call of a layer with that `capture` captures, if anybody listens.
+
+    An `attention_fn` sows weights by itself, and refuses the rest.
+    """
+    given = as_capture(given)
+    if attention_fn is not None:
+        return given
+    if not listened:
+        return None
+    if sow_weights and given is None:
+        return Capture(("weights",))
+    if sow_weights and given is not None and "weights" not in given.what:
+        return dataclasses.replace(given, what=(*given.what, "weights"))
+    return given
 
 
 def project(weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any) -> tuple[Any, Any, Any]:
@@ -233,16 +232,13 @@ def merged(out: Linear | None, x: jax.Array) -> jax.Array:
     return jax.lax.collapse(x, x.ndim - 2) if out is None else out(x)
 
 
-def _arguments(
-    weights: Weights, settings: Settings, call: Call, captured: Any, module: Any
-) -> dict[str, Any]:
+def _arguments(weights: Weights, settings: Settings, call: Call, module: Any) -> dict[str, Any]:
     """What computes attention, and what it is given beside queries, keys and values."""
     found: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
         "scores": as_scores(settings.scores) + as_scores(call.scores),
         "sinks": weights.sinks, "scale": settings.scale, "kernel": settings.kernel,
         "precision": settings.precision,
-        **(captured or {}),
     }  # fmt: skip
     if settings.attention_fn is None:
         return found | {"return_residuals": True}  # Always a tuple.

@@ -230,7 +230,7 @@ def fields(module: Any) -> None:
         elif x is None:
             continue
         elif name.endswith("dtype"):
-            dtype(name, x, "a floating dtype or int8" if "cache" in name else "a floating dtype")
+            dtype(name, x)
         elif name.endswith("_init"):
             remedy = "give one of flax.linen.initializers"
             function(name, x, "(key, shape, dtype) -> array", remedy, 3)

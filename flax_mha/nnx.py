@@ -12,10 +12,11 @@ from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import core, inputs, masks, shapes
-from flax_mha.cache import KVCache, variables
+from flax_mha.cache import CacheConfig, KVCache, as_cache_config
 from flax_mha.core import Call
 from flax_mha.grid import Array
-from flax_mha.kernels import observe
+from flax_mha.kernels import Capture
+from flax_mha.kernels.observe import as_capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
@@ -83,7 +84,7 @@ class MultiHeadAttention(nnx.Module):
         attention_fn: Callable[..., Any] | None = None,
         decode: bool | None = None,
         normalize_qk: bool = False,
-        cache_window: int | None = None,
+        cache: CacheConfig | None = None,
         head_dim: int | None = None,
         v_head_dim: int | None = None,
         use_out_bias: bool | None = None,
@@ -93,9 +94,7 @@ class MultiHeadAttention(nnx.Module):
         scores: Sequence[ScoreMod] = (),
         scale: float | None = None,
         sinks: bool = False,
-        capture: Sequence[str] = (),
-        capture_heads: Sequence[int] | None = None,
-        capture_queries: Sequence[int] | None = None,
+        capture: Capture | None = None,
         rotary: Rotation | None = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
@@ -122,14 +121,8 @@ class MultiHeadAttention(nnx.Module):
         self.deterministic, self.decode = deterministic, decode
         self.use_bias, self.normalize_qk = use_bias, normalize_qk
         self.attention_fn, self.force_fp32_for_softmax = attention_fn, False
-        self.cache_window, self.kernel, self.rotary, self.scale = (
-            cache_window,
-            kernel,
-            rotary,
-            scale,
-        )
-        self.capture = tuple(observe.check_names(capture))
-        self.capture_heads, self.capture_queries = capture_heads, capture_queries
+        self.kernel, self.rotary, self.scale = kernel, rotary, scale
+        self.cache, self.capture = as_cache_config(cache), as_capture(capture)
         # Their arrays are part of the layer's state.
         self.mask, self.scores = nnx.data(mask), nnx.data(scores)
         self._check()
@@ -174,10 +167,8 @@ class MultiHeadAttention(nnx.Module):
                 inputs.dtype(name, getattr(self, name), "a floating dtype")
         if self.precision is not None:
             inputs.precision("precision", self.precision)
-        if self.rotary is not None:
-            remedy = "give positions.Rotary(), with its parentheses"
-            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
-        variables.window(self.mask, self.cache_window)
+        core.Settings.of(self)
+        self.cache.window(self.mask)
 
     def __call__(
         self,
@@ -234,32 +225,32 @@ class MultiHeadAttention(nnx.Module):
         cache = self._cache() if (self.decode if decode is None else decode) else None
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
-        captured = self._captured(sow_weights)
+        # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
+        listened = hasattr(self, "__captures__")
         found = core.attention(
             self._weights(), core.Settings.of(self), inputs_q, inputs_k, inputs_v,
             Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
-            captured=captured, module=self if sow_weights else None,
+            capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
+            module=self if sow_weights else None,
         )  # fmt: skip
         if cache is not None and self.kv is not None:
             self.kv.set_value(found.cache)
-        if captured and self.attention_fn is None:
-            for name, x in found.extras.pop().items():
-                self.sow(nnx.Intermediate, f"attention_{name}", x)
-        return (found.out, found.extras[0]) if return_weights else found.out
+        for name, x in found.captured.items():
+            self.sow(nnx.Intermediate, f"attention_{name}", x)
+        return (found.out, found.weights) if return_weights else found.out
 
-    def init_cache(self, input_shape: Shape, dtype: Dtype = jnp.float32) -> None:
+    def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
         """Makes room for the tokens of inputs of that shape, [*B, S, D]; or empties the cache.
 
         Args:
           input_shape: see above.
-          dtype: of what is kept, floating point or int8.
+          dtype: of what is kept, floating point or int8 (default: that of `cache`, or float32).
         """
         *B, S, _ = inputs.sizes("input_shape", input_shape)
-        window = variables.window(self.mask, self.cache_window)
         empty = KVCache.empty(
-            tuple(B), self.cache_window or S, self.num_kv_heads, self.head_dim, self.v_head_dim,
-            dtype=dtype, window=window,
+            tuple(B), self.cache.slots or S, self.num_kv_heads, self.head_dim, self.v_head_dim,
+            dtype=dtype or self.cache.dtype or jnp.float32, window=self.cache.window(self.mask),
         )  # fmt: skip
         self.kv = nnx.Cache(empty)
 
@@ -277,7 +268,7 @@ class MultiHeadAttention(nnx.Module):
             self.decode = decode
         if decode and self.kv is None and batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
+            self.init_cache((*batch, max_length, self.in_features), self.cache.dtype or self.dtype)
 
     def _cache(self) -> KVCache:
         if self.kv is None:
@@ -339,21 +330,6 @@ class MultiHeadAttention(nnx.Module):
                 "keep_rngs=True"
             )
         return stream()
-
-    def _captured(self, sow_weights: bool) -> dict[str, Any]:
-        """The kernel's arguments of what is captured, if anybody listens."""
-        names = self.capture
-        if self.attention_fn is not None:
-            return {"capture": names} if names else {}
-        if not hasattr(self, "__captures__"):
-            # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
-            names = ()
-        if sow_weights and "weights" not in names:
-            names += ("weights",)
-        if not names:
-            return {}
-        heads, queries = self.capture_heads, self.capture_queries
-        return {"capture": names, "capture_heads": heads, "capture_queries": queries}
 
     @property
     def cached_key(self) -> jax.Array | None:

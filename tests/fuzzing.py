@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 
 import flax_mha
 from flax_mha import (
+    CacheConfig,
+    Capture,
     cache,
     dot_product_attention,
     explain,
@@ -134,8 +136,7 @@ SEEN = {
     "mask": (masks.Causal(), np.ones((T, T), bool)[None], masks.Keys(np.ones((B, T), bool))),
     "bias": (np.ones((T, T), np.float32), Traced((N, 1, 1))),
 }
-CAPTURED = {"capture": (("weights",), ("lse", "entropy")), "capture_heads": ((0,), (0, 1)),
-            "capture_queries": (range(2), (1,))}  # fmt: skip
+CAPTURED = {"capture": (Capture(("weights",)), Capture(("lse",), heads=(0, 1), queries=(1,)))}
 STANDS = {"positions": (ROW, TOKENS), "lengths": (np.array([2, 4]), [1, 4]), "order": (ROW[::-1],)}
 TRAINED = {"deterministic": (True, False), "sow_weights": (True,)}
 CALL = {**SEEN, "scores": ((scores.SoftCap(3.0),),)} | CAPTURED | {
@@ -152,10 +153,11 @@ FIELDS = MODULE | CAPTURED | {
     "dropout_rate": (0.5,), "deterministic": (True,),
     "out_kernel_init": (jax.nn.initializers.ones,),
     "bias_init": (jax.nn.initializers.zeros,), "use_bias": (False,), "decode": (True,),
-    "cache_dtype": ("int8",), "cache_window": (3,), "normalize_qk": (True,), "num_kv_heads": (1,),
-    "head_dim": (6,), "v_head_dim": (3,), "use_out_bias": (False,), "project_out": (False,),
-    "kernel": ("blockwise",), "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),),
-    "sinks": (True,), "rotary": (Rotary(),),
+    "cache": (CacheConfig("int8"), CacheConfig(slots=3)), "normalize_qk": (True,),
+    "num_kv_heads": (1,), "head_dim": (6,), "v_head_dim": (3,),
+    "use_out_bias": (False,), "project_out": (False,), "kernel": ("blockwise",),
+    "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),), "sinks": (True,),
+    "rotary": (Rotary(),),
 }  # fmt: skip
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
          "pre_norm": (False,), "activation": ("silu",), "gated": (True,), "dropout_rate": (0.5,),
@@ -221,6 +223,10 @@ TARGETS: dict[str, Target] = {
     "PatchEmbedding": (1, run(PatchEmbedding, "x"),
                        {"patch_size": 2, "features": D, "x": np.ones((B, 4, 4, 1), np.float32)},
                        {"dtype": ("bfloat16",)}),
+    "Capture": (2, lambda **x: dot_product_attention(**QKV, capture=Capture(**x)),
+                {"what": ("entropy",)}, {"heads": ((0,), [1]), "queries": (range(2),)}),
+    "CacheConfig": (1, lambda **x: run(layer, "x")(x=X, decode=True, cache=CacheConfig(**x)), {},
+                    {"dtype": ("int8", "bfloat16"), "slots": (5,)}),
     "KVCache.empty": (2, flax_mha.KVCache.empty,
                       {"batch": (B,), "slots": 8, "num_kv_heads": N, "head_dim": H},
                       {"v_head_dim": (3,), "dtype": ("int8",), "window": (5,)}),

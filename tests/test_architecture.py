@@ -41,7 +41,7 @@ LAYERS = [
     {"cache.ring", "cache.checks"},
     {"cache.slots", "cache.look"},
     {"cache.kv", "cache.memory"},
-    {"cache.variables"},
+    {"cache.variables", "cache.config"},
     {"cache"},
     {"flax_functions"},
     {"core"},

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flax_mha
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, cache, masks, scores
+from flax_mha import CacheConfig, Encoder, EncoderBlock, MultiHeadAttention, cache, masks, scores
 from flax_mha.cache import KVCache
 from flax_mha.masks import Causal, Lengths, Prefix, Window
 from flax_mha.positions import Rotary
@@ -54,7 +54,7 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
     variables = jax.eval_shape(layer.init, KEY, X)
     params = {"params": random_like(variables["params"])}
     held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables["cache"])
-    whole = layer.clone(decode=False, cache_dtype=None, cache_window=None)
+    whole = layer.clone(decode=False, cache=None)
     wanted = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
 
     @jax.jit
@@ -99,7 +99,7 @@ def test_ragged_rows_are_as_if_alone(
 ) -> None:
     """Each row, split anywhere, goes on at its own length; padding neither sees nor is seen."""
     name, ring = layer
-    _, held, step, wanted = built(name, **({"cache_window": 5} if ring else {}))
+    _, held, step, wanted = built(name, **({"cache": CacheConfig(slots=5)} if ring else {}))
     at = np.zeros(B, int)
     for count in np.minimum(counts, 4):
         count = np.minimum(count, T - at)
@@ -118,7 +118,7 @@ def test_ragged_rows_are_as_if_alone(
 @pytest.mark.parametrize("size", [4, 6])
 def test_a_ring_is_the_full_cache(size: int) -> None:
     """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
-    _, held, step, wanted = built("window", cache_window=size)
+    _, held, step, wanted = built("window", cache=CacheConfig(slots=size))
     assert held["kv"].key.shape[-2] == size
     for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
         now, outs = cache.reset(held), []
@@ -150,7 +150,7 @@ def test_padding_without_a_cache_is_not_seen() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
 def test_storage(dtype: str, bound: float) -> None:
     """In a narrower dtype the output moves a little, and not by how the tokens came."""
-    _, held, step, wanted = built("rotary, gqa, dv", cache_dtype=dtype)
+    _, held, step, wanted = built("rotary, gqa, dv", cache=CacheConfig(dtype))
     assert held["kv"].key.dtype == dtype
     whole, _ = step(held, X)
     outs = []
@@ -177,7 +177,7 @@ def test_int8_is_within_its_bound(seed: int, size: float) -> None:
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
     memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
-    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache_dtype=dtype)
+    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
     variables = layer.init(KEY, X, memory)
     params = {"params": variables["params"]}
     assert set(variables["cache"]) == {"memory"}

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental import checkify
 
 from flax_mha import (
+    CacheConfig,
     DecoderBlock,
     Encoder,
     EncoderBlock,
@@ -40,9 +41,9 @@ def close(got: Any, wanted: Any) -> None:
 @functools.cache
 def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = False) -> Any:
     """The step of a stack that decodes, its empty cache, and its whole forward."""
-    fields = {"mask": Window(2, 0), "cache_window": SLOTS} if ring else {}
+    fields = {"mask": Window(2, 0), "cache": CacheConfig(slots=SLOTS)} if ring else {}
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary(), **fields)
-    plain = layer.clone(decode=False, cache_window=None)
+    plain = layer.clone(decode=False, cache=None)
     memory = (MEMORY,) if cross else ()
 
     def stack(layer: MultiHeadAttention, other: MultiHeadAttention) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import DecoderBlock, MultiHeadAttention, cache, sharding
+from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, cache, sharding
 from flax_mha.kernels import decode
 from flax_mha.masks import Window
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.mark.usefixtures("optimized")
 def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 32})
-    layer = MultiHeadAttention(2, decode=True, cache_dtype=dtype)
+    layer = MultiHeadAttention(2, decode=True, cache=CacheConfig(dtype))
     x = jnp.ones((2, 1024, 32))
     variables = jax.eval_shape(layer.init, KEY, x)
 
@@ -67,7 +67,7 @@ def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
 def test_sharded_is_single(kind: str) -> None:
     """Ragged rows, a ring and int8 over rows and heads, forked; the cache born where it belongs."""
     layer = MultiHeadAttention(
-        4, decode=True, mask=Window(3, 0), cache_window=6, cache_dtype="int8", rotary=Rotary()
+        4, decode=True, mask=Window(3, 0), cache=CacheConfig("int8", slots=6), rotary=Rotary()
     )
     lengths = jnp.array([8, 3])
 

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import (
+    Capture,
     MultiHeadAttention,
     dot_product_attention,
     masks,
@@ -100,7 +101,7 @@ def test_one_array_in_two_places(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding(kind: str) -> None:
     layer = MultiHeadAttention(
-        8, num_kv_heads=4, decode=True, rotary=Rotary(), capture=("entropy",)
+        8, num_kv_heads=4, decode=True, rotary=Rotary(), capture=Capture(("entropy",))
     )
 
     def decode(variables: Any, x: jax.Array) -> Any:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import flax_mha
-from flax_mha import masks, scores, sharding
+from flax_mha import CacheConfig, Capture, masks, scores, sharding
 from flax_mha.nnx import MultiHeadAttention
 from flax_mha.positions import Rotary
 
@@ -109,7 +109,7 @@ def test_decoding_is_the_causal_forward() -> None:
 
 def test_a_ring_is_the_window() -> None:
     layer = MultiHeadAttention(
-        4, D, mask=masks.Window(2, 0), cache_window=3, decode=True, rngs=nnx.Rngs(0)
+        4, D, mask=masks.Window(2, 0), cache=CacheConfig(slots=3), decode=True, rngs=nnx.Rngs(0)
     )
     whole = layer(X, decode=False)
     layer.init_cache((B, T, D))
@@ -190,7 +190,7 @@ def test_split_and_merge_carry_the_cache() -> None:
 
 
 def test_weights_are_sown_and_returned() -> None:
-    layer = MultiHeadAttention(4, D, capture=("entropy",), rngs=nnx.Rngs(0))
+    layer = MultiHeadAttention(4, D, capture=Capture(("entropy",)), rngs=nnx.Rngs(0))
     out, weights = layer(X, return_weights=True)
     _, found = nnx.capture(lambda m: m(X, sow_weights=True), nnx.Intermediate)(layer)
     np.testing.assert_array_equal(found["attention_weights"][0], weights)
@@ -240,9 +240,12 @@ MISTAKES = {
     "heads": (lambda: MultiHeadAttention(3, D, rngs=nnx.Rngs(0)), "num_heads=3 must divide"),
     "groups": (lambda: MultiHeadAttention(4, D, num_kv_heads=3, rngs=nnx.Rngs(0)), r"of \[1, 2, 4"),
     "rotary": (lambda: MultiHeadAttention(4, D, rotary=Rotary, rngs=nnx.Rngs(0)), "parentheses"),
-    "ring": (lambda: MultiHeadAttention(4, D, cache_window=3, rngs=nnx.Rngs(0)), "masks.Window"),
+    "ring": (
+        lambda: MultiHeadAttention(4, D, cache=CacheConfig(slots=3), rngs=nnx.Rngs(0)),
+        "masks.Window",
+    ),
     "dtype": (lambda: MultiHeadAttention(4, D, dtype="foo", rngs=nnx.Rngs(0)), "bfloat16"),
-    "capture": (lambda: MultiHeadAttention(4, D, capture="lse", rngs=nnx.Rngs(0)), "takes a tuple"),
+    "capture": (lambda: MultiHeadAttention(4, D, capture="lse", rngs=nnx.Rngs(0)), "Capture"),
 }  # fmt: skip
 
 

@@ -10,16 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from flax_mha import MultiHeadAttention, attention, dot_product_attention, kernels
-from flax_mha.kernels import observe, options
+from flax_mha.kernels import options
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "typed"
-RETURNS = {"return_weights", "return_residuals", "capture", "capture_heads", "capture_queries"}
+RETURNS = {"return_weights", "return_residuals", "capture"}
 
 
 def test_the_options_are_the_arguments() -> None:
@@ -28,7 +27,6 @@ def test_the_options_are_the_arguments() -> None:
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
     assert {*attention.Options.__annotations__, *inputs, "return_weights"} == call
-    assert get_args(options.Captured) == observe.CAPTURES
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from experiments.benchmark import report, timing, torch_peers
 from experiments.benchmark.work import Outcome, RefusalError, Work
-from flax_mha import MultiHeadAttention
+from flax_mha import CacheConfig, MultiHeadAttention
 
 PROMPT = 1024
 
@@ -192,7 +192,7 @@ def _linen(size: Size, filled: int) -> Work:
 
 def _layer(size: Size, stored: str | None) -> tuple[MultiHeadAttention, Any, jax.Array]:
     layer = MultiHeadAttention(
-        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype, cache_dtype=stored
+        size.N, decode=True, dtype=size.dtype, param_dtype=size.dtype, cache=CacheConfig(stored)
     )
     x = _tokens(size)
     return layer, layer.init(jax.random.key(0), x[:, :1])["params"], x

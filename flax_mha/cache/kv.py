@@ -197,8 +197,9 @@ class KVCache(struct.PyTreeNode):
             places = {"q_positions": q_positions, "kv_positions": k_positions}
             return look(q, held, mask, call, self.window, **places)
 
-        captured = observe.check_names(call.get("capture", ()))
-        weights = call.get("return_weights", False) is True or "weights" in captured
+        captured = observe.as_capture(call.get("capture"))
+        weights = call.get("return_weights", False) is True
+        weights = weights or (captured is not None and "weights" in captured.what)
         weights = weights or "attention" in call  # Which may sow, in no branch.
         if T <= decode.QUERIES or weights or over_keys(q, held, mask, call):
             result = later()

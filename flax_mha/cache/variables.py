@@ -11,30 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha import inputs, masks, sharding
+from flax_mha import sharding
 from flax_mha.cache import slots
 from flax_mha.cache.kv import KVCache
 from flax_mha.cache.memory import Memory
 
 Held = KVCache | Memory
-
-
-def window(mask: masks.Mask | None, size: int | None) -> int | None:
-    """How many tokens before itself a token sees, under a ring buffer of that size; else None.
-
-    Raises:
-      ValueError: if the mask sees what the ring has forgotten.
-    """
-    if size is None:
-        return None
-    inputs.positive(cache_window=size)
-    reach = None if mask is None else masks.as_mask(mask).reach()
-    if reach is None or reach >= size:
-        raise ValueError(
-            f"cache_window={size} keeps the last {size} tokens, so the layer's mask must see none "
-            f"before them, got mask={mask}; give mask=masks.Window(W, 0) with W at most {size - 1}"
-        )
-    return reach
 
 
 def laid_out(held: Held) -> Held:

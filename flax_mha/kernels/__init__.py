@@ -15,7 +15,9 @@ import jax
 from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import choice, observe
-from flax_mha.kernels.options import Captured, Captures, Keyed, Options
+from flax_mha.kernels.observe import Capture as Capture
+from flax_mha.kernels.observe import Captured
+from flax_mha.kernels.options import Keyed, Options
 from flax_mha.kernels.parallel import shards
 from flax_mha.kernels.platform import Platform as Platform
 from flax_mha.kernels.registry import KERNELS as KERNELS
@@ -23,40 +25,38 @@ from flax_mha.kernels.spec import AttentionSpec, Result, prepare
 from flax_mha.kernels.stored import widened
 from flax_mha.scores import ScoreMod
 
+_WEIGHTS = Capture(("weights",))
+
 
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: tuple[()] = ..., **options: Unpack[Options],
+    return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[True],
-    return_residuals: Literal[False] = ..., capture: tuple[()] = ..., **options: Unpack[Options],
+    return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[True], capture: tuple[()] = ..., **options: Unpack[Options],
+    return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[True],
-    return_residuals: Literal[True], capture: tuple[()] = ..., **options: Unpack[Options],
+    return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: Captures,
-    capture_heads: Sequence[int] | None = ..., capture_queries: Sequence[int] | None = ...,
-    **options: Unpack[Options],
+    return_residuals: Literal[False] = ..., capture: Capture, **options: Unpack[Options],
 ) -> tuple[jax.Array, dict[Captured, jax.Array]]: ...  # fmt: skip
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: bool = ...,
-    return_residuals: bool = ..., capture: Sequence[str] = ...,
-    capture_heads: Sequence[int] | None = ..., capture_queries: Sequence[int] | None = ...,
-    **options: Unpack[Options],
+    return_residuals: bool = ..., capture: Capture | None = ..., **options: Unpack[Options],
 ) -> Any: ...  # fmt: skip
 def dot_product_attention(
     q: Array,
@@ -77,9 +77,7 @@ def dot_product_attention(
     precision: jax.lax.PrecisionLike = None,
     return_weights: bool = False,
     return_residuals: bool = False,
-    capture: Sequence[str] = (),
-    capture_heads: Sequence[int] | None = None,
-    capture_queries: Sequence[int] | None = None,
+    capture: Capture | None = None,
 ) -> Any:
     """Scaled dot-product attention.
 
@@ -118,10 +116,8 @@ def dot_product_attention(
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
         exponentials of the scores (−∞ for a query that sees nothing).
-      capture: also return a dict of some of "weights", "lse", "entropy" and "max_logit", see
-        `flax_mha.kernels.observe`. The output is the same to the bit.
-      capture_heads: the heads to capture, such as (0, 3) (default: all).
-      capture_queries: the queries to capture, such as range(128) (default: all).
+      capture: also return a dict of what it names, such as `Capture(("entropy", "max_logit"))`.
+        The output is the same to the bit.
 
     Returns:
       out [*B, T, N, Hv] in the promoted dtype of q, k and v; or a tuple of it, the weights, the
@@ -141,7 +137,7 @@ def dot_product_attention(
 
     inputs.flag("return_weights", return_weights)
     inputs.flag("return_residuals", return_residuals)
-    observe.check_names(capture)
+    capture = observe.as_capture(capture)
     way, kernel = choice.parsed(kernel)
 
     def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
@@ -155,13 +151,11 @@ def dot_product_attention(
     chex.assert_shape(lse, (*B, N, T))
     extras: list[Any] = []
     if return_weights:
-        extras.append(observe.observe(q, widened(k), lse, spec, ["weights"])["weights"])
+        extras.append(observe.observe(q, widened(k), lse, spec, _WEIGHTS)["weights"])
     if return_residuals:
         extras.append(lse)
     if capture:
-        extras.append(
-            observe.observe(q, widened(k), lse, spec, capture, capture_heads, capture_queries)
-        )
+        extras.append(observe.observe(q, widened(k), lse, spec, capture))
     return (out, *extras) if extras else out
 
 
@@ -198,9 +192,7 @@ def explain(
     kernel: str = "auto",
     return_weights: bool = False,
     return_residuals: bool = False,
-    capture: Sequence[str] = (),
-    capture_heads: Sequence[int] | None = None,
-    capture_queries: Sequence[int] | None = None,
+    capture: Capture | None = None,
     platform: Platform | None = None,
     **call: Unpack[Options],
 ) -> Explanation:
@@ -214,8 +206,6 @@ def explain(
       return_weights: likewise; every kernel can.
       return_residuals: likewise; every kernel can.
       capture: likewise; every kernel can.
-      capture_heads: likewise.
-      capture_queries: likewise.
       platform: what the call would run on, which need not be here, such as `Platform("tpu")` or
         `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` of flax_mha (default: where it is now).
       **call: its other arguments.
@@ -230,6 +220,7 @@ def explain(
     inputs.flag("return_residuals", return_residuals)
     for name, x in (("q", q), ("k", k), ("v", v)):
         inputs.floating(name, x)
+    capture = observe.as_capture(capture)
     way, kernel = choice.parsed(kernel)
 
     def ask(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
@@ -240,7 +231,8 @@ def explain(
     def trace(q: Array, k: Keyed, v: Keyed) -> Told:
         q, k, v, spec = prepare(q, k, v, **call)
         dims = shapes.attention_dims(q, k, v)
-        observe.check(dims, capture, capture_heads, capture_queries)
+        if capture:
+            capture.chosen(dims)
         layout = shards.Layout.of(q, k)
         if layout is None or layout.devices == 1:
             return shards.ask(ask, q, k, v, spec, None)

@@ -18,10 +18,11 @@ Sources: Zhai et al., "Stabilizing Transformer Training by Preventing Attention 
 2023, for the growth of logits.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence, Set
-from typing import Any
+from collections.abc import Sequence, Set
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tiling import map_grids
 from flax_mha.shapes import Dims
 
-CAPTURES = ("weights", "lse", "entropy", "max_logit")
+Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
 
 # Scores that are in memory at a time: 8 MiB in float32, the fastest of 2 to 16 on two CPU cores. At
 # least so many queries at a time, for each block of them reads all keys.
@@ -43,45 +44,88 @@ _QUERIES = 16
 _LEAST = -800.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """What to look at in the softmax of a call; see `flax_mha.kernels.observe` for the definitions.
+
+    Attributes:
+      what: some of "weights", "lse", "entropy" and "max_logit".
+      heads: indices of query heads, such as (0, 3) (default: all N).
+      queries: indices of queries, such as range(128) (default: all T).
+
+    Raises:
+      ValueError, TypeError: if a name is unknown, or an index is none or there twice.
+    """
+
+    what: Sequence[Captured]
+    heads: Sequence[int] | None = None
+    queries: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        names = self.what
+        # One string is not a collection of names.
+        taken = isinstance(names, Sequence | Set) and not isinstance(names, str)
+        if not taken or not all(isinstance(x, str) and x in get_args(Captured) for x in names):
+            raise ValueError(
+                f"Capture takes a tuple of names out of {get_args(Captured)}, got {names!r}"
+            )
+        # As tuples, for what is static has to be hashable.
+        object.__setattr__(self, "what", tuple(names))
+        for name in ("heads", "queries"):
+            object.__setattr__(self, name, _indices(f"Capture.{name}", getattr(self, name)))
+
+    @property
+    def names(self) -> tuple[Captured, ...]:
+        """`what`, as a tuple."""
+        return tuple(self.what)
+
+    def chosen(self, dims: Dims) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """The indices of heads and queries, if they fit the call."""
+        return _within("heads", self.heads, dims.N), _within("queries", self.queries, dims.T)
+
+
+def as_capture(given: Any) -> Capture | None:
+    """What is given as `capture`, or an error that says what to write."""
+    if given is None or isinstance(given, Capture):
+        return given
+    raise TypeError(
+        f"capture must be a flax_mha.Capture, got {inputs.came(given)}; give "
+        f"Capture(('entropy', 'max_logit')), say"
+    )
+
+
 def observe(
-    q: jax.Array,
-    k: jax.Array,
-    lse: jax.Array,
-    spec: AttentionSpec,
-    names: Collection[str],
-    heads: Sequence[int] | None = None,
-    queries: Sequence[int] | None = None,
-) -> dict[str, jax.Array]:
-    """Captures what `names` ask for, on whatever mesh there is, divided by the compiler.
+    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, capture: Capture
+) -> dict[Captured, jax.Array]:
+    """Captures what is asked for, on whatever mesh there is, divided by the compiler.
 
     Args:
       q: [*B, T, N, H].
       k: [*B, S, K, H].
       lse: [*B, N, T], of any kernel.
       spec: the rest of the call.
-      names: some of `CAPTURES`.
-      heads: indices of query heads (default: all N).
-      queries: indices of queries, such as `range(128)` (default: all T).
+      capture: what is asked for.
 
     Returns:
       weights [*B, heads, queries, S] in the dtype of q, before dropout; lse, entropy and max_logit
       [*B, heads, queries] in float32 at least.
 
     Raises:
-      ValueError: if a name is unknown, or an index out of range.
+      ValueError: if an index is out of range.
     """
-    chosen = check(shapes.attention_dims(q, k, k), names, heads, queries)
+    names = capture.names
+    chosen = capture.chosen(shapes.attention_dims(q, k, k))
     look = functools.partial(_look, names=names, chosen=chosen)
-    rows = ("batch", "heads" if heads is None else None, None)
+    rows = ("batch", "heads" if capture.heads is None else None, None)
     layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
     found = sharding.auto(look, layouts, q, k, lse, spec)
     return {name: found[name] for name in names}
 
 
 def _look(
-    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, names: Collection[str],
+    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, names: Sequence[Captured],
     chosen: tuple[np.ndarray | None, np.ndarray | None],
-) -> dict[str, jax.Array]:  # fmt: skip
+) -> dict[Captured, jax.Array]:  # fmt: skip
     if not set(names) - {"lse"}:
         return {name: _pick(lse[..., None], *chosen)[..., 0] for name in names}
     dtype = q.dtype
@@ -97,7 +141,7 @@ def _look(
     k = _pick(k, chosen[0], None)
     if spec.sinks is not None and chosen[0] is not None:
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
-    found = {"lse": lse[..., 0]}
+    found: dict[Captured, jax.Array] = {"lse": lse[..., 0]}
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at, nan)
         shift = jnp.where(lse == -jnp.inf, 0.0, lse)
@@ -111,23 +155,7 @@ def _look(
     return {name: found[name] for name in names}
 
 
-def check(
-    dims: Dims, names: Collection[str], heads: Sequence[int] | None, queries: Sequence[int] | None
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """The indices of heads and queries, if they and the names fit the call; see `observe`."""
-    check_names(names)
-    return _indices("capture_heads", heads, dims.N), _indices("capture_queries", queries, dims.T)
-
-
-def check_names(names: Collection[str]) -> Collection[str]:
-    """What is captured must be known by name; one string is not a collection of names."""
-    taken = isinstance(names, Sequence | Set) and not isinstance(names, str)
-    if not taken or not all(isinstance(name, str) and name in CAPTURES for name in names):
-        raise ValueError(f"capture takes a tuple of names out of {CAPTURES}, got {names!r}")
-    return names
-
-
-def _indices(name: str, chosen: Any, size: int) -> np.ndarray | None:
+def _indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if chosen is None:
         return None
     inputs.concrete(name, chosen)
@@ -136,11 +164,19 @@ def _indices(name: str, chosen: Any, size: int) -> np.ndarray | None:
     indices = np.asarray(inputs.integers(name, chosen))
     if indices.ndim != 1 or not indices.size:
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
-    if indices.min() < -size or indices.max() >= size:
-        raise ValueError(f"{name} must be in [{-size}, {size}), got {chosen!r}")
-    indices = indices % size
+    return tuple(indices.tolist())
+
+
+def _within(name: str, chosen: Any, size: int) -> np.ndarray | None:
+    if chosen is None:
+        return None
+    if min(chosen) < -size or max(chosen) >= size:
+        raise ValueError(
+            f"Capture.{name} must be in [{-size}, {size}), got {chosen!r}; this call has {size}"
+        )
+    indices = np.asarray(chosen) % size
     if len(set(indices.tolist())) < len(indices):
-        raise ValueError(f"{name} must name each index once, got {chosen!r}")
+        raise ValueError(f"Capture.{name} must name each index once, got {chosen!r}")
     return indices
 
 

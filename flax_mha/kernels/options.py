@@ -1,7 +1,7 @@
 """The arguments of an attention call that do not change what it returns, for type checkers."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
 import jax
 
@@ -11,9 +11,6 @@ from flax_mha.kernels.stored import Stored
 from flax_mha.scores import ScoreMod
 
 Keyed: TypeAlias = Array | Stored
-Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
-# A tuple that is not empty: with an empty one nothing is returned beside the output.
-Captures: TypeAlias = tuple[Captured, *tuple[Captured, ...]]
 
 
 class Options(TypedDict, total=False):

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import MultiHeadAttention, dot_product_attention, masks, scores
+from flax_mha import Capture, MultiHeadAttention, dot_product_attention, masks, scores
 from flax_mha.kernels import observe
 from tests import oracle
 from tests.kernels.cases import KERNELS
 from tests.kernels.oracle_check import B, H, N, arrays, table
 
+NAMES = ("weights", "lse", "entropy", "max_logit")
 T, S = 70, 90
 IDS = np.sort(np.random.default_rng(0).integers(0, 3, (B, S)), axis=1)
 MASKS = {
@@ -64,15 +65,15 @@ def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
     attend = functools.partial(
         dot_product_attention, q, k, v, mask=MASKS[mask], kernel=kernel, **call
     )
-    out, captured = attend(capture=observe.CAPTURES)
+    out, captured = attend(capture=Capture(NAMES))
     np.testing.assert_array_equal(out, attend())
     wanted = expected(q, k, table(MASKS[mask], T, S), **known)
-    assert list(captured) == list(observe.CAPTURES)
+    assert list(captured) == list(NAMES)
     for name, value in captured.items():
         close(value, wanted[name])
-    some = attend(
-        capture=("weights", "entropy"), capture_heads=(3, -4), capture_queries=range(5, 60, 7)
-    )[1]
+    some = attend(capture=Capture(("weights", "entropy"), heads=(3, -4), queries=range(5, 60, 7)))[
+        1
+    ]
     for name, value in some.items():
         close(value, wanted[name][:, [3, 0], 5:60:7])
 
@@ -88,7 +89,7 @@ def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = {name: rng.normal(size=(B, N, T)) for name in ("entropy", "max_logit", "lse")}
 
     def loss(q, k, name):
-        captured = dot_product_attention(q, k, v, mask=mask, capture=(name,))[1][name]
+        captured = dot_product_attention(q, k, v, mask=mask, capture=Capture((name,)))[1][name]
         return jnp.sum(jnp.where(captured == -jnp.inf, 0.0, captured) * weight[name])
 
     found = expected(q, k, table(mask, T, S))
@@ -117,7 +118,7 @@ def test_nothing_changes(kernel: str, dtype: str) -> None:
         q, k, v, cotangent = arrays(t, t, 2, dtype)
         key = jax.random.key(0)
 
-        def run(q, capture=(), k=k, v=v, cotangent=cotangent, key=key):
+        def run(q, capture=None, k=k, v=v, cotangent=cotangent, key=key):
             result = dot_product_attention(
                 q, k, v, mask=masks.Causal(), kernel=kernel, capture=capture,
                 dropout_rate=0.1, dropout_rng=key,
@@ -126,7 +127,7 @@ def test_nothing_changes(kernel: str, dtype: str) -> None:
             return jnp.sum(out * cotangent), (out, captured)
 
         (_, (plain, _)), plain_dq = compiled(jax.value_and_grad(run, has_aux=True))(q)
-        look = functools.partial(run, capture=observe.CAPTURES)
+        look = functools.partial(run, capture=Capture(NAMES))
         (_, (out, seen)), dq = compiled(jax.value_and_grad(look, has_aux=True))(q)
         np.testing.assert_array_equal(out, plain)
         np.testing.assert_array_equal(dq, plain_dq)
@@ -141,7 +142,7 @@ def test_entropy_takes_no_table() -> None:
 
     def loss(q):
         captured = dot_product_attention(
-            q, q, q, mask=masks.Causal(), capture=("entropy", "max_logit")
+            q, q, q, mask=masks.Causal(), capture=Capture(("entropy", "max_logit"))
         )
         return captured[1]["entropy"].sum()
 
@@ -154,7 +155,7 @@ def test_a_masked_nan_is_not_seen() -> None:
     q, k, v, _ = arrays(T, S, 4)
     k = k.at[:, 50].set(jnp.nan)
     mask = masks.Causal()
-    _, seen = dot_product_attention(q, k, v, mask=mask, capture=observe.CAPTURES)
+    _, seen = dot_product_attention(q, k, v, mask=mask, capture=Capture(NAMES))
     for name, value in seen.items():
         if name != "weights":
             assert np.isnan(value[:, :, 50:]).all(), name
@@ -163,7 +164,7 @@ def test_a_masked_nan_is_not_seen() -> None:
 
 def test_no_queries_and_no_keys() -> None:
     for t, s in ((0, 5), (5, 0)):
-        _, seen = dot_product_attention(*arrays(t, s, 4)[:3], capture=observe.CAPTURES)
+        _, seen = dot_product_attention(*arrays(t, s, 4)[:3], capture=Capture(NAMES))
         assert seen["entropy"].shape == (B, N, t)
         assert not seen["entropy"].any()
         assert (seen["max_logit"] == -np.inf).all()
@@ -172,7 +173,7 @@ def test_no_queries_and_no_keys() -> None:
 @pytest.mark.slow
 def test_vmap_is_batch() -> None:
     q, k, v, _ = arrays(T, S, 2)
-    run = functools.partial(dot_product_attention, mask=masks.Causal(), capture=observe.CAPTURES)
+    run = functools.partial(dot_product_attention, mask=masks.Causal(), capture=Capture(NAMES))
     for a, b in zip(*map(jax.tree.leaves, (jax.vmap(run)(q, k, v), run(q, k, v))), strict=True):
         close(a, b, 1e-6)
 
@@ -183,8 +184,8 @@ X = jax.random.normal(jax.random.key(0), (2, 12, 16))
 @pytest.mark.slow
 def test_layer_sows() -> None:
     layer = MultiHeadAttention(
-        4, num_kv_heads=2, mask=masks.Causal(), sinks=True, capture=observe.CAPTURES,
-        capture_heads=(1,), capture_queries=range(4),
+        4, num_kv_heads=2, mask=masks.Causal(), sinks=True,
+        capture=Capture(NAMES, heads=(1,), queries=range(4)),
     )  # fmt: skip
     params = layer.init(jax.random.key(1), X)
     assert list(params) == ["params"]
@@ -206,8 +207,8 @@ def test_layer_sows() -> None:
 
 @pytest.mark.slow
 def test_decoding_is_captured() -> None:
-    layer = MultiHeadAttention(4, decode=True, capture=("entropy",))
-    whole = MultiHeadAttention(4, mask=masks.Causal(), capture=("entropy",))
+    layer = MultiHeadAttention(4, decode=True, capture=Capture(("entropy",)))
+    whole = MultiHeadAttention(4, mask=masks.Causal(), capture=Capture(("entropy",)))
     variables = layer.init(jax.random.key(1), X)
     _, sown = whole.apply({"params": variables["params"]}, X, mutable="intermediates")
     entropy = sown["intermediates"]["attention_entropy"][0]
@@ -239,6 +240,6 @@ def test_head_mask(per_row: bool) -> None:
 
 def test_of_no_rows() -> None:
     q = jnp.ones((0, 4, N, H))
-    _, found = dot_product_attention(q, q, q, capture=observe.CAPTURES)
+    _, found = dot_product_attention(q, q, q, capture=Capture(NAMES))
     assert found["weights"].shape == (0, N, 4, 4)
     assert found["entropy"].shape == found["max_logit"].shape == (0, N, 4)

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import flax_mha
-from flax_mha import Explanation, Generated, MultiHeadAttention, dot_product_attention, masks
+from flax_mha import (
+    Capture,
+    Explanation,
+    Generated,
+    MultiHeadAttention,
+    dot_product_attention,
+    masks,
+)
 
 x = jnp.zeros((2, 4, 16))
 q = jnp.zeros((2, 4, 2, 8))
@@ -20,7 +27,7 @@ out, weights = dot_product_attention(q, q, q, mask=masks.Causal(), return_weight
 assert_type(weights, jax.Array)
 out, weights, lse = dot_product_attention(q, q, q, return_weights=True, return_residuals=True)
 assert_type(lse, jax.Array)
-out, captured = dot_product_attention(q, q, q, capture=("entropy", "lse"), capture_heads=(0,))
+out, captured = dot_product_attention(q, q, q, capture=Capture(("entropy", "lse"), heads=(0,)))
 assert_type(captured["entropy"], jax.Array)
 assert_type(flax_mha.explain(q, q, q, mask=masks.Window(2) & masks.Causal()), Explanation)
 
