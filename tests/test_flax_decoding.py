@@ -43,9 +43,9 @@ def test_decoding(batch: tuple[int, ...]) -> None:
         # The documented difference: one value, heads first, and a length for each row.
         held = cache["kv"]
         np.testing.assert_array_equal(held.length, np.full(batch, their_cache["cache_index"]))
-        for name, x in (("cached_key", held.key), ("cached_value", held.value)):
-            assert x.dtype == their_cache[name].dtype
-            assert error(jnp.swapaxes(x, -3, -2), their_cache[name]) < OUTPUT
+        for name, kept in (("cached_key", held.key), ("cached_value", held.value)):
+            assert kept.dtype == their_cache[name].dtype
+            assert error(jnp.swapaxes(kept, -3, -2), their_cache[name]) < OUTPUT
 
 
 def test_decoding_beyond_the_capacity_differs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention
-from flax_mha.kernels import choice
+from flax_mha.kernels.registry import KERNELS
 from flax_mha.masks import Causal, Segments
 from flax_mha.scores import RelativeBias
 from tests.kernels.test_flex import close
@@ -79,5 +79,5 @@ def test_the_backward_pass_computes_no_attention_again(
     blocks = n * (n + 1) // 2
     assert forwards(kernel, n, monkeypatch) == blocks
     # A kernel that can't go on from what is known computes it again.
-    monkeypatch.setattr(choice, "RECALLING", ())
+    monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(recalls=False))
     assert forwards(kernel, n, monkeypatch) == 2 * blocks
