@@ -54,21 +54,26 @@ def attend(
     # Any shift gives the same weights. The barrier keeps XLA:CPU from fusing what follows with the
     # product or not, by whether lse is asked for: outputs would differ in their last bit.
     top = jax.lax.optimization_barrier(jax.lax.stop_gradient(top))
-    exponentials = jnp.exp(logits - top)
-    seen = jnp.sum(exponentials, axis=-1, keepdims=True, where=allowed)
+    weights = jnp.exp(logits - top)
+    if allowed is not None:
+        # Not even the gradient of a masked weight may count, for it may be infinite.
+        weights = jnp.where(allowed, weights, 0.0)
+    seen = jnp.sum(weights, axis=-1, keepdims=True)
     total = seen if spec.sinks is None else seen + jnp.exp(sinks - top)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
-    # Divided before it is rounded: else the rounded gradient of the exponentials would not cancel
-    # against that of their sum, which is exact, and where it matters they cancel.
-    weights = exponentials * (1 / total)
-    if allowed is not None:
-        # Once more: not even the gradient of a masked weight may count, for it may be infinite.
-        weights = jnp.where(allowed, weights, 0.0)
+    rounds = v.dtype != total.dtype
+    if rounds:
+        # Divided before it is rounded: else the rounded gradient of the exponentials would not
+        # cancel against that of their sum, which is exact, and where it matters they cancel.
+        weights = weights * (1 / total)
+        weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
     kept = spec.drop(weights, at).astype(v.dtype)
     out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=total.dtype)
+    # After the product there is less to divide.
+    out = out if rounds else out / total
     # Nor may what is asked of a query that sees nothing.
     out = jnp.where(seen == 0, 0.0, out)
     return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse[..., 0]
