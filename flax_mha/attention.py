@@ -18,7 +18,7 @@ from flax_mha.kernels import Capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
 from flax_mha.projections import Projection
-from flax_mha.scores import ScoreMod
+from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -212,9 +212,9 @@ class MultiHeadAttention(nn.Module):
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         listened = self.is_mutable_collection("intermediates")
+        settings = core.Settings.of(self, with_parameters(self, self.scores, self))
         found = core.attention(
-            self._weights(inputs_q, inputs_k, inputs_v), core.Settings.of(self),
-            inputs_q, inputs_k, inputs_v,
+            self._weights(inputs_q, inputs_k, inputs_v), settings, inputs_q, inputs_k, inputs_v,
             Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
             return_weights=return_weights,
@@ -300,6 +300,19 @@ class MultiHeadAttention(nn.Module):
         ):
             return None
         return self.make_rng("dropout") if rng is None else rng
+
+
+def with_parameters(
+    module: nn.Module, given: Sequence[ScoreMod], like: MultiHeadAttention
+) -> tuple[ScoreMod, ...]:
+    """The scores of a linen module with its parameters, which are as those of the layer."""
+
+    def make(name: str, shape: Shape) -> jax.Array:
+        names = ("heads",) + (None,) * (len(shape) - 1)
+        init = sharding.named(INIT, names, like.partitioned)
+        return module.param(name, init, shape, like.param_dtype)
+
+    return learned(given, like.num_heads, make)
 
 
 class _Scale(nn.Module):

@@ -71,9 +71,10 @@ class Settings:
             inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
 
     @classmethod
-    def of(cls, layer: Any) -> "Settings":
-        """Those of a layer that has them as attributes."""
-        return cls(*(getattr(layer, field.name) for field in dataclasses.fields(cls)))
+    def of(cls, layer: Any, scores: Sequence[ScoreMod]) -> "Settings":
+        """Those of a layer that has them as attributes, but for the scores."""
+        names = {field.name for field in dataclasses.fields(cls)} - {"scores"}
+        return cls(**{name: getattr(layer, name) for name in names}, scores=scores)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.observe import as_capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
-from flax_mha.scores import ScoreMod
+from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -124,7 +124,7 @@ class MultiHeadAttention(nnx.Module):
         self.kernel, self.rotary, self.scale = kernel, rotary, scale
         self.cache, self.capture = as_cache_config(cache), as_capture(capture)
         # Their arrays are part of the layer's state.
-        self.mask, self.scores = nnx.data(mask), nnx.data(scores)
+        self.mask, self.scores = nnx.data(mask), nnx.data(as_scores(scores))
         self._check()
 
         linear = functools.partial(
@@ -152,6 +152,12 @@ class MultiHeadAttention(nnx.Module):
                 kernel_metadata=out_kernel_metadata or kernel_metadata,
                 bias_metadata=out_bias_metadata or bias_metadata,
             )  # fmt: skip
+
+        def make(name: str, shape: Shape) -> jax.Array:
+            setattr(self, name, nnx.Param(INIT(rngs.params(), shape, param_dtype)))
+            return getattr(self, name).get_value()
+
+        learned(self.scores, N, make)
         zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
         self.sinks: nnx.Param | None = nnx.data(zeros)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
@@ -167,7 +173,7 @@ class MultiHeadAttention(nnx.Module):
                 inputs.dtype(name, getattr(self, name), "a floating dtype")
         if self.precision is not None:
             inputs.precision("precision", self.precision)
-        core.Settings.of(self)
+        core.Settings.of(self, ())
         self.cache.window(self.mask)
 
     def __call__(
@@ -228,7 +234,7 @@ class MultiHeadAttention(nnx.Module):
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         listened = hasattr(self, "__captures__")
         found = core.attention(
-            self._weights(), core.Settings.of(self), inputs_q, inputs_k, inputs_v,
+            self._weights(), self._settings(), inputs_q, inputs_k, inputs_v,
             Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
@@ -288,6 +294,12 @@ class MultiHeadAttention(nnx.Module):
                     f"inputs_{name} must have {features} features, as the layer was made for, got "
                     f"{x.shape}; change in_features or in_kv_features"
                 )
+
+    def _settings(self) -> core.Settings:
+        scores = learned(
+            self.scores, self.num_heads, lambda name, _: getattr(self, name).get_value()
+        )
+        return core.Settings.of(self, scores)
 
     def _weights(self) -> core.Weights:
         def linear(name: str, **more: Any) -> Linear:

@@ -5,8 +5,9 @@
 Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
 """
 
+import collections
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ from flax import struct
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid
 from flax_mha.shapes import Dims
+
+# Makes the parameter of that name and shape.
+Make: TypeAlias = Callable[[str, shapes.Shape], jax.Array]
+# As T5X has it, for parameters of scores.
+INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
 class ScoreMod(struct.PyTreeNode):
@@ -29,6 +35,11 @@ class ScoreMod(struct.PyTreeNode):
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """The new score, of the same shape and dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
+
+    def learned(self, num_heads: int, make: Make) -> Self:
+        """With the arrays that it lacks, as parameters of a module."""
+        del num_heads, make
+        return self
 
 
 class Bias(ScoreMod):
@@ -101,21 +112,38 @@ class RelativeBias(ScoreMod):
 
     Half of the buckets are exact distances; the others grow logarithmically up to max_distance.
 
+    >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # one table for all layers, as T5 has
+
     Attributes:
-      table: [N, buckets], learned.
+      table: [N, buckets]; None in the field `scores` of a layer or a stack, whose parameter
+        `relative_bias` it then is.
       bidirectional: whether keys before and after the query have buckets of their own; if not,
         keys after it share that of distance 0.
       max_distance: from which all distances share the last bucket.
+      buckets: of a table that is to be made.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
     """
 
-    table: Any
+    table: Any = None
     bidirectional: bool = struct.field(pytree_node=False, default=True)
     max_distance: int = struct.field(pytree_node=False, default=128)
+    buckets: int = struct.field(pytree_node=False, default=32)
+
+    def learned(self, num_heads: int, make: Make) -> Self:
+        """See `ScoreMod.learned`."""
+        if self.table is not None:
+            return self
+        inputs.positive(**{"RelativeBias.buckets": self.buckets})
+        return self.replace(table=make("relative_bias", (num_heads, self.buckets)))
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
+        if self.table is None:
+            raise ValueError(
+                "RelativeBias must have a table [N, buckets] here, got None; give one, or give it "
+                "in the field scores= of a layer or a stack, which learns one"
+            )
         table = jnp.asarray(inputs.floating("RelativeBias.table", self.table))
         inputs.flag("RelativeBias.bidirectional", self.bidirectional)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
@@ -164,6 +192,24 @@ class Score(ScoreMod):
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""
         return self.fn(score, at.row, at.head, at.q, at.k, *self.args)
+
+
+def learned(given: Any, num_heads: int, make: Make) -> tuple[ScoreMod, ...]:
+    """The scores of a module, with the arrays that they lack as its parameters.
+
+    Args:
+      given: its field.
+      num_heads: N.
+      make: gives the parameter of a name and a shape, its first axis the heads. Of several of one
+        name the second is called `name_1`.
+    """
+    count: collections.Counter[str] = collections.Counter()
+
+    def numbered(name: str, shape: shapes.Shape) -> jax.Array:
+        count[name] += 1
+        return make(name if count[name] == 1 else f"{name}_{count[name] - 1}", shape)
+
+    return tuple(mod.learned(num_heads, numbered) for mod in as_scores(given))
 
 
 def as_scores(given: Any) -> tuple[ScoreMod, ...]:

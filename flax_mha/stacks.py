@@ -1,5 +1,6 @@
 """Stacks of blocks."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
 import flax.linen as nn
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import inputs, layouts, masks, shapes, sharding
-from flax_mha.attention import Options
+from flax_mha.attention import Options, with_parameters
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
+from flax_mha.scores import ScoreMod, as_scores
 
 
 class Stack(nn.Module):
@@ -20,11 +22,14 @@ class Stack(nn.Module):
       block: the block that each is a copy of, with parameters of its own.
       scan: run them by `nn.scan`, compiled once instead of num_layers times; the parameters are
         then stacked on a leading axis under `layers` instead of `layers_0`, `layers_1`, …
+      scores: functions of the scores of all its layers of self-attention, after their own; what
+        they learn is shared, such as the table of `RelativeBias()` in T5.
     """
 
     num_layers: int
     block: Block
     scan: bool = False
+    scores: Sequence[ScoreMod] = ()
 
     kind: ClassVar[type[Block]] = Block
 
@@ -37,6 +42,9 @@ class Stack(nn.Module):
         check_module("block", self.block, self.kind)
         x = sharding.constrain(x, ("batch", "norm_length", None))
 
+        if self.scores:
+            own = with_parameters(self, self.scores, self.block.attention)
+            call["scores"] = own + as_scores(call.get("scores", ()))
         of_each = self._of_each(call)
 
         def step(block: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:

@@ -1,0 +1,96 @@
+"""Scores that learn: whose parameters they are, what they compute, and that gradients reach them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
+from flax_mha.scores import Alibi, RelativeBias, SoftCap
+
+N, D, T = 4, 16, 40
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, T, D))
+
+
+def block(**fields: Any) -> EncoderBlock:
+    return EncoderBlock(MultiHeadAttention(N, **fields), mlp_dim=8)
+
+
+def test_a_layer_learns_its_table() -> None:
+    layer = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(max_distance=64)))
+    params = layer.init(KEY, X)["params"]
+    table = params.pop("relative_bias")
+    assert table.shape == (N, 32)
+    given = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(table, max_distance=64)))
+    full = {"params": {**params, "relative_bias": table}}
+    np.testing.assert_array_equal(layer.apply(full, X), given.apply({"params": params}, X))
+    gradient = jax.grad(lambda p: jnp.sum(layer.apply(p, X) ** 2))(full)
+    assert np.abs(gradient["params"]["relative_bias"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", [Encoder, Decoder])
+def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
+    one = DecoderBlock if kind is Decoder else EncoderBlock
+    made = one(MultiHeadAttention(N), mlp_dim=8)
+    stack = kind(2, made, scan=scan, scores=(RelativeBias(bidirectional=False, buckets=16),))
+    variables = stack.init(KEY, X)
+    params = dict(variables["params"])
+    table = params.pop("relative_bias")
+    assert table.shape == (N, 16)
+    assert "relative_bias" not in jax.tree.leaves(jax.tree.map(lambda _: 0, params))
+    plain = kind(2, made, scan=scan)
+    scores = (RelativeBias(table, bidirectional=False),)
+    wanted = plain.apply({"params": params}, X, scores=scores)
+    np.testing.assert_allclose(stack.apply(variables, X), wanted, atol=1e-6)
+    both = stack.apply(variables, X, scores=(Alibi(),))
+    wanted = plain.apply({"params": params}, X, scores=(*scores, Alibi()))
+    np.testing.assert_allclose(both, wanted, atol=1e-6)
+    gradient = jax.grad(lambda p: jnp.sum(stack.apply(p, X) ** 2))(variables)
+    assert np.abs(gradient["params"]["relative_bias"]).max() > 1e-3
+
+
+def test_two_tables_and_names_of_their_axes() -> None:
+    layer = MultiHeadAttention(
+        N, scores=(RelativeBias(), RelativeBias(buckets=8)), partitioned=True
+    )
+    boxed = layer.init(KEY, X)["params"]
+    assert boxed["relative_bias"].names == ("heads", None)
+    assert boxed["relative_bias_1"].value.shape == (N, 8)
+    stack = Encoder(1, block(partitioned=True), scores=(RelativeBias(),))
+    assert stack.init(KEY, X)["params"]["relative_bias"].names == ("heads", None)
+
+
+def test_nnx_learns_it_too() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(),), rngs=nnx.Rngs(0))
+    table = layer.relative_bias.get_value()
+    given = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(table),), rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(X), given(X))
+    gradient = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
+    assert np.abs(gradient["relative_bias"].get_value()).max() > 1e-3
+
+
+def test_on_a_mesh() -> None:
+    stack = Encoder(2, block(), scores=(RelativeBias(),))
+    variables = stack.init(KEY, X)
+    wanted = stack.apply(variables, X)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    import flax.linen as nn
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), wanted, atol=1e-5)
+
+
+def test_without_a_module_it_needs_its_table() -> None:
+    q = jnp.ones((1, 4, N, 4))
+    with pytest.raises(ValueError, match="must have a table .* got None; give one, or give it in"):
+        flax_mha.dot_product_attention(q, q, q, scores=(RelativeBias(),))
+    with pytest.raises(ValueError, match="must have a table"):
+        MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
+    with pytest.raises(ValueError, match="buckets must be at least 1, got 0"):
+        MultiHeadAttention(N, scores=(RelativeBias(buckets=0),)).init(KEY, X)
