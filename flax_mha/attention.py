@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import core, inputs, layouts, masks, shapes, sharding
+from flax_mha import core, inputs, masks, mesh_axes, shapes, sharding
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.core import Call
 from flax_mha.grid import Array
@@ -23,7 +23,7 @@ from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
 
-class Options(TypedDict, total=False):
+class LayerOptions(TypedDict, total=False):
     """The arguments of a layer's call that do not change what it returns, for type checkers."""
 
     mask: masks.MaskLike | None
@@ -135,22 +135,22 @@ class MultiHeadAttention(nn.Module):
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
         inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[False] = ..., **options: Unpack[Options],
+        *, return_weights: Literal[False] = ..., **options: Unpack[LayerOptions],
     ) -> jax.Array: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
         inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[True], **options: Unpack[Options],
+        *, return_weights: Literal[True], **options: Unpack[LayerOptions],
     ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
         inputs_v: jax.Array | None = ...,
-        *, return_weights: bool, **options: Unpack[Options],
+        *, return_weights: bool, **options: Unpack[LayerOptions],
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @nn.compact
-    @layouts.whole_steps("")
+    @mesh_axes.whole_steps("")
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -223,7 +223,7 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
         if found.cache is not None and found.cache is not cache:
             name = "memory" if isinstance(found.cache, Memory) else "kv"
-            self.put_variable("cache", name, variables.laid_out(found.cache))
+            self.put_variable("cache", name, variables.constrained(found.cache))
         for name, x in found.captured.items():
             self.sow("intermediates", f"attention_{name}", x)
         return (found.out, found.weights) if return_weights else found.out

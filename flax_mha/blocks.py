@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias, Unpack
 import flax.linen as nn
 import jax
 
-from flax_mha import inputs, layouts, masks, padding, shapes, sharding
-from flax_mha.attention import MultiHeadAttention, Options
+from flax_mha import inputs, masks, mesh_axes, padding, shapes, sharding
+from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.mlp import MLP, Dropout
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
@@ -51,7 +51,7 @@ class Block(nn.Module):
     dropout_rate: float = 0.0
     remat: bool = False
 
-    @layouts.whole_steps("attention")
+    @mesh_axes.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
         """The attention layers and the MLP in turn; `calls` holds each layer's arguments."""
         inputs.fields(self)
@@ -104,7 +104,7 @@ class EncoderBlock(Block):
     """
 
     @nn.compact
-    def __call__(self, x: jax.Array, **options: Unpack[Options]) -> jax.Array:
+    def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; options are the arguments of `MultiHeadAttention`.
 
         `deterministic` must be given if something is dropped; a layer whose field of that name is
@@ -140,7 +140,7 @@ class DecoderBlock(Block):
         *,
         memory_mask: masks.MaskLike | None = None,
         memory_lengths: jax.Array | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[LayerOptions],
     ) -> jax.Array:
         """Decodes.
 

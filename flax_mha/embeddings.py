@@ -60,7 +60,7 @@ class TokenEmbedding(nn.Module):
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            return shapes.rows(sharding.constrain(table, ("vocab", None)), tokens)
+            return shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens)
 
         return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), table)
 

@@ -13,7 +13,7 @@ from flax_mha.blocks import check_module
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.sampling import Sampling
-from flax_mha.search import Model, Plan, decoding
+from flax_mha.search import Model, Request, decoding
 
 Callback = Callable[[int, np.ndarray], None]
 
@@ -108,23 +108,23 @@ def generate(
     read = 1 if isinstance(model, Translator) else prompt.shape[1]
     capacity = _check_capacity(model, read, max_new_tokens, capacity)
     rules = tuple(nn.get_logical_axis_rules())
-    plan = Plan(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
+    request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
             f"give what model.init returned"
         )
     rest = {name: value for name, value in variables.items() if name != "cache"}
-    state = search.begin(plan, rest, prompt, lengths, sampling, rng)
+    state = search.begin(request, rest, prompt, lengths, sampling, rng)
     if callback is None:
-        state = search.finish(plan, rest, state, sampling, rng)
+        state = search.finish(request, rest, state, sampling, rng)
     else:
         callback(0, np.asarray(state.last))
-        while not search.ended(plan, state):
-            state = search.advance(plan, rest, state, sampling, rng)
+        while not search.ended(request, state):
+            state = search.advance(request, rest, state, sampling, rng)
             callback(int(state.step) - 1, np.asarray(state.last))
     found = (state.tokens, state.lengths, state.scores)
-    return Generated(*(search.best(plan, x) for x in found))
+    return Generated(*(search.best(request, x) for x in found))
 
 
 def _check_model(model: Model, start: int | None) -> None:

@@ -14,7 +14,7 @@ from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import layouts, shapes, sharding
+from flax_mha import mesh_axes, shapes, sharding
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -86,7 +86,7 @@ def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.
     if sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty:
         # Joining the kernels, and splitting what comes out, takes longer than it saves.
         return [project(x) for project in projections]
-    found = (sharding.layout(p.kernel.shape, p.names) for p in projections)
+    found = (sharding.spec(p.kernel.shape, p.names) for p in projections)
     if len({axes[1] for axes in found}) > 1:
         # Where key/value heads are not divided as query heads are, they can't be joined.
         return [project(x) for project in projections]
@@ -157,11 +157,11 @@ def _rows(
     inner, outer = projection.names[: projection.contracted], projection.names_of_result
     shape = (*x.shape[: -projection.contracted], *projection.features)
     names = [("batch", "length", *inner), gathered(projection.names)]
-    over, at = sharding.layout(kernel.shape, names[1]), x.ndim - projection.contracted - 1
+    over, at = sharding.spec(kernel.shape, names[1]), x.ndim - projection.contracted - 1
     if projection.rows[-1] != "norm_length":
         return None
     apart = _apart(shape, at)
-    if not apart or apart != layouts.each(over[0]):
+    if not apart or apart != mesh_axes.each(over[0]):
         return None
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -174,15 +174,15 @@ def _apart(shape: Shape, at: int) -> tuple[str, ...]:
     """The mesh axes that divide positions between the layers, beyond those that do everywhere."""
     found = []
     for name in ("length", "norm_length"):
-        axes = sharding.layout(shape[: at + 1], (name,))
-        found.append(layouts.each(axes[at]))
+        axes = sharding.spec(shape[: at + 1], (name,))
+        found.append(mesh_axes.each(axes[at]))
     everywhere, between = found
     return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
 
 
 def gathered(names: LogicalNames) -> LogicalNames:
     """The names of a parameter as products take it: what FSDP has spread is brought together."""
-    together = "embed" if layouts.has_rule("embed") else None
+    together = "embed" if mesh_axes.has_rule("embed") else None
     return tuple(None if name == together else name for name in names)
 
 

@@ -6,8 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import layouts, masks, shapes, sharding
-from flax_mha.attention import Options
+from flax_mha import masks, mesh_axes, shapes, sharding
+from flax_mha.attention import LayerOptions
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
@@ -37,7 +37,7 @@ class Classifier(nn.Module):
     dropout_rate: float = 0.0
 
     @nn.compact
-    def __call__(self, inputs: jax.Array, **options: Unpack[Options]) -> jax.Array:
+    def __call__(self, inputs: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
         """Classifies each row of the batch.
 
         Args:
@@ -112,7 +112,7 @@ class LanguageModel(nn.Module):
         if not self.tied:
             self.head = self.embedding.copy(name=None)
 
-    @layouts.whole_steps("decoder.block.attention")
+    @mesh_axes.whole_steps("decoder.block.attention")
     def __call__(
         self,
         tokens: jax.Array,
@@ -121,7 +121,7 @@ class LanguageModel(nn.Module):
         at: jax.Array | None = None,
         memory_mask: masks.MaskLike | None = None,
         memory_lengths: jax.Array | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[LayerOptions],
     ) -> jax.Array:
         """Scores every token as the next one.
 

@@ -17,7 +17,7 @@ Model = LanguageModel | Translator
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Request:
     """What is known before tracing."""
 
     model: Model
@@ -67,7 +67,12 @@ def decoding(model: Any) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def begin(
-    plan: Plan, variables: Any, prompt: jax.Array, lengths: jax.Array, sampling: Sampling, rng: Any
+    request: Request,
+    variables: Any,
+    prompt: jax.Array,
+    lengths: jax.Array,
+    sampling: Sampling,
+    rng: Any,
 ) -> State:
     """Makes the cache, reads the prompt, and chooses the first token."""
     # What is no token need not be one of the vocabulary.
@@ -75,19 +80,22 @@ def begin(
     tokens, lengths = _by_rows(jnp.where(real, prompt, 0)), _by_rows(lengths)
     memory: Any = None
     memory_lengths = None
-    if plan.start is not None:
+    if request.start is not None:
         call: dict[str, Any] = {"source_lengths": lengths, "deterministic": True}
-        memory = plan.model.apply(variables, tokens, **call, method="encode")
+        memory = request.model.apply(variables, tokens, **call, method="encode")
         memory_lengths = lengths
-        tokens, lengths = _by_rows(jnp.full_like(tokens[:, :1], plan.start)), jnp.ones_like(lengths)
+        tokens, lengths = (
+            _by_rows(jnp.full_like(tokens[:, :1], request.start)),
+            jnp.ones_like(lengths),
+        )
     # A call without a cache makes one; of what else it computes nothing is left when compiled.
-    room = jnp.zeros((len(tokens), plan.capacity), jnp.int32)
-    _, cache = _read(plan, variables, room, memory, at=jnp.zeros_like(lengths))
+    room = jnp.zeros((len(tokens), request.capacity), jnp.int32)
+    _, cache = _read(request, variables, room, memory, at=jnp.zeros_like(lengths))
     logits, cache = _read(
-        plan, {**variables, "cache": cache}, tokens, at=lengths - 1, lengths=lengths,
+        request, {**variables, "cache": cache}, tokens, at=lengths - 1, lengths=lengths,
         positions=jnp.arange(tokens.shape[1]), memory_lengths=memory_lengths,
     )  # fmt: skip
-    at, beams = lengths - 1, plan.beams
+    at, beams = lengths - 1, request.beams
     if beams > 1:
         owners = jnp.repeat(jnp.arange(len(tokens)), beams)
         cache = caches.fork(cache, owners)
@@ -96,80 +104,84 @@ def begin(
     R = len(at)
     # The beams of a prompt are all the same as yet: one of them counts.
     scores = jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf).astype(jnp.float32)
-    chosen = jnp.full((R, plan.max_new_tokens), plan.eos or 0, jnp.int32)
+    chosen = jnp.full((R, request.max_new_tokens), request.eos or 0, jnp.int32)
     state = State(
         jnp.int32(0), _by_rows(chosen), at, at, at < 0, jnp.zeros_like(at), _by_rows(scores),
         cache, memory_lengths,
     )  # fmt: skip
-    return _choose(plan, state, logits, sampling, rng)
+    return _choose(request, state, logits, sampling, rng)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def advance(plan: Plan, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
+def advance(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
     """Reads the newest token, and chooses the next."""
     logits, cache = _read(
-        plan, {**variables, "cache": state.cache}, state.last[:, None],
+        request, {**variables, "cache": state.cache}, state.last[:, None],
         at=jnp.zeros_like(state.at), positions=state.at[:, None],
         memory_lengths=state.memory_lengths,
     )  # fmt: skip
-    return _choose(plan, state.replace(cache=cache), logits, sampling, rng)
+    return _choose(request, state.replace(cache=cache), logits, sampling, rng)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def finish(plan: Plan, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
+def finish(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
     """Advances until all rows have ended."""
     return jax.lax.while_loop(
-        lambda state: ~ended(plan, state),
-        lambda state: advance(plan, variables, state, sampling, rng),
+        lambda state: ~ended(request, state),
+        lambda state: advance(request, variables, state, sampling, rng),
         state,
     )
 
 
-def ended(plan: Plan, state: State) -> jax.Array:
+def ended(request: Request, state: State) -> jax.Array:
     """Whether every row has its tokens."""
     # The best beam comes first, and none below it can pass it any more: scores only fall.
-    return (state.step == plan.max_new_tokens) | jnp.all(best(plan, state.done))
+    return (state.step == request.max_new_tokens) | jnp.all(best(request, state.done))
 
 
-def best(plan: Plan, x: jax.Array) -> jax.Array:
+def best(request: Request, x: jax.Array) -> jax.Array:
     """Of rows [R, …] the best of each prompt, [B, …]."""
-    return x if plan.beams == 1 else _take(x, jnp.arange(0, len(x), plan.beams))
+    return x if request.beams == 1 else _take(x, jnp.arange(0, len(x), request.beams))
 
 
 def _read(
-    plan: Plan, variables: Any, tokens: jax.Array, memory: jax.Array | None = None, **call: Any
+    request: Request,
+    variables: Any,
+    tokens: jax.Array,
+    memory: jax.Array | None = None,
+    **call: Any,
 ) -> tuple[jax.Array, Any]:
     """Logits [R, V] of the token at `at`, and the cache after all of them."""
-    method = "decode" if isinstance(plan.model, Translator) else "__call__"
-    logits, new = plan.model.apply(
+    method = "decode" if isinstance(request.model, Translator) else "__call__"
+    logits, new = request.model.apply(
         variables, tokens, memory, deterministic=True, mutable=["cache"], method=method, **call
     )
     return _by_rows(logits[:, 0]), new["cache"]
 
 
 def _choose(
-    plan: Plan, state: State, logits: jax.Array, sampling: Sampling, rng: jax.Array | None
+    request: Request, state: State, logits: jax.Array, sampling: Sampling, rng: jax.Array | None
 ) -> State:
     log_p = jax.nn.log_softmax(logits, axis=-1)
-    if plan.beams > 1:
-        return _choose_beams(plan, state, log_p)
+    if request.beams > 1:
+        return _choose_beams(request, state, log_p)
     key = None if rng is None else jax.random.fold_in(rng, state.step)
     token = sampling.choose(key, logits)
-    if plan.eos is not None:
-        token = jnp.where(state.done, plan.eos, token)
+    if request.eos is not None:
+        token = jnp.where(state.done, request.eos, token)
     chosen = jnp.arange(logits.shape[-1])[None] == token[:, None]
     gained = jnp.sum(log_p, axis=-1, where=chosen)
-    return _append(plan, state, token, jnp.where(state.done, 0.0, gained) + state.scores)
+    return _append(request, state, token, jnp.where(state.done, 0.0, gained) + state.scores)
 
 
-def _choose_beams(plan: Plan, state: State, log_p: jax.Array) -> State:
+def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
     """Of all continuations of a prompt's beams the best ones, best first."""
-    beams, V = plan.beams, log_p.shape[-1]
+    beams, V = request.beams, log_p.shape[-1]
 
     def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
-        if plan.eos is not None:
+        if request.eos is not None:
             # What has ended goes on as it is.
-            stay = jnp.where(jnp.arange(V)[None] == plan.eos, 0.0, -jnp.inf)
+            stay = jnp.where(jnp.arange(V)[None] == request.eos, 0.0, -jnp.inf)
             log_p = jnp.where(done[:, None], stay, log_p)
         total = (scores[:, None] + log_p).reshape(-1, beams * V)
         scores, flat = jax.lax.top_k(total, beams)
@@ -182,12 +194,12 @@ def _choose_beams(plan: Plan, state: State, log_p: jax.Array) -> State:
         tokens=_take(state.tokens, rows), done=_take(state.done, rows),
         lengths=_take(state.lengths, rows), cache=caches.fork(state.cache, rows),
     )  # fmt: skip
-    return _append(plan, state, token, scores)
+    return _append(request, state, token, scores)
 
 
-def _append(plan: Plan, state: State, token: jax.Array, scores: jax.Array) -> State:
-    here = jnp.arange(plan.max_new_tokens)[None] == state.step
-    done = state.done if plan.eos is None else state.done | (token == plan.eos)
+def _append(request: Request, state: State, token: jax.Array, scores: jax.Array) -> State:
+    here = jnp.arange(request.max_new_tokens)[None] == state.step
+    done = state.done if request.eos is None else state.done | (token == request.eos)
     return state.replace(
         step=state.step + 1, last=token, at=state.at + 1, done=done, scores=scores,
         tokens=jnp.where(here, token[:, None], state.tokens),

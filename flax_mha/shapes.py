@@ -264,7 +264,7 @@ def lead(x: Any, rank: int) -> Any:
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
-def rows(table: jax.Array, indices: inputs.Integers) -> jax.Array:
+def look_up(table: jax.Array, indices: inputs.Integers) -> jax.Array:
     """Rows int [*P] of a table [V, D] of floats, NaN where it has none: [*P, D]."""
     # To `jnp.take` negative ones count from the end.
     indices = jnp.where(indices < 0, len(table), indices)

@@ -31,10 +31,10 @@ from flax.core import meta
 from flax.typing import Dtype, Initializer
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from flax_mha import inputs, layouts
-from flax_mha.layouts import LogicalNames
-from flax_mha.layouts import varying as varying
-from flax_mha.layouts import zigzag as zigzag
+from flax_mha import inputs, mesh_axes
+from flax_mha.mesh_axes import LogicalNames
+from flax_mha.mesh_axes import varying as varying
+from flax_mha.mesh_axes import zigzag as zigzag
 
 HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
 
@@ -107,16 +107,16 @@ def constrain(x: jax.Array, names: LogicalNames) -> jax.Array:
     if not nn.get_logical_axis_rules() or _initializing.value:
         return x
     if mesh.empty:
-        layouts.warn_of_unseen_mesh()
+        mesh_axes.warn_of_unseen_mesh()
         return x
-    spec = layouts.checked(inputs.array("x", x).shape, names, mesh)
-    x = layouts.place(x, spec)
-    if mesh.auto_axes and any(part is not layouts.UNCONSTRAINED for part in spec):
-        x = layouts.guide(x, layouts.only(spec, mesh.auto_axes))
+    spec = mesh_axes.checked(inputs.array("x", x).shape, names, mesh)
+    x = mesh_axes.reshard(x, spec)
+    if mesh.auto_axes and any(part is not mesh_axes.UNCONSTRAINED for part in spec):
+        x = mesh_axes.guide(x, mesh_axes.only(spec, mesh.auto_axes))
     return x
 
 
-def layout(shape: Sequence[int], names: LogicalNames) -> PartitionSpec:
+def spec(shape: Sequence[int], names: LogicalNames) -> PartitionSpec:
     """The mesh axes that the rules give each axis of an array.
 
     `UNCONSTRAINED` where they say nothing, and if there is nothing to divide: no mesh, one device,
@@ -129,10 +129,10 @@ def layout(shape: Sequence[int], names: LogicalNames) -> PartitionSpec:
     mesh = jax.sharding.get_abstract_mesh()
     free = (*mesh.auto_axes, *mesh.explicit_axes)
     if math.prod(dict(mesh.shape)[axis] for axis in free) == 1:
-        return PartitionSpec(*[layouts.UNCONSTRAINED] * len(shape))
+        return PartitionSpec(*[mesh_axes.UNCONSTRAINED] * len(shape))
     if _initializing.value:
         return PartitionSpec(*[None] * len(shape))
-    return layouts.only(layouts.checked(shape, names, mesh), free)
+    return mesh_axes.only(mesh_axes.checked(shape, names, mesh), free)
 
 
 def local(
@@ -154,19 +154,21 @@ def local(
         (shape, n[max(len(n) - len(shape), 0) :])
         for shape, n in [*given, *(outs if several else [outs])]
     ]
-    specs = [layout(shape, n) for shape, n in every]
+    specs = [spec(shape, n) for shape, n in every]
     # An axis without a rule lies as the first of its name does, or, before the named, of its place.
     keys = [(*range(len(shape) - len(n)), *n) for shape, n in every]
     known: dict[Any, Any] = {}
     for x, key in reversed([*zip(args, keys, strict=False)]):
-        known |= zip(key, layouts.spec_of(x), strict=True)
+        known |= zip(key, mesh_axes.spec_of(x), strict=True)
     full = [
-        layouts.filled(spec, [known.get(name) for name in key])
+        mesh_axes.filled(spec, [known.get(name) for name in key])
         for spec, key in zip(specs, keys, strict=True)
     ]
     ins, rest = full[: len(args)], full[len(args) :]
     outs = rest if several else rest[0]
-    return layouts.over(fn, layouts.manual(specs, mesh), ins, outs, *map(layouts.place, args, ins))
+    return mesh_axes.over(
+        fn, mesh_axes.manual(specs, mesh), ins, outs, *map(mesh_axes.reshard, args, ins)
+    )
 
 
 def platform() -> str:
@@ -183,7 +185,7 @@ def like(x: jax.Array, other: jax.Array) -> jax.Array:
     """Lays x out as other, of the same shape, where JAX asks for it: on Explicit axes."""
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return x
-    return jax.sharding.reshard(x, layouts.spec_of(other))
+    return jax.sharding.reshard(x, mesh_axes.spec_of(other))
 
 
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
@@ -216,14 +218,14 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     leaves, tree = jax.tree.flatten(args)
     given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
-    def layout(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
+    def spec(n: LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
         if whole:
             return PartitionSpec()
         first = leaves[given[0]]
-        alike = zip(layouts.spec_of(first), first.shape, x.shape, strict=False)
+        alike = zip(mesh_axes.spec_of(first), first.shape, x.shape, strict=False)
         own = [axes if size == wanted else None for axes, size, wanted in alike]
-        spec = layouts.only(layouts.checked(x.shape, n, mesh), mesh.explicit_axes)
-        return layouts.filled(spec, own)
+        spec = mesh_axes.only(mesh_axes.checked(x.shape, n, mesh), mesh.explicit_axes)
+        return mesh_axes.filled(spec, own)
 
     def of_arrays(arrays: Sequence[Any], call: Callable[..., Any]) -> Any:
         filled = dict(zip(given, arrays, strict=True))
@@ -232,7 +234,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         plain = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in given]
         shapes = jax.eval_shape(lambda *x: of_arrays(x, fn), *plain)
-    specs = jax.tree.map(layout, names, shapes, is_leaf=_is_names)
+    specs = jax.tree.map(spec, names, shapes, is_leaf=_is_names)
     inside = jax.sharding.auto_axes(
         lambda *x: of_arrays(x, run), axes=mesh.explicit_axes, out_sharding=specs
     )
@@ -244,7 +246,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
 
 def _divided(x: Any) -> bool:
-    return isinstance(x, jax.Array) and any(layouts.spec_of(x))
+    return isinstance(x, jax.Array) and any(mesh_axes.spec_of(x))
 
 
 def _is_names(x: Any) -> bool:
@@ -272,13 +274,13 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
     with _naming(True):
         abstract = jax.eval_shape(fn, *args)
 
-    def layout(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
+    def spec(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
         filled = (*names, *[None] * (x.ndim - len(names)))
-        spec = layouts.checked(x.shape, filled, mesh.abstract_mesh)
-        return NamedSharding(mesh, layouts.filled(spec))
+        spec = mesh_axes.checked(x.shape, filled, mesh.abstract_mesh)
+        return NamedSharding(mesh, mesh_axes.filled(spec))
 
     return jax.tree.map(
-        layout, nn.get_partition_spec(abstract), meta.unbox(abstract),
+        spec, nn.get_partition_spec(abstract), meta.unbox(abstract),
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )  # fmt: skip
 

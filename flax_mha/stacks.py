@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import inputs, layouts, masks, shapes, sharding
-from flax_mha.attention import Options, with_parameters
+from flax_mha import inputs, masks, mesh_axes, shapes, sharding
+from flax_mha.attention import LayerOptions, with_parameters
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
 from flax_mha.scores import ScoreMod, as_scores
 
@@ -33,7 +33,7 @@ class Stack(nn.Module):
 
     kind: ClassVar[type[Block]] = Block
 
-    @layouts.whole_steps("block.attention")
+    @mesh_axes.whole_steps("block.attention")
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """The blocks one after another, each with the same other inputs and arguments."""
         inputs.fields(self)
@@ -98,7 +98,7 @@ class Encoder(Stack):
     kind = EncoderBlock
 
     @nn.compact
-    def __call__(self, x: jax.Array, **options: Unpack[Options]) -> jax.Array:
+    def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; options as for `EncoderBlock`, the same in each.
 
         Of `head_mask` there may be a list, with one for each block.
@@ -119,7 +119,7 @@ class Decoder(Stack):
         *,
         memory_mask: masks.MaskLike | None = None,
         memory_lengths: jax.Array | None = None,
-        **options: Unpack[Options],
+        **options: Unpack[LayerOptions],
     ) -> jax.Array:
         """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each.
 

@@ -15,7 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 LAYERS = [
     {"inputs", "private"},
     {"shapes"},
-    {"grid", "layouts"},
+    {"grid", "mesh_axes"},
     {"sharding", "padding"},
     {"masks.tables", "scores"},
     {"masks.base"},
@@ -38,7 +38,7 @@ LAYERS = [
     {"kernels.choice", "kernels.options"},
     {"kernels"},
     {"kernels.parallel"},
-    {"cache.ring", "cache.checks"},
+    {"cache.ring_buffer", "cache.checks"},
     {"cache.slots", "cache.look"},
     {"cache.kv", "cache.memory"},
     {"cache.variables", "cache.config"},

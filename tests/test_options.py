@@ -20,7 +20,7 @@ from flax_mha import (
     masks,
     scores,
 )
-from flax_mha.attention import Options
+from flax_mha.attention import LayerOptions
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 
@@ -81,7 +81,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_these_are_all() -> None:
-    assert set(GIVEN) == set(Options.__annotations__)
+    assert set(GIVEN) == set(LayerOptions.__annotations__)
 
 
 @pytest.mark.parametrize("kind", KINDS)

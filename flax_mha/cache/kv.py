@@ -8,7 +8,7 @@ from flax import struct
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks, shapes
-from flax_mha.cache import checks, ring
+from flax_mha.cache import checks, ring_buffer
 from flax_mha.cache.look import look, marked, over_keys
 from flax_mha.cache.slots import (
     ROWS,
@@ -149,7 +149,7 @@ class KVCache(struct.PyTreeNode):
         at = jnp.asarray(shapes.lead(given, self.length.ndim + 1))
         lost = self._lost(at)
         if self.window is not None and self.written is not None:
-            lost |= ring.forgotten(at, self.written, self.slots, self.window)
+            lost |= ring_buffer.forgotten(at, self.written, self.slots, self.window)
         return marked(result, lost)
 
     def extend(
@@ -187,7 +187,7 @@ class KVCache(struct.PyTreeNode):
                 jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
                 for pair in zip(self._stored(), tokens, strict=True)
             )
-            held, old = (k, v), ring.positions(self.length, self.slots)
+            held, old = (k, v), ring_buffer.positions(self.length, self.slots)
             k_positions = jnp.concatenate([old, q_positions], axis=-1)
 
         def first() -> Any:
@@ -227,7 +227,9 @@ class KVCache(struct.PyTreeNode):
             negative; where they are traced, such a row has overflowed.
         """
         to = checks.remaining(lengths, self.length.shape)
-        length, written = ring.truncated(self.length, self.written, to, self.slots, self.window)
+        length, written = ring_buffer.truncated(
+            self.length, self.written, to, self.slots, self.window
+        )
         return self.replace(length=length, written=written)
 
     def fork(self, rows: jax.Array) -> Self:
@@ -254,11 +256,11 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def _most(self) -> int:
-        return self.slots if self.window is None else ring.FAR - 1
+        return self.slots if self.window is None else ring_buffer.FAR - 1
 
     def _positions(self) -> jax.Array | None:
         """Int32 [*B, S], where each slot's token stands, FAR where there is none; None: slot j."""
-        return None if self.window is None else ring.positions(self.length, self.slots)
+        return None if self.window is None else ring_buffer.positions(self.length, self.slots)
 
     def _stored(self) -> tuple[Stored, Stored]:
         """Keys and values as kernels take them, [*B, S, K, ·]."""

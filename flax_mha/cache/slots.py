@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.cache import checks
-from flax_mha.cache.ring import FAR
+from flax_mha.cache.ring_buffer import FAR
 from flax_mha.inputs import Integers
 from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import LogicalNames

@@ -19,17 +19,17 @@ from flax_mha.cache.memory import Memory
 Held = KVCache | Memory
 
 
-def laid_out(held: Held) -> Held:
+def constrained(held: Held) -> Held:
     """What a layer holds, as the rules divide it: rows and key/value heads, never slots."""
     names = {0: slots.ROWS, 2: slots.SCALES, 3: slots.SLOTS}
     batch = held.key.ndim - 3
 
-    def place(x: jax.Array) -> Any:
+    def constrain(x: jax.Array) -> Any:
         # The names are those of the last axes; without a batch there are fewer.
         own = ((None,) * x.ndim + names[x.ndim - batch])[-x.ndim :] if x.ndim else ()
         return sharding.name(sharding.constrain(x, own), own)
 
-    return jax.tree.map(place, held)
+    return jax.tree.map(constrain, held)
 
 
 def fork(collection: Any, rows: jax.Array) -> Any:

@@ -140,8 +140,8 @@ def dot_product_attention(
     capture = observe.as_capture(capture)
     way, kernel = choice.parsed(kernel)
 
-    def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *known: Result) -> Result:
-        return choice.decide(kernel, q, k, v, spec, shards.here()).run(*known)
+    def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *recalled: Result) -> Result:
+        return choice.decide(kernel, q, k, v, spec, shards.here()).run(*recalled)
 
     take_way = functools.partial(choice.take_way, way)
     out, lse = shards.run(attend, q, k, v, spec.replace(invalid=None), take_way)
@@ -233,13 +233,13 @@ def explain(
         dims = shapes.attention_dims(q, k, v)
         if capture:
             capture.chosen(dims)
-        layout = shards.Layout.of(q, k)
-        if layout is None or layout.devices == 1:
+        division = shards.Division.of(q, k)
+        if division is None or division.devices == 1:
             return shards.ask(ask, q, k, v, spec, None)
-        refused = tuple(shards.refusals(layout, dims).items())
+        refused = tuple(shards.refusals(division, dims).items())
         if way in dict(refused):
             return Told(None, refused)
-        taken = choice.take_way(way, layout, dims)
+        taken = choice.take_way(way, division, dims)
         told = shards.ask(ask, q, k, v, spec, taken)
         return Told(told.chosen, (*told.refused, *refused), taken)
 

@@ -31,20 +31,20 @@ from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
 from flax_mha.kernels.stored import Stored
 from flax_mha.kernels.tiling import (
-    Form,
     Place,
+    TiledCall,
     Tree,
+    by_rows,
     cut,
     dot,
     in_blocks,
     in_tiles,
     join,
-    lay,
     over,
-    rows,
     score_of,
     tile_gradient,
     tile_of,
+    tiled,
     vary,
 )
 
@@ -67,9 +67,9 @@ def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
 
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
-    known: Result | None = None,
+    recalled: Result | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """See `reference.attend`; of a result that is known only the gradients are computed.
+    """See `reference.attend`; of a recalled result only the gradients are computed.
 
     No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
     JAX can't reverse loops of unknown length.
@@ -89,22 +89,22 @@ def attend(
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
-    spec = lay(spec.replace(scale=None, sinks=None), plan)
-    static = Form.of(plan, spec, scale)
+    spec = tiled(spec.replace(scale=None, sinks=None), plan)
+    static = TiledCall.of(plan, spec, scale)
     learned, rest = static.split(spec)
     args = (
-        rows(q, plan.block_q, K),
-        rows(k, plan.block_k, K),
-        rows(v, plan.block_k, K),
+        by_rows(q, plan.block_q, K),
+        by_rows(k, plan.block_k, K),
+        by_rows(v, plan.block_k, K),
         learned, sinks, rest, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
-    if known is None:
+    if recalled is None:
         out, lse = _core(static, *args)
     else:
-        out, lse = known[0].astype(known[1].dtype), shapes.by_query(known[1])
-        laid = rows(out, plan.block_q, K), rows(lse, plan.block_q, K)[..., 0]
-        out, lse = _known(static, laid, *args)
+        out, lse = recalled[0].astype(recalled[1].dtype), shapes.by_query(recalled[1])
+        recalled_rows = by_rows(out, plan.block_q, K), by_rows(lse, plan.block_q, K)[..., 0]
+        out, lse = _recall(static, recalled_rows, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     lse = jnp.where(lse == least(lse.dtype), -jnp.inf, lse)
@@ -136,23 +136,23 @@ def _visit(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static: Form, *args: Any) -> tuple[jax.Array, jax.Array]:
+def _core(static: TiledCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     """The loops' out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], see `_loops`."""
     return _forward(static, *args)[0]
 
 
 def _loops(
-    static: Form, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
+    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
     sinks: jax.Array | None, rest: list[jax.Array], tables: Tables | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
 
     Args:
-      static: see `Form`.
+      static: see `TiledCall`.
       q: [R, G·nq·bq, H] for R rows × key/value heads and G query heads of each; scaled.
       k: [R, nk·bk, H].
       v: [R, nk·bk, Hv].
-      learned: see `Form.spec`.
+      learned: see `TiledCall.spec`.
       sinks: [N] or None.
       rest: likewise.
       tables: the tiles to visit, or None for the plan's stripes.
@@ -208,14 +208,14 @@ def _loops(
     return over(group, [], xs, static.together)[1]
 
 
-def _forward(static: Form, *args: Any) -> tuple[Any, Any]:
+def _forward(static: TiledCall, *args: Any) -> tuple[Any, Any]:
     out, top, total = _loops(static, *args)
     sinks = args[4]
     lse = softmax.lse_of(*softmax.with_sinks(static.plan, sinks, top, total))
     return (out, lse), (args, out, top, total)
 
 
-def _backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
     plan, spec = static.plan, static.spec(learned, rest)
     acc = total.dtype
@@ -278,21 +278,21 @@ _core.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _known(static: Form, known: Result, *args: Any) -> Result:
-    """The known result, whose gradients are those of `_core` with these keys among others."""
+def _recall(static: TiledCall, recalled: Result, *args: Any) -> Result:
+    """The recalled result, whose gradients are those of `_core` with these keys among others."""
     del static, args
-    return known
+    return recalled
 
 
-def _known_forward(static: Form, known: Result, *args: Any) -> tuple[Result, Any]:
+def _recall_forward(static: TiledCall, recalled: Result, *args: Any) -> tuple[Result, Any]:
     del static
-    out, lse = known
+    out, lse = recalled
     seen = lse != -jnp.inf
-    return known, (args, out, jnp.where(seen, lse, least(lse.dtype)), seen.astype(lse.dtype))
+    return recalled, (args, out, jnp.where(seen, lse, least(lse.dtype)), seen.astype(lse.dtype))
 
 
-def _known_backward(static: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _recall_backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     return None, *_backward(static, residuals, cotangents)
 
 
-_known.defvjp(_known_forward, _known_backward)
+_recall.defvjp(_recall_forward, _recall_backward)

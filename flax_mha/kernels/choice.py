@@ -26,7 +26,7 @@ class Choice(NamedTuple):
     lowered: Lowered | None
     refused: dict[str, str]
 
-    def run(self, *known: Result) -> Result:
+    def run(self, *recalled: Result) -> Result:
         """The result of the call, or the gradients alone of one that is known.
 
         Raises:
@@ -35,7 +35,7 @@ class Choice(NamedTuple):
         if self.kernel is None or self.lowered is None:
             (name,) = self.refused
             raise refusal(name, self.refused[name])
-        return self.lowered(*(known if KERNELS[self.kernel].recalls else ()))
+        return self.lowered(*(recalled if KERNELS[self.kernel].recalls else ()))
 
 
 def decide(
@@ -92,11 +92,11 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
     return first + [name for name in KERNELS if name not in first]
 
 
-def take_way(way: str | None, layout: shards.Layout, dims: shapes.Dims) -> str:
+def take_way(way: str | None, division: shards.Division, dims: shapes.Dims) -> str:
     """The way to take to the keys of other devices."""
-    refused = shards.refusals(layout, dims)
+    refused = shards.refusals(division, dims)
     if way is None:
-        return next(name for name in shards.preference(layout, dims) if name not in refused)
+        return next(name for name in shards.preference(division, dims) if name not in refused)
     if way in refused:
         raise refusal(way, refused[way])
     return way

@@ -1,4 +1,4 @@
-"""Dropout of attention weights, whose bits depend on nothing but what they belong to.
+"""WeightDropout of attention weights, whose bits depend on nothing but what they belong to.
 
 Whether a weight is kept is a pure function of (key, batch row, head, query position, key
 position). So every kernel drops the same weights in whatever blocks it works, and every device
@@ -23,7 +23,7 @@ from flax import struct
 from flax_mha.grid import Array
 
 
-class Dropout(struct.PyTreeNode):
+class WeightDropout(struct.PyTreeNode):
     """Which weights a call drops.
 
     Attributes:
@@ -37,7 +37,7 @@ class Dropout(struct.PyTreeNode):
     broadcast: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def from_key(cls, key: jax.Array, rate: float, broadcast: bool = False) -> "Dropout":
+    def from_key(cls, key: jax.Array, rate: float, broadcast: bool = False) -> "WeightDropout":
         """Draws the seed from a JAX PRNG key, of either style."""
         return cls(jax.random.bits(key, (2,), jnp.uint32), rate, broadcast)
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.grid import Array, At, Grid, whole
-from flax_mha.kernels.dropout import Dropout
+from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
 from flax_mha.masks.base import seen, validated
@@ -54,7 +54,7 @@ class AttentionSpec(struct.PyTreeNode):
     mask: Mask | None
     scores: tuple[ScoreMod, ...]
     sinks: jax.Array | None
-    dropout: Dropout | None
+    dropout: WeightDropout | None
     q_pos: Grid | None
     k_pos: Grid | None
     scale: float | Array
@@ -64,7 +64,7 @@ class AttentionSpec(struct.PyTreeNode):
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
 
     def at(self, dims: Dims) -> At:
-        """The place of all scores of the call."""
+        """Where all scores of the call stand."""
         given = {"row": self.rows, "head": self.heads, "q": self.q_pos, "k": self.k_pos}
         arrays = {name: grid.array for name, grid in given.items() if grid is not None}
         return whole(dims)._replace(**arrays)
@@ -151,8 +151,8 @@ def prepare(
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
         dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
-        q_pos=_place("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
-        k_pos=_place("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
+        q_pos=_positions("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
+        k_pos=_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
         scale=dims.H**-0.5 if scale is None else _scale(scale),
         precision=precision,
         invalid=invalid,
@@ -161,7 +161,7 @@ def prepare(
     return q, k, v, spec
 
 
-def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> Dropout | None:
+def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
     """The dropout of a call, None if there is none."""
     inputs.rate("dropout_rate", rate)
     inputs.flag("broadcast_dropout", broadcast)
@@ -172,7 +172,7 @@ def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> Dropout | N
             f"dropout_rate={rate} needs a dropout_rng, got None; "
             f"give a jax.random.key, or dropout_rate=0"
         )
-    return Dropout.from_key(inputs.key("dropout_rng", rng), rate, broadcast)
+    return WeightDropout.from_key(inputs.key("dropout_rng", rng), rate, broadcast)
 
 
 def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
@@ -232,7 +232,7 @@ def _scale(scale: Any) -> float | jax.Array:
     return scale
 
 
-def _place(
+def _positions(
     name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
     axes: tuple[int, int],
 ) -> Grid | None:  # fmt: skip

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import layouts, shapes
+from flax_mha import mesh_axes, shapes
 from flax_mha.grid import Array, At, Grid, blocks, flat_batch
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
@@ -65,7 +65,7 @@ class Place(NamedTuple):
         return [jnp.int32(0 if n == 1 else start) for start, n in zip(at, x.shape, strict=True)]
 
 
-def rows(x: jax.Array, block: int, K: int) -> jax.Array:
+def by_rows(x: jax.Array, block: int, K: int) -> jax.Array:
     """[*B, L, K·g, F] as [rows·K, g·blocks·block, F]; the last block filled with 0.
 
     Not of more axes: XLA:CPU copies once more where some of them are 1.
@@ -99,7 +99,7 @@ def join(stripes: Sequence[jax.Array], plan: Plan) -> jax.Array:
     return x.reshape(-1, *x.shape[3:])
 
 
-def lay(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
+def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
     """The spec with each grid as [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
 
     def divide(x: Array) -> Array:
@@ -150,8 +150,8 @@ def vary(x: Any, like: Any) -> Any:
 
     Inside `jax.shard_map` the carry of a loop must vary from the start over what it will.
     """
-    varying = frozenset().union(*map(layouts.varying, jax.tree.leaves(like)))
-    missing = varying - layouts.varying(x)
+    varying = frozenset().union(*map(mesh_axes.varying, jax.tree.leaves(like)))
+    missing = varying - mesh_axes.varying(x)
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
@@ -166,7 +166,7 @@ def nothing(
     return jnp.zeros((*B, T, N, Hv), dtype), lse
 
 
-class Form(NamedTuple):
+class TiledCall(NamedTuple):
     """How a call is divided, and how its spec is taken apart and put together again.
 
     Attributes:
@@ -186,8 +186,8 @@ class Form(NamedTuple):
     together: int
 
     @classmethod
-    def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "Form":
-        """The form of a spec that is laid out."""
+    def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
+        """That of a spec in tiles."""
         leaves, tree = jax.tree.flatten(spec)
         floating = (jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
         grids = jax.tree.leaves(map_grids(lambda _: True, spec, other=lambda _: False))
@@ -219,7 +219,7 @@ class Form(NamedTuple):
 
 
 def tile_gradient(
-    static: Form, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
+    static: TiledCall, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
     v: jax.Array, dout: jax.Array, of_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
     """A tile's weights, dropped, and the gradients of q·kᵀ and of the learned leaves."""

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from flax_mha import layouts, shapes
+from flax_mha import mesh_axes, shapes
 from flax_mha.shapes import Dims
 
 # The most queries, and the most keys, of a block, for heads of at most so many features:
@@ -31,7 +31,7 @@ def refuses(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
         return "there are no rows, queries or keys"
     if max(dims.H, dims.Hv) > max(BLOCKS):
         return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
-    if layouts.varying(q):
+    if mesh_axes.varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     return None
 

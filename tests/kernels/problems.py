@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.kernels.dropout import Dropout
+from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.masks import Mask
 from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
 from tests import oracle, plain
@@ -185,7 +185,7 @@ def by_name(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _keep(broadcast: bool, *coordinates: jax.Array) -> jax.Array:
-    return Dropout.from_key(jax.random.key(KEY), RATE, broadcast).keep(*coordinates)
+    return WeightDropout.from_key(jax.random.key(KEY), RATE, broadcast).keep(*coordinates)
 
 
 def kept(at: Scene, broadcast: bool) -> np.ndarray:

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
-from flax_mha.kernels.dropout import Dropout
+from flax_mha.kernels.dropout import WeightDropout
 
 B, N, T, S = 3, 4, 96, 80
 
 
 @functools.cache
 def whole_mask(seed: int = 0, rate: float = 0.3, broadcast: bool = False) -> np.ndarray:
-    dropout = Dropout.from_key(jax.random.key(seed), rate, broadcast)
+    dropout = WeightDropout.from_key(jax.random.key(seed), rate, broadcast)
     return np.asarray(keep_block(dropout, slice(0, B), slice(0, N), slice(0, T), slice(0, S)))
 
 
-def keep_block(dropout: Dropout, b: slice, n: slice, t: slice, s: slice) -> jax.Array:
+def keep_block(dropout: WeightDropout, b: slice, n: slice, t: slice, s: slice) -> jax.Array:
     row, head, i, j = (jnp.arange(x.start, x.stop) for x in (b, n, t, s))
     return dropout.keep(
         row[:, None, None, None],
@@ -39,14 +39,14 @@ def slices(size: int) -> st.SearchStrategy[slice]:
 @pytest.mark.slow
 @given(slices(B), slices(N), slices(T), slices(S))
 def test_a_block_computed_alone_is_that_block_of_the_whole(b, n, t, s) -> None:
-    dropout = Dropout.from_key(jax.random.key(0), 0.3)
+    dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
     block = keep_block(dropout, b, n, t, s)
     np.testing.assert_array_equal(block, whole_mask()[b, n, t, s])
 
 
 def test_positions_not_places_decide() -> None:
     """Queries given out of order draw the mask of where they stand."""
-    dropout = Dropout.from_key(jax.random.key(0), 0.3)
+    dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
     order = np.random.default_rng(0).permutation(T)
     permuted = dropout.keep(
         jnp.zeros((1, 1), int), jnp.zeros((1, 1), int), order[:, None], jnp.arange(S)[None]
@@ -88,7 +88,7 @@ def test_no_two_queries_and_no_two_keys_share_a_pattern() -> None:
 def test_close_seeds_give_unrelated_masks(word: int) -> None:
     seed = jnp.array([5, 7], jnp.uint32)
     masks = [
-        keep_block(Dropout(s, 0.5), slice(0, B), slice(0, N), slice(0, T), slice(0, S))
+        keep_block(WeightDropout(s, 0.5), slice(0, B), slice(0, N), slice(0, T), slice(0, S))
         for s in (seed, seed.at[word].add(1))
     ]
     agree = np.mean(np.asarray(masks[0]) == np.asarray(masks[1]))
@@ -96,10 +96,10 @@ def test_close_seeds_give_unrelated_masks(word: int) -> None:
 
 
 def test_keys_of_both_styles_and_any_implementation() -> None:
-    typed = Dropout.from_key(jax.random.key(3), 0.5)
-    legacy = Dropout.from_key(jax.random.PRNGKey(3), 0.5)
+    typed = WeightDropout.from_key(jax.random.key(3), 0.5)
+    legacy = WeightDropout.from_key(jax.random.PRNGKey(3), 0.5)
     np.testing.assert_array_equal(typed.seed, legacy.seed)
-    other = Dropout.from_key(jax.random.key(3, impl="rbg"), 0.5)
+    other = WeightDropout.from_key(jax.random.key(3, impl="rbg"), 0.5)
     assert other.seed.shape == (2,)
 
 
@@ -122,7 +122,7 @@ def test_attention_applies_exactly_this_mask(batch: tuple[int, ...]) -> None:
     )
     rows = int(np.prod(batch))
     keep = keep_block(
-        Dropout.from_key(key, 0.4), slice(0, rows), slice(0, 4), slice(0, 16), slice(0, 16)
+        WeightDropout.from_key(key, 0.4), slice(0, rows), slice(0, 4), slice(0, 16), slice(0, 16)
     ).reshape(*batch, 4, 16, 16)
     expected = jnp.where(keep, weights / 0.6, 0.0)
     np.testing.assert_allclose(jnp.moveaxis(out, -2, -3), expected, rtol=2e-6, atol=1e-7)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import layouts, shapes
+from flax_mha import mesh_axes, shapes
 from flax_mha.grid import flat_batch
 from flax_mha.kernels.cudnn import band as bands
 from flax_mha.kernels.cudnn import fused
@@ -82,7 +82,7 @@ def _lacks(q: jax.Array, spec: AttentionSpec, dims: Dims, platform: Platform) ->
         return f"has no precision setting, got {spec.precision}"
     if spec.sinks is not None:
         return "has no sinks"
-    if layouts.varying(q):
+    if mesh_axes.varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     return None if platform.spread else platform.undivided
 

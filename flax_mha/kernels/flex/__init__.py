@@ -28,7 +28,7 @@ from flax_mha.kernels import tpu
 from flax_mha.kernels.finite import guard
 from flax_mha.kernels.flex.core import Operands, core, recall
 from flax_mha.kernels.flex.lowered import DTYPES, Function
-from flax_mha.kernels.flex.tile import Call
+from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.walk import Leaf
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.platform import Platform
@@ -133,7 +133,7 @@ class Traced(NamedTuple):
       raw: its leaves as given.
     """
 
-    call: Call
+    call: FlexCall
     raw: list[Any]
 
     def arrays(self) -> list[jax.Array]:
@@ -167,7 +167,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     consts = [(x, False) for x in (*first, *second)]
     closed = [Leaf.of(x, False, plan) for x, _ in consts]
     learned = [bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves[: len(own)]]
-    call = Call(
+    call = FlexCall(
         plan, (plan.nk, plan.nq), (True, True), plain, masked, (len(first), len(second)), len(own),
         (*closed, *leaves),
         (*(False for _ in closed), *learned, *(False for _ in (*places, *seed))),

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.kernels.finite import finite
-from flax_mha.kernels.flex.tile import Call, Here, Tile
+from flax_mha.kernels.flex.tile import FlexCall, Here, Tile
 from flax_mha.kernels.flex.walk import Leaf, Walk
 from flax_mha.kernels.spec import Result
 
@@ -24,7 +24,7 @@ class Operands(NamedTuple):
       q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
       k: [R, K, S′, H].
       v: [R, K, S′, Hv].
-      learned: leaves with gradients, see `Call.merge`.
+      learned: leaves with gradients, see `FlexCall.merge`.
       sinks: float32 [1, N, 1, 1], or None.
       rest: the other leaves.
       verdict: what the mask says of each tile, int32 [R|1, N|1, nq, nk].
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def core(call: Call, x: Operands) -> Result:
+def core(call: FlexCall, x: Operands) -> Result:
     """Gives out [R, N, T′, Hv] and lse [R, N, T′] in float32."""
     out, stats = _attend(call, x)
     return out, _lse(stats)
@@ -57,7 +57,7 @@ def _lse(stats: jax.Array) -> jax.Array:
 
 
 def _run(
-    call: Call, x: Operands, axes: str, inner: int, body: Callable, name: str,
+    call: FlexCall, x: Operands, axes: str, inner: int, body: Callable, name: str,
     inputs: str, more: dict[str, jax.Array], outputs: Sequence[Any], scratch: Sequence[Any] = (),
 ) -> Any:  # fmt: skip
     """Runs body(here, inputs, outputs, scratch) over a walk.
@@ -105,7 +105,7 @@ def _run(
     )  # fmt: skip
 
 
-def _attend(call: Call, x: Operands) -> tuple[jax.Array, jax.Array]:
+def _attend(call: FlexCall, x: Operands) -> tuple[jax.Array, jax.Array]:
     """Gives out, and each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
     R, N, T, _ = x.q.shape
     bq, Hv = call.plan.block_q, x.v.shape[-1]
@@ -147,12 +147,12 @@ def _attend(call: Call, x: Operands) -> tuple[jax.Array, jax.Array]:
     return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
 
 
-def _forward(call: Call, x: Operands) -> tuple[Any, Any]:
+def _forward(call: FlexCall, x: Operands) -> tuple[Any, Any]:
     out, stats = _attend(call, x)
     return (out, _lse(stats)), (x, out, stats)
 
 
-def _backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Operands]:
+def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Operands]:
     x, out, stats = residuals
     dout, dlse = cotangents
     empty = stats[:, :, 1] == 0
@@ -180,26 +180,26 @@ core.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recall(call: Call, known: Result, x: Operands) -> Result:
-    """A known out and lse, whose gradients are those of `core` with these keys among others."""
+def recall(call: FlexCall, recalled: Result, x: Operands) -> Result:
+    """A recalled out and lse, whose gradients are those of `core` with these keys among others."""
     del call, x
-    return known
+    return recalled
 
 
-def _recall_forward(call: Call, known: Result, x: Operands) -> tuple[Result, Any]:
+def _recall_forward(call: FlexCall, recalled: Result, x: Operands) -> tuple[Result, Any]:
     del call
-    out, lse = known
-    return known, (x, out, jnp.stack([lse, (lse != -jnp.inf).astype(lse.dtype)], 2))
+    out, lse = recalled
+    return recalled, (x, out, jnp.stack([lse, (lse != -jnp.inf).astype(lse.dtype)], 2))
 
 
-def _recall_backward(call: Call, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _recall_backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     return None, *_backward(call, residuals, cotangents)
 
 
 recall.defvjp(_recall_forward, _recall_backward)
 
 
-def _queries(call: Call, x: Operands, more: dict[str, jax.Array]) -> jax.Array:
+def _queries(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> jax.Array:
     bq, H = call.plan.block_q, x.q.shape[-1]
 
     def body(here: Here, inputs: Any, outputs: Any, scratch: Any) -> None:
@@ -225,7 +225,7 @@ def _queries(call: Call, x: Operands, more: dict[str, jax.Array]) -> jax.Array:
     return dq
 
 
-def _keys(call: Call, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _keys(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     bk, H, Hv = call.plan.block_k, x.k.shape[-1], x.v.shape[-1]
 
     def body(here: Here, inputs: Any, outputs: Any, scratch: Any) -> None:
@@ -256,7 +256,7 @@ def _keys(call: Call, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.Arra
     return dk, dv
 
 
-def _learned(call: Call, x: Operands, more: dict[str, jax.Array]) -> list[jax.Array]:
+def _learned(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> list[jax.Array]:
     """The gradients of the leaves that take one, those of one layout together."""
     leaves = call.merge(x.learned, x.rest)
     groups: dict[tuple[str, int], list[int]] = {}

@@ -264,8 +264,8 @@ def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
 
 def _at(table: Any, axis: int, index: Any) -> Any:
     """table[index] along an axis, which is kept: a sum in which all others are 0."""
-    place = lax.broadcasted_iota(jnp.int32, table.shape, axis)
-    one = jnp.where(place == index, table, jnp.zeros_like(table))
+    entries = lax.broadcasted_iota(jnp.int32, table.shape, axis)
+    one = jnp.where(entries == index, table, jnp.zeros_like(table))
     return jnp.sum(one, axis, keepdims=True, dtype=table.dtype)
 
 

@@ -9,14 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flax_mha.grid import At
-from flax_mha.kernels.dropout import Dropout
+from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.flex.lowered import Function
 from flax_mha.kernels.flex.walk import Leaf, Step
 from flax_mha.kernels.plan import Plan
 from flax_mha.masks import FULL, PARTIAL
 
 
-class Call(NamedTuple):
+class FlexCall(NamedTuple):
     """What of a call is known before tracing.
 
     Attributes:
@@ -32,7 +32,7 @@ class Call(NamedTuple):
       leaves: arrays by tile: what the functions close over, the own ones; then, as far as there are
         any, positions of queries and keys, and the two halves of the seed.
       learned: which of them take gradients.
-      placed: whether there are positions of queries, and of keys.
+      positioned: whether there are positions of queries, and of keys.
       dropout: its rate, and whether it is one pattern for all rows and heads.
       guarded: whether gradients must not meet what is not finite.
       precision: of the products of float32.
@@ -47,7 +47,7 @@ class Call(NamedTuple):
     own: int
     leaves: tuple[Leaf, ...]
     learned: tuple[bool, ...]
-    placed: tuple[bool, bool]
+    positioned: tuple[bool, bool]
     dropout: tuple[float, bool] | None
     guarded: bool
     precision: Any
@@ -85,7 +85,7 @@ class Here(NamedTuple):
       refs: the leaves.
     """
 
-    call: Call
+    call: FlexCall
     step: Step
     first: jax.Array
     last: jax.Array
@@ -118,20 +118,20 @@ class Here(NamedTuple):
         # Beyond the last ones stands what stands there, so that functions see nothing new.
         q, k = jnp.minimum(q, plan.dims.T - 1), jnp.minimum(k, plan.dims.S - 1)
         extra = values[sum(call.consts) + call.own :]
-        q = extra.pop(0) if call.placed[0] else q
-        k = extra.pop(0) if call.placed[1] else k
+        q = extra.pop(0) if call.positioned[0] else q
+        k = extra.pop(0) if call.positioned[1] else k
         row, head = (jnp.full((1, 1), x, jnp.int32) for x in (self.row, self.head))
         at, keep = At(row, head, q, k), None
         if call.dropout is not None:
             seed: Any = tuple(x.astype(jnp.uint32) for x in extra)
-            keep = Dropout(seed, *call.dropout).keep(*at)
+            keep = WeightDropout(seed, *call.dropout).keep(*at)
         return Tile(call, masked, values, at, inside, keep)
 
 
 class Tile(NamedTuple):
-    """The arrays of a tile, see `Call`."""
+    """The arrays of a tile, see `FlexCall`."""
 
-    call: Call
+    call: FlexCall
     masked: bool
     values: list[Any]
     at: At

@@ -86,7 +86,7 @@ class Walk(NamedTuple):
         return walk, [jnp.asarray(x, jnp.int32).reshape(-1) for x in tables]
 
     def step(self, ids: Sequence[Any], tables: Sequence[Any]) -> Step:
-        """The step of that place in the grid."""
+        """The step at those indices of the grid."""
         at = dict(zip(self.axes, ids, strict=True))
         sizes = dict(zip(self.axes, self.sizes, strict=True))
         r = at["r"]
@@ -98,14 +98,14 @@ class Walk(NamedTuple):
         else:
             by_query = "i" in at
             major = "i" if by_query else "j"
-            place = line * sizes[major] + at[major]
+            entry = line * sizes[major] + at[major]
             order, full, some = tables
             # Steps beyond the last keep its blocks, so that none is loaded for them.
-            t = jnp.clip(at["t"], 0, jnp.maximum(some[place] - 1, 0))
-            other = order[place * sizes["t"] + t]
+            t = jnp.clip(at["t"], 0, jnp.maximum(some[entry] - 1, 0))
+            other = order[entry * sizes["t"] + t]
             i, j = (at["i"], other) if by_query else (other, at["j"])
-            kind = jnp.where(at["t"] < full[place], FULL, PARTIAL)
-            kind = jnp.where(at["t"] < some[place], kind, EMPTY)
+            kind = jnp.where(at["t"] < full[entry], FULL, PARTIAL)
+            kind = jnp.where(at["t"] < some[entry], kind, EMPTY)
         return Step(r, n, lax.div(n, jnp.int32(self.group)), i, j, kind)
 
     def here(self, tables: Sequence[Any]) -> tuple[Step, jax.Array, jax.Array]:

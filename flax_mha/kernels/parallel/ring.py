@@ -145,8 +145,8 @@ def attend(
 
     Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
     """
-    form, arrays = Form.of(ring, local, spec.replace(sinks=None))
-    out, lse = _core(form, q, k, v, arrays)
+    call, arrays = RingCall.of(ring, local, spec.replace(sinks=None))
+    out, lse = _core(call, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
         share = shapes.by_query(jnp.exp(lse - total))
@@ -156,12 +156,12 @@ def attend(
 
 def first_block(ring: Ring, k: jax.Array, spec: AttentionSpec) -> AttentionSpec:
     """The spec of what this device computes first."""
-    form, arrays = Form.of(ring, None, spec.replace(sinks=None))
+    call, arrays = RingCall.of(ring, None, spec.replace(sinks=None))
     step = ring.steps[0] if ring.steps else 0
-    return jax.tree.unflatten(form.tree, form.block(arrays, k.shape[-3], step))
+    return jax.tree.unflatten(call.tree, call.block(arrays, k.shape[-3], step))
 
 
-class Form(NamedTuple):
+class RingCall(NamedTuple):
     """What of a call is known before tracing.
 
     Attributes:
@@ -179,8 +179,8 @@ class Form(NamedTuple):
     traced: list[int]
 
     @classmethod
-    def of(cls, ring: Ring, local: Attend | None, spec: AttentionSpec) -> "tuple[Form, list]":
-        """The form of a call, and its arrays that are traced."""
+    def of(cls, ring: Ring, local: Attend | None, spec: AttentionSpec) -> "tuple[RingCall, list]":
+        """The call of a call, and its arrays that are traced."""
         leaves, tree = jax.tree.flatten(spec)
         traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
         known = [None if i in traced else x for i, x in enumerate(leaves)]
@@ -206,13 +206,15 @@ class Form(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]) -> Result:
-    ring, S = form.ring, k.shape[-3]
+def _core(
+    call: RingCall, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
+) -> Result:
+    ring, S = call.ring, k.shape[-3]
 
     def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
         def see(k: jax.Array, v: jax.Array) -> Result:
-            spec = jax.tree.unflatten(form.tree, form.block(arrays, S, step))
-            return _merge(merged, form.local(q, k, v, spec))
+            spec = jax.tree.unflatten(call.tree, call.block(arrays, S, step))
+            return _merge(merged, call.local(q, k, v, spec))
 
         return ring.where_seen(step, see, merged, *blocks), ()
 
@@ -240,27 +242,27 @@ def _unless_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _forward(
-    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
+    call: RingCall, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
 ) -> tuple[Result, Any]:
-    out, lse = _core(form, q, k, v, arrays)
+    out, lse = _core(call, q, k, v, arrays)
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
-def _backward(form: Form, residuals: Any, cotangents: Result) -> tuple[Any, ...]:
+def _backward(call: RingCall, residuals: Any, cotangents: Result) -> tuple[Any, ...]:
     q, k, v, arrays, out, lse = residuals
     dout, dlse = cotangents
     dout, dlse = _unless_empty(lse, dout), jnp.where(lse == -jnp.inf, 0.0, dlse)
-    ring, S, acc = form.ring, k.shape[-3], lse.dtype
+    ring, S, acc = call.ring, k.shape[-3], lse.dtype
     learned = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
-        leaves = form.block(arrays, S, step)
-        floats = [leaves[form.traced[n]] for n in learned]
+        leaves = call.block(arrays, S, step)
+        floats = [leaves[call.traced[n]] for n in learned]
 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Result:
             for n, x in zip(learned, floats, strict=True):
-                leaves[form.traced[n]] = x
-            return form.local(q, k, v, jax.tree.unflatten(form.tree, leaves), (out, lse))
+                leaves[call.traced[n]] = x
+            return call.local(q, k, v, jax.tree.unflatten(call.tree, leaves), (out, lse))
 
         def see(k: jax.Array, v: jax.Array) -> Any:
             (some, part), pull = jax.vjp(block, q, k, v, floats)

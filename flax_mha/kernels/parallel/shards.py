@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import layouts, shapes, sharding
+from flax_mha import mesh_axes, shapes, sharding
 from flax_mha.grid import Grid, whole
 from flax_mha.kernels.parallel import ring
 from flax_mha.kernels.parallel.ring import Attend
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
-from flax_mha.layouts import each
+from flax_mha.mesh_axes import each
 from flax_mha.shapes import Dims
 
 # How the devices that a sequence is divided over come by the keys: each takes all tokens of some
@@ -31,7 +31,7 @@ WAYS = ("ulysses", "ring", "all_gather")
 _LSE = ("batch", "heads", "length")
 
 
-class Layout(NamedTuple):
+class Division(NamedTuple):
     """Mesh axes that divide a call, each as in a `PartitionSpec`.
 
     Attributes:
@@ -49,17 +49,17 @@ class Layout(NamedTuple):
     manual: set[str]
 
     @classmethod
-    def of(cls, q: jax.Array, k: Any) -> "Layout | None":
+    def of(cls, q: jax.Array, k: Any) -> "Division | None":
         """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
         by_rule = (
-            sharding.layout(q.shape, sharding.HEADS), sharding.layout(k.shape, sharding.KV_HEADS)
+            sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
         )  # fmt: skip
-        manual = layouts.manual(by_rule, jax.sharding.get_abstract_mesh())
+        manual = mesh_axes.manual(by_rule, jax.sharding.get_abstract_mesh())
         if not manual:
             return None
-        *batch, length, heads, _ = layouts.filled(by_rule[0], layouts.spec_of(q))
+        *batch, length, heads, _ = mesh_axes.filled(by_rule[0], mesh_axes.spec_of(q))
         kv_heads = by_rule[1][-2]
-        if kv_heads is layouts.UNCONSTRAINED:
+        if kv_heads is mesh_axes.UNCONSTRAINED:
             kv_heads = None if k.shape[-2] % _devices(heads) else heads
         elif kv_heads not in (None, heads):
             raise ValueError(
@@ -73,21 +73,21 @@ class Layout(NamedTuple):
         """How many the queries are divided over."""
         return _devices(self.length)
 
-    def by_heads(self) -> "Layout":
+    def by_heads(self) -> "Division":
         """With heads divided further instead of queries."""
         heads = (*each(self.heads), *each(self.length))
         return self._replace(length=None, heads=heads, kv_heads=heads)
 
     def over_queries(self) -> P:
-        """The layout of queries, and outputs, [*B, T, N, H]."""
+        """How queries, and outputs, are divided, [*B, T, N, H]."""
         return P(*self.batch, self.length, self.heads, None)
 
     def over_lse(self) -> P:
-        """The layout of the lse [*B, N, T]."""
+        """How the lse is divided [*B, N, T]."""
         return P(*self.batch, self.heads, self.length)
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
-        """The layout of an array over the scores; axes of 1 stand for all."""
+        """How an array over the scores is divided; axes of 1 stand for all."""
         axes = (*self.batch, self.heads, self.length, None)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
 
@@ -97,10 +97,10 @@ def _devices(axes: Any) -> int:
     return math.prod(sizes[axis] for axis in each(axes))
 
 
-def refusals(layout: Layout, dims: Dims) -> dict[str, str]:
+def refusals(division: Division, dims: Dims) -> dict[str, str]:
     """The reasons why a call can't go some of the `WAYS`."""
-    n, refused = layout.devices, {}
-    several = _devices(layout.heads) * n
+    n, refused = division.devices, {}
+    several = _devices(division.heads) * n
     if dims.N % several or dims.K % several:
         refused["ulysses"] = (
             f"it divides heads over the {several} devices that divide heads or queries, and there "
@@ -111,7 +111,7 @@ def refusals(layout: Layout, dims: Dims) -> dict[str, str]:
     return refused
 
 
-def preference(layout: Layout, dims: Dims) -> list[str]:
+def preference(division: Division, dims: Dims) -> list[str]:
     """The ways, best first.
 
     1. `ulysses`: every device has the same to compute under any mask, in any order of the tokens.
@@ -119,13 +119,13 @@ def preference(layout: Layout, dims: Dims) -> list[str]:
        sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
     3. `ring`, whose memory is divided by n too.
     """
-    small = dims.S * dims.K * layout.devices <= dims.T * dims.N
+    small = dims.S * dims.K * division.devices <= dims.T * dims.N
     return ["ulysses", "all_gather", "ring"] if small else ["ulysses", "ring", "all_gather"]
 
 
 def run(
     attend: Attend, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
-    choose: Callable[[Layout, Dims], str],
+    choose: Callable[[Division, Dims], str],
 ) -> Result:  # fmt: skip
     """attend(q, k, v, spec), each device on its own shard.
 
@@ -137,21 +137,24 @@ def run(
       spec: the rest of the call.
       choose: gives one of `WAYS` for a sequence that is divided.
     """
-    layout, dims = Layout.of(q, k), shapes.attention_dims(q, k, v)
-    if layout is None:
+    division, dims = Division.of(q, k), shapes.attention_dims(q, k, v)
+    if division is None:
         return attend(q, k, v, spec)
     if 0 in q.shape or not dims.S:
         # There is nothing to divide, and XLA takes no shards of nothing.
         return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
-    way = choose(layout, dims) if layout.devices > 1 else None
+    way = choose(division, dims) if division.devices > 1 else None
 
     def local(circle: ring.Ring | None, *call: Any) -> Result:
         return attend(*call) if circle is None else ring.attend(circle, attend, *call)
 
-    divided = layout.by_heads() if way == "ulysses" else layout
+    divided = division.by_heads() if way == "ulysses" else division
     outs = divided.over_queries(), divided.over_lse()
     out, lse = _on_shards(local, outs, divided, way == "ring", q, k, v, spec)
-    out, lse = layouts.place(out, layout.over_queries()), layouts.place(lse, layout.over_lse())
+    out, lse = (
+        mesh_axes.reshard(out, division.over_queries()),
+        mesh_axes.reshard(lse, division.over_lse()),
+    )
     return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
 
 
@@ -162,54 +165,56 @@ def ask(
 
     Of a ring it is asked of the first block of keys that is visited.
     """
-    layout = Layout.of(q, k)
-    if layout is None or 0 in q.shape or 0 in k.shape:
+    division = Division.of(q, k)
+    if division is None or 0 in q.shape or 0 in k.shape:
         return look(q, k, v, spec)
 
     def local(circle: ring.Ring | None, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
         return look(q, k, v, spec if circle is None else ring.first_block(circle, k, spec))
 
-    layout = layout.by_heads() if way == "ulysses" else layout
-    return _on_shards(local, P(), layout, way == "ring", q, k, v, spec)
+    division = division.by_heads() if way == "ulysses" else division
+    return _on_shards(local, P(), division, way == "ring", q, k, v, spec)
 
 
 def _on_shards(
-    local: Callable[..., Any], outs: Any, layout: Layout, by_ring: bool, q: jax.Array, k: Any,
+    local: Callable[..., Any], outs: Any, division: Division, by_ring: bool, q: jax.Array, k: Any,
     v: Any, spec: AttentionSpec,
 ) -> Any:  # fmt: skip
     """local(ring or None, q, k, v, spec), each device on its own shard."""
     dims = shapes.attention_dims(q, k, v)
-    over_keys = layout.length if by_ring else None
-    circle = ring.Ring.of(over_keys, layout.devices, spec, dims) if by_ring else None
+    over_keys = division.length if by_ring else None
+    circle = ring.Ring.of(over_keys, division.devices, spec, dims) if by_ring else None
     sinks = spec.sinks
-    placed = _placed(spec.replace(sinks=None), dims, layout, by_ring)
-    arrays, specs, join = _split(placed, layout)
+    positioned = _with_positions(spec.replace(sinks=None), dims, division, by_ring)
+    arrays, specs, join = _split(positioned, division)
 
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Any:
         spec = join(arrays).replace(sinks=sinks)
-        if spec.heads is not None and layout.kv_heads is None:
+        if spec.heads is not None and division.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
         return local(circle, q, k, v, spec)
 
-    over_q = layout.over_queries()
-    over_k = P(*layout.batch, over_keys, layout.kv_heads, None)
-    q = layouts.place(q, over_q)
+    over_q = division.over_queries()
+    over_k = P(*division.batch, over_keys, division.kv_heads, None)
+    q = mesh_axes.reshard(q, over_q)
     # Stored keys and values have scales, which lie as they do.
-    k, v = jax.tree.map(lambda x: layouts.place(x, over_k), (k, v))
-    by_head = P(layout.heads)
-    sinks = None if sinks is None else layouts.place(sinks, by_head)
+    k, v = jax.tree.map(lambda x: mesh_axes.reshard(x, over_k), (k, v))
+    by_head = P(division.heads)
+    sinks = None if sinks is None else mesh_axes.reshard(sinks, by_head)
     ins = (over_q, over_k, over_k, by_head, specs)
-    return layouts.over(inside, layout.manual, ins, outs, q, k, v, sinks, arrays)
+    return mesh_axes.over(inside, division.manual, ins, outs, q, k, v, sinks, arrays)
 
 
-def _placed(spec: AttentionSpec, dims: Dims, layout: Layout, by_key: bool) -> AttentionSpec:
+def _with_positions(
+    spec: AttentionSpec, dims: Dims, division: Division, by_key: bool
+) -> AttentionSpec:
     """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
     at = whole(dims)
-    if any(axes is not None for axes in layout.batch):
+    if any(axes is not None for axes in division.batch):
         spec = spec.replace(rows=Grid(at.row))
-    if layout.heads is not None:
+    if division.heads is not None:
         spec = spec.replace(heads=Grid(at.head))
-    if layout.length is not None and spec.q_pos is None:
+    if division.length is not None and spec.q_pos is None:
         spec = spec.replace(q_pos=Grid(at.q))
     if by_key and spec.k_pos is None:
         spec = spec.replace(k_pos=Grid(at.k))
@@ -217,7 +222,7 @@ def _placed(spec: AttentionSpec, dims: Dims, layout: Layout, by_key: bool) -> At
 
 
 def _split(
-    spec: AttentionSpec, layout: Layout
+    spec: AttentionSpec, division: Division
 ) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
     """The arrays of a spec without sinks, their layouts, and how to put it together of them.
 
@@ -227,7 +232,7 @@ def _split(
 
     def layout_of(x: Any) -> P | None:
         if isinstance(x, Grid):
-            over = layout.over_scores(x.array.shape)
+            over = division.over_scores(x.array.shape)
             known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
             return None if known else over
         return P() if isinstance(x, jax.Array) else None
@@ -235,7 +240,7 @@ def _split(
     specs = [layout_of(x) for x in leaves]
     divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
     given = [
-        layouts.place(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
+        mesh_axes.reshard(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
     ]
 
     def join(arrays: list[Any]) -> AttentionSpec:

@@ -94,14 +94,14 @@ def _attend(
             for x, to in zip(lowered.ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
-    forms = [Form(mask, blocks, cap, spec.mask is not None) for mask in lowered.masks]
+    forms = [SplashCall(mask, blocks, cap, spec.mask is not None) for mask in lowered.masks]
     out, lse = _rows(tuple(forms), lowered.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
 
 
-class Form(NamedTuple):
+class SplashCall(NamedTuple):
     """What of a group of heads is known before tracing.
 
     Attributes:
@@ -134,7 +134,7 @@ class Form(NamedTuple):
 
 
 def _rows(
-    forms: tuple[Form, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
+    forms: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
     v: jax.Array, sinks: jax.Array, ids: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """All rows of the batch, one group of heads after the other; see `_row`."""
@@ -156,7 +156,7 @@ def _rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _row(
-    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array,
+    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array,
     ids: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """One row of the batch.
@@ -183,12 +183,12 @@ def _row(
     return out, lse
 
 
-def _forward(form: Form, *args: Any) -> tuple[Any, Any]:
+def _forward(form: SplashCall, *args: Any) -> tuple[Any, Any]:
     out, lse = _row(form, *args)
     return (out, lse), (args, out, lse)
 
 
-def _backward(form: Form, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(form: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, sinks, ids), out, lse = residuals
     dout, dlse = cotangents
     # What is asked of queries that see nothing, NaN included, must not meet their weights of 0.

@@ -64,23 +64,29 @@ class Lazy(splash.Mask):
     """
 
     def __init__(
-        self, rule: Mask | None, head: int, place: "Places", blocks: Blocks, dims: Dims, key: Any
+        self,
+        rule: Mask | None,
+        head: int,
+        pos: "Positions",
+        blocks: Blocks,
+        dims: Dims,
+        key: Any,
     ) -> None:
         self._shape = blocks.padded(dims)
         # What tells one such mask from another, to hash and compare.
-        self._key = (key, head, place.key, blocks, dims)
-        self._seen = _seen(rule, place, blocks, dims)
+        self._key = (key, head, pos.key, blocks, dims)
+        self._seen = _seen(rule, pos, blocks, dims)
         if rule is None and dims.S % blocks.k == 0:
             return
-        self.q_sequence = np.pad(place.q, (0, self._shape[0] - dims.T), mode="edge")
-        laid = None if rule is None else _laid(rule)
+        self.q_sequence = np.pad(pos.q, (0, self._shape[0] - dims.T), mode="edge")
+        flat = None if rule is None else _flat(rule)
 
         def allowed(q: jax.Array, k: jax.Array) -> jax.Array:
             real = k < dims.S
-            if laid is None:
+            if flat is None:
                 return real
-            seen = laid.allowed(
-                At(np.array(0, np.int32), np.array(head, np.int32), q, place.of_key(k))
+            seen = flat.allowed(
+                At(np.array(0, np.int32), np.array(head, np.int32), q, pos.of_key(k))
             ).astype(bool)
             seen = jnp.broadcast_to(seen, q.shape)
             return seen & real if dims.S % blocks.k else seen
@@ -108,7 +114,7 @@ class Lazy(splash.Mask):
         return hash(self._key)
 
 
-class Places(NamedTuple):
+class Positions(NamedTuple):
     """Positions known before tracing: of queries, int32 [T], and of keys, [S]."""
 
     q: np.ndarray
@@ -139,7 +145,7 @@ def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> Lowered | str:
     """The call's mask as splash takes it, or the reason why it can't be."""
     ids, rest = split(spec, dims)
     if not rest:
-        index = Places(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
+        index = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
         lazy = Lazy(None, 0, index, blocks, dims, None)
         return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask([lazy]),))
     for each in rest:
@@ -149,12 +155,12 @@ def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> Lowered | str:
                 f"known before tracing it takes Segments, Lengths, and tables of keys or of "
                 f"queries alone, joined by &"
             )
-    place = _places(spec, dims)
-    return place if isinstance(place, str) else _static(ids, And(tuple(rest)), place, blocks, dims)
+    pos = _positions(spec, dims)
+    return pos if isinstance(pos, str) else _static(ids, And(tuple(rest)), pos, blocks, dims)
 
 
 def _static(
-    ids: Any, mask: Mask, place: Places, blocks: Blocks, dims: Dims
+    ids: Any, mask: Mask, pos: Positions, blocks: Blocks, dims: Dims
 ) -> Lowered | str:  # fmt: skip
     """A mask known before tracing: heads with equal masks in one group, or a table for each."""
     mask = _map_grids(lambda x: flat_batch(x, dims), mask)
@@ -168,9 +174,9 @@ def _static(
         groups.setdefault((key, head if traits[key].by_head else None), []).append(head)
     if any(trait.by_row for trait in traits.values()) and math.prod(dims.B) > 1:
         return "the mask differs between rows of the batch, by other rules than segment ids"
-    if place.even and all(trait.computed for trait in traits.values()):
+    if pos.even and all(trait.computed for trait in traits.values()):
         lazy = [
-            splash.MultiHeadMask([Lazy(rules[heads[0]], heads[0], place, blocks, dims, key)])
+            splash.MultiHeadMask([Lazy(rules[heads[0]], heads[0], pos, blocks, dims, key)])
             for (key, _), heads in groups.items()
         ]
         return Lowered(ids, tuple(map(tuple, groups.values())), tuple(lazy))
@@ -181,7 +187,7 @@ def _static(
         )
     tables: list[splash.Mask] = [splash.NumpyMask(np.zeros((1, 1), bool))] * dims.N
     for heads in groups.values():
-        table = _table(rules[heads[0]], heads[0], place, blocks, dims)
+        table = _table(rules[heads[0]], heads[0], pos, blocks, dims)
         for head in heads:
             tables[head] = table
     return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask(tables),))
@@ -207,8 +213,8 @@ class _Traits(NamedTuple):
         if any(len(x) > 1 for x in grids):
             return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
-        laid = _laid(rule)
-        program = jax.make_jaxpr(lambda *at: laid.allowed(At(*at)))(number, number, q, k)
+        flat = _flat(rule)
+        program = jax.make_jaxpr(lambda *at: flat.allowed(At(*at)))(number, number, q, k)
         consts = [x for x in program.consts if np.ndim(x)]
         return cls(
             _reads(program.jaxpr, 0),
@@ -217,7 +223,7 @@ class _Traits(NamedTuple):
         )
 
 
-def _places(spec: AttentionSpec, dims: Dims) -> Places | str:
+def _positions(spec: AttentionSpec, dims: Dims) -> Positions | str:
     """The positions, or the reason why a mask known before tracing can't be asked about them."""
     found = []
     for name, x in zip(("q_positions", "kv_positions"), spec.at(dims)[2:], strict=True):
@@ -227,7 +233,7 @@ def _places(spec: AttentionSpec, dims: Dims) -> Places | str:
         if len(x) > 1:
             return f"{name} differ between rows of the batch, and so does what the mask allows"
         found.append(x.reshape(-1))
-    return Places(*found)
+    return Positions(*found)
 
 
 def _of_head(mask: Mask, head: int) -> Mask:
@@ -240,17 +246,17 @@ def _of_head(mask: Mask, head: int) -> Mask:
     return _map_grids(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
 
 
-def _laid(rule: Mask) -> Mask:
+def _flat(rule: Mask) -> Mask:
     """Grids of one row and head as [T|1, S|1], or as a number."""
     return _map_grids(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
 
-def _seen(rule: Mask | None, place: Places, blocks: Blocks, dims: Dims) -> np.ndarray:
+def _seen(rule: Mask | None, pos: Positions, blocks: Blocks, dims: Dims) -> np.ndarray:
     """Whether any pair of each block may attend, bool [nq, nk]."""
     T, S = blocks.padded(dims)
     verdict: Any = np.int8(PARTIAL)
     if rule is not None:
-        q, k = place.q[None, None, :, None], place.k[None, None, None, :]
+        q, k = pos.q[None, None, :, None], pos.k[None, None, None, :]
         verdict = rule.tiles(tiles_of(q, k, *blocks))
     verdict = lead(verdict, 4) if known(verdict) else np.full((1, 1, 1, 1), PARTIAL)
     seen = np.broadcast_to(verdict[0, 0] != EMPTY, (T // blocks.q, S // blocks.k)).copy()
@@ -260,12 +266,17 @@ def _seen(rule: Mask | None, place: Places, blocks: Blocks, dims: Dims) -> np.nd
 
 
 def _table(
-    rule: Mask, head: int, place: Places, blocks: Blocks, dims: Dims
+    rule: Mask, head: int, pos: Positions, blocks: Blocks, dims: Dims
 ) -> splash.NumpyMask:  # fmt: skip
     """The mask of one head, [T, S] rounded up to whole blocks."""
     with jax.ensure_compile_time_eval():
-        at = At(np.array(0, np.int32), np.array(head, np.int32), place.q[:, None], place.k[None])
-        table = np.asarray(_laid(rule).allowed(at))
+        at = At(
+            np.array(0, np.int32),
+            np.array(head, np.int32),
+            pos.q[:, None],
+            pos.k[None],
+        )
+        table = np.asarray(_flat(rule).allowed(at))
     T, S = blocks.padded(dims)
     table = np.broadcast_to(table, (dims.T, dims.S))
     return splash.NumpyMask(np.pad(table, ((0, T - dims.T), (0, S - dims.S))))

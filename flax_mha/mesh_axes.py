@@ -168,7 +168,7 @@ def guide(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
-def place(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if not explicit:
