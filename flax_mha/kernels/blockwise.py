@@ -25,7 +25,7 @@ from jax import lax
 from flax_mha import shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import softmax, tiling
-from flax_mha.kernels.finite import finite, guard, least
+from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
@@ -39,13 +39,10 @@ from flax_mha.kernels.tiling import (
     dot,
     in_blocks,
     in_tiles,
-    join,
-    over,
     score_of,
     tile_gradient,
     tile_of,
     tiled,
-    vary,
 )
 
 
@@ -98,7 +95,7 @@ def attend(
         by_rows(v, plan.block_k, K),
         learned, sinks, rest, tables,
     )  # fmt: skip
-    args = jax.tree.map(lambda x: vary(x, args), args)
+    args = jax.tree.map(lambda x: tiling.vary(x, args), args)
     if recalled is None:
         out, lse = _core(static, *args)
     else:
@@ -107,7 +104,7 @@ def attend(
         out, lse = _recall(static, recalled_rows, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
-    lse = jnp.where(lse == least(lse.dtype), -jnp.inf, lse)
+    lse = softmax.minus_infinity(lse)
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
 
 
@@ -176,15 +173,15 @@ def _loops(
             p = tile.drop(p, at).astype(v.dtype)
             return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
 
-        total = vary(jnp.zeros((plan.block_q, 1), acc), q)
+        total = tiling.vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = softmax.begin(total)
-        out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
+        out = tiling.vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
         of_all = total
         if sinks is not None:
             new, of_all = softmax.sunk(sinks[place.head], top, total)
             out = out * jnp.exp(top - new)
-        out = out / jnp.where(of_all == 0, 1.0, of_all)
+        out = out / softmax.finish(top, of_all)[0]
         return out, top[:, 0], total[:, 0]
 
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -202,16 +199,15 @@ def _loops(
             block = cut(q, stripe)
             jobs = jnp.arange(len(block), dtype=jnp.int32)
             parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
-        return [], tuple(join(x, plan) for x in zip(*parts, strict=True))
+        return [], tuple(tiling.join(x, plan) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    return over(group, [], xs, static.together)[1]
+    return tiling.over(group, [], xs, static.together)[1]
 
 
 def _forward(static: TiledCall, *args: Any) -> tuple[Any, Any]:
     out, top, total = _loops(static, *args)
-    sinks = args[4]
-    lse = softmax.lse_of(*softmax.with_sinks(static.plan, sinks, top, total))
+    lse = softmax.finish(*tiling.with_sinks(static.plan, args[4], top, total)[1:])[1]
     return (out, lse), (args, out, top, total)
 
 
@@ -219,7 +215,10 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
     plan, spec = static.plan, static.spec(learned, rest)
     acc = total.dtype
-    dout, of_rows = softmax.of_rows(plan, sinks, out, top, total, *cotangents)
+    seen = total != 0
+    sink, top, total = tiling.with_sinks(plan, sinks, top, total)
+    dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
+    of_rows = jnp.stack([top, share, delta], -1)
 
     def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, *queries, k, v = x
@@ -247,14 +246,14 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
                 return static.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
-            carry = (grads, vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
+            carry = (grads, tiling.vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
             place = Place.of(plan, stripe, r, j)
             grads, dq, dkT, dvT = _visit(stripe, plan, tables, place, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
         shapes_T = ((x.shape[-1], x.size // x.shape[-1]) for x in (k, v))
-        zeros = (vary(jnp.zeros(shape, acc), q) for shape in shapes_T)
+        zeros = (tiling.vary(jnp.zeros(shape, acc), q) for shape in shapes_T)
         carry: Tree = (grads, *zeros)
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
@@ -264,13 +263,15 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        return grads, (join(parts, plan), dkT.T.astype(k.dtype), dvT.T.astype(v.dtype))
+        return grads, (tiling.join(parts, plan), dkT.T.astype(k.dtype), dvT.T.astype(v.dtype))
 
-    zeros = [vary(jnp.zeros(x.shape, acc), q) for x in learned]
+    zeros = [tiling.vary(jnp.zeros(x.shape, acc), q) for x in learned]
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
-    grads, (dq, dk, dv) = over(group, zeros, xs, static.together)
+    grads, (dq, dk, dv) = tiling.over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
-    dsinks = None if sinks is None else softmax.sink_gradient(plan, sinks, of_rows)
+    dsinks = None
+    if sink is not None:
+        dsinks = tiling.sum_by_head(plan, softmax.sink_gradient(sink, top, share, delta))
     return dq, dk, dv, grads, dsinks, None, None
 
 
@@ -287,8 +288,7 @@ def _recall(static: TiledCall, recalled: Result, *args: Any) -> Result:
 def _recall_forward(static: TiledCall, recalled: Result, *args: Any) -> tuple[Result, Any]:
     del static
     out, lse = recalled
-    seen = lse != -jnp.inf
-    return recalled, (args, out, jnp.where(seen, lse, least(lse.dtype)), seen.astype(lse.dtype))
+    return recalled, (args, out, *softmax.of_lse(lse))
 
 
 def _recall_backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

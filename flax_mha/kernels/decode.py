@@ -137,9 +137,8 @@ def _run(
         top, total, out = (
             by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
         )
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    return out / total, jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
+    total, lse = softmax.finish(top, total)
+    return out / total, softmax.minus_infinity(lse[..., 0])
 
 
 def _visit(

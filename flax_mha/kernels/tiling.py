@@ -11,6 +11,7 @@ from jax import lax
 
 from flax_mha import mesh_axes, shapes
 from flax_mha.grid import Array, At, Grid, blocks, flat_batch
+from flax_mha.kernels import softmax
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
 
@@ -84,6 +85,27 @@ def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
 def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
     """Each [nk·bk, F] as [nk, bk, F]."""
     return [x.reshape(plan.nk, plan.block_k, -1) for x in keyed]
+
+
+def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
+    """A number of each head [N] as [R, G·nq·bq], one for each query."""
+    x = jnp.repeat(by_head, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
+    return jnp.tile(x, (R // plan.dims.K, 1))
+
+
+def with_sinks(
+    plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """The sink of each row, and its greatest score and sum of exponentials with that."""
+    if sinks is None:
+        return None, top, total
+    by_row = per_row(plan, sinks, top.shape[0])
+    return by_row, *softmax.sunk(by_row, top, total)
+
+
+def sum_by_head(plan: Plan, x: jax.Array) -> jax.Array:
+    """[R, G·nq·bq] summed over rows and queries, [N]."""
+    return x.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
 
 
 def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
@@ -230,15 +252,12 @@ def tile_gradient(
         return score_of(static.plan, masked, place, static.spec(leaves, others), at, s)
 
     acc = of_rows.dtype
-    shift, share, delta = jnp.split(of_rows, 3, -1)
+    top, share, delta = jnp.split(of_rows, 3, -1)
     product = static.scale * dot(q, k, 1, 1, spec, acc)
     s, pull = jax.vjp(score, product, leaves) if spec.scores else (score(product, leaves), None)
-    p = jnp.exp(s - shift) * share
+    p = softmax.weights(s, top, share)
     dp = tile.drop(dot(dout, v, 1, 1, spec, acc), at)
-    ds = p * (dp - delta)
-    if masked:
-        # Of a masked value that is huge dp is infinite.
-        ds = jnp.where(p == 0, 0.0, ds)
+    ds = softmax.gradient(p, dp, delta, masked)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
     ds, dleaves = (ds, []) if pull is None else pull(ds)
     return tile.drop(p, at), static.scale * ds, dleaves

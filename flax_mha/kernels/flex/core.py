@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_mha.kernels import softmax
 from flax_mha.kernels.finite import finite
 from flax_mha.kernels.flex.tile import FlexCall, Here, Tile
 from flax_mha.kernels.flex.walk import Leaf, Walk
@@ -51,9 +52,7 @@ def core(call: FlexCall, x: Operands) -> Result:
 
 
 def _lse(stats: jax.Array) -> jax.Array:
-    top, total = stats[:, :, 0], stats[:, :, 1]
-    empty = total == 0
-    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))
+    return softmax.minus_infinity(softmax.finish(stats[:, :, 0], stats[:, :, 1])[1])
 
 
 def _run(
@@ -117,16 +116,12 @@ def _attend(call: FlexCall, x: Operands) -> tuple[jax.Array, jax.Array]:
         def _() -> None:
             acc[...] = jnp.zeros_like(acc)
             total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
-            top[...] = jnp.broadcast_to(sinks[0][...] if sinks else -jnp.inf, top.shape)
+            none = softmax.begin(jnp.zeros_like(top))
+            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else none
 
         def visit(tile: Tile) -> None:
             s = tile.score(call.dot(q[...], k[...], 1, 1), tile.values)
-            new = jnp.maximum(top[...], s.max(1, keepdims=True))
-            # Any finite shift will do while nothing has been seen.
-            shift = jnp.where(new == -jnp.inf, 0.0, new)
-            p, old = jnp.exp(s - shift), jnp.exp(top[...] - shift)
-            top[...] = new
-            total[...] = total[...] * old + p.sum(1, keepdims=True)
+            top[...], total[...], p, old = softmax.step(top[...], total[...], s)
             p = tile.drop(p).astype(v.dtype)
             acc[...] = acc[...] * old + call.dot(p, v[...], 1, 0)
 
@@ -134,7 +129,7 @@ def _attend(call: FlexCall, x: Operands) -> tuple[jax.Array, jax.Array]:
 
         @pl.when(here.last)
         def _() -> None:
-            out[...] = (acc[...] / jnp.where(total[...] == 0, 1.0, total[...])).astype(out.dtype)
+            out[...] = (acc[...] / softmax.finish(top[...], total[...])[0]).astype(out.dtype)
             stats[0:1, :] = top[...].T
             stats[1:2, :] = total[...].T
 
@@ -154,14 +149,9 @@ def _forward(call: FlexCall, x: Operands) -> tuple[Any, Any]:
 
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Operands]:
     x, out, stats = residuals
-    dout, dlse = cotangents
-    empty = stats[:, :, 1] == 0
-    dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
-    # p = exp(score − shift)·share, not exp(score − lse), which would lose the last digits of large
-    # scores; d score = p·(dp − δ), with δ = Σ dout·out, less what lse itself is asked.
-    shift, share = jnp.where(empty, 0.0, stats[:, :, 0]), 1 / jnp.where(empty, 1.0, stats[:, :, 1])
-    delta = jnp.einsum("rntv,rntv->rnt", dout, out, preferred_element_type=jnp.float32) - dlse
-    more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([shift, share, delta], 2)}
+    top, total = stats[:, :, 0], stats[:, :, 1]
+    dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
+    more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([top, share, delta], 2)}
     if call.guarded:
         # Factors of gradients that are 0 where masked. A NaN that was seen is in the sum.
         x = x._replace(q=finite(x.q), k=finite(x.k))
@@ -170,9 +160,8 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Operands
     learned = _learned(call, x, more)
     sinks = None
     if x.sinks is not None:
-        # A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head.
-        weight = jnp.exp(x.sinks[:, :, 0] - shift) * share
-        sinks = -jnp.sum(weight * delta, (0, 2))[None, :, None, None]
+        by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
+        sinks = by_row.sum((0, 2))[None, :, None, None]
     return (Operands(dq, dk, dv, learned, sinks, [None] * len(x.rest), None, None, None),)
 
 
@@ -189,7 +178,7 @@ def recall(call: FlexCall, recalled: Result, x: Operands) -> Result:
 def _recall_forward(call: FlexCall, recalled: Result, x: Operands) -> tuple[Result, Any]:
     del call
     out, lse = recalled
-    return recalled, (x, out, jnp.stack([lse, (lse != -jnp.inf).astype(lse.dtype)], 2))
+    return recalled, (x, out, jnp.stack(softmax.of_lse(lse), 2))
 
 
 def _recall_backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from flax_mha.grid import At
+from flax_mha.kernels import softmax
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.flex.lowered import Function
 from flax_mha.kernels.flex.walk import Leaf, Step
@@ -159,7 +160,7 @@ class Tile(NamedTuple):
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
         """The weights, dropped, and the gradients of q·kᵀ and of the wanted leaves."""
         q, k, v, dout, stats = operands
-        shift, share, delta = (stats[n : n + 1, :].T for n in range(3))
+        top, share, delta = (stats[n : n + 1, :].T for n in range(3))
 
         def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
             values = list(self.values)
@@ -169,8 +170,6 @@ class Tile(NamedTuple):
 
         dot = self.call.dot(q[...], k[...], 1, 1)
         s, pull = jax.vjp(score, dot, [self.values[n] for n in wanted])
-        # What is masked gives 0, whatever its query and its key hold.
-        seen = s != -jnp.inf
-        p = jnp.where(seen, jnp.exp(s - shift) * share, 0.0)
+        p = softmax.weights(s, top, share, guarded=True)
         dp = self.drop(self.call.dot(dout[...], v[...], 1, 1))
-        return self.drop(p), *pull(jnp.where(seen, p * (dp - delta), 0.0))
+        return self.drop(p), *pull(softmax.gradient(p, dp, delta))

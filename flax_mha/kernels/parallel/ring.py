@@ -27,6 +27,7 @@ from jax import lax
 
 from flax_mha import shapes
 from flax_mha.grid import Array
+from flax_mha.kernels import softmax
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids, nothing
@@ -214,7 +215,7 @@ def _core(
     def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
         def see(k: jax.Array, v: jax.Array) -> Result:
             spec = jax.tree.unflatten(call.tree, call.block(arrays, S, step))
-            return _merge(merged, call.local(q, k, v, spec))
+            return softmax.merge(merged, call.local(q, k, v, spec))
 
         return ring.where_seen(step, see, merged, *blocks), ()
 
@@ -222,18 +223,6 @@ def _core(
     out, lse = nothing(dims, shapes.wide(q.dtype), None)
     (out, lse), _ = ring.go(ring.steps, visit, (out, lse), (k, v))
     return out.astype(q.dtype), lse
-
-
-def _merge(one: Result, other: Result) -> Result:
-    """Attention to two sets of keys at once, from that to each."""
-    lse = jnp.logaddexp(one[1], other[1])
-    first, second = (x * shapes.by_query(_share(part, lse)) for x, part in (one, other))
-    return first + second, lse
-
-
-def _share(part: jax.Array, lse: jax.Array) -> jax.Array:
-    """The weight of some keys among all; 0 where nothing is seen."""
-    return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
 def _unless_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
@@ -265,13 +254,8 @@ def _backward(call: RingCall, residuals: Any, cotangents: Result) -> tuple[Any, 
             return call.local(q, k, v, jax.tree.unflatten(call.tree, leaves), (out, lse))
 
         def see(k: jax.Array, v: jax.Array) -> Any:
-            (some, part), pull = jax.vjp(block, q, k, v, floats)
-            # out = Σ share·some: what is asked of each part; of one that is `known`, of it all.
-            share = _share(part, lse)
-            gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(acc), some.astype(acc) - out)
-            dq, dk, dv, dfloats = pull(
-                ((dout * shapes.by_query(share)).astype(some.dtype), share * (dlse + gain))
-            )
+            part, pull = jax.vjp(block, q, k, v, floats)
+            dq, dk, dv, dfloats = pull(softmax.cotangents_of_part(part, (out, lse), dout, dlse))
             return (dq.astype(acc), dfloats), (dk, dv)
 
         zeros = jax.tree.map(jnp.zeros_like, ((q.astype(acc), floats), blocks))

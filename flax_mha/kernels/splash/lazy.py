@@ -64,13 +64,7 @@ class Lazy(splash.Mask):
     """
 
     def __init__(
-        self,
-        rule: Mask | None,
-        head: int,
-        pos: "Positions",
-        blocks: Blocks,
-        dims: Dims,
-        key: Any,
+        self, rule: Mask | None, head: int, pos: "Positions", blocks: Blocks, dims: Dims, key: Any
     ) -> None:
         self._shape = blocks.padded(dims)
         # What tells one such mask from another, to hash and compare.
