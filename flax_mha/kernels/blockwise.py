@@ -269,9 +269,8 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
     grads, (dq, dk, dv) = tiling.over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
-    dsinks = None
-    if sink is not None:
-        dsinks = tiling.sum_by_head(plan, softmax.sink_gradient(sink, top, share, delta))
+    by_row = None if sink is None else softmax.sink_gradient(sink, top, share, delta)
+    dsinks = None if by_row is None else tiling.sum_by_head(plan, by_row)
     return dq, dk, dv, grads, dsinks, None, None
 
 
