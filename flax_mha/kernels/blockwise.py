@@ -269,8 +269,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
     grads, (dq, dk, dv) = tiling.over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
-    by_row = None if sink is None else softmax.sink_gradient(sink, top, share, delta)
-    dsinks = None if by_row is None else tiling.sum_by_head(plan, by_row)
+    dsinks = tiling.sink_gradient(plan, sink, top, share, delta)
     return dq, dk, dv, grads, dsinks, None, None
 
 

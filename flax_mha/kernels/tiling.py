@@ -103,9 +103,12 @@ def with_sinks(
     return by_row, *softmax.sunk(by_row, top, total)
 
 
-def sum_by_head(plan: Plan, x: jax.Array) -> jax.Array:
-    """[R, G·nq·bq] summed over rows and queries, [N]."""
-    return x.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
+def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> jax.Array | None:
+    """That of the sinks [N], from those of each row [R, G·nq·bq]."""
+    if sink is None:
+        return None
+    by_row = softmax.sink_gradient(sink, *of_rows)
+    return by_row.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
 
 
 def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
