@@ -1,5 +1,6 @@
 """Tokens after a prompt: read it once, then token by token from the cache."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,10 +11,11 @@ import numpy as np
 
 from flax_mha import inputs, search, shapes
 from flax_mha.blocks import check_module
+from flax_mha.cache.variables import free
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.models import LanguageModel, Translator
+from flax_mha.models import Translator
 from flax_mha.sampling import Sampling
-from flax_mha.search import Model, Request, decoding
+from flax_mha.search import Model, Own, Request, decoding
 
 Callback = Callable[[int, np.ndarray], None]
 
@@ -49,6 +51,7 @@ def generate(
     beams: int = 1,
     capacity: int | None = None,
     callback: Callback | None = None,
+    cache: Any = None,
 ) -> Generated:
     """Continues each prompt, or translates it, by a model as it was trained.
 
@@ -58,8 +61,11 @@ def generate(
     axis rules) everything is laid out as they say.
 
     Args:
-      model: a `LanguageModel`, or a `Translator`, whose prompt is the source.
-      variables: its variables; a `cache` among them is not used.
+      model: a `LanguageModel`, or a `Translator`, whose prompt is the source; or of any other
+        model, linen or nnx, a function step(variables, cache, tokens [B, T], positions [B, T]) ->
+        (logits [B, T, V], cache), with an argument `lengths` if prompts differ in length. It has
+        to be the same function in every call, or its loop is compiled anew.
+      variables: its variables; a `cache` among them is not used. Of a step, what it takes first.
       prompt: int [B, T], ids of the vocabulary. Where they are traced, a row with others has a
         score of NaN.
       max_new_tokens: how many tokens at most.
@@ -77,6 +83,8 @@ def generate(
         lengths.
       callback: called as callback(step, tokens) with int32 [B] after each step, in order, with eos
         for rows that have ended; the loop then runs on the host.
+      cache: of a step, with room for the prompt and what follows: any tree of `KVCache` and
+        `Memory`, such as the collection of a linen model or the state of an nnx one.
 
     Returns:
       `Generated`.
@@ -86,8 +94,18 @@ def generate(
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start)
-    source, target = _vocabularies(model)
-    prompt, lengths = _check_prompt(prompt, lengths, source)
+    ragged = False
+    if isinstance(model, Own):
+        if cache is not None:
+            raise ValueError(
+                "cache is for a step function, got it for a model, which makes its own"
+            )
+        source, target = _vocabularies(model)
+        prompt, lengths = _check_prompt(prompt, lengths, source)
+    else:
+        ragged = _takes_lengths(model, lengths)
+        prompt, lengths = _check_prompt(prompt, lengths, None)
+        target = _check_step(model, variables, cache, prompt, lengths if ragged else None)
     inputs.positive(max_new_tokens=max_new_tokens, beams=beams)
     sampling = Sampling.checked(temperature, top_k, top_p)
     if beams > 1 and (temperature or callback):
@@ -106,16 +124,18 @@ def generate(
     if temperature and rng is None:
         raise ValueError(f"temperature={temperature} needs an rng to draw with, got None")
     read = 1 if isinstance(model, Translator) else prompt.shape[1]
-    capacity = _check_capacity(model, read, max_new_tokens, capacity)
+    capacity = _check_capacity(model, read, max_new_tokens, capacity, cache)
     rules = tuple(nn.get_logical_axis_rules())
-    request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
-    if not isinstance(variables, Mapping):
+    request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules, ragged)
+    if isinstance(model, Own) and not isinstance(variables, Mapping):
         raise TypeError(
             f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
             f"give what model.init returned"
         )
-    rest = {name: value for name, value in variables.items() if name != "cache"}
-    state = search.begin(request, rest, prompt, lengths, sampling, rng)
+    rest: Any = variables
+    if cache is None:
+        rest = {name: value for name, value in variables.items() if name != "cache"}
+    state = search.begin(request, rest, prompt, lengths, sampling, rng, cache)
     if callback is None:
         state = search.finish(request, rest, state, sampling, rng)
     else:
@@ -128,10 +148,12 @@ def generate(
 
 
 def _check_model(model: Model, start: int | None) -> None:
-    if not isinstance(model, LanguageModel | Translator):
+    ours = isinstance(model, Own)
+    if not ours and (isinstance(model, nn.Module | type) or not callable(model)):
         raise TypeError(
             f"model must be a LanguageModel or a Translator of flax_mha.models, got "
-            f"{type(model).__name__}"
+            f"{type(model).__name__}; of another give a function step(variables, cache, tokens, "
+            f"positions) -> (logits, cache), and cache="
         )
     if isinstance(model, Translator) != (start is not None):
         raise ValueError(
@@ -147,7 +169,7 @@ def _check_model(model: Model, start: int | None) -> None:
         ) from None
 
 
-def _vocabularies(model: Model) -> tuple[int, int]:
+def _vocabularies(model: Own) -> tuple[int, int]:
     """How many tokens there are for prompts, and how many for what follows."""
     translates = isinstance(model, Translator)
     own: Any = model.decoder.embedding if translates else model.embedding
@@ -157,7 +179,42 @@ def _vocabularies(model: Model) -> tuple[int, int]:
     return source.vocab_size, own.vocab_size
 
 
-def _check_prompt(prompt: Any, lengths: Any, vocabulary: int) -> tuple[jax.Array, jax.Array]:
+def _takes_lengths(step: search.Step, lengths: Any) -> bool:
+    """Whether a step takes the lengths of prompts, which it must if there are some."""
+    takes = "lengths" in inspect.signature(step).parameters
+    if lengths is not None and not takes:
+        raise ValueError(
+            "lengths need a step that takes them, step(variables, cache, tokens, positions, "
+            "lengths=None), and keeps no more tokens of each row in its cache"
+        )
+    return takes
+
+
+def _check_step(step: Any, variables: Any, cache: Any, prompt: Any, lengths: Any) -> int:
+    """The size of the vocabulary, if a step gives what it should."""
+    if cache is None:
+        raise ValueError(
+            "a step needs a cache to begin with, got None; give cache=, with room for the prompt "
+            "and max_new_tokens"
+        )
+    given = {} if lengths is None else {"lengths": lengths}
+    found: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **given), variables, cache)
+    logits, new = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    shape: shapes.Shape = getattr(logits, "shape", ())
+    if new is None or len(shape) != 3 or shape[:2] != prompt.shape:
+        raise ValueError(
+            f"a step must give logits [B, T, V] and the cache, got {inputs.came(logits)} for "
+            f"tokens {prompt.shape}"
+        )
+    made: Any = jax.tree.structure(new)
+    if made != jax.tree.structure(cache):
+        raise ValueError(
+            "a step must give a cache of the same structure as it takes; return the new cache alone"
+        )
+    return int(shape[2])
+
+
+def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[jax.Array, jax.Array]:
     """Tokens int32 [B, T] and how many are real, int32 [B]."""
     prompt = inputs.integers("prompt", prompt)
     if prompt.ndim != 2 or 0 in prompt.shape:
@@ -176,10 +233,18 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int) -> tuple[jax.Array
     return jnp.asarray(prompt), lengths
 
 
-def _check_capacity(model: Model, read: int, new: int, capacity: int | None) -> int:
+def _check_capacity(model: Model, read: int, new: int, capacity: int | None, cache: Any) -> int:
     """Slots of the cache, enough for the tokens read at first and all new ones but the last."""
     inputs.optional(capacity=capacity)
     needed = read + new - 1
+    if not isinstance(model, Own):
+        left = free(cache)
+        if inputs.known(left) and int(left.min()) < needed:
+            raise ValueError(
+                f"the cache must have room for {needed} tokens, the prompt's {read} and "
+                f"max_new_tokens={new} but one, and has it for {left.min()}; make it larger"
+            )
+        return needed
     if capacity is not None and capacity < needed:
         raise ValueError(
             f"capacity must be at least {needed}, the {read} tokens read at first and "

@@ -1,19 +1,24 @@
 """The steps of `flax_mha.generate`, traced: read tokens, choose the next, follow beams."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import cache as caches
-from flax_mha import sharding
+from flax_mha import shapes, sharding
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.sampling import Sampling
 
-Model = LanguageModel | Translator
+# (variables, cache, tokens [R, T], positions [R, T]) -> (logits [R, T, V], cache): anybody's model.
+Step = Callable[..., tuple[jax.Array, Any]]
+Own = LanguageModel | Translator
+Model = Own | Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +32,7 @@ class Request:
     eos: int | None
     beams: int
     rules: Any  # that were ambient: a trace holds for those
+    ragged: bool = False  # whether a step takes the lengths of the prompts
 
 
 class State(struct.PyTreeNode):
@@ -56,7 +62,9 @@ class State(struct.PyTreeNode):
 
 
 def decoding(model: Any) -> Any:
-    """The model with caches in the layers of its decoder."""
+    """The model with caches in the layers of its decoder; a step is as it is."""
+    if not isinstance(model, nn.Module):
+        return model
     if isinstance(model, Translator):
         return model.clone(decoder=decoding(model.decoder))
     block = model.decoder.block
@@ -73,8 +81,9 @@ def begin(
     lengths: jax.Array,
     sampling: Sampling,
     rng: Any,
+    cache: Any = None,
 ) -> State:
-    """Makes the cache, reads the prompt, and chooses the first token."""
+    """Makes the cache where none is given, reads the prompt, and chooses the first token."""
     # What is no token need not be one of the vocabulary.
     real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
     tokens, lengths = _by_rows(jnp.where(real, prompt, 0)), _by_rows(lengths)
@@ -82,18 +91,21 @@ def begin(
     memory_lengths = None
     if request.start is not None:
         call: dict[str, Any] = {"source_lengths": lengths, "deterministic": True}
-        memory = request.model.apply(variables, tokens, **call, method="encode")
+        model: Any = request.model
+        memory = model.apply(variables, tokens, **call, method="encode")
         memory_lengths = lengths
         tokens, lengths = (
             _by_rows(jnp.full_like(tokens[:, :1], request.start)),
             jnp.ones_like(lengths),
         )
-    # A call without a cache makes one; of what else it computes nothing is left when compiled.
-    room = jnp.zeros((len(tokens), request.capacity), jnp.int32)
-    _, cache = _read(request, variables, room, memory, at=jnp.zeros_like(lengths))
+    if cache is None:
+        # A call without a cache makes one; of what else it computes nothing is left when compiled.
+        room = jnp.zeros((len(tokens), request.capacity), jnp.int32)
+        _, cache = _read(request, variables, None, room, memory, at=jnp.zeros_like(lengths))
     logits, cache = _read(
-        request, {**variables, "cache": cache}, tokens, at=lengths - 1, lengths=lengths,
-        positions=jnp.arange(tokens.shape[1]), memory_lengths=memory_lengths,
+        request, variables, cache, tokens, at=lengths - 1, lengths=lengths,
+        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape),
+        memory_lengths=memory_lengths,
     )  # fmt: skip
     at, beams = lengths - 1, request.beams
     if beams > 1:
@@ -116,7 +128,7 @@ def begin(
 def advance(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
     """Reads the newest token, and chooses the next."""
     logits, cache = _read(
-        request, {**variables, "cache": state.cache}, state.last[:, None],
+        request, variables, state.cache, state.last[:, None],
         at=jnp.zeros_like(state.at), positions=state.at[:, None],
         memory_lengths=state.memory_lengths,
     )  # fmt: skip
@@ -147,15 +159,25 @@ def best(request: Request, x: jax.Array) -> jax.Array:
 def _read(
     request: Request,
     variables: Any,
+    cache: Any,
     tokens: jax.Array,
     memory: jax.Array | None = None,
+    *,
+    at: jax.Array,
     **call: Any,
 ) -> tuple[jax.Array, Any]:
     """Logits [R, V] of the token at `at`, and the cache after all of them."""
+    if not isinstance(request.model, Own):
+        given = {"lengths": call["lengths"]} if request.ragged and "lengths" in call else {}
+        logits, cache = request.model(variables, cache, tokens, call["positions"], **given)
+        last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
+        return _by_rows(last[:, 0].astype(shapes.wide(logits.dtype))), cache
     method = "decode" if isinstance(request.model, Translator) else "__call__"
+    held = {} if cache is None else {"cache": cache}
     logits, new = request.model.apply(
-        variables, tokens, memory, deterministic=True, mutable=["cache"], method=method, **call
-    )
+        {**variables, **held}, tokens, memory, at=at, deterministic=True, mutable=["cache"],
+        method=method, **call,
+    )  # fmt: skip
     return _by_rows(logits[:, 0]), new["cache"]
 
 

@@ -103,7 +103,7 @@ def _keeping(lengths: jax.Array | int) -> Callable[[Held], Held]:
 
 def _map(name: str, fn: Callable[[Held], Held], collection: Any) -> Any:
     """Applies fn to what each layer holds; a function of that name does."""
-    if not isinstance(collection, Mapping):
+    if not isinstance(collection, Mapping | list | tuple):
         raise TypeError(
             f"{name} needs the collection of a model's caches, got {type(collection).__name__}; "
             f"give variables['cache'], or call the method of a KVCache"
