@@ -94,18 +94,7 @@ def generate(
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start)
-    ragged = False
-    if isinstance(model, Own):
-        if cache is not None:
-            raise ValueError(
-                "cache is for a step function, got it for a model, which makes its own"
-            )
-        source, target = _vocabularies(model)
-        prompt, lengths = _check_prompt(prompt, lengths, source)
-    else:
-        ragged = _takes_lengths(model, lengths)
-        prompt, lengths = _check_prompt(prompt, lengths, None)
-        target = _check_step(model, variables, cache, prompt, lengths if ragged else None)
+    prompt, lengths, target, ragged = _check_call(model, variables, cache, prompt, lengths)
     inputs.positive(max_new_tokens=max_new_tokens, beams=beams)
     sampling = Sampling.checked(temperature, top_k, top_p)
     if beams > 1 and (temperature or callback):
@@ -127,11 +116,6 @@ def generate(
     capacity = _check_capacity(model, read, max_new_tokens, capacity, cache)
     rules = tuple(nn.get_logical_axis_rules())
     request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules, ragged)
-    if isinstance(model, Own) and not isinstance(variables, Mapping):
-        raise TypeError(
-            f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
-            f"give what model.init returned"
-        )
     rest: Any = variables
     if cache is None:
         rest = {name: value for name, value in variables.items() if name != "cache"}
@@ -167,6 +151,29 @@ def _check_model(model: Model, start: int | None) -> None:
             f"model must be hashable, so that its compiled loop is found again, got {model}; "
             f"hold no arrays or lists in its fields, tuples instead"
         ) from None
+
+
+def _check_call(
+    model: Model, variables: Any, cache: Any, prompt: Any, lengths: Any
+) -> tuple[jax.Array, jax.Array, int, bool]:
+    """Tokens and lengths of the prompt, how many tokens may follow, and whether lengths matter."""
+    if not isinstance(model, Own):
+        ragged = _takes_lengths(model, lengths)
+        prompt, lengths = _check_prompt(prompt, lengths, None)
+        target = _check_step(model, variables, cache, prompt, lengths if ragged else None)
+        return prompt, lengths, target, ragged
+    if cache is not None:
+        raise ValueError(
+            f"cache is for a step function, got it for a {type(model).__name__}, which makes its "
+            f"own; leave it out"
+        )
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
+            f"give what model.init returned"
+        )
+    source, target = _vocabularies(model)
+    return *_check_prompt(prompt, lengths, source), target, False
 
 
 def _vocabularies(model: Own) -> tuple[int, int]:

@@ -11,6 +11,11 @@ import numpy as np
 from flax.typing import Dtype, Initializer
 
 from flax_mha import inputs, shapes, sharding
+from flax_mha.rope_scaling import Interpolation as Interpolation
+from flax_mha.rope_scaling import Llama3 as Llama3
+from flax_mha.rope_scaling import Ntk as Ntk
+from flax_mha.rope_scaling import Scaling
+from flax_mha.rope_scaling import Yarn as Yarn
 
 Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -61,6 +66,7 @@ def rotary(
     base: float = 10_000.0,
     fraction: float = 1.0,
     interleaved: bool = False,
+    scaling: Scaling | None = None,
 ) -> jax.Array:
     """Rotary position embedding: turns pairs of features by an angle that grows with position.
 
@@ -76,6 +82,7 @@ def rotary(
       fraction: the share of the features that turn; the rest pass unchanged.
       interleaved: pairs are (0, 1), (2, 3), … (RoFormer, GPT-J) instead of (0, R/2),
         (1, R/2 + 1), … (GPT-NeoX, LLaMA).
+      scaling: of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn` or `Llama3`.
 
     Returns:
       [*B, T, N, H] in the dtype of x; the rotation is computed in float32 at least.
@@ -98,9 +105,16 @@ def rotary(
             f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
         )
     # [*B|1, T, 1, R/2]: the same turn for every head.
-    angles = shapes.lead(_angles(positions, R // 2, 2 / R, base)[..., None, :], x.ndim)
+    size = 1.0
+    if scaling is None:
+        angles = _angles(positions, R // 2, 2 / R, base)
+    else:
+        theta, size = _check_scaling(scaling)(R, base)
+        at = _floats(positions)
+        angles = at[..., None] * shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
+    angles = shapes.lead(angles[..., None, :], x.ndim)
     turned, rest = x[..., :R].astype(angles.dtype), x[..., R:]
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos, sin = (f(angles) if size == 1 else size * f(angles) for f in (jnp.cos, jnp.sin))
     if interleaved:
         x1, x2 = turned[..., ::2], turned[..., 1::2]
     else:
@@ -120,10 +134,11 @@ class Rotary:
     base: float = 10_000.0
     fraction: float = 1.0
     interleaved: bool = False
+    scaling: Scaling | None = None
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """See `rotary`."""
-        return rotary(x, positions, **dataclasses.asdict(self))
+        return rotary(x, positions, **vars(self))
 
 
 def rotate(
@@ -230,9 +245,23 @@ def _check_base(base: float) -> None:
         raise ValueError(f"base must be above 0, got {base}; 10,000 is the usual one")
 
 
+def _check_scaling(scaling: Scaling) -> Scaling:
+    if isinstance(scaling, Scaling):
+        return scaling
+    raise TypeError(
+        f"scaling must be of flax_mha.positions, got {inputs.came(scaling)}; give "
+        f"Llama3(factor=8, original_length=8192), say"
+    )
+
+
+def _floats(positions: jax.Array) -> jax.Array:
+    """Positions as float32 (float64 if given)."""
+    at = jnp.asarray(positions)
+    return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
+
+
 def _angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
     """The angle of pair c, positions / base^(c·step): [*P, pairs], float32 (float64 if given)."""
-    at = jnp.asarray(positions)
-    at = at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
+    at = _floats(positions)
     c = jnp.arange(pairs, dtype=at.dtype)
     return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)

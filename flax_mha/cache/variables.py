@@ -6,7 +6,7 @@ A layer of self-attention holds a `KVCache` under `kv`, one of cross-attention a
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from flax_mha.cache.kv import KVCache
 from flax_mha.cache.memory import Memory
 
 Held = KVCache | Memory
+# A tree of those, such as `variables['cache']`, or all variables.
+Collection = TypeVar("Collection")
 
 
 def constrained(held: Held) -> Held:
@@ -32,7 +34,7 @@ def constrained(held: Held) -> Held:
     return jax.tree.map(constrain, held)
 
 
-def fork(collection: Any, rows: jax.Array) -> Any:
+def fork(collection: Collection, rows: jax.Array) -> Collection:
     """The collection with the rows of the batch in that order: beams, or copies for best-of-n.
 
     Args:
@@ -48,7 +50,7 @@ def fork(collection: Any, rows: jax.Array) -> Any:
     return _map("fork", lambda held: held.fork(rows), collection)
 
 
-def truncate(collection: Any, lengths: jax.Array | int) -> Any:
+def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
     """The collection with the first `lengths` (int, or int [*B]) tokens of each row, at most.
 
     What the encoder gave stays. A ring buffer can take back S − 1 − window tokens, or all; a row
@@ -62,7 +64,7 @@ def truncate(collection: Any, lengths: jax.Array | int) -> Any:
     return _map("truncate", _keeping(lengths), collection)
 
 
-def reset(collection: Any) -> Any:
+def reset(collection: Collection) -> Collection:
     """The collection with no token in any row. What the encoder gave stays until it is replaced.
 
     Raises:
