@@ -9,7 +9,7 @@ import jax
 
 from flax_mha import inputs, masks, mesh_axes, padding, shapes, sharding
 from flax_mha.attention import LayerOptions, MultiHeadAttention
-from flax_mha.mlp import MLP, Dropout
+from flax_mha.mlp import MLP, Activation, Dropout
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # by the name of a field, arguments of its call
@@ -32,11 +32,14 @@ class Block(nn.Module):
       mlp_dim: hidden features of the MLP.
       norm: "layernorm" or "rmsnorm".
       pre_norm: where the norms stand, see above.
-      activation: of the MLP: "gelu", "relu" or "silu".
+      activation: of the MLP, see there: "gelu", "gelu_exact", "silu", …, or a function.
       gated: whether the MLP is gated.
       dropout_rate: of the hidden features and of what is added to each residual (the weights'
         own is the layer's `dropout_rate`).
       remat: recompute the block in the backward pass instead of storing its insides.
+      norm_epsilon: what a norm adds to the variance (PyTorch's LayerNorm, and many checkpoints:
+        1e-5).
+      mlp_bias: whether the MLP has biases (default: as the layer of self-attention).
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm).
@@ -46,10 +49,12 @@ class Block(nn.Module):
     mlp_dim: int
     norm: str = "layernorm"
     pre_norm: bool = True
-    activation: str = "gelu"
+    activation: str | Activation = "gelu"
     gated: bool = False
     dropout_rate: float = 0.0
     remat: bool = False
+    norm_epsilon: float = 1e-6
+    mlp_bias: bool | None = None
 
     @mesh_axes.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
@@ -62,6 +67,17 @@ class Block(nn.Module):
 
         return (nn.remat(branches) if self.remat else branches)(self, x)
 
+    def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
+        """A norm over features, in the dtypes of the attention layer."""
+        norm = inputs.choose("norm", self.norm, NORMS)
+        if inputs.number("norm_epsilon", self.norm_epsilon) < 0:
+            raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}")
+        like = self.attention
+        return norm(
+            epsilon=self.norm_epsilon, dtype=like.dtype, param_dtype=like.param_dtype, name=name,
+            parent=self if parent is None else parent,
+        )  # fmt: skip
+
     def _branches(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
         branches: dict[str, Callable[[jax.Array], jax.Array]] = {}
         for name, call in calls.items():
@@ -71,15 +87,16 @@ class Block(nn.Module):
             own = deterministic if layer.deterministic is None else None
             branches[name] = functools.partial(layer, deterministic=own, **call)
         like = self.attention
+        use_bias = like.use_bias if self.mlp_bias is None else self.mlp_bias
         mlp = MLP(
-            self.mlp_dim, self.activation, self.gated, self.dropout_rate, like.use_bias,
+            self.mlp_dim, self.activation, self.gated, self.dropout_rate, use_bias,
             like.kernel_init, like.bias_init, like.dtype, like.param_dtype, like.precision,
             like.partitioned, name="mlp",
         )  # fmt: skip
         branches["mlp"] = functools.partial(mlp, deterministic=deterministic)
         x = sharding.constrain(x, ("batch", "norm_length", None))
         for name, branch in branches.items():
-            norm = make_norm(self.norm, f"{name}_norm", like)
+            norm = self.make_norm(f"{name}_norm")
             dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
             y = branch(norm(x)) if self.pre_norm else branch(x)
             if y.shape != x.shape:
@@ -194,12 +211,6 @@ class DecoderBlock(Block):
                 options["dropout_rng"], of_both["dropout_rng"] = jax.random.split(key)
             calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **of_both}
         return self.run(x, deterministic, calls)
-
-
-def make_norm(kind: str, name: str, like: MultiHeadAttention) -> nn.Module:
-    """A norm over features, in the dtypes of the attention layer."""
-    norm = inputs.choose("norm", kind, NORMS)
-    return norm(dtype=like.dtype, param_dtype=like.param_dtype, name=name)
 
 
 def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:

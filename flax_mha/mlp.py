@@ -1,7 +1,8 @@
 """The feed-forward half of a block, and dropout."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -11,8 +12,11 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from flax_mha import inputs, shapes, sharding
 from flax_mha.projections import Projection, default_bias_init, default_kernel_init
 
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+Activation: TypeAlias = Callable[[jax.Array], jax.Array]
+ACTIVATIONS: dict[str, Activation] = {
     "gelu": nn.gelu,
+    "gelu_exact": functools.partial(nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
     "relu": nn.relu,
     "silu": nn.silu,
 }
@@ -23,7 +27,8 @@ class MLP(nn.Module):
 
     Attributes:
       hidden: features between the two products.
-      activation: "gelu", "relu" or "silu".
+      activation: "gelu", JAX's, by tanh; "gelu_exact", by erf, as PyTorch's and so that of most
+        checkpoints; "quick_gelu", x·σ(1.702·x), of CLIP; "relu", "silu"; or a function.
       gated: one more product, whose activation scales the first (GEGLU, SwiGLU).
       dropout_rate: of the hidden features.
       use_bias: whether the products have biases.
@@ -38,7 +43,7 @@ class MLP(nn.Module):
     """
 
     hidden: int
-    activation: str = "gelu"
+    activation: str | Activation = "gelu"
     gated: bool = False
     dropout_rate: float = 0.0
     use_bias: bool = True
@@ -55,7 +60,7 @@ class MLP(nn.Module):
         inputs.positive(hidden=self.hidden)
         inputs.fields(self)
         shapes.check_features("x", x)
-        act = inputs.choose("activation", self.activation, ACTIVATIONS)
+        act = activation(self.activation)
         up = self._dense("up", self.hidden, ("embed", "mlp"))(x)
         if self.gated:
             h = act(self._dense("gate", self.hidden, ("embed", "mlp"))(x)) * up
@@ -75,6 +80,14 @@ class MLP(nn.Module):
             param_dtype=self.param_dtype, precision=self.precision, partitioned=self.partitioned,
             name=name, **more,
         )  # fmt: skip
+
+
+def activation(given: str | Activation) -> Activation:
+    """The function of that name, or the one that is given."""
+    if isinstance(given, str) or not callable(given):
+        return inputs.choose("activation", given, ACTIVATIONS)
+    inputs.function("activation", given, "x -> y", f"or give one of {sorted(ACTIVATIONS)}", 1)
+    return given
 
 
 class Dropout(nn.Module):

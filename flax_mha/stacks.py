@@ -10,7 +10,7 @@ from flax.typing import Dtype
 
 from flax_mha import inputs, masks, mesh_axes, shapes, sharding
 from flax_mha.attention import LayerOptions, with_parameters
-from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module, make_norm
+from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module
 from flax_mha.scores import ScoreMod, as_scores
 
 
@@ -68,7 +68,7 @@ class Stack(nn.Module):
                 x, _ = step(self.block.copy(name=f"layers_{i}"), x, others, of_each[i])
         if not self.block.pre_norm:
             return x
-        return make_norm(self.block.norm, "norm", self.block.attention)(x)
+        return self.block.make_norm("norm", self)(x)
 
     def _of_each(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """What each block is given of its own, taken out of the arguments that all share.

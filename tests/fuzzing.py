@@ -160,7 +160,8 @@ FIELDS = MODULE | CAPTURED | {
     "rotary": (Rotary(),),
 }  # fmt: skip
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
-         "pre_norm": (False,), "activation": ("silu",), "gated": (True,), "dropout_rate": (0.5,),
+         "pre_norm": (False,), "activation": ("silu", "gelu_exact"), "norm_epsilon": (1e-5,),
+         "mlp_bias": (False,), "gated": (True,), "dropout_rate": (0.5,),
          "remat": (True,)}  # fmt: skip
 THROUGH = {f"call_{name}": values for name, values in (SEEN | STANDS | TRAINED).items()}
 STANDING = {name: THROUGH[name] for name in sorted(THROUGH) if name != "call_bias"}

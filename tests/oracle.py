@@ -1,3 +1,4 @@
+# Over 300 lines: short functions, one definition each, that call one another.
 """What the library should compute, in NumPy float64, written from the definitions.
 
 Nothing here imports jax or flax_mha, so that no mistake can be made twice. The letters are those
@@ -224,7 +225,18 @@ def silu(x: Array) -> Array:
     return x / (1 + np.exp(-x))
 
 
-ACTIVATIONS = {"gelu": gelu, "relu": relu, "silu": silu}
+def gelu_exact(x: Array) -> Array:
+    """x·Φ(x), of the normal distribution."""
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def quick_gelu(x: Array) -> Array:
+    return x / (1 + np.exp(-1.702 * x))
+
+
+ACTIVATIONS = {
+    "gelu": gelu, "gelu_exact": gelu_exact, "quick_gelu": quick_gelu, "relu": relu, "silu": silu,
+}  # fmt: skip
 NORMS = {"layernorm": layer_norm, "rmsnorm": rms_norm}
 
 
@@ -242,12 +254,13 @@ def encoder_block(
     norm: str = "layernorm",
     pre_norm: bool = True,
     activation: str = "gelu",
+    epsilon: float = 1e-6,
     **call: Any,
 ) -> Array:
     """Pre-norm x + f(norm(x)), or post-norm norm(x + f(x)), for f attention and then the MLP."""
 
     def normed(name: str, x: Array) -> Array:
-        return NORMS[norm](params[name], x)
+        return NORMS[norm](params[name], x, epsilon)
 
     x = float64(x)
     if pre_norm:

@@ -454,8 +454,12 @@ MODULES: list[Case] = [
     ("top_p: list", lambda: sampling.top_p([0.5], 0.5), TypeError, r"logits must be an array, got"),
     module("mlp: hidden", ValueError, r"hidden must be at least 1, got 0", MLP(0), X),
     module("mlp: hidden None", TypeError, r"hidden must be an int, got None", MLP(None), X),
-    module("mlp: activation", ValueError, r"one of \['gelu', 'relu', 'silu'\], got 'tanh'",
+    module("mlp: activation", ValueError, r"one of \['gelu', 'gelu_exact', .*, got 'tanh'",
            MLP(4, "tanh"), X),
+    module("mlp: activation of two", TypeError, r"activation must be a function x -> y, of 1 arg",
+           MLP(4, lambda x, y: x), X),
+    module("block: epsilon", ValueError, r"norm_epsilon must be at least 0, got -1",
+           EncoderBlock(ATTENTION, 4, norm_epsilon=-1.0), X),
     module("mlp: rate", ValueError, r"dropout_rate.*got 1.0; 0 turns", MLP(4, dropout_rate=1.0), X),
     *(
         module(f"no deterministic: {type(build).__name__}", ValueError,
