@@ -25,6 +25,7 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
     "Platform",
+    "QKNorm",
     "Translator",
     "attention_fn",
     "cache",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from flax_mha.models import Classifier as Classifier
     from flax_mha.models import LanguageModel as LanguageModel
     from flax_mha.models import Translator as Translator
+    from flax_mha.qk_norm import QKNorm as QKNorm
     from flax_mha.stacks import Decoder as Decoder
     from flax_mha.stacks import Encoder as Encoder
 else:  # A type checker would believe that this function knows every name.
@@ -78,6 +80,7 @@ else:  # A type checker would believe that this function knows every name.
         "generation": ("Generated", "generate"),
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
         "mlp": ("MLP",),
+        "qk_norm": ("QKNorm",),
         "models": ("Classifier", "LanguageModel", "Translator"),
         "stacks": ("Decoder", "Encoder"),
     }

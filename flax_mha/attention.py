@@ -18,6 +18,7 @@ from flax_mha.kernels import Capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
 from flax_mha.projections import Projection
+from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
@@ -77,6 +78,9 @@ class MultiHeadAttention(nn.Module):
         inputs_k, and attends to them again where none are given.
       cache: how the cache holds them, such as `CacheConfig(dtype="int8")`.
       normalize_qk: apply a LayerNorm without bias to queries and keys, per head (ViT-22B).
+      qk_norm: another norm of those, such as `QKNorm("rmsnorm")`.
+      gate: scale the heads' outputs by a sigmoid of a projection of inputs_q, `output_gate`: "head"
+        has one gate a head, "feature" one for each of its features (Qwen3-Next).
       num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
       head_dim: H, whatever the model's size (default: qkv_features / N).
       v_head_dim: Hv (default: H).
@@ -130,6 +134,8 @@ class MultiHeadAttention(nn.Module):
     capture: Capture | None = None
     rotary: Rotation | None = None
     partitioned: bool = False
+    qk_norm: QKNorm | None = None
+    gate: str | None = None
 
     @overload
     def __call__(
@@ -241,8 +247,11 @@ class MultiHeadAttention(nn.Module):
             return None if x is None else self._linear(name, x.shape[-1:], names, features)
 
         def norm(name: str, x: Any) -> Any:
-            wanted = self.normalize_qk and x is not None
+            found = as_qk_norm(self.qk_norm, self.normalize_qk)
+            wanted = found is not None and found.scale and x is not None
             return _Scale(self.param_dtype, name=name)(H) if wanted else None
+
+        gate = core.gate_features(self.gate, N, Hv)
 
         return core.Weights(
             projection("query", x_q, "heads", (N, H)),
@@ -250,6 +259,7 @@ class MultiHeadAttention(nn.Module):
             projection("value", x_v, "kv_heads", (K, Hv)),
             self._out((N, Hv), x_q.shape[-1]) if self.project_out else None,
             norm("query_ln", x_q), norm("key_ln", x_k), self._sinks(),
+            projection("output_gate", x_q, "heads", gate) if gate else None,
         )  # fmt: skip
 
     def _out(self, heads: Shape, features: int) -> Linear:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -24,6 +23,7 @@ from flax_mha.kernels import Capture, dot_product_attention
 from flax_mha.kernels.observe import Captured, as_capture
 from flax_mha.linear import Linear, fused
 from flax_mha.positions import Rotation, rotate
+from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import ScoreMod, as_scores
 
 
@@ -35,9 +35,10 @@ class Weights(struct.PyTreeNode):
       key: to [K, H]; None where no keys are projected.
       value: to [K, Hv]; likewise.
       out: from [N, Hv] to [D_out]; None if there is no output projection.
-      query_norm: [H], the scale of a LayerNorm of queries; or None.
+      query_norm: [H], the scale of a norm of queries; or None.
       key_norm: [H], that of keys; or None.
       sinks: [N], a score more for each head; or None.
+      gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
     """
 
     query: Linear
@@ -47,6 +48,7 @@ class Weights(struct.PyTreeNode):
     query_norm: jax.Array | None = None
     key_norm: jax.Array | None = None
     sinks: jax.Array | None = None
+    gate: Linear | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Settings:
     broadcast_dropout: bool = False
     attention_fn: Callable[..., Any] | None = None
     force_fp32_for_softmax: bool = False
+    qk_norm: QKNorm | None = None
 
     def __post_init__(self) -> None:
         if self.rotary is not None:
@@ -73,8 +76,10 @@ class Settings:
     @classmethod
     def of(cls, layer: Any, scores: Sequence[ScoreMod]) -> "Settings":
         """Those of a layer that has them as attributes, but for the scores."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"scores"}
-        return cls(**{name: getattr(layer, name) for name in names}, scores=scores)
+        names = {field.name for field in dataclasses.fields(cls)} - {"scores", "qk_norm"}
+        norm = as_qk_norm(layer.qk_norm, layer.normalize_qk)
+        same = {name: getattr(layer, name) for name in names}
+        return cls(**same, scores=scores, qk_norm=norm)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +145,13 @@ def attention(
     itself = x_k is x_q
     order = _ordered(call.order, itself and cache is None, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
-    q, k, v = project(weights, x_q, x_k, x_v)
-    q, k = normed(weights.query_norm, q, settings), normed(weights.key_norm, k, settings)
+    q, k, v, gate = project(weights, x_q, x_k, x_v)
+    norm = settings.qk_norm
+    if norm is not None and not norm.after_rotary:
+        q, k = normed(norm, weights, q, k, settings.dtype)
     q, k = turned(settings.rotary, q, k, call.positions, order, cache)
+    if norm is not None and norm.after_rotary:
+        q, k = normed(norm, weights, q, k, settings.dtype)
     q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
@@ -165,6 +174,7 @@ def attention(
         x, *extras = attend(q, k, v, **rest, q_positions=order, kv_positions=order)
         if isinstance(cache, CacheConfig):
             cache = cache.empty(k, v, settings.mask)
+    x = x if gate is None else x * jax.nn.sigmoid(gate).astype(x.dtype)
     x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
     found = extras[-1] if capture else {}
     return Output(merged(weights.out, x), extras[0] if return_weights else None, found, cache)
@@ -189,30 +199,42 @@ def captured(
     return given
 
 
-def project(weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any) -> tuple[Any, Any, Any]:
-    """Queries [*B, T, N, H], keys [*B, S, K, H] and values [*B, S, K, Hv]; of no x_k no keys."""
+def project(
+    weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any
+) -> tuple[jax.Array, Any, Any, jax.Array | None]:
+    """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], and gates.
+
+    Of no x_k there are no keys and values; of one input as few products as the mesh allows.
+    """
     query, key, value = weights.query, weights.key, weights.value
+    of_q = [query] if weights.gate is None else [query, weights.gate]
+    N, H = query.features
     if key is None or value is None or x_k is None:
-        return query(x_q), None, None
-    (N, H), (K, Hv) = query.features, value.features
+        q, *gates = _several(x_q, of_q, N)
+        return q, None, None, gates[0] if gates else None
+    K, Hv = value.features
     if x_q is x_k is x_v:
-        q, k, v = fused(x_q, (query, key, value), groups=K)
-    elif x_k is x_v:
-        q, (k, v) = query(x_q), fused(x_k, (key, value), groups=K)
+        q, *gates, k, v = fused(x_q, (*of_q, key, value), groups=K)
     else:
-        q, k, v = query(x_q), key(x_k), value(x_v)
+        q, *gates = _several(x_q, of_q, N)
+        k, v = fused(x_k, (key, value), groups=K) if x_k is x_v else (key(x_k), value(x_v))
     chex.assert_shape(q, (*x_q.shape[:-1], N, H))
     chex.assert_shape(k, (*x_k.shape[:-1], K, H))
     chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
-    return q, k, v
+    return q, k, v, gates[0] if gates else None
 
 
-def normed(scale: jax.Array | None, x: Any, settings: Settings) -> Any:
-    """A LayerNorm without bias over the features of each head, if there is a scale; Flax's own."""
-    if scale is None or x is None:
-        return x
-    norm = nn.LayerNorm(use_bias=False, dtype=settings.dtype, param_dtype=scale.dtype)
-    return norm.apply({"params": {"scale": scale}}, x)
+def _several(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.Array]:
+    """As `fused`; one alone needs no joining."""
+    return [projections[0](x)] if len(projections) == 1 else fused(x, projections, groups)
+
+
+def normed(
+    norm: QKNorm, weights: Weights, q: jax.Array, k: Any, dtype: Dtype | None
+) -> tuple[jax.Array, Any]:
+    """Queries, and keys if there are some, after their norm."""
+    q = norm(q, weights.query_norm, dtype)
+    return q, None if k is None else norm(k, weights.key_norm, dtype)
 
 
 def turned(
@@ -226,6 +248,13 @@ def turned(
     if isinstance(cache, KVCache):
         q_pos = k_pos = cache.next_positions(q.shape[-3])
     return rotate(rotary, q, k, positions, q_pos, k_pos)
+
+
+def gate_features(kind: str | None, N: int, Hv: int) -> shapes.Shape:
+    """The features of a layer's gate; none of no gate."""
+    if kind is None:
+        return ()
+    return inputs.choose("gate", kind, {"head": (N, 1), "feature": (N, Hv)})
 
 
 def merged(out: Linear | None, x: jax.Array) -> jax.Array:

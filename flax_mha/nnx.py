@@ -19,6 +19,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.observe import as_capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
+from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
@@ -27,6 +28,7 @@ _ZEROS = nnx.initializers.zeros_init()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _NAMES: dict[str, LogicalNames] = {
     "query": ("embed", "heads", "head_dim"),
+    "output_gate": ("embed", "heads", "head_dim"),
     "key": ("embed", "kv_heads", "head_dim"),
     "value": ("embed", "kv_heads", "head_dim"),
     "out": ("heads", "head_dim", "embed"),
@@ -96,6 +98,8 @@ class MultiHeadAttention(nnx.Module):
         sinks: bool = False,
         capture: Capture | None = None,
         rotary: Rotation | None = None,
+        qk_norm: QKNorm | None = None,
+        gate: str | None = None,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
         kernel_metadata: Mapping[str, Any] = _NOTHING,
@@ -122,6 +126,7 @@ class MultiHeadAttention(nnx.Module):
         self.use_bias, self.normalize_qk = use_bias, normalize_qk
         self.attention_fn, self.force_fp32_for_softmax = attention_fn, False
         self.kernel, self.rotary, self.scale = kernel, rotary, scale
+        self.qk_norm = qk_norm
         self.cache, self.capture = as_cache_config(cache), as_capture(capture)
         # Their arrays are part of the layer's state.
         self.mask, self.scores = nnx.data(mask), nnx.data(as_scores(scores))
@@ -141,8 +146,13 @@ class MultiHeadAttention(nnx.Module):
             nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
         metadata = (query_ln_scale_metadata, key_ln_scale_metadata)
-        norms = [norm(scale_metadata=each) if normalize_qk else None for each in metadata]
+        found = as_qk_norm(qk_norm, normalize_qk)
+        scaled = found is not None and found.scale
+        # Of an RMSNorm the parameter is the same, and the core computes it.
+        norms = [norm(scale_metadata=each) if scaled else None for each in metadata]
         self.query_ln, self.key_ln = (nnx.data(each) for each in norms)
+        features = core.gate_features(gate, N, Hv)
+        self.output_gate = nnx.data(heads(in_features, features) if features else None)
         self.out = nnx.data(None)
         if project_out:
             self.out = linear(
@@ -320,6 +330,7 @@ class MultiHeadAttention(nnx.Module):
         return core.Weights(
             linear("query"), linear("key"), linear("value"), out,
             scale(self.query_ln), scale(self.key_ln), sinks,
+            None if self.output_gate is None else linear("output_gate"),
         )  # fmt: skip
 
     def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:

@@ -157,7 +157,7 @@ FIELDS = MODULE | CAPTURED | {
     "num_kv_heads": (1,), "head_dim": (6,), "v_head_dim": (3,),
     "use_out_bias": (False,), "project_out": (False,), "kernel": ("blockwise",),
     "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),), "sinks": (True,),
-    "rotary": (Rotary(),),
+    "rotary": (Rotary(),), "qk_norm": (flax_mha.QKNorm(),), "gate": ("head", "feature"),
 }  # fmt: skip
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
          "pre_norm": (False,), "activation": ("silu", "gelu_exact"), "norm_epsilon": (1e-5,),

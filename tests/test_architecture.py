@@ -14,7 +14,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 # Each layer may import those before it, and none after.
 LAYERS = [
     {"inputs", "private"},
-    {"shapes", "rope_scaling"},
+    {"shapes", "rope_scaling", "qk_norm"},
     {"grid", "mesh_axes"},
     {"sharding", "padding"},
     {"masks.tables", "scores"},

@@ -1,0 +1,65 @@
+"""Norms of queries and keys, which keep scores from growing."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax.typing import Dtype
+
+from flax_mha import inputs
+
+_KINDS: dict[str, Any] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """A norm over the features of each head, of queries and of keys, without bias.
+
+        rmsnorm:    x / √(mean(x²) + ε) · scale
+        layernorm:  (x − mean(x)) / √(var(x) + ε) · scale
+
+    Attributes:
+      kind: "rmsnorm" (Qwen3, Gemma 3) or "layernorm" (ViT-22B).
+      scale: whether there is a scale [H], which is learned, one for all heads.
+      epsilon: ε.
+      after_rotary: whether queries and keys are turned first.
+
+    Sources: Henry et al., "Query-Key Normalization for Transformers", 2020; Dehghani et al.,
+    "Scaling Vision Transformers to 22 Billion Parameters", 2023.
+    """
+
+    kind: str = "rmsnorm"
+    scale: bool = True
+    epsilon: float = 1e-6
+    after_rotary: bool = False
+
+    def __post_init__(self) -> None:
+        inputs.choose("QKNorm.kind", self.kind, _KINDS)
+        for name in ("scale", "after_rotary"):
+            inputs.flag(f"QKNorm.{name}", getattr(self, name))
+        if inputs.number("QKNorm.epsilon", self.epsilon) < 0:
+            raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
+
+    def __call__(self, x: jax.Array, scale: jax.Array | None, dtype: Dtype | None) -> jax.Array:
+        """Norms [*B, T, N, H]; Flax's own function, with the scale where there is one."""
+        fields: dict[str, Any] = {"epsilon": self.epsilon, "dtype": dtype}
+        if self.kind == "layernorm":
+            fields["use_bias"] = False
+        if scale is None:
+            return _KINDS[self.kind](use_scale=False, **fields).apply({}, x)
+        norm = _KINDS[self.kind](param_dtype=scale.dtype, **fields)
+        return norm.apply({"params": {"scale": scale}}, x)
+
+
+def as_qk_norm(given: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
+    """The norm of a layer's fields `qk_norm` and `normalize_qk`, of which the second is Flax's."""
+    if given is not None and not isinstance(given, QKNorm):
+        raise TypeError(
+            f"qk_norm must be a flax_mha.QKNorm, got {inputs.came(given)}; give QKNorm('rmsnorm')"
+        )
+    if given is not None and normalize_qk:
+        raise ValueError(
+            "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
+        )
+    return QKNorm("layernorm") if normalize_qk else given
