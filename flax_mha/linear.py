@@ -14,7 +14,7 @@ from flax.core import meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import mesh_axes, shapes, sharding
+from flax_mha import inputs, mesh_axes, shapes, sharding
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -190,11 +190,16 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
     """Calls init with the shape [in, out] (or [out]), from which it reads its fan-in and -out."""
 
     def initialize(rng: jax.Array, shape: Shape, dtype: Dtype) -> Any:
-        inputs, outputs = shape[:contracted], shape[contracted:]
-        flat = (math.prod(inputs), math.prod(outputs)) if inputs else (math.prod(outputs),)
+        ins, outs = shape[:contracted], shape[contracted:]
+        flat = (math.prod(ins), math.prod(outs)) if ins else (math.prod(outs),)
         value = init(rng, flat, dtype)
         if isinstance(value, meta.AxisMetadata):
             return value.replace_boxed(_array(value).reshape(shape))
+        if jnp.shape(inputs.array("what an initializer gives", value)) != flat:
+            raise ValueError(
+                f"an initializer must give an array of the shape it is asked for, {flat}, got "
+                f"{inputs.came(value)}; make it of its second argument"
+            )
         return jnp.reshape(value, shape)
 
     return initialize

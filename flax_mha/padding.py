@@ -21,6 +21,7 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
     """
     if lengths is None:
         return x
+    shapes.check_features("x", x)
     lengths = jnp.asarray(shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2]))
     tokens = x.shape[-2]
     order = jnp.arange(tokens) if order is None else jnp.asarray(shapes.check_order(order, tokens))

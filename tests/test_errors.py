@@ -460,6 +460,12 @@ MODULES: list[Case] = [
            MLP(4, lambda x, y: x), X),
     module("block: epsilon", ValueError, r"norm_epsilon must be at least 0, got -1",
            EncoderBlock(ATTENTION, 4, norm_epsilon=-1.0), X),
+    module("mlp: initializer of nothing", TypeError, r"what an initializer gives must be an array",
+           MLP(4, kernel_init=lambda *_: None), X),
+    module("mlp: initializer's shape", ValueError, r"of the shape it is asked for, \(8, 4\), got",
+           MLP(4, kernel_init=lambda *_: jnp.ones(2)), X),
+    module("block: x with lengths", TypeError, r"x must be an array, got list", BLOCK, [1.0],
+           lengths=[1]),
     module("mlp: rate", ValueError, r"dropout_rate.*got 1.0; 0 turns", MLP(4, dropout_rate=1.0), X),
     *(
         module(f"no deterministic: {type(build).__name__}", ValueError,
