@@ -21,7 +21,7 @@ OUTPUT = 5e-6
 def page() -> Scope:
     """The variables that the page's code leaves."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     scope: Scope = {"__name__": "recipes"}
     # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
     with jax.default_prng_impl("unsafe_rbg"):
@@ -175,3 +175,14 @@ def test_writing(page: Scope) -> None:
     assert (searched.scores >= greedy.scores - 1e-5).all()
     first = page["next_logits"][jnp.arange(2), page["real"] - 1].argmax(-1)
     np.testing.assert_array_equal(greedy.tokens[:, 0], first)
+
+
+def test_parts_of_models(page: Scope) -> None:
+    """The parts change what they should: none of the layers is another."""
+    x, key = page["decoder_x"], jax.random.key(0)
+    params = page["qwen3_next"].init(key, x)
+    plain = {name: p for name, p in params["params"].items() if name != "output_gate"}
+    gated = page["qwen3_next"].apply(params, x)
+    assert np.abs(gated - page["qwen3"].apply({"params": plain}, x)).max() > 1e-3
+    assert "relative_bias" in page["t5"].init(key, x)["params"]
+    assert page["bert"].norm_epsilon == 1e-12
