@@ -189,8 +189,8 @@ def over(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: A
     Args:
       fn: of arrays, on Manual axes.
       manual: those mesh axes.
-      ins: layouts of args.
-      outs: layouts of the result.
+      ins: PartitionSpecs of args.
+      outs: those of the result.
       *args: arrays, on Explicit axes laid out so.
     """
     if not manual:

@@ -20,7 +20,6 @@ CALLS, SAMPLE = 2500, 80
 # Allowed although they are not ours, each for a reason.
 EXCEPTIONS: tuple[tuple[type[Exception], str, str], ...] = (
     (flax.errors.FlaxError, "", "Flax keeps parameters and rngs, and names those that don't fit"),
-    (TypeError, "for &: 'list' and 'list'", "no mask is there to say anything"),
     (ValueError, "must be passed", "nn.merge_param: `deterministic` as Flax asks for it"),
 )
 

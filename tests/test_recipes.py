@@ -185,4 +185,3 @@ def test_parts_of_models(page: Scope) -> None:
     gated = page["qwen3_next"].apply(params, x)
     assert np.abs(gated - page["qwen3"].apply({"params": plain}, x)).max() > 1e-3
     assert "relative_bias" in page["t5"].init(key, x)["params"]
-    assert page["bert"].norm_epsilon == 1e-12

@@ -54,7 +54,8 @@ class Capture:
       queries: indices of queries, such as range(128) (default: all T).
 
     Raises:
-      ValueError, TypeError: if a name is unknown, or an index is none or there twice.
+      ValueError, TypeError: if a name is unknown, or heads or queries are not indices. A call says
+        whether they are in its range, and none is there twice.
     """
 
     what: Sequence[Captured]
@@ -73,11 +74,6 @@ class Capture:
         object.__setattr__(self, "what", tuple(names))
         for name in ("heads", "queries"):
             object.__setattr__(self, name, _indices(f"Capture.{name}", getattr(self, name)))
-
-    @property
-    def names(self) -> tuple[Captured, ...]:
-        """`what`, as a tuple."""
-        return tuple(self.what)
 
     def chosen(self, dims: Dims) -> tuple[np.ndarray | None, np.ndarray | None]:
         """The indices of heads and queries, if they fit the call."""
@@ -113,7 +109,7 @@ def observe(
     Raises:
       ValueError: if an index is out of range.
     """
-    names = capture.names
+    names = tuple(capture.what)
     chosen = capture.chosen(shapes.attention_dims(q, k, k))
     look = functools.partial(_look, names=names, chosen=chosen)
     rows = ("batch", "heads" if capture.heads is None else None, None)

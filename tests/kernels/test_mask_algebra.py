@@ -32,8 +32,8 @@ def test_random_masks(
     case = Case("random", "", score, "soft", "gqa", "float32", "no_dropout", place, given)
     mask, allowed = evaluate(expression, lambda name: _whole(at, name))
     problem = pose(at, mask, allowed, case)
+    allowed_errors = bounds(problem)
     for kernel in KERNELS:
-        allowed_errors = bounds(problem, kernel)
         for name, error in errors(problem, run(kernel, problem, given == "traced")).items():
             assert error <= allowed_errors[name], (kernel, name, error)
 

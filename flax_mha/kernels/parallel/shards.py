@@ -224,7 +224,7 @@ def _with_positions(
 def _split(
     spec: AttentionSpec, division: Division
 ) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
-    """The arrays of a spec without sinks, their layouts, and how to put it together of them.
+    """The arrays of a spec without sinks, their PartitionSpecs, and how to put it together of them.
 
     What is known before tracing and is the same for all stays known.
     """
