@@ -8,7 +8,7 @@ between calls, and calls `attention`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chex
 import jax
@@ -39,6 +39,7 @@ class Weights(struct.PyTreeNode):
       key_norm: [H], that of keys; or None.
       sinks: [N], a score more for each head; or None.
       gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
+      scale: [N], of each head's scores; or None.
     """
 
     query: Linear
@@ -49,6 +50,7 @@ class Weights(struct.PyTreeNode):
     key_norm: jax.Array | None = None
     sinks: jax.Array | None = None
     gate: Linear | None = None
+    scale: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Settings:
     rotary: Rotation | None = None
     mask: masks.MaskLike | None = None
     scores: Sequence[ScoreMod] = ()
-    scale: float | None = None
+    scale: float | Literal["learned"] | None = None
     kernel: str = "auto"
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
@@ -152,7 +154,7 @@ def attention(
     q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
-    q = sharding.constrain(q, sharding.HEADS)
+    q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
     if isinstance(cache, CacheConfig) and not itself:
@@ -167,17 +169,18 @@ def attention(
             "broadcast_dropout": settings.broadcast_dropout,
         }  # fmt: skip
     if isinstance(cache, KVCache):
-        (x, *extras), cache = cache.extend(q, k, v, call.lengths, **rest)
+        found, cache = cache.extend(q, k, v, call.lengths, **rest)
     else:
         rest["mask"] = masks.combine(rest["mask"], _real(call.lengths, q, k, itself))
         attend = rest.pop("attention", dot_product_attention)
-        x, *extras = attend(q, k, v, **rest, q_positions=order, kv_positions=order)
+        found = attend(q, k, v, **rest, q_positions=order, kv_positions=order)
         if isinstance(cache, CacheConfig):
             cache = cache.empty(k, v, settings.mask)
+    x, *extras = found if isinstance(found, tuple) else (found,)
     x = x if gate is None else x * jax.nn.sigmoid(gate).astype(x.dtype)
     x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
-    found = extras[-1] if capture else {}
-    return Output(merged(weights.out, x), extras[0] if return_weights else None, found, cache)
+    seen = extras[-1] if capture else {}
+    return Output(merged(weights.out, x), extras[0] if return_weights else None, seen, cache)
 
 
 def captured(
@@ -250,6 +253,28 @@ def turned(
     return rotate(rotary, q, k, positions, q_pos, k_pos)
 
 
+PROJECTIONS = ("query", "key", "value", "out", "output_gate")
+
+
+def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
+    """Whether the projection of that name has a bias, by a layer's field."""
+    if not isinstance(use_bias, list | tuple):
+        return inputs.flag("use_bias", use_bias)
+    if not set(use_bias) <= {*PROJECTIONS}:
+        raise ValueError(
+            f"use_bias must be True, False, or names of projections, of {list(PROJECTIONS)}, got "
+            f"{use_bias!r}"
+        )
+    return name in use_bias
+
+
+def learns_scale(scale: Any) -> bool:
+    """Whether a layer's field `scale` says so."""
+    if isinstance(scale, str) and scale != "learned":
+        raise ValueError(f"scale must be a number or 'learned', got {scale!r}")
+    return isinstance(scale, str)
+
+
 def gate_features(kind: str | None, N: int, Hv: int) -> shapes.Shape:
     """The features of a layer's gate; none of no gate."""
     if kind is None:
@@ -267,11 +292,12 @@ def _arguments(weights: Weights, settings: Settings, call: Call, module: Any) ->
     found: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
         "scores": as_scores(settings.scores) + as_scores(call.scores),
-        "sinks": weights.sinks, "scale": settings.scale, "kernel": settings.kernel,
-        "precision": settings.precision,
+        "sinks": weights.sinks, "kernel": settings.kernel, "precision": settings.precision,
+        # One that is learned is in the queries.
+        "scale": settings.scale if weights.scale is None else 1.0,
     }  # fmt: skip
     if settings.attention_fn is None:
-        return found | {"return_residuals": True}  # Always a tuple.
+        return found
     return found | {
         "attention": functools.partial(
             flax_functions.run, settings.attention_fn, dtype=settings.dtype,

@@ -97,13 +97,15 @@ def attention_fn(
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     if not deterministic:
         call |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
-    out, weights = dot_product_attention(
+    found = dot_product_attention(
         query, key, value, bias=bias, broadcast_dropout=broadcast_dropout, precision=precision,
         mask=masks.combine(masks.Causal(), mask) if is_causal else mask,
-        return_weights=module is not None, return_residuals=True, **call,
-    )[:2]  # fmt: skip
-    if module is not None:
-        module.sow(_intermediates(module), "attention_weights", weights)
+        return_weights=module is not None, **call,
+    )  # fmt: skip
+    if module is None:
+        return found
+    out, weights = found
+    module.sow(_intermediates(module), "attention_weights", weights)
     return out
 
 

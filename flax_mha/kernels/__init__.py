@@ -144,7 +144,8 @@ def dot_product_attention(
         return choice.decide(kernel, q, k, v, spec, shards.here()).run(*recalled)
 
     take_way = functools.partial(choice.take_way, way)
-    out, lse = shards.run(attend, q, k, v, spec.replace(invalid=None), take_way)
+    asked = spec.replace(invalid=None, exact_lse=return_residuals)
+    out, lse = shards.run(attend, q, k, v, asked, take_way)
     out, lse = spec.spoil(out), spec.spoil_lse(lse)
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))

@@ -181,7 +181,7 @@ def _loops(
         if sinks is not None:
             new, of_all = softmax.sunk(sinks[place.head], top, total)
             out = out * jnp.exp(top - new)
-        out = out / softmax.finish(top, of_all)[0]
+        out = spec.gain(out) / softmax.finish(top, of_all)[0]
         return out, top[:, 0], total[:, 0]
 
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
@@ -263,7 +263,8 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        return grads, (tiling.join(parts, plan), dkT.T.astype(k.dtype), dvT.T.astype(v.dtype))
+        dk, dv = dkT.T.astype(k.dtype), spec.gain(dvT).T.astype(v.dtype)
+        return grads, (tiling.join(parts, plan), dk, dv)
 
     zeros = [tiling.vary(jnp.zeros(x.shape, acc), q) for x in learned]
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)

@@ -138,7 +138,7 @@ def _run(
             by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
         )
     total, lse = softmax.finish(top, total)
-    return out / total, softmax.minus_infinity(lse[..., 0])
+    return spec.gain(out) / total, softmax.minus_infinity(lse[..., 0])
 
 
 def _visit(

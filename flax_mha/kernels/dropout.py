@@ -63,17 +63,10 @@ class WeightDropout(struct.PyTreeNode):
         bits = _mix(_mix(j + a) ^ b)
         return bits >= jnp.uint32(min(round(self.rate * 2**32), 2**32 - 1))
 
-    def __call__(
-        self,
-        weights: jax.Array,
-        row: Array,
-        head: Array,
-        q_pos: Array,
-        k_pos: Array,
-    ) -> jax.Array:
-        """Zeroes the dropped weights, and scales the others to keep their expectation."""
-        keep = self.keep(row, head, q_pos, k_pos)
-        return jnp.where(keep, weights * (1 / (1 - self.rate)), jnp.zeros_like(weights))
+    @property
+    def gain(self) -> float:
+        """What weights that stay are multiplied by, to keep their expectation."""
+        return 1 / (1 - self.rate)
 
 
 def _mix(x: Array) -> Any:

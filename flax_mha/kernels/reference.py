@@ -72,6 +72,7 @@ def attend(
         weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
     kept = spec.drop(weights, at).astype(v.dtype)
     out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=total.dtype)
+    out = spec.gain(out)
     # After the product there is less to divide.
     out = out if rounds else out / total
     # Nor may what is asked of a query that sees nothing.

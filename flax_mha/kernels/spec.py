@@ -49,6 +49,7 @@ class AttentionSpec(struct.PyTreeNode):
       invalid: queries whose mask has other numbers than 1 and 0, bool [*B|1, N|1, T|1, 1]; or
         None. Their q is NaN; no kernel reads this, see `spoil`.
       precision: of the matrix products, see `jax.lax.Precision`.
+      exact_lse: whether the caller reads the lse.
     """
 
     mask: Mask | None
@@ -62,6 +63,7 @@ class AttentionSpec(struct.PyTreeNode):
     heads: Grid | None = None
     invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
+    exact_lse: bool = struct.field(pytree_node=False, default=False)
 
     def at(self, dims: Dims) -> At:
         """Where all scores of the call stand."""
@@ -96,8 +98,18 @@ class AttentionSpec(struct.PyTreeNode):
         return lse if self.invalid is None else _spoiled(lse, jnp.asarray(self.invalid)[..., 0])
 
     def drop(self, weights: jax.Array, at: At) -> jax.Array:
-        """Applies dropout to weights at those places."""
-        return weights if self.dropout is None else self.dropout(weights, *at)
+        """Zeroes dropped weights at those places; `gain` is for what comes of the others.
+
+        Multiplied by it themselves they would be rounded once more in half precision, and their
+        gradients, which have no such rounding, would not cancel against those of their sum.
+        """
+        if self.dropout is None:
+            return weights
+        return jnp.where(self.dropout.keep(*at), weights, jnp.zeros_like(weights))
+
+    def gain(self, x: jax.Array) -> jax.Array:
+        """A product with weights that dropout has kept, times their gain."""
+        return x if self.dropout is None else x * self.dropout.gain
 
 
 def _spoiled(x: jax.Array, invalid: jax.Array) -> jax.Array:

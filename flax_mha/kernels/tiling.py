@@ -247,7 +247,7 @@ def tile_gradient(
     static: TiledCall, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
     v: jax.Array, dout: jax.Array, of_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """A tile's weights, dropped, and the gradients of q·kᵀ and of the learned leaves."""
+    """A tile's kept weights, and the gradients of q·kᵀ and of the learned leaves."""
     tile, at = tile_of(static.plan, spec, place)
     leaves, others = static.split(tile)
 
@@ -259,7 +259,7 @@ def tile_gradient(
     product = static.scale * dot(q, k, 1, 1, spec, acc)
     s, pull = jax.vjp(score, product, leaves) if spec.scores else (score(product, leaves), None)
     p = softmax.weights(s, top, share)
-    dp = tile.drop(dot(dout, v, 1, 1, spec, acc), at)
+    dp = spec.gain(tile.drop(dot(dout, v, 1, 1, spec, acc), at))
     ds = softmax.gradient(p, dp, delta, masked)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
     ds, dleaves = (ds, []) if pull is None else pull(ds)

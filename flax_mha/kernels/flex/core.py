@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def core(call: FlexCall, x: Operands) -> Result:
     """Gives out [R, N, T′, Hv] and lse [R, N, T′] in float32."""
-    out, stats = _attend(call, x)
+    out, stats = _attend(call, x, x.q.dtype)
     return out, _lse(stats)
 
 
@@ -104,8 +104,8 @@ def _run(
     )  # fmt: skip
 
 
-def _attend(call: FlexCall, x: Operands) -> tuple[jax.Array, jax.Array]:
-    """Gives out, and each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
+def _attend(call: FlexCall, x: Operands, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Gives out in that dtype, and each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
     R, N, T, _ = x.q.shape
     bq, Hv = call.plan.block_q, x.v.shape[-1]
 
@@ -129,12 +129,13 @@ def _attend(call: FlexCall, x: Operands) -> tuple[jax.Array, jax.Array]:
 
         @pl.when(here.last)
         def _() -> None:
-            out[...] = (acc[...] / softmax.finish(top[...], total[...])[0]).astype(out.dtype)
+            whole = softmax.finish(top[...], total[...])[0]
+            out[...] = (acc[...] * call.gain / whole).astype(out.dtype)
             stats[0:1, :] = top[...].T
             stats[1:2, :] = total[...].T
 
     outputs = [
-        (Shape((R, N, T, Hv), x.q.dtype), lambda w: w.block((None, None, bq, Hv), "rni.")),
+        (Shape((R, N, T, Hv), dtype), lambda w: w.block((None, None, bq, Hv), "rni.")),
         (Shape((R, N, 2, T), jnp.float32), lambda w: w.block((None, None, 2, bq), "rn.i")),
     ]
     inputs = "qkv" if x.sinks is None else "qkvb"
@@ -143,8 +144,9 @@ def _attend(call: FlexCall, x: Operands) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward(call: FlexCall, x: Operands) -> tuple[Any, Any]:
-    out, stats = _attend(call, x)
-    return (out, _lse(stats)), (x, out, stats)
+    # Not rounded: in δ it must cancel against products of the weights as they are.
+    out, stats = _attend(call, x, jnp.float32)
+    return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
 
 
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Operands]:
@@ -233,8 +235,8 @@ def _keys(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.
 
         @pl.when(here.last)
         def _() -> None:
-            for out, acc in zip(outputs, scratch, strict=True):
-                out[...] = acc[...].astype(out.dtype)
+            for out, acc, gain in zip(outputs, scratch, (1.0, call.gain), strict=True):
+                out[...] = (acc[...] * gain).astype(out.dtype)
 
     outputs = [
         (Shape(x.k.shape, x.k.dtype), lambda w: w.block((None, None, bk, H), "rhj.")),

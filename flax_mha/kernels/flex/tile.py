@@ -59,6 +59,11 @@ class FlexCall(NamedTuple):
         plan = self.plan
         return bool(plan.dims.T % plan.block_q or plan.dims.S % plan.block_k)
 
+    @property
+    def gain(self) -> float:
+        """What kept weights are multiplied by; after their products, to round them once less."""
+        return 1.0 if self.dropout is None else 1 / (1 - self.dropout[0])
+
     def merge(self, learned: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
         """All leaves."""
         learned, rest = list(learned), list(rest)
@@ -150,15 +155,13 @@ class Tile(NamedTuple):
         return call.masked(*values[first:both], *own, *self.at, s, *inside)
 
     def drop(self, x: jax.Array) -> jax.Array:
-        """See `Dropout`."""
-        if self.keep is None or self.call.dropout is None:
-            return x
-        return jnp.where(self.keep, x * (1 / (1 - self.call.dropout[0])), jnp.zeros_like(x))
+        """What is kept of weights, without their gain."""
+        return x if self.keep is None else jnp.where(self.keep, x, jnp.zeros_like(x))
 
     def gradient(
         self, operands: Sequence[Any], wanted: Sequence[int] = ()
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """The weights, dropped, and the gradients of q·kᵀ and of the wanted leaves."""
+        """The weights that are kept, and the gradients of q·kᵀ and of the wanted leaves."""
         q, k, v, dout, stats = operands
         top, share, delta = (stats[n : n + 1, :].T for n in range(3))
 
@@ -171,5 +174,5 @@ class Tile(NamedTuple):
         dot = self.call.dot(q[...], k[...], 1, 1)
         s, pull = jax.vjp(score, dot, [self.values[n] for n in wanted])
         p = softmax.weights(s, top, share, guarded=True)
-        dp = self.drop(self.call.dot(dout[...], v[...], 1, 1))
+        dp = self.drop(self.call.dot(dout[...], v[...], 1, 1)) * self.call.gain
         return self.drop(p), *pull(softmax.gradient(p, dp, delta))

@@ -10,15 +10,18 @@ own gradient knows no cotangent of the lse. Dao, "FlashAttention-2", 2023.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
 from flax_mha import shapes
+from flax_mha.grid import Array
 from flax_mha.kernels import tpu
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.platform import Platform
@@ -70,18 +73,14 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, lowered: lazy.Lowered,
     blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """See `reference.attend`. First derivatives only.
-
-    Queries are multiplied by the scale before the products, in their own dtype: in bfloat16 a scale
-    that is no power of two rounds them once more.
-    """
+    """See `reference.attend`. First derivatives only."""
     dims = shapes.attention_dims(q, k, v)
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
         q = finite(q) + poison(q)[..., None]
         k = finite(k) + (poison(k) + poison(v))[..., None]
         v = finite(v)
-    q = q * jnp.asarray(spec.scale, q.dtype)
+    q, k = _scaled(q, k, spec)
     T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
     sinks = jnp.full(dims.N, _NOTHING, jnp.float32)
@@ -99,6 +98,28 @@ def _attend(
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
+
+
+def _scaled(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """Queries times the scale, and keys to match.
+
+    In half precision this rounds queries once more, unless the scale is a power of two. That is
+    less than the rounding of the output, but not of a float32 lse: where one is asked for, what
+    is lost stands beside them, rounded in turn, as 2·H more features.
+    """
+    exact = q.astype(jnp.float32) * spec.scale
+    parts = [exact.astype(q.dtype)]
+    if spec.exact_lse and q.dtype != jnp.float32 and not _is_power_of_two(spec.scale):
+        lost = lax.stop_gradient(exact)  # The first part has the whole gradient.
+        for _ in range(2):
+            lost -= lax.stop_gradient(parts[-1]).astype(jnp.float32)
+            parts.append(lost.astype(q.dtype))
+    return jnp.concatenate(parts, -1), jnp.concatenate([k] * len(parts), -1)
+
+
+def _is_power_of_two(scale: float | Array) -> bool:
+    """Whether it is known to be one."""
+    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5
 
 
 class SplashCall(NamedTuple):
@@ -163,8 +184,8 @@ def _row(
 
     Args:
       form: what is known.
-      q: [N, T, H], scaled; T and S are multiples of the blocks.
-      k: [K, S, H].
+      q: [N, T, ·], see `_scaled`; T and S are multiples of the blocks.
+      k: [K, S, ·].
       v: [K, S, Hv].
       sinks: float32 [N], at least `_NOTHING`.
       ids: splash's SegmentIds, int32 [T] and [S], or None.
