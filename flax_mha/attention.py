@@ -65,7 +65,8 @@ class MultiHeadAttention(nn.Module):
       out_kernel_init: of the output projection (default: kernel_init).
       bias_init: of the biases.
       out_bias_init: of the output projection's bias (default: bias_init).
-      use_bias: whether the projections have biases.
+      use_bias: whether the projections have biases, or the names of those that do, such as
+        ("query", "value", "out").
       attention_fn: a function with the signature of `nn.dot_product_attention`, which computes
         attention instead of the kernels, with its own answer for queries that see nothing. It is
         called as Flax's layer calls it; keys and values of groups are repeated to N heads, and
@@ -84,12 +85,12 @@ class MultiHeadAttention(nn.Module):
       num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
       head_dim: H, whatever the model's size (default: qkv_features / N).
       v_head_dim: Hv (default: H).
-      use_out_bias: whether the output projection has a bias (default: use_bias).
       project_out: if False, there is no output projection: the heads' outputs are concatenated.
       kernel: which attention kernel runs, see `flax_mha.explain`.
       mask: a mask that always holds, such as `masks.Causal()`.
       scores: functions of the scores that always apply, such as `(scores.SoftCap(50.0),)`.
-      scale: of the scores (default: 1/√H).
+      scale: of the scores (default: 1/√H); "learned" is one for each head, `score_scale`, which
+        starts there.
       sinks: learn one more score a head, that takes weight in the softmax and gives nothing.
       capture: what to sow into `intermediates` of each call, such as
         `Capture(("weights", "entropy"))`, as `attention_weights`, `attention_entropy` and so on.
@@ -115,7 +116,7 @@ class MultiHeadAttention(nn.Module):
     out_kernel_init: Initializer | None = None
     bias_init: Initializer = nn.initializers.zeros_init()
     out_bias_init: Initializer | None = None
-    use_bias: bool = True
+    use_bias: bool | Sequence[str] = True
     attention_fn: Callable[..., Any] | None = None
     force_fp32_for_softmax: bool = False
     decode: bool = False
@@ -124,12 +125,11 @@ class MultiHeadAttention(nn.Module):
     num_kv_heads: int | None = None
     head_dim: int | None = None
     v_head_dim: int | None = None
-    use_out_bias: bool | None = None
     project_out: bool = True
     kernel: str = "auto"
     mask: masks.Mask | None = None
     scores: Sequence[ScoreMod] = ()
-    scale: float | None = None
+    scale: float | Literal["learned"] | None = None
     sinks: bool = False
     capture: Capture | None = None
     rotary: Rotation | None = None
@@ -258,17 +258,19 @@ class MultiHeadAttention(nn.Module):
             projection("key", x_k, "kv_heads", (K, H)),
             projection("value", x_v, "kv_heads", (K, Hv)),
             self._out((N, Hv), x_q.shape[-1]) if self.project_out else None,
-            norm("query_ln", x_q), norm("key_ln", x_k), self._sinks(),
+            norm("query_ln", x_q), norm("key_ln", x_k),
+            self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
             projection("output_gate", x_q, "heads", gate) if gate else None,
+            self._of_heads("score_scale", nn.initializers.constant(H**-0.5))
+            if core.learns_scale(self.scale) else None,
         )  # fmt: skip
 
     def _out(self, heads: Shape, features: int) -> Linear:
-        use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
         return self._linear(
             "out", heads, ("heads", "head_dim", "embed"), (self.out_features or features,),
             contracted=2, rows=("batch", "norm_length"),
             kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=(self.out_bias_init or self.bias_init) if use_bias else None,
+            bias_init=self.out_bias_init or self.bias_init,
         )  # fmt: skip
 
     def _linear(
@@ -276,19 +278,20 @@ class MultiHeadAttention(nn.Module):
     ) -> Linear:
         defaults: dict[str, Any] = {
             "kernel_init": self.kernel_init,
-            "bias_init": self.bias_init if self.use_bias else None,
+            "bias_init": self.bias_init,
             "dtype": self.dtype,
             "param_dtype": self.param_dtype,
             "precision": self.precision,
             "partitioned": self.partitioned,
         }
-        return Projection(features, names, name=name, **(defaults | settings)).weights(inputs)
+        settings = defaults | settings
+        if not core.has_bias(self.use_bias, name):
+            settings["bias_init"] = None
+        return Projection(features, names, name=name, **settings).weights(inputs)
 
-    def _sinks(self) -> jax.Array | None:
-        if not self.sinks:
-            return None
-        init = sharding.named(nn.initializers.zeros_init(), ("heads",), self.partitioned)
-        return self.param("sinks", init, (self.num_heads,), self.param_dtype)
+    def _of_heads(self, name: str, init: Initializer) -> jax.Array:
+        init = sharding.named(init, ("heads",), self.partitioned)
+        return self.param(name, init, (self.num_heads,), self.param_dtype)
 
     def _held(self, cross: bool) -> Any:
         """What the layer holds of earlier calls, or what it is to make of this one."""

@@ -115,9 +115,8 @@ def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.
         parts = _columns(multiply, x, projections, *constrained)
         if parts is None:
             parts = multiply(x, *constrained)
-        if biases[0] is None:
-            return parts
-        return [y + shapes.lead(b, y.ndim) for y, b in zip(parts, biases, strict=True)]
+        pairs = zip(parts, biases, strict=True)
+        return [y if b is None else y + shapes.lead(b, y.ndim) for y, b in pairs]
 
     return sharding.auto(product, [p.names_of_result for p in projections], x, *promoted)
 

@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,19 +82,18 @@ class MultiHeadAttention(nnx.Module):
         out_kernel_init: Initializer | None = None,
         bias_init: Initializer = _ZEROS,
         out_bias_init: Initializer | None = None,
-        use_bias: bool = True,
+        use_bias: bool | Sequence[str] = True,
         attention_fn: Callable[..., Any] | None = None,
         decode: bool | None = None,
         normalize_qk: bool = False,
         cache: CacheConfig | None = None,
         head_dim: int | None = None,
         v_head_dim: int | None = None,
-        use_out_bias: bool | None = None,
         project_out: bool = True,
         kernel: str = "auto",
         mask: masks.Mask | None = None,
         scores: Sequence[ScoreMod] = (),
-        scale: float | None = None,
+        scale: float | Literal["learned"] | None = None,
         sinks: bool = False,
         capture: Capture | None = None,
         rotary: Rotation | None = None,
@@ -136,12 +135,13 @@ class MultiHeadAttention(nnx.Module):
             nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
         )
         heads = functools.partial(
-            linear, kernel_init=kernel_init, bias_init=bias_init, use_bias=use_bias,
+            linear, kernel_init=kernel_init, bias_init=bias_init,
             kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
         )  # fmt: skip
-        self.query = heads(in_features, (N, H))
-        self.key = heads(self.in_kv_features, (K, H))
-        self.value = heads(self.in_kv_features, (K, Hv))
+        biased = functools.partial(core.has_bias, use_bias)
+        self.query = heads(in_features, (N, H), use_bias=biased("query"))
+        self.key = heads(self.in_kv_features, (K, H), use_bias=biased("key"))
+        self.value = heads(self.in_kv_features, (K, Hv), use_bias=biased("value"))
         norm = functools.partial(
             nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -152,13 +152,16 @@ class MultiHeadAttention(nnx.Module):
         norms = [norm(scale_metadata=each) if scaled else None for each in metadata]
         self.query_ln, self.key_ln = (nnx.data(each) for each in norms)
         features = core.gate_features(gate, N, Hv)
-        self.output_gate = nnx.data(heads(in_features, features) if features else None)
+        gated = biased("output_gate")
+        self.output_gate = nnx.data(
+            heads(in_features, features, use_bias=gated) if features else None
+        )
         self.out = nnx.data(None)
         if project_out:
             self.out = linear(
                 (N, Hv), self.out_features, axis=(-2, -1),
                 kernel_init=out_kernel_init or kernel_init, bias_init=out_bias_init or bias_init,
-                use_bias=use_bias if use_out_bias is None else use_out_bias,
+                use_bias=biased("out"),
                 kernel_metadata=out_kernel_metadata or kernel_metadata,
                 bias_metadata=out_bias_metadata or bias_metadata,
             )  # fmt: skip
@@ -170,13 +173,15 @@ class MultiHeadAttention(nnx.Module):
         learned(self.scores, N, make)
         zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
         self.sinks: nnx.Param | None = nnx.data(zeros)
+        scales = nnx.Param(jnp.full(N, H**-0.5, param_dtype)) if core.learns_scale(scale) else None
+        self.score_scale: nnx.Param | None = nnx.data(scales)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         self.kv: nnx.Cache | None = nnx.data(None)
 
     def _check(self) -> None:
         """The settings that say by name or type what they must be."""
         inputs.rate("dropout_rate", self.dropout_rate)
-        for name in ("broadcast_dropout", "use_bias", "normalize_qk"):
+        for name in ("broadcast_dropout", "normalize_qk"):
             inputs.flag(name, getattr(self, name))
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) is not None:
@@ -326,11 +331,14 @@ class MultiHeadAttention(nnx.Module):
         out = None
         if self.out is not None:
             out = linear("out", contracted=2, rows=("batch", "norm_length"))
-        sinks = None if self.sinks is None else self.sinks.get_value()
+
+        def value(param: Any) -> jax.Array | None:
+            return None if param is None else param.get_value()
+
         return core.Weights(
             linear("query"), linear("key"), linear("value"), out,
-            scale(self.query_ln), scale(self.key_ln), sinks,
-            None if self.output_gate is None else linear("output_gate"),
+            scale(self.query_ln), scale(self.key_ln), value(self.sinks),
+            None if self.output_gate is None else linear("output_gate"), value(self.score_scale),
         )  # fmt: skip
 
     def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:

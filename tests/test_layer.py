@@ -55,8 +55,11 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
         ({"num_kv_heads": 2}, (2, 2), (4, 2, 8)),
         ({"num_kv_heads": 1, "use_bias": False}, (1, 2), (4, 2, 8)),
         ({"head_dim": 3, "v_head_dim": 5, "num_kv_heads": 2}, (2, 5), (4, 5, 8)),
-        ({"use_out_bias": False, "normalize_qk": True, "head_dim": 8}, (4, 8), (4, 8, 8)),
-        ({"use_bias": False, "use_out_bias": True, "out_features": 3}, (4, 2), (4, 2, 3)),
+        (
+            {"use_bias": ("query", "value"), "normalize_qk": True, "head_dim": 8},
+            (4, 8), (4, 8, 8),
+        ),
+        ({"use_bias": ("out",), "out_features": 3}, (4, 2), (4, 2, 3)),
         ({"project_out": False, "v_head_dim": 3}, (4, 3), None),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
@@ -68,9 +71,10 @@ def test_fields(
     projections = params["params"]
     assert projections["value"]["kernel"].shape[1:] == value
     assert (projections["out"]["kernel"].shape if "out" in projections else None) == out
-    use_bias = fields.get("use_bias", True)
-    assert ("bias" in projections["query"]) == use_bias
-    assert out is None or ("bias" in projections["out"]) == fields.get("use_out_bias", use_bias)
+    biased = fields.get("use_bias", True)
+    biased = ("query", "key", "value", "out") if biased is True else biased or ()
+    found = {name for name, each in projections.items() if "bias" in each}
+    assert found == {*biased} & {*projections}
     expected, weights = oracle.multi_head(projections, *inputs)
     actual, actual_weights = run(layer, params, *inputs, return_weights=True)
     assert error(actual, expected) < OUTPUT

@@ -73,7 +73,8 @@ BEYOND: dict[str, dict[str, Any]] = {
     },
     "norms, no output projection": {"normalize_qk": True, "project_out": False},
     "key padding": {"mask": masks.Keys(jnp.arange(T) < 4)},
-    "a kernel": {"kernel": "blockwise", "use_out_bias": False},
+    "a kernel": {"kernel": "blockwise", "use_bias": ("query", "value")},
+    "a learned scale": {"scale": "learned", "use_bias": ("out",)},
 }  # fmt: skip
 
 
