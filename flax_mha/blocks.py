@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 import flax.linen as nn
 import jax
 
-from flax_mha import inputs, masks, mesh_axes, padding, shapes, sharding
+from flax_mha import core, inputs, masks, mesh_axes, padding, shapes, sharding
 from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.mlp import MLP, Activation, Dropout
 
@@ -22,32 +22,42 @@ _OF_BOTH: tuple[Literal["lengths", "dropout_rng", "sow_weights"], ...] = (
 class Block(nn.Module):
     """What the blocks share: branches (attention layers, then an MLP), each with a residual.
 
-        pre-norm:   x ← x + branch(norm(x))
-        post-norm:  x ← norm(x + branch(x))
+        pre_norm            x ← x + branch(norm(x))
+        pre and branch_norm x ← x + norm′(branch(norm(x)))
+        branch_norm alone   x ← x + norm′(branch(x))
+        neither             x ← norm(x + branch(x))
+
+    With `parallel` all branches take the same x, of one norm, and what they give is summed.
 
     Attributes:
       attention: the layer of self-attention, with all its options. Dtypes, precision, initializers,
         biases and partitioning of the MLP are those of the layer, and so are the dtypes of the
         norms, which keep a scale, and a LayerNorm its bias, whatever `use_bias` says.
       mlp_dim: hidden features of the MLP.
-      norm: "layernorm" or "rmsnorm".
-      pre_norm: where the norms stand, see above.
+      norm: "layernorm", "rmsnorm", or a module of which each norm is a copy, such as
+        `nn.LayerNorm(use_bias=False)`.
+      pre_norm: whether a branch is given its input normed (see above).
       activation: of the MLP, see there: "gelu", "gelu_exact", "silu", …, or a function.
       gated: whether the MLP is gated.
       dropout_rate: of the hidden features and of what is added to each residual (the weights'
         own is the layer's `dropout_rate`).
       remat: recompute the block in the backward pass instead of storing its insides.
-      norm_epsilon: what a norm adds to the variance (PyTorch's LayerNorm, and many checkpoints:
-        1e-5).
-      mlp_bias: whether the MLP has biases (default: as the layer of self-attention).
+      norm_epsilon: what a norm of ours adds to the variance (PyTorch's LayerNorm, and many
+        checkpoints: 1e-5).
+      mlp_bias: whether the MLP has biases (default: as the output projection of self-attention).
+      branch_norm: whether what a branch gives is normed (Gemma 2; without `pre_norm`, OLMo 2).
+      parallel: whether the branches stand side by side (GPT-J, ViT-22B).
+      layer_scale: the initial value of a learned scale [D] of what each branch gives (CaiT,
+        DINOv2); None for no scale.
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
-    Transformer Architecture", 2020 (pre-norm).
+    Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
+    Transformers", 2021 (layer scale).
     """
 
     attention: MultiHeadAttention
     mlp_dim: int
-    norm: str = "layernorm"
+    norm: str | nn.Module = "layernorm"
     pre_norm: bool = True
     activation: str | Activation = "gelu"
     gated: bool = False
@@ -55,6 +65,14 @@ class Block(nn.Module):
     remat: bool = False
     norm_epsilon: float = 1e-6
     mlp_bias: bool | None = None
+    branch_norm: bool = False
+    parallel: bool = False
+    layer_scale: float | None = None
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether the norms stand after the sums: then a stack needs none at its end."""
+        return not (self.pre_norm or self.branch_norm)
 
     @mesh_axes.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
@@ -69,13 +87,16 @@ class Block(nn.Module):
 
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
         """A norm over features, in the dtypes of the attention layer."""
+        parent = self if parent is None else parent
+        if isinstance(self.norm, nn.Module):
+            return self.norm.copy(parent=parent, name=name)
         norm = inputs.choose("norm", self.norm, NORMS)
         if inputs.number("norm_epsilon", self.norm_epsilon) < 0:
             raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}")
         like = self.attention
         return norm(
             epsilon=self.norm_epsilon, dtype=like.dtype, param_dtype=like.param_dtype, name=name,
-            parent=self if parent is None else parent,
+            parent=parent,
         )  # fmt: skip
 
     def _branches(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
@@ -87,7 +108,8 @@ class Block(nn.Module):
             own = deterministic if layer.deterministic is None else None
             branches[name] = functools.partial(layer, deterministic=own, **call)
         like = self.attention
-        use_bias = like.use_bias if self.mlp_bias is None else self.mlp_bias
+        biased = self.mlp_bias
+        use_bias = core.has_bias(like.use_bias, "out") if biased is None else biased
         mlp = MLP(
             self.mlp_dim, self.activation, self.gated, self.dropout_rate, use_bias,
             like.kernel_init, like.bias_init, like.dtype, like.param_dtype, like.precision,
@@ -95,27 +117,39 @@ class Block(nn.Module):
         )  # fmt: skip
         branches["mlp"] = functools.partial(mlp, deterministic=deterministic)
         x = sharding.constrain(x, ("batch", "norm_length", None))
-        for name, branch in branches.items():
-            norm = self.make_norm(f"{name}_norm")
-            dropout = Dropout(self.dropout_rate, name=f"{name}_dropout")
-            y = branch(norm(x)) if self.pre_norm else branch(x)
-            if y.shape != x.shape:
-                raise ValueError(
-                    f"{name} must keep the shape of its input {x.shape} for the residual, got "
-                    f"{y.shape}; leave out_features unset and project_out on"
-                )
-            x = x + dropout(y, deterministic=deterministic)
-            if not self.pre_norm:
-                x = norm(x)
+        each = [[row] for row in branches.items()]
+        for together in [[*branches.items()]] if self.parallel else each:
+            norm = f"{together[0][0]}_norm"
+            given = self.make_norm(norm)(x) if self.pre_norm else x
+            for name, branch in together:
+                x = x + self._added(name, branch(given), x.shape, deterministic)
+            if self.post_norm:
+                x = self.make_norm(norm)(x)
             x = sharding.constrain(x, ("batch", "norm_length", None))
         return x
+
+    def _added(
+        self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
+    ) -> jax.Array:
+        """What is added to the residual, of what a branch gives."""
+        if y.shape != shape:
+            raise ValueError(
+                f"{name} must keep the shape of its input {shape} for the residual, got "
+                f"{y.shape}; leave out_features unset and project_out on"
+            )
+        if self.branch_norm:
+            y = self.make_norm(f"{name}_branch_norm")(y)
+        if self.layer_scale is not None:
+            init = nn.initializers.constant(inputs.number("layer_scale", self.layer_scale))
+            scale = self.param(f"{name}_scale", init, shape[-1:], self.attention.param_dtype)
+            y = y * shapes.lead(scale.astype(y.dtype), y.ndim)
+        return Dropout(self.dropout_rate, name=f"{name}_dropout")(y, deterministic=deterministic)
 
 
 class EncoderBlock(Block):
     """Self-attention and an MLP, each with a norm and a residual: fields and equation of `Block`.
 
-        pre-norm:   x ← x + attention(norm(x));   x ← x + mlp(norm(x))
-        post-norm:  x ← norm(x + attention(x));   x ← norm(x + mlp(x))
+        x ← x + attention(norm(x));   x ← x + mlp(norm(x))
 
     Sources: see `Block`.
     """
@@ -135,9 +169,9 @@ class EncoderBlock(Block):
 class DecoderBlock(Block):
     """Causal self-attention, attention to a memory, and an MLP: fields and equation of `Block`.
 
-        pre-norm:   x ← x + attention(norm(x));                causally
-                    x ← x + cross_attention(norm(x), memory);  unless that is None
-                    x ← x + mlp(norm(x))
+        x ← x + attention(norm(x));                causally
+        x ← x + cross_attention(norm(x), memory);  unless that is None
+        x ← x + mlp(norm(x))
 
     Attributes:
       cross_attention: the layer that attends to the memory, such as an encoder's output (default:

@@ -15,7 +15,7 @@ from flax_mha.projections import Projection, default_kernel_init
 class TokenEmbedding(nn.Module):
     """Token ids to features, and features to logits over the tokens, by one table E [V, D].
 
-        x = E[tokens],   logits = x Eᵀ
+        x = scale·E[tokens],   logits = x Eᵀ
 
     Attributes:
       vocab_size: V, number of tokens.
@@ -24,6 +24,7 @@ class TokenEmbedding(nn.Module):
       dtype: of the features (default: that of the table).
       param_dtype: of the table.
       partitioned: box the table with its logical axis names.
+      scale: of the features, such as √D (Vaswani et al., 2017; Gemma).
 
     Source of the table's second use: Press and Wolf, "Using the Output Embedding to Improve
     Language Models", 2017.
@@ -35,6 +36,7 @@ class TokenEmbedding(nn.Module):
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     partitioned: bool = False
+    scale: float = 1.0
 
     def setup(self) -> None:
         """Makes the table."""
@@ -57,10 +59,12 @@ class TokenEmbedding(nn.Module):
         ids = shapes.check_tokens("tokens", tokens)
         remedy = "raise vocab_size, or give such tokens an id of their own"
         inputs.within("tokens", ids, self.vocab_size, remedy)
+        scale = inputs.number("scale", self.scale)
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
 
         def look_up(tokens: jax.Array, table: jax.Array) -> jax.Array:
-            return shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens)
+            x = shapes.look_up(sharding.constrain(table, ("vocab", None)), tokens)
+            return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
         return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), table)
 

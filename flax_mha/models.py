@@ -11,7 +11,7 @@ from flax_mha.attention import LayerOptions
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
-from flax_mha.inputs import fields, positive
+from flax_mha.inputs import choose, fields, integer, number, positive
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection
@@ -20,7 +20,7 @@ from flax_mha.stacks import Encoder as Encoder
 
 
 class Classifier(nn.Module):
-    """Embeds, adds positions, encodes, averages over the tokens, and projects to logits.
+    """Embeds, adds positions, encodes, pools the tokens, and projects to logits.
 
     Attributes:
       embedding: `TokenEmbedding`, `PatchEmbedding` or any module that gives [*B, T, D].
@@ -28,6 +28,8 @@ class Classifier(nn.Module):
       num_classes: features of the logits.
       positions: "learned", "sinusoidal", or "none" (if the attention layer rotates, say).
       dropout_rate: of the embedded tokens.
+      class_tokens: how many learned tokens stand before those of the input, at the first positions.
+      pooling: "mean", over all tokens, or "first", of the first one: with class_tokens=1 as ViT.
     """
 
     embedding: nn.Module
@@ -35,6 +37,8 @@ class Classifier(nn.Module):
     num_classes: int
     positions: str = "learned"
     dropout_rate: float = 0.0
+    class_tokens: int = 0
+    pooling: str = "mean"
 
     @nn.compact
     def __call__(self, inputs: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
@@ -60,14 +64,37 @@ class Classifier(nn.Module):
         # Padded patches must not meet the gradient of their projection; tokens have none.
         patches = isinstance(self.embedding, PatchEmbedding)
         x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
+        if integer("class_tokens", self.class_tokens):
+            x, options = self._with_class_tokens(x, options)
         x = PositionEmbedding(self.positions, name="positions")(x)
         x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
         x = self.encoder(x, **options)
-        pooled = _mean(x.astype(jnp.float32), lengths)
+        pool = choose("pooling", self.pooling, {"mean": _mean, "first": _first})
+        pooled = pool(x.astype(jnp.float32), options.get("lengths"))
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
         )
         return head(pooled)
+
+    def _with_class_tokens(self, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
+        """The tokens with those that are learned before them, and the options for all."""
+        count, lengths = self.class_tokens, options.get("lengths")
+        own = self.param("class_tokens", nn.initializers.normal(0.02), (count, x.shape[-1]))
+        if lengths is not None:
+            lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
+            options = options | {"lengths": lengths + count}
+
+        def join(own: jax.Array, x: jax.Array) -> jax.Array:
+            own = jnp.broadcast_to(own.astype(x.dtype), (*x.shape[:-2], *own.shape))
+            return jnp.concatenate([own, x], axis=-2)
+
+        return sharding.auto(join, ("batch", "norm_length", None), own, x), options
+
+
+def _first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """The first token of each row, [*B, T, D] to [*B, D]."""
+    del lengths
+    return x[..., 0, :]
 
 
 def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -91,6 +118,8 @@ class LanguageModel(nn.Module):
       tied: whether E gives the logits too; otherwise a table of its own, `head`, does.
       position_embedding: P, for layers that do not rotate (default: none).
       dropout_rate: of the embedded tokens.
+      logits_scale: of the logits, such as 1/√D in T5.
+      logits_cap: c of c·tanh(logits / c), after the scale (Gemma 2).
 
     With `decode=True` in its layers the model goes on from the tokens so far, see
     `MultiHeadAttention` and `flax_mha.generate`.
@@ -101,6 +130,8 @@ class LanguageModel(nn.Module):
     tied: bool = True
     position_embedding: PositionEmbedding = PositionEmbedding("none")
     dropout_rate: float = 0.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
 
     def setup(self) -> None:
         """Makes what the fields don't hold."""
@@ -108,11 +139,14 @@ class LanguageModel(nn.Module):
         check_module("decoder", self.decoder, Decoder)
         check_module("position_embedding", self.position_embedding, PositionEmbedding)
         fields(self)
+        number("logits_scale", self.logits_scale)
+        if self.logits_cap is not None and not number("logits_cap", self.logits_cap) > 0:
+            raise ValueError(f"logits_cap must be above 0, got {self.logits_cap}; None is no cap")
         self.dropout = Dropout(self.dropout_rate)
         if not self.tied:
             self.head = self.embedding.copy(name=None)
 
-    @mesh_axes.whole_steps("decoder.block.attention")
+    @mesh_axes.whole_steps("decoder.first.attention")
     def __call__(
         self,
         tokens: jax.Array,
@@ -150,7 +184,7 @@ class LanguageModel(nn.Module):
             order = shapes.check_order(order, tokens.shape[-1])
         where: Any = order if positions is None and order is not None else positions
         x = self.embed(tokens, positions=where, deterministic=options.get("deterministic"))
-        if self.decoder.block.attention.rotary is None:
+        if all(block.attention.rotary is None for block in self.decoder.blocks):
             options.pop("positions", None)
         x = self.decoder(
             x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
@@ -159,7 +193,10 @@ class LanguageModel(nn.Module):
             at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
             # Before the product: the logits of a whole prompt are large, and nobody reads them.
             x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
-        return (self.embedding if self.tied else self.head).logits(x)
+        logits = (self.embedding if self.tied else self.head).logits(x)
+        logits = logits if self.logits_scale == 1 else logits * self.logits_scale
+        cap = self.logits_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def embed(
         self,

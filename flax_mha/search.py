@@ -67,10 +67,13 @@ def decoding(model: Any) -> Any:
         return model
     if isinstance(model, Translator):
         return model.clone(decoder=decoding(model.decoder))
-    block = model.decoder.block
+    blocks = tuple(map(_cached, model.decoder.blocks))
+    return model.clone(decoder=model.decoder.clone(block=blocks))
+
+
+def _cached(block: Any) -> Any:
     layers = {"attention": block.attention, "cross_attention": block.cross_attention}
-    cached = {name: layer.clone(decode=True) for name, layer in layers.items() if layer}
-    return model.clone(decoder=model.decoder.clone(block=block.clone(**cached)))
+    return block.clone(**{n: layer.clone(decode=True) for n, layer in layers.items() if layer})
 
 
 @partial(jax.jit, static_argnums=0)

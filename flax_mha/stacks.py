@@ -1,6 +1,6 @@
 """Stacks of blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack
 
 import flax.linen as nn
@@ -15,60 +15,102 @@ from flax_mha.scores import ScoreMod, as_scores
 
 
 class Stack(nn.Module):
-    """A stack of blocks, with a norm at the end if they are pre-norm.
+    """A stack of blocks, with a norm at the end unless they are post-norm.
 
     Attributes:
       num_layers: how many blocks.
-      block: the block that each is a copy of, with parameters of its own.
+      block: the block that each is a copy of, with parameters of its own; or several in turn, such
+        as five with a window and one without, from the first on again after the last.
       scan: run them by `nn.scan`, compiled once instead of num_layers times; the parameters are
-        then stacked on a leading axis under `layers` instead of `layers_0`, `layers_1`, …
+        then stacked on a leading axis under `layers` instead of `layers_0`, `layers_1`, … Of
+        several blocks one step has them all, as `block_0`, `block_1`, …; layers that are left over
+        after the last step stand beside it, under their number.
       scores: functions of the scores of all its layers of self-attention, after their own; what
         they learn is shared, such as the table of `RelativeBias()` in T5.
+      input_norm: whether there is a norm before the first block (BERT, CLIP).
+      final_norm: whether there is one after the last (default: unless the blocks are post-norm).
     """
 
     num_layers: int
-    block: Block
+    block: Block | Sequence[Block]
     scan: bool = False
     scores: Sequence[ScoreMod] = ()
+    input_norm: bool = False
+    final_norm: bool | None = None
 
     kind: ClassVar[type[Block]] = Block
 
-    @mesh_axes.whole_steps("block.attention")
+    def __post_init__(self) -> None:
+        """A list would have no hash, by which models are told apart where they are compiled."""
+        if isinstance(self.block, list):
+            self.block = tuple(self.block)
+        super().__post_init__()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks in turn."""
+        blocks = self.block if isinstance(self.block, tuple) else (self.block,)
+        for block in blocks:
+            check_module("block", block, self.kind)
+        if not blocks:
+            raise ValueError("block must be a block, or some of them in turn, got none")
+        return blocks
+
+    @property
+    def first(self) -> Block:
+        """The first of them, whose dtypes are those of all."""
+        return self.blocks[0]
+
+    @mesh_axes.whole_steps("first.attention")
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """The blocks one after another, each with the same other inputs and arguments."""
         inputs.fields(self)
         shapes.check_features("x", x)
         inputs.positive(num_layers=self.num_layers)
-        check_module("block", self.block, self.kind)
+        blocks = self.blocks
         x = sharding.constrain(x, ("batch", "norm_length", None))
-
+        if self.input_norm:
+            x = self.first.make_norm("input_norm", self)(x)
         if self.scores:
-            own = with_parameters(self, self.scores, self.block.attention)
+            own = with_parameters(self, self.scores, self.first.attention)
             call["scores"] = own + as_scores(call.get("scores", ()))
         of_each = self._of_each(call)
+        steps = self.num_layers // len(blocks) if self.scan else 0
 
-        def step(block: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:
-            return block(x, *others, **call, **own), None
+        rotates = any(block.attention.rotary is not None for block in blocks)
 
-        if self.scan:
+        def run_one(block: Any, x: jax.Array, others: Any, own: dict[str, Any]) -> jax.Array:
+            given = dict(call)
+            if rotates and block.attention.rotary is None:
+                # They are for the others: some models rotate in some layers only.
+                given.pop("positions", None)
+            return block(x, *others, **given, **own)
+
+        def step(module: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:
+            if isinstance(module, _Group):
+                return module(run_one, x, others, own), None
+            return run_one(module, x, others, own[0]), None
+
+        if steps:
             # A scan's carry has one dtype, that of the blocks.
-            x = x.astype(_residual_dtype(self.block, x.dtype))
-            step = nn.scan(
+            x = x.astype(_residual_dtype(self.first, x.dtype))
+            scanned = nn.scan(
                 step,
                 variable_axes={"params": 0, "intermediates": 0, "cache": 0},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(nn.broadcast, 0),
-                length=self.num_layers,
+                length=steps,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            own = jax.tree.map(lambda *x: jnp.stack(x), *of_each)
-            x, _ = step(self.block.copy(name="layers"), x, others, own)
-        else:
-            for i in range(self.num_layers):
-                x, _ = step(self.block.copy(name=f"layers_{i}"), x, others, of_each[i])
-        if not self.block.pre_norm:
-            return x
-        return self.block.make_norm("norm", self)(x)
+            several = len(blocks) > 1
+            module = _Group(blocks, name="layers") if several else self.first.copy(name="layers")
+            groups = [of_each[i * len(blocks) :][: len(blocks)] for i in range(steps)]
+            x, _ = scanned(module, x, others, jax.tree.map(lambda *x: jnp.stack(x), *groups))
+        for i in range(steps * len(blocks), self.num_layers):
+            block = blocks[i % len(blocks)].copy(name=f"layers_{i}")
+            x = run_one(block, x, others, of_each[i])
+        final = not self.first.post_norm if self.final_norm is None else self.final_norm
+        return self.first.make_norm("norm", self)(x) if final else x
 
     def _of_each(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """What each block is given of its own, taken out of the arguments that all share.
@@ -90,6 +132,20 @@ class Stack(nn.Module):
             )
         del call["head_mask"]
         return [each | {"head_mask": jnp.asarray(x)} for each, x in zip(own, given, strict=True)]
+
+
+class _Group(nn.Module):
+    """Several blocks as one step of a scan."""
+
+    blocks: Sequence[Block]
+
+    @nn.compact
+    def __call__(
+        self, run: Callable[..., jax.Array], x: jax.Array, others: Any, own: Sequence[Any]
+    ) -> jax.Array:
+        for n, (block, mine) in enumerate(zip(self.blocks, own, strict=True)):
+            x = run(block.copy(name=f"block_{n}"), x, others, mine)
+        return x
 
 
 class Encoder(Stack):
@@ -134,4 +190,4 @@ def _residual_dtype(block: Block, given: Dtype) -> Dtype:
     """What a block makes of an input of the given dtype."""
     layer = block.attention
     computed = layer.dtype or jnp.promote_types(given, layer.param_dtype)
-    return jnp.promote_types(given, computed) if block.pre_norm else computed
+    return computed if block.post_norm else jnp.promote_types(given, computed)

@@ -41,7 +41,7 @@ class MaskedModel(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, **call: Any) -> jax.Array:
         """Maps int [B, T] to logits [B, T, 256], float32."""
-        layer = self.encoder.block.attention
+        layer = self.encoder.first.attention
         embed = TokenEmbedding(BYTES, self.features, dtype=layer.dtype, name="embedding")
         x = self.encoder(embed(tokens), **call)
         head = Projection(
