@@ -32,6 +32,7 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "generate",
+    "interop",
     "masks",
     "models",
     "nnx",
@@ -43,6 +44,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from flax_mha import cache as cache
+    from flax_mha import interop as interop
     from flax_mha import masks as masks
     from flax_mha import models as models
     from flax_mha import nnx as nnx

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import core, inputs, masks, mesh_axes, shapes, sharding
+from flax_mha import core, fields, inputs, masks, mesh_axes, shapes, sharding
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.core import Call
 from flax_mha.grid import Array
@@ -251,7 +251,7 @@ class MultiHeadAttention(nn.Module):
             wanted = found is not None and found.scale and x is not None
             return _Scale(self.param_dtype, name=name)(H) if wanted else None
 
-        gate = core.gate_features(self.gate, N, Hv)
+        gate = fields.gate_features(self.gate, N, Hv)
 
         return core.Weights(
             projection("query", x_q, "heads", (N, H)),
@@ -262,7 +262,7 @@ class MultiHeadAttention(nn.Module):
             self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
             projection("output_gate", x_q, "heads", gate) if gate else None,
             self._of_heads("score_scale", nn.initializers.constant(H**-0.5))
-            if core.learns_scale(self.scale) else None,
+            if fields.learns_scale(self.scale) else None,
         )  # fmt: skip
 
     def _out(self, heads: Shape, features: int) -> Linear:
@@ -285,7 +285,7 @@ class MultiHeadAttention(nn.Module):
             "partitioned": self.partitioned,
         }
         settings = defaults | settings
-        if not core.has_bias(self.use_bias, name):
+        if not fields.has_bias(self.use_bias, name):
             settings["bias_init"] = None
         return Projection(features, names, name=name, **settings).weights(inputs)
 

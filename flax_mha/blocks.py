@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, Unpack
 import flax.linen as nn
 import jax
 
-from flax_mha import core, inputs, masks, mesh_axes, padding, shapes, sharding
+from flax_mha import fields, inputs, masks, mesh_axes, padding, shapes, sharding
 from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.mlp import MLP, Activation, Dropout
 
@@ -109,7 +109,7 @@ class Block(nn.Module):
             branches[name] = functools.partial(layer, deterministic=own, **call)
         like = self.attention
         biased = self.mlp_bias
-        use_bias = core.has_bias(like.use_bias, "out") if biased is None else biased
+        use_bias = fields.has_bias(like.use_bias, "out") if biased is None else biased
         mlp = MLP(
             self.mlp_dim, self.activation, self.gated, self.dropout_rate, use_bias,
             like.kernel_init, like.bias_init, like.dtype, like.param_dtype, like.precision,

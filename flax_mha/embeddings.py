@@ -9,7 +9,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 from flax_mha import inputs, padding, shapes, sharding
-from flax_mha.projections import Projection, default_kernel_init
+from flax_mha.projections import Projection, default_bias_init, default_kernel_init
 
 
 class TokenEmbedding(nn.Module):
@@ -91,6 +91,7 @@ class PatchEmbedding(nn.Module):
       dtype: of the result (default: promoted from image and parameters).
       param_dtype: of the parameters.
       partitioned: box the parameters with their logical axis names.
+      use_bias: whether the projection has a bias.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
@@ -101,6 +102,7 @@ class PatchEmbedding(nn.Module):
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
     partitioned: bool = False
+    use_bias: bool = True
 
     @nn.compact
     def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
@@ -134,5 +136,5 @@ class PatchEmbedding(nn.Module):
         return Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
-            rows=("batch", "norm_length"),
+            rows=("batch", "norm_length"), bias_init=default_bias_init if self.use_bias else None,
         )(patches)  # fmt: skip

@@ -11,7 +11,7 @@ from flax_mha.attention import LayerOptions
 from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
-from flax_mha.inputs import choose, fields, integer, number, positive
+from flax_mha.inputs import choose, fields, integer, number, optional
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
 from flax_mha.projections import Projection
@@ -25,7 +25,7 @@ class Classifier(nn.Module):
     Attributes:
       embedding: `TokenEmbedding`, `PatchEmbedding` or any module that gives [*B, T, D].
       encoder: the stack.
-      num_classes: features of the logits.
+      num_classes: features of the logits; None for the tokens' features instead.
       positions: "learned", "sinusoidal", or "none" (if the attention layer rotates, say).
       dropout_rate: of the embedded tokens.
       class_tokens: how many learned tokens stand before those of the input, at the first positions.
@@ -34,7 +34,7 @@ class Classifier(nn.Module):
 
     embedding: nn.Module
     encoder: Encoder
-    num_classes: int
+    num_classes: int | None
     positions: str = "learned"
     dropout_rate: float = 0.0
     class_tokens: int = 0
@@ -50,7 +50,7 @@ class Classifier(nn.Module):
             influence. `deterministic` must be given where there is dropout.
 
         Returns:
-          Logits [*B, num_classes], float32.
+          Logits [*B, num_classes], float32; or features [*B, T, D].
         """
         check_module("encoder", self.encoder, Encoder)
         if not isinstance(self.embedding, nn.Module):
@@ -58,7 +58,7 @@ class Classifier(nn.Module):
                 f"embedding must be a module that gives [*B, T, D], got "
                 f"{type(self.embedding).__name__}; give TokenEmbedding(…) or PatchEmbedding(…)"
             )
-        positive(num_classes=self.num_classes)
+        optional(num_classes=self.num_classes)
         fields(self)
         lengths = options.get("lengths")
         # Padded patches must not meet the gradient of their projection; tokens have none.
@@ -69,6 +69,8 @@ class Classifier(nn.Module):
         x = PositionEmbedding(self.positions, name="positions")(x)
         x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
         x = self.encoder(x, **options)
+        if self.num_classes is None:
+            return x
         pool = choose("pooling", self.pooling, {"mean": _mean, "first": _first})
         pooled = pool(x.astype(jnp.float32), options.get("lengths"))
         head = Projection(

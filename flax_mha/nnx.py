@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import core, inputs, masks, shapes
+from flax_mha import core, fields, inputs, masks, shapes
 from flax_mha.cache import CacheConfig, KVCache, as_cache_config
 from flax_mha.core import Call
 from flax_mha.grid import Array
@@ -138,7 +138,7 @@ class MultiHeadAttention(nnx.Module):
             linear, kernel_init=kernel_init, bias_init=bias_init,
             kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
         )  # fmt: skip
-        biased = functools.partial(core.has_bias, use_bias)
+        biased = functools.partial(fields.has_bias, use_bias)
         self.query = heads(in_features, (N, H), use_bias=biased("query"))
         self.key = heads(self.in_kv_features, (K, H), use_bias=biased("key"))
         self.value = heads(self.in_kv_features, (K, Hv), use_bias=biased("value"))
@@ -151,7 +151,7 @@ class MultiHeadAttention(nnx.Module):
         # Of an RMSNorm the parameter is the same, and the core computes it.
         norms = [norm(scale_metadata=each) if scaled else None for each in metadata]
         self.query_ln, self.key_ln = (nnx.data(each) for each in norms)
-        features = core.gate_features(gate, N, Hv)
+        features = fields.gate_features(gate, N, Hv)
         gated = biased("output_gate")
         self.output_gate = nnx.data(
             heads(in_features, features, use_bias=gated) if features else None
@@ -173,7 +173,9 @@ class MultiHeadAttention(nnx.Module):
         learned(self.scores, N, make)
         zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
         self.sinks: nnx.Param | None = nnx.data(zeros)
-        scales = nnx.Param(jnp.full(N, H**-0.5, param_dtype)) if core.learns_scale(scale) else None
+        scales = (
+            nnx.Param(jnp.full(N, H**-0.5, param_dtype)) if fields.learns_scale(scale) else None
+        )
         self.score_scale: nnx.Param | None = nnx.data(scales)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         self.kv: nnx.Cache | None = nnx.data(None)

@@ -15,6 +15,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 LAYERS = [
     {"inputs", "private"},
     {"shapes", "rope_scaling", "qk_norm"},
+    {"fields"},
     {"grid", "mesh_axes"},
     {"sharding", "padding"},
     {"masks.tables", "scores"},
@@ -51,6 +52,10 @@ LAYERS = [
     {"models", "sampling"},
     {"search"},
     {"generation"},
+    {"interop.config", "interop.files", "interop.table"},
+    {"interop.bert", "interop.gpt2", "interop.llama", "interop.t5", "interop.whisper"},
+    {"interop.vit"},
+    {"interop"},
     {""},
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

@@ -91,7 +91,8 @@ def test_a_module_as_norm() -> None:
     params = parameters(stack, X)["params"]
     named = Encoder(2, block(norm="layernorm", norm_epsilon=0.02), input_norm=True)
     paths = {k: v for k, v in flatten_dict(params).items() if "norm" in str(k)}
-    assert len(paths) == 6 and {path[-1] for path in paths} == {"scale"}
+    assert len(paths) == 6
+    assert {path[-1] for path in paths} == {"scale"}
     norms = {(*path[:-1], "bias"): np.zeros_like(scale) for path, scale in paths.items()}
     with_biases = unflatten_dict(flatten_dict(params) | norms)
     wanted = run(named, {"params": with_biases}, X)
@@ -105,7 +106,8 @@ def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> No
     stack = Encoder(1, block(pre_norm=pre_norm), input_norm=first, final_norm=last)
     params = parameters(stack, X)["params"]
     last = pre_norm if last is None else last
-    assert params.keys() - {"layers_0"} == {name for name, there in (("input_norm", first), ("norm", last)) if there}
+    there = {"input_norm": first, "norm": last}
+    assert params.keys() - {"layers_0"} == {name for name in there if there[name]}
     x = oracle.layer_norm(params["input_norm"], X) if first else X
     x = oracle.encoder_block(params["layers_0"], x, pre_norm=pre_norm)
     x = oracle.layer_norm(params["norm"], x) if last else x

@@ -51,8 +51,8 @@ def test_in_turn(layers: int) -> None:
     for i in range(layers):
         block = blocks()[i % 3]
         where = {} if block.attention.rotary is None else {"positions": at}
-        expected = block.apply({"params": params[f"layers_{i}"]}, expected, **where)
-    assert error(loop.apply({"params": params}, X, positions=at), expected) < 1e-6
+        expected = jax.jit(block.apply)({"params": params[f"layers_{i}"]}, expected, **where)
+    assert error(jax.jit(loop.apply)({"params": params}, X, positions=at), expected) < 1e-6
 
     together = stacked(params, layers, 3)
     shapes = jax.eval_shape(scan.init, KEY, X)["params"]
@@ -61,8 +61,9 @@ def test_in_turn(layers: int) -> None:
     def loss(params: Any, stack: Encoder) -> jax.Array:
         return jnp.sum(jnp.sin(stack.apply({"params": params}, X, positions=at)))
 
-    wanted = stacked(jax.grad(loss)(params, loop), layers, 3)
-    found = jax.grad(loss)(together, scan)
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    wanted = stacked(gradient(params, loop), layers, 3)
+    found = gradient(together, scan)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
     jax.tree.map(close, found, wanted)
 
@@ -73,11 +74,12 @@ def test_what_each_layer_has_of_its_own(scan: bool) -> None:
     stack = Encoder(4, blocks(), scan=scan)
     params = random_like(jax.eval_shape(stack.init, KEY, X))
     keep = [jnp.ones(N)] * 4
-    whole = stack.apply(params, X, head_mask=keep)
-    assert error(whole, stack.apply(params, X)) < 1e-6
+    apply = jax.jit(stack.apply)
+    whole = apply(params, X, head_mask=keep)
+    assert error(whole, apply(params, X)) < 1e-6
     for i in range(4):
         pruned = [x.at[i % N].set(0) if n == i else x for n, x in enumerate(keep)]
-        assert error(stack.apply(params, X, head_mask=pruned), whole) > 1e-4
+        assert error(apply(params, X, head_mask=pruned), whole) > 1e-4
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -89,7 +91,7 @@ def test_decoding(scan: bool) -> None:
     found = flax_mha.generate(model, params, tokens[:, :3], max_new_tokens=5)
     text = tokens[:, :3]
     for _ in range(5):
-        best = np.argmax(model.apply(params, text)[:, -1], -1)
+        best = np.argmax(jax.jit(model.apply)(params, text)[:, -1], -1)
         text = np.concatenate([text, best[:, None]], 1)
     np.testing.assert_array_equal(found.tokens, text[:, 3:])
 

@@ -1,11 +1,15 @@
 """The README's example runs, its commands are those of CI, and its tree is the tree."""
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+
+from flax_mha import interop
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -59,6 +63,53 @@ def test_the_page_on_nnx_runs() -> None:
     np.testing.assert_allclose(scope["same"], scope["layer"](scope["x"]), atol=1e-6)
     np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
     assert scope["following"].shape == (2, 1, 64)
+
+
+def test_the_page_on_interop_runs(tmp_path: Path) -> None:
+    scope: dict = {"folder": tmp_path}
+    families = dict(interop.FAMILIES)
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            for code in blocks("python", (ROOT / "docs" / "interop.md").read_text()):
+                exec(code, scope)
+    finally:
+        interop.FAMILIES.clear()
+        interop.FAMILIES.update(families)
+    assert scope["tokens"].shape == (1, 5)
+    jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["theirs"])
+
+
+def size(module: Any, *given: Any) -> int:
+    """How many numbers it learns."""
+    found = jax.eval_shape(module.init, jax.random.key(0), *given)["params"]
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(found))
+
+
+def test_the_page_on_models_has_their_sizes() -> None:
+    """As their authors count them."""
+    scope: dict = {}
+    for code in blocks("python", (ROOT / "docs" / "models.md").read_text()):
+        assert all(len(part.strip().splitlines()) <= 12 for part in code.split("\n\n"))
+        exec(code, scope)
+    tokens, image = np.zeros((1, 1), np.int32), np.zeros((1, 224, 224, 3), np.float32)
+    table = (30522 + 512 + 2) * 768  # Of tokens, positions and segments.
+    assert size(scope["bert"], np.zeros((1, 1, 768))) + table == 109_482_240 - 769 * 768
+    assert size(scope["vit_base"], image) == 86_389_248 - 769 * 768  # Without what pools.
+    assert size(scope["clip_image"], image) == 87_456_000
+    assert size(scope["siglip_image"], image) == 92_884_224 - 7_087_104
+    sizes = {
+        "gpt2": 124_439_808, "llama31": 8_030_261_248, "mistral": 7_241_732_096,
+        "qwen3": 596_049_920, "gemma2": 2_614_341_888, "gemma3": 999_885_952,
+    }  # fmt: skip
+    assert {name: size(scope[name], tokens) for name in sizes} == sizes
+    assert size(scope["t5"], tokens, tokens) == 222_903_552
+    encoder = size(scope["whisper_encoder"], np.zeros((1, 1, 384)))
+    decoder = size(scope["whisper_decoder"], tokens, np.zeros((1, 1, 384)))
+    sound = (3 * 80 + 1 + 3 * 384 + 1 + 1500) * 384
+    assert encoder + decoder + sound == 37_760_640
+    x = np.zeros((1, 2, 2048))
+    for name in ("gpt_oss", "qwen3_next", "olmo2"):
+        assert size(scope[name], x) > 0
 
 
 def test_ci_runs_the_command_of_the_readme() -> None:

@@ -213,8 +213,7 @@ def _forward(static: TiledCall, *args: Any) -> tuple[Any, Any]:
 
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
-    plan, spec = static.plan, static.spec(learned, rest)
-    acc = total.dtype
+    plan, spec, acc = static.plan, static.spec(learned, rest), total.dtype
     seen = total != 0
     sink, top, total = tiling.with_sinks(plan, sinks, top, total)
     dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)

@@ -105,7 +105,7 @@ def _run(
 
 
 def _attend(call: FlexCall, x: Operands, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Gives out in that dtype, and each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
+    """Out in that dtype; each query's greatest score and sum of exponentials, [R, N, 2, T′]."""
     R, N, T, _ = x.q.shape
     bq, Hv = call.plan.block_q, x.v.shape[-1]
 

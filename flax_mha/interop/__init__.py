@@ -1,0 +1,127 @@
+"""Models of Hugging Face folders as modules of ours, and back.
+
+>>> model, variables = interop.load("path/to/Qwen3-0.6B")
+>>> interop.save(config, variables, "path/to/mine")
+
+A folder is `config.json` and safetensors. A family is a table, see `flax_mha.interop.table`: which
+module a config means, and where each tensor goes; `save` is the table read backwards.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.typing import Dtype
+
+from flax_mha import inputs
+from flax_mha.interop import bert, files, gpt2, llama, t5, vit, whisper
+from flax_mha.interop.config import Config
+from flax_mha.interop.table import Family, from_tensors, to_tensors
+
+# By `model_type` of a config.
+FAMILIES: dict[str, Callable[[Config], Family]] = {
+    "bert": bert.bert, "roberta": bert.bert, "distilbert": bert.distilbert,
+    "gpt2": gpt2.gpt2,
+    "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
+    "gemma2": llama.gemma, "gemma3_text": llama.gemma,
+    "t5": t5.t5,
+    "vit": vit.vit, "clip": vit.clip, "siglip": vit.siglip,
+    "whisper": whisper.whisper,
+}  # fmt: skip
+
+
+def family(config: Config) -> Family:
+    """The module that a config means, and the table of its tensors.
+
+    Raises:
+      ValueError: if there is no such family, or its table lacks what the config asks for.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"the config's model_type must be one of {sorted(FAMILIES)}, got {kind!r}; "
+            f"docs/interop.md shows how to write a table"
+        )
+    try:
+        return FAMILIES[kind](config)
+    except KeyError as error:
+        raise ValueError(f"the config of a {kind} must have {error}, and has not") from None
+
+
+def load(
+    path: str | Path, *, dtype: Dtype | None = None, shardings: Any = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a folder, and its variables.
+
+    Args:
+      path: a folder with `config.json` and `model.safetensors`, or an index of several files.
+      dtype: of floating parameters (default: as in the file).
+      shardings: for each parameter, a tree like the variables of `jax.sharding.Sharding`, or one
+        for all. Each device is given its part, which alone is read (default: in NumPy, mapped).
+
+    Returns:
+      The module and its variables.
+
+    Raises:
+      ValueError: if the files are damaged, or do not fit each other: one error with every tensor
+        that is missing, surplus or of another shape.
+      FileNotFoundError: if the folder has none.
+    """
+    folder = Path(path).expanduser()
+    found = family(files.read_json(folder / "config.json"))
+    tensors = files.read_folder(folder)
+    if any("." in name and name.split(".")[0] in _PREFIXES for name in tensors):
+        tensors = {_bare(name, found): x for name, x in tensors.items()}
+    variables = from_tensors(found, tensors)
+    kind = None if dtype is None else inputs.dtype("dtype", dtype)
+    if shardings is None and kind is None:
+        return found.module, variables
+    if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, variables)
+    place = functools.partial(_placed, kind)
+    return found.module, jax.tree.map(place, variables, shardings, is_leaf=lambda x: x is None)
+
+
+# What models with a head put before the names of the model itself.
+_PREFIXES = ("bert", "roberta", "distilbert", "vit")
+
+
+def _bare(name: str, family: Family) -> str:
+    """A tensor's name as the model without a head has it."""
+    first, _, rest = name.partition(".")
+    return rest if first in _PREFIXES and name not in family.ignored else name
+
+
+def _placed(dtype: Any, x: np.ndarray, sharding: Any) -> Any:
+    def part(index: Any) -> np.ndarray:
+        here = np.asarray(x[index])
+        cast = dtype is not None and jnp.issubdtype(here.dtype, jnp.floating)
+        return np.ascontiguousarray(here.astype(dtype) if cast else here).reshape(here.shape)
+
+    if sharding is None:
+        return part(...)
+    return jax.make_array_from_callback(x.shape, sharding, part)
+
+
+def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:
+    """Writes a folder that `load` and `transformers` read.
+
+    Args:
+      config: as in its `config.json`, with `model_type`.
+      variables: of the module that the config means.
+      path: of the folder, which is made.
+
+    Raises:
+      ValueError: if they do not fit each other.
+    """
+    folder = Path(path).expanduser()
+    tensors = to_tensors(family(config), variables)
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, default=str))

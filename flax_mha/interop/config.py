@@ -1,0 +1,72 @@
+"""What configs of several families say in the same way."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from flax_mha import positions
+from flax_mha.positions import Rotary
+
+Config: TypeAlias = Mapping[str, Any]
+
+ACTIVATIONS = {
+    "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu",
+    "quick_gelu": "quick_gelu", "silu": "silu",
+}  # fmt: skip
+
+
+def activation(config: Config, *names: str) -> str:
+    """The first of those settings that is there, by our name."""
+    given = next(config[name] for name in names if config.get(name) is not None)
+    if given not in ACTIVATIONS:
+        raise ValueError(
+            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {given!r}; build "
+            f"the module yourself with a function"
+        )
+    return ACTIVATIONS[given]
+
+
+def rotary(config: Config, kind: str = "") -> Rotary:
+    """The rotation of layers of that kind, as old and new configs write it."""
+    old: Config = config.get("rope_scaling") or {}
+    new: Config = config.get("rope_parameters") or {}
+    given = {"rope_theta": config.get("rope_theta", 1e4), **old, **new.get(kind, new)}
+    fraction: float = given.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)
+    return Rotary(given["rope_theta"], fraction=fraction, scaling=_scaling(given, config))
+
+
+def _scaling(given: Config, config: Config) -> Any:
+    name = given.get("rope_type", given.get("type", "default"))
+    longest = given.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    if name == "default":
+        return None
+    if name == "linear":
+        return positions.Interpolation(given["factor"])
+    if name == "llama3":
+        low, high = given["low_freq_factor"], given["high_freq_factor"]
+        return positions.Llama3(given["factor"], longest, low, high)
+    if name == "yarn":
+        known = {"beta_fast", "beta_slow", "attention_factor", "truncate"}
+        more = {key: given[key] for key in known & given.keys() if given[key] is not None}
+        return positions.Yarn(given["factor"], longest, **more)
+    raise ValueError(
+        f"the config's rope_type must be default, linear, llama3 or yarn, got {name!r}; build the "
+        f"module yourself with a rotation of your own"
+    )
+
+
+def in_turn(kinds: Sequence[str]) -> Sequence[str]:
+    """The shortest part of a list that gives all of it again and again."""
+    for n in range(1, len(kinds)):
+        if all(kind == kinds[i % n] for i, kind in enumerate(kinds)):
+            return kinds[:n]
+    return kinds
+
+
+def refuse(config: Config, **expected: Any) -> None:
+    """What a config may say in one way only, for there is no other in our module."""
+    for name, value in expected.items():
+        if config.get(name, value) != value:
+            raise ValueError(
+                f"the config's {name} must be {value!r}, got {config[name]!r}, which the table of "
+                f"this family does not know"
+            )

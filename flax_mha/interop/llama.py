@@ -1,0 +1,104 @@
+"""Llama, Mistral, Qwen and Gemma: decoders of text with rotary positions and gated MLPs."""
+
+from typing import Any
+
+import numpy as np
+
+from flax_mha import masks
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.blocks import DecoderBlock
+from flax_mha.embeddings import TokenEmbedding
+from flax_mha.interop.config import Config, activation, in_turn, rotary
+from flax_mha.interop.table import Family, Row, attention, each, linear, norm
+from flax_mha.models import LanguageModel
+from flax_mha.qk_norm import QKNorm
+from flax_mha.scores import SoftCap
+from flax_mha.stacks import Decoder
+
+HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def llama(config: Config) -> Family:
+    """Of `LlamaForCausalLM`, Mistral's, Qwen2's and Qwen3's."""
+    return _family(config, gemma=False)
+
+
+def gemma(config: Config) -> Family:
+    """Of `Gemma2ForCausalLM` and `Gemma3ForCausalLM`."""
+    return _family(config, gemma=True)
+
+
+def _family(config: Config, gemma: bool) -> Family:
+    D, layers = config["hidden_size"], config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        one = "sliding_attention" if config.get("sliding_window") else "full_attention"
+        kinds = [one] * layers
+    model = LanguageModel(
+        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if gemma else 1.0),
+        Decoder(layers, tuple(_block(config, kind, gemma) for kind in in_turn(kinds))),
+        tied=config["tie_word_embeddings"],
+        logits_cap=config.get("final_logit_softcapping"),
+    )
+    return Family(model, (np.zeros((1, 1), np.int32),), _rows(config, gemma), ("lm_head.weight",))
+
+
+def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:
+    epsilon, scalar = config["rms_norm_eps"], config.get("query_pre_attn_scalar")
+    cap = config.get("attn_logit_softcapping")
+    layer = MultiHeadAttention(
+        config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim"),
+        use_bias=_biased(config),
+        rotary=rotary(config, kind),
+        mask=masks.Window(config["sliding_window"] - 1, 0) if kind.startswith("slid") else None,
+        scale=None if scalar is None else scalar**-0.5,
+        scores=() if cap is None else (SoftCap(cap),),
+        qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if _has_norm(config) else None,
+    )
+    return DecoderBlock(
+        layer, config["intermediate_size"], norm="rmsnorm", norm_epsilon=epsilon, gated=True,
+        activation=activation(config, "hidden_activation", "hidden_act"), branch_norm=gemma,
+        mlp_bias=config.get("mlp_bias", False),
+    )  # fmt: skip
+
+
+def _rows(config: Config, gemma: bool) -> list[Row]:
+    theirs, ours = "model.layers.{}", "decoder/layers_{}"
+    biased = _biased(config)
+    biases: Any = tuple(name in biased for name in ("query", "key", "value", "out"))
+    scale: dict[str, Any] = {"bias": False, "offset": 1.0 if gemma else 0.0}
+    rows = attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
+    for name in ("gate", "up", "down"):
+        at = (f"{theirs}.mlp.{name}_proj", f"{ours}/mlp/{name}")
+        rows += linear(*at, config.get("mlp_bias", False))
+    names = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    if gemma:
+        names |= {
+            "post_attention_layernorm": "attention_branch_norm",
+            "pre_feedforward_layernorm": "mlp_norm",
+            "post_feedforward_layernorm": "mlp_branch_norm",
+        }
+    if _has_norm(config):
+        names |= {
+            "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln"
+        }  # fmt: skip
+    for name, mine in names.items():
+        rows += norm(f"{theirs}.{name}", f"{ours}/{mine}", **scale)
+    rows = each(config["num_hidden_layers"], rows)
+    rows += norm("model.norm", "decoder/norm", **scale)
+    rows.append(Row("model.embed_tokens.weight", "embedding/table/embedding"))
+    if not config["tie_word_embeddings"]:
+        rows.append(Row("lm_head.weight", "head/table/embedding"))
+    return rows
+
+
+def _biased(config: Config) -> tuple[str, ...]:
+    if config["model_type"] == "qwen2":
+        return ("query", "key", "value")
+    return ("query", "key", "value", "out") if config.get("attention_bias") else ()
+
+
+def _has_norm(config: Config) -> bool:
+    return config["model_type"] in ("qwen3", "gemma3", "gemma3_text")

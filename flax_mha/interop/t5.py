@@ -1,0 +1,74 @@
+"""T5: an encoder and a decoder of text, whose positions are biases of the scores."""
+
+from typing import Any
+
+import numpy as np
+
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.blocks import DecoderBlock, EncoderBlock
+from flax_mha.embeddings import TokenEmbedding
+from flax_mha.interop.config import Config, activation
+from flax_mha.interop.table import Family, Row, attention, each, linear, norm, transposed
+from flax_mha.models import LanguageModel, Translator
+from flax_mha.scores import RelativeBias
+from flax_mha.stacks import Decoder, Encoder
+
+
+def t5(config: Config) -> Family:
+    """Of `T5ForConditionalGeneration`, version 1.1 (gated, with a head of its own) too."""
+    D, tied = config["d_model"], config["tie_word_embeddings"]
+    layer = MultiHeadAttention(
+        config["num_heads"], head_dim=config["d_kv"], use_bias=False, scale=1.0
+    )
+    options: dict[str, Any] = {
+        "norm": "rmsnorm", "norm_epsilon": config["layer_norm_epsilon"],
+        "gated": config["is_gated_act"], "activation": activation(config, "dense_act_fn"),
+    }  # fmt: skip
+
+    def bias(bidirectional: bool) -> tuple[RelativeBias]:
+        buckets, most = (
+            config["relative_attention_num_buckets"], config["relative_attention_max_distance"]
+        )  # fmt: skip
+        return (RelativeBias(None, bidirectional, most, buckets),)
+
+    encoder = EncoderBlock(layer, config["d_ff"], **options)
+    decoder = DecoderBlock(layer, config["d_ff"], cross_attention=layer.copy(), **options)
+    count = config.get("num_decoder_layers") or config["num_layers"]
+    model = Translator(
+        Encoder(config["num_layers"], encoder, scores=bias(True)),
+        LanguageModel(
+            TokenEmbedding(config["vocab_size"], D),
+            Decoder(count, decoder, scores=bias(False)),
+            tied=tied,
+            logits_scale=D**-0.5 if config.get("scale_decoder_outputs", tied) else 1.0,
+        ),
+    )
+    rows = [Row("shared.weight", "decoder/embedding/table/embedding")]
+    rows += _stack("encoder", "encoder", config["num_layers"], 1, config["is_gated_act"])
+    rows += _stack("decoder", "decoder/decoder", count, 2, config["is_gated_act"])
+    if not tied:
+        rows.append(Row("lm_head.weight", "decoder/head/table/embedding"))
+    copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    tokens = np.zeros((1, 1), np.int32)
+    return Family(model, (tokens, tokens), rows, copies)
+
+
+def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[Row]:
+    """The rows of a stack, of whose blocks the MLP is the part of that number."""
+    at, mine = f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}"
+    heads, none = "qkvo", (False,) * 4
+    rows = attention(f"{at}.0.SelfAttention", f"{mine}/attention", heads, none)
+    rows += norm(f"{at}.0.layer_norm", f"{mine}/attention_norm", bias=False)
+    if mlp == 2:
+        rows += attention(f"{at}.1.EncDecAttention", f"{mine}/cross_attention", heads, none)
+        rows += norm(f"{at}.1.layer_norm", f"{mine}/cross_attention_norm", bias=False)
+    names = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
+    for name, own in (names | {"wo": "down"}).items():
+        rows += linear(f"{at}.{mlp}.DenseReluDense.{name}", f"{mine}/mlp/{own}", bias=False)
+    rows += norm(f"{at}.{mlp}.layer_norm", f"{mine}/mlp_norm", bias=False)
+    table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    return [
+        *each(layers, rows),
+        Row(table, f"{ours}/relative_bias", transposed()),
+        *norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
+    ]

@@ -1,0 +1,190 @@
+"""Tables between the tensors of a checkpoint and the parameters of a module, read both ways."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import flax.linen as nn
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flax_mha.shapes import Shape
+
+Tensors: TypeAlias = Mapping[str, Any]
+
+
+class Axes(NamedTuple):
+    """How one array lies in a checkpoint and in a module.
+
+    Attributes:
+      ours: makes it ours, of that shape.
+      theirs: makes it theirs.
+    """
+
+    ours: Callable[[Any, Shape], Any]
+    theirs: Callable[[Any], Any]
+
+
+SAME = Axes(lambda x, shape: x.reshape(shape), lambda x: x)
+# Heads × features as one axis.
+FLAT = Axes(lambda x, shape: x.reshape(shape), lambda x: x.reshape(-1))
+
+
+def transposed(inputs: int = 1) -> Axes:
+    """[out, in], as PyTorch's Linear; ours has the given number of axes for in."""
+    return Axes(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
+
+
+def straight(inputs: int = 1) -> Axes:
+    """[in, out], as GPT-2's Conv1D."""
+    return Axes(lambda x, shape: x.reshape(shape), lambda x: _matrix(x, inputs))
+
+
+def patches(height: int, width: int) -> Axes:
+    """[out, channels, height, width], as PyTorch's Conv2d over patches."""
+
+    def theirs(x: Any) -> Any:
+        return x.reshape(height, width, -1, x.shape[-1]).transpose(3, 2, 0, 1)
+
+    return Axes(lambda x, shape: x.transpose(2, 3, 1, 0).reshape(shape), theirs)
+
+
+def wrapped(count: int) -> Axes:
+    """With so many axes of size 1 before ours."""
+    return Axes(lambda x, shape: x.reshape(shape), lambda x: x.reshape((1,) * count + x.shape))
+
+
+def plus(offset: float) -> Axes:
+    """A scale that is kept as its distance from the offset, as Gemma's norms are from 1."""
+    return Axes(lambda x, shape: x.reshape(shape) + offset, lambda x: x - offset)
+
+
+class Row(NamedTuple):
+    """One tensor of the checkpoint.
+
+    Attributes:
+      theirs: its name.
+      ours: the path of our parameter, or those of several that lie in it one after another.
+      axes: how each lies.
+      split: the axis of the tensor on which several lie.
+    """
+
+    theirs: str
+    ours: str | tuple[str, ...]
+    axes: Axes = SAME
+    split: int = 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of ours."""
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+
+class Family(NamedTuple):
+    """A model of a checkpoint.
+
+    Attributes:
+      module: ours.
+      example: arguments that it can be initialized with.
+      rows: one for each tensor.
+      ignored: names of tensors that say nothing of their own, such as copies of others.
+    """
+
+    module: nn.Module
+    example: tuple[Any, ...]
+    rows: list[Row]
+    ignored: tuple[str, ...] = ()
+
+    def shapes(self) -> dict[str, Any]:
+        """Our parameters by path: shapes and dtypes."""
+        found = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
+        return flatten_dict(found["params"], sep="/")
+
+
+def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
+    """Our variables from the tensors of a checkpoint, each in its dtype.
+
+    Raises:
+      ValueError: one that lists every tensor that is missing, surplus or of another shape.
+    """
+    wanted, found, wrong = family.shapes(), {}, []
+    known = {row.theirs for row in family.rows}
+    wrong += [f"surplus {name}" for name in sorted({*tensors} - known - {*family.ignored})]
+    for row in family.rows:
+        if row.theirs not in tensors:
+            wrong.append(f"missing {row.theirs}")
+            continue
+        x = tensors[row.theirs]
+        expected = _shape(row, [wanted[path].shape for path in row.paths])
+        if x.shape != expected:
+            wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
+            continue
+        parts = np.split(x, len(row.paths), row.split) if len(row.paths) > 1 else [x]
+        for path, part in zip(row.paths, parts, strict=True):
+            found[path] = row.axes.ours(part, wanted[path].shape)
+    if wrong:
+        raise ValueError(
+            "the tensors do not fit the model of this config: " + "; ".join(wrong) + "; take "
+            "both from one checkpoint"
+        )
+    return {"params": unflatten_dict(found, sep="/")}
+
+
+def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint from our variables: `from_tensors`, read backwards."""
+    params = flatten_dict(variables["params"], sep="/")
+    lacking = {path for row in family.rows for path in row.paths} ^ params.keys()
+    if lacking:
+        raise ValueError(f"the variables are not those of the model: {sorted(lacking)}")
+    found = {}
+    for row in family.rows:
+        parts = [row.axes.theirs(np.asarray(params[path])) for path in row.paths]
+        whole = np.concatenate(parts, row.split) if len(parts) > 1 else parts[0]
+        found[row.theirs] = np.asarray(whole, order="C")
+    return found
+
+
+def _shape(row: Row, ours: list[Shape]) -> Shape:
+    """That of a tensor, by those of ours."""
+    parts = [row.axes.theirs(np.empty(shape, np.bool_)) for shape in ours]
+    return (np.concatenate(parts, row.split) if len(parts) > 1 else parts[0]).shape
+
+
+def _matrix(x: Any, inputs: int) -> Any:
+    return x.reshape(math.prod(x.shape[:inputs]), -1)
+
+
+def each(count: int, rows: Iterable[Row]) -> list[Row]:
+    """The rows of every layer: {} stands for its number."""
+
+    def numbered(row: Row, i: int) -> Row:
+        paths = tuple(path.format(i) for path in row.paths)
+        return row._replace(theirs=row.theirs.format(i), ours=paths)
+
+    rows = list(rows)
+    return [numbered(row, i) for i in range(count) for row in rows]
+
+
+def linear(theirs: str, ours: str, bias: bool = True, inputs: int = 1) -> list[Row]:
+    """The rows of a PyTorch Linear."""
+    rows = [Row(f"{theirs}.weight", f"{ours}/kernel", transposed(inputs))]
+    return rows + [Row(f"{theirs}.bias", f"{ours}/bias", FLAT)] * bias
+
+
+def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list[Row]:
+    """The rows of a norm."""
+    rows = [Row(f"{theirs}.weight", f"{ours}/scale", plus(offset) if offset else SAME)]
+    return rows + [Row(f"{theirs}.bias", f"{ours}/bias")] * bias
+
+
+def attention(
+    theirs: str, ours: str, names: Iterable[str], biases: tuple[bool, ...] = (True,) * 4
+) -> list[Row]:
+    """The rows of the projections of queries, keys, values and out, by their names in order."""
+    own = ("query", "key", "value", "out")
+    rows: list[Row] = []
+    for name, mine, bias in zip(names, own, biases, strict=True):
+        at = (f"{theirs}.{name}", f"{ours}/{mine}")
+        rows += linear(*at, bias, inputs=2 if mine == "out" else 1)
+    return rows

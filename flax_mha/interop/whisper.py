@@ -1,0 +1,110 @@
+"""Whisper: text from sound."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.blocks import DecoderBlock, EncoderBlock
+from flax_mha.embeddings import TokenEmbedding
+from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.table import Axes, Family, Row, attention, each, linear, norm
+from flax_mha.models import LanguageModel
+from flax_mha.positions import PositionEmbedding
+from flax_mha.stacks import Decoder, Encoder
+
+HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+class Whisper(nn.Module):
+    """Logits of each next token, from a spectrogram and the tokens so far.
+
+    Attributes:
+      positions: of what the convolutions give.
+      encoder: the stack over it.
+      decoder: the model of the tokens, whose blocks have `cross_attention`.
+
+    Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022.
+    """
+
+    positions: PositionEmbedding
+    encoder: Encoder
+    decoder: LanguageModel
+
+    def setup(self) -> None:
+        """Makes the convolutions."""
+        D = self.decoder.embedding.features
+        self.convolutions = [
+            nn.Conv(D, (3,), strides=stride, padding=1, name=f"conv{stride}") for stride in (1, 2)
+        ]
+
+    def __call__(self, sound: jax.Array, tokens: jax.Array, **options: Any) -> jax.Array:
+        """Maps sound [*B, frames, bins] and tokens int [*B, T] to logits [*B, T, V]."""
+        return self.decode(tokens, self.encode(sound), **options)
+
+    def encode(self, sound: jax.Array) -> jax.Array:
+        """Maps sound to the memory [*B, frames / 2, D]."""
+        for convolution in self.convolutions:
+            sound = nn.gelu(convolution(sound), approximate=False)
+        return self.encoder(self.positions(sound))
+
+    def decode(self, tokens: jax.Array, memory: jax.Array | None, **options: Any) -> jax.Array:
+        """The decoder's logits."""
+        return self.decoder(tokens, memory, **options)
+
+
+def whisper(config: Config) -> Family:
+    """Of `WhisperForConditionalGeneration`."""
+    refuse(config, scale_embedding=False)
+    D, V = config["d_model"], config["vocab_size"]
+    biases = ("query", "value", "out")
+
+    def options(side: str) -> dict[str, Any]:
+        layer = MultiHeadAttention(config[f"{side}_attention_heads"], use_bias=biases)
+        return {
+            "attention": layer, "mlp_dim": config[f"{side}_ffn_dim"], "norm_epsilon": 1e-5,
+            "activation": activation(config, "activation_function"),
+        }  # fmt: skip
+
+    cross = MultiHeadAttention(config["decoder_attention_heads"], use_bias=biases)
+    module = Whisper(
+        PositionEmbedding(max_length=config["max_source_positions"]),
+        Encoder(config["encoder_layers"], EncoderBlock(**options("encoder"))),
+        LanguageModel(
+            TokenEmbedding(V, D),
+            Decoder(
+                config["decoder_layers"],
+                DecoderBlock(cross_attention=cross, **options("decoder")),
+            ),
+            position_embedding=PositionEmbedding(max_length=config["max_target_positions"]),
+        ),
+    )
+    convolution = Axes(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
+    rows = [
+        Row("model.encoder.embed_positions.weight", "positions/embedding"),
+        Row("model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"),
+        Row("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
+        *_stack("encoder", "encoder", config["encoder_layers"]),
+        *_stack("decoder", "decoder/decoder", config["decoder_layers"]),
+    ]
+    for n in (1, 2):
+        rows.append(Row(f"model.encoder.conv{n}.weight", f"conv{n}/kernel", convolution))
+        rows.append(Row(f"model.encoder.conv{n}.bias", f"conv{n}/bias"))
+    sound = np.zeros((1, 2 * config["max_source_positions"], config["num_mel_bins"]), np.float32)
+    return Family(module, (sound, np.zeros((1, 1), np.int32)), rows, ("proj_out.weight",))
+
+
+def _stack(theirs: str, ours: str, layers: int) -> list[Row]:
+    at, own = f"model.{theirs}.layers.{{}}", f"{ours}/layers_{{}}"
+    names = {"self_attn": "attention"}
+    if theirs == "decoder":
+        names["encoder_attn"] = "cross_attention"
+    rows: list[Row] = []
+    for name, mine in names.items():
+        rows += attention(f"{at}.{name}", f"{own}/{mine}", HEADS, (True, False, True, True))
+        rows += norm(f"{at}.{name}_layer_norm", f"{own}/{mine}_norm")
+    rows += linear(f"{at}.fc1", f"{own}/mlp/up") + linear(f"{at}.fc2", f"{own}/mlp/down")
+    rows += norm(f"{at}.final_layer_norm", f"{own}/mlp_norm")
+    return [*each(layers, rows), *norm(f"model.{theirs}.layer_norm", f"{ours}/norm")]

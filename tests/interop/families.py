@@ -1,0 +1,119 @@
+"""Small random models of `transformers`, one for each family, and what they are given."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers as hf
+
+RNG = np.random.default_rng(0)
+IDS = RNG.integers(3, 64, (2, 11))
+IMAGES = RNG.normal(size=(2, 3, 16, 16)).astype(np.float32)
+SOUND = RNG.normal(size=(2, 8, 32)).astype(np.float32)
+TEXT: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+TOWER = {name: TEXT[name] for name in list(TEXT)[1:5]} | {"image_size": 16, "patch_size": 4}
+DECODER = TEXT | {"num_key_value_heads": 2, "head_dim": 16}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8
+}  # fmt: skip
+LOCAL = {
+    "sliding_window": 3, "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
+BOTH = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+}
+WHISPER = {
+    "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40, "num_mel_bins": 8, "max_source_positions": 16,
+    "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+T5 = {
+    "vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+    "num_decoder_layers": 3, "num_heads": 4,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A model: its class, its config, and what it is given, there and here."""
+
+    model: Any
+    config: Any
+    given: dict[str, Any]
+    ours: tuple[Any, ...]
+
+
+def text(model: Any, config: Any) -> Case:
+    return Case(model, config, {"input_ids": IDS}, (IDS,))
+
+
+def towers(model: Any, config: Any, at: np.ndarray) -> Case:
+    given = {"input_ids": IDS, "pixel_values": IMAGES}
+    return Case(model, config, given, (IMAGES.transpose(0, 2, 3, 1), IDS, at))
+
+
+both = {"text_config": TEXT, "vision_config": TOWER}
+last = np.full(len(IDS), IDS.shape[1] - 1)
+CASES = {
+    "bert": text(hf.BertModel, hf.BertConfig(**TEXT)),
+    "roberta": text(hf.RobertaModel, hf.RobertaConfig(**TEXT)),
+    "distilbert": text(hf.DistilBertModel, hf.DistilBertConfig(
+        vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
+    )),
+    "vit": Case(hf.ViTModel, hf.ViTConfig(**TOWER), {"pixel_values": IMAGES},
+                (IMAGES.transpose(0, 2, 3, 1),)),
+    "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16), np.argmax(IDS, -1)),
+    "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both), last),
+    "gpt2": text(hf.GPT2LMHeadModel, hf.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
+        eos_token_id=2,
+    )),
+    "t5": Case(
+        hf.T5ForConditionalGeneration, hf.T5Config(**T5),
+        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
+    ),
+    "t5 1.1": Case(
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
+    ),
+    "whisper": Case(
+        hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER),
+        {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
+    ),
+    "llama": text(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=LLAMA3)),
+    "mistral": text(hf.MistralForCausalLM, hf.MistralConfig(**DECODER, sliding_window=3)),
+    "qwen2": text(hf.Qwen2ForCausalLM, hf.Qwen2Config(**TEXT, num_key_value_heads=2)),
+    "qwen3": text(hf.Qwen3ForCausalLM, hf.Qwen3Config(
+        **DECODER, tie_word_embeddings=True, rope_parameters=YARN
+    )),
+    "gemma2": text(hf.Gemma2ForCausalLM, hf.Gemma2Config(
+        **DECODER, sliding_window=3, query_pre_attn_scalar=24
+    )),
+    "gemma3": text(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(
+        **DECODER, **LOCAL, rope_parameters=BOTH
+    )),
+}  # fmt: skip
+
+
+def make(case: Case) -> Any:
+    """The model with random weights, all of them, biases and scales too."""
+    torch.manual_seed(0)
+    case.config._attn_implementation = "eager"
+    model = case.model(case.config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "logit" not in name:
+                p.normal_(0, 0.2) if p.ndim > 1 else p.add_(0.1 * torch.randn_like(p))
+    return model

@@ -1,0 +1,122 @@
+"""Every family against `transformers`: hidden states, gradients, tokens, and files both ways."""
+
+import functools
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra families")
+pytest.importorskip("transformers", reason="needs the extra families")
+
+from flax_mha import generate, interop  # noqa: E402
+from flax_mha.blocks import Block  # noqa: E402
+from flax_mha.models import LanguageModel  # noqa: E402
+from tests.interop.families import CASES, IDS, make  # noqa: E402
+from tests.oracle import error  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TEXTS = [name for name, case in CASES.items() if case.ours[0] is IDS and len(case.ours) == 1]
+
+
+@functools.cache
+def pair(name: str) -> tuple[Any, Any, Any]:
+    """Theirs, and our module with its variables."""
+    theirs = make(CASES[name])
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        module, variables = interop.load(folder)
+        return theirs, module, jax.tree.map(np.array, variables)
+
+
+def run(theirs: Any, given: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        return theirs(**{key: torch.tensor(x) for key, x in given.items()},
+                      output_hidden_states=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_hidden_state(name: str) -> None:
+    theirs, module, variables = pair(name)
+    want = run(theirs, CASES[name].given)
+
+    def is_block(module: Any, method: str) -> bool:
+        return isinstance(module, Block) and method == "__call__"
+
+    got, seen = module.apply(
+        variables, *CASES[name].ours, capture_intermediates=is_block, mutable="intermediates"
+    )
+    if isinstance(got, tuple):
+        wanted = (want.image_embeds, want.text_embeds, want.logits_per_image)
+    elif hasattr(want, "logits"):
+        got, wanted = (got,), (want.logits,)
+    else:
+        got, wanted = (got,), (want.last_hidden_state,)
+    for ours, expected in zip(got, wanted, strict=True):
+        assert error(ours, expected.numpy()) < 1e-5
+    blocks = [x[0] for x in jax.tree.leaves(seen, is_leaf=lambda x: isinstance(x, tuple))]
+    states: list[Any] = []
+    for part in ("vision_model_output", "text_model_output"):
+        states += (getattr(want, part, None) or {}).get("hidden_states", ())[1:]
+    for part in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
+        # Of decoders alone the last is given after the norm that follows it.
+        states += (getattr(want, part, None) or ())[1:]
+    states = [x.numpy() for x in states]
+    assert blocks
+    assert len(states) == len(blocks)
+    close = sum(any(x.shape == y.shape and error(x, y) < 1e-5 for y in states) for x in blocks)
+    stacks = 2 if len(CASES[name].ours) > 1 else 1
+    normed = module.__class__.__name__ in ("LanguageModel", "Translator", "Whisper")
+    assert close >= len(blocks) - (stacks if normed else 0)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_gradients_of_the_input(name: str) -> None:
+    """Of the table of tokens, which is the input of the first layer."""
+    theirs, module, variables = pair(name)
+    out = theirs(input_ids=torch.tensor(IDS))
+    out = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    cotangent = np.random.default_rng(1).normal(size=out.shape).astype(np.float32)
+    table = theirs.get_input_embeddings().weight
+    (want,) = torch.autograd.grad(out, [table], torch.tensor(cotangent))
+
+    def loss(variables: Any) -> jax.Array:
+        return jnp.vdot(module.apply(variables, IDS), cotangent)
+
+    got = jax.jit(jax.grad(loss))(variables)["params"]["embedding"]["table"]["embedding"]
+    assert error(got, want.numpy()) < 1e-4
+
+
+@pytest.mark.parametrize("name", [x for x in TEXTS if isinstance(pair(x)[1], LanguageModel)])
+def test_greedy_tokens(name: str) -> None:
+    theirs, module, variables = pair(name)
+    want = theirs.generate(
+        torch.tensor(IDS[:, :5]), max_new_tokens=8, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    found = generate(module, variables, jnp.asarray(IDS[:, :5]), max_new_tokens=8)
+    np.testing.assert_array_equal(found.tokens, want[:, 5:].numpy())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_both_ways(name: str, tmp_path: Any) -> None:
+    """What they save we load, and what we save they load, equal to the bit."""
+    theirs, module, variables = pair(name)
+    theirs.save_pretrained(tmp_path / "theirs")
+    loaded, found = interop.load(tmp_path / "theirs")
+    assert loaded == module
+    jax.tree.map(np.testing.assert_array_equal, found, variables)
+    config = CASES[name].config.to_dict() | {"architectures": [type(theirs).__name__]}
+    interop.save(config, found, tmp_path / "ours")
+    again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    mine = dict(again.named_parameters())
+    for key, x in theirs.named_parameters():
+        if "pooler" not in key:
+            wanted = x.detach().numpy()
+            if "norm" in key and name.startswith("gemma"):  # Kept as their distance from 1.
+                np.testing.assert_allclose(mine[key].detach().numpy(), wanted, atol=2e-7)
+            else:
+                np.testing.assert_array_equal(mine[key].detach().numpy(), wanted)

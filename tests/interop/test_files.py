@@ -1,0 +1,189 @@
+"""Folders of checkpoints, without the libraries they come from: damaged ones, and shards."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mha import interop
+from flax_mha.interop import files
+from flax_mha.interop.table import FLAT, Row, patches, plus, straight, transposed, wrapped
+from tests.oracle import random_like
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e4,
+}  # fmt: skip
+TOKENS = np.arange(10).reshape(2, 5)
+
+
+def variables(config: dict[str, Any] = CONFIG) -> Any:
+    family = interop.family(config)
+    return random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    interop.save(CONFIG, variables(), tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("row", "shape"),
+    [
+        (Row("", "x"), (3, 4)),
+        (Row("", "x", FLAT), (3, 4)),
+        (Row("", "x", transposed()), (5, 3, 4)),
+        (Row("", "x", transposed(2)), (3, 4, 5)),
+        (Row("", "x", straight(2)), (3, 4, 5)),
+        (Row("", "x", wrapped(2)), (1, 4)),
+        (Row("", "x", patches(2, 3)), (24, 5)),
+        (Row("", "x", plus(1.0)), (4,)),
+    ],
+    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) and not isinstance(x, Row) else "",
+)
+def test_axes_are_read_both_ways(row: Row, shape: tuple[int, ...]) -> None:
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    theirs = row.axes.theirs(x)
+    assert theirs.size == x.size
+    np.testing.assert_array_equal(row.axes.ours(theirs, shape), x)
+
+
+def test_saved_and_loaded(folder: Path) -> None:
+    module, found = interop.load(folder)
+    wanted = variables()
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    np.testing.assert_array_equal(module.apply(found, TOKENS), module.apply(wanted, TOKENS))
+
+
+def test_several_files_and_dtypes(folder: Path) -> None:
+    """An index of two files, of which one is in bfloat16; and all as another dtype."""
+    tensors = dict(files.read(folder / "model.safetensors"))
+    names = sorted(tensors)
+    half = {name: np.array(tensors[name], ml_dtypes.bfloat16) for name in names[:8]}
+    rest = {name: np.array(tensors[name]) for name in names[8:]}
+    (folder / "model.safetensors").unlink()
+    weights = {}
+    for file, part in (("a.safetensors", half), ("b.safetensors", rest)):
+        files.write(folder / file, part)
+        weights |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    _, found = interop.load(folder)
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"bfloat16", "float32"}
+    _, found = interop.load(folder, dtype="float16")
+    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"float16"}
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, found, variables())
+    weights["surely.not"] = "a.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ValueError, match="names tensors that its files lack"):
+        interop.load(folder)
+    weights["surely.not"] = "../a.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(ValueError, match="must name files beside it"):
+        interop.load(folder)
+
+
+def test_each_device_reads_its_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = jax.make_mesh((8,), ("model",))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def sharding(x: jax.Array) -> NamedSharding:
+        for n, size in enumerate(x.shape):
+            if size % 8 == 0:
+                return NamedSharding(mesh, PartitionSpec(*(None,) * n, "model"))
+        return whole
+
+    read: list[int] = []
+    given = np.ascontiguousarray
+
+    def counted(x: Any) -> Any:
+        read.append(np.size(x))
+        return given(x)
+
+    monkeypatch.setattr(np, "ascontiguousarray", counted)
+    wanted = variables()
+    _, found = interop.load(folder, shardings=jax.tree.map(sharding, wanted), dtype=jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    kernel = found["params"]["decoder"]["layers_0"]["mlp"]["up"]["kernel"]
+    assert kernel.addressable_shards[3].data.shape == (2, 24)
+    assert max(read) <= max(x.size for x in jax.tree.leaves(wanted)) // 8
+    _, found = interop.load(folder, shardings=whole)
+    assert all(x.sharding == whole for x in jax.tree.leaves(found))
+
+
+def renamed(tensors: dict[str, Any]) -> None:
+    tensors["model.other.weight"] = tensors.pop("model.norm.weight")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.norm2"] = np.zeros((3, 3), "f")
+
+
+def test_all_that_is_wrong_in_one_error(folder: Path) -> None:
+    tensors = {name: np.array(x) for name, x in files.read(folder / "model.safetensors").items()}
+    renamed(tensors)
+    files.write(folder / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match="do not fit the model") as error:
+        interop.load(folder)
+    for words in (
+        "missing model.norm.weight", "surplus model.other.weight", "surplus model.norm2",
+        "model.layers.0.mlp.up_proj.weight must be [24, 16], is [3, 3]",
+    ):  # fmt: skip
+        assert words in str(error.value)
+
+
+def test_damaged_files(folder: Path) -> None:
+    """Cut anywhere, or with a header that lies: an error of ours, nothing loaded."""
+    whole = (folder / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    cuts = [whole[:n] for n in (0, 5, 8, 40, start, start + 1, len(whole) - 1)]
+    lies = [
+        b"\xff" * 8 + whole[8:], whole[:8] + b"[]" + b" " * (start - 10) + whole[start:],
+        whole.replace(b'"F32"', b'"F99"', 1), whole.replace(b"[24, 16]", b"[24, -1]", 1),
+        whole.replace(b'"data_offsets": [0', b'"data_offsets": [9', 1),
+        whole.replace(b'"shape"', b'"sharp"', 1), whole.replace(b'{"', b'{\xff', 1),
+    ]  # fmt: skip
+    for damaged in cuts + lies:
+        assert damaged != whole
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"fetch it again|damaged|can be read|JSON object"):
+            interop.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "mamba"}, "model_type must be one of"),
+        ({"hidden_act": "swish9"}, "activation must be one of"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be"),
+        ({"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
+        ({"intermediate_size": 32}, "must be \\[32, 16\\], is \\[24, 16\\]"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_configs_that_do_not_fit(folder: Path, change: dict[str, Any], words: str) -> None:
+    config = {name: x for name, x in (CONFIG | change).items() if x is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        interop.load(folder)
+
+
+def test_folders_without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
+        interop.load(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError):
+        interop.load(folder)
+
+
+def test_variables_of_another_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not those of the model"):
+        interop.save(CONFIG | {"num_hidden_layers": 3}, variables(), tmp_path)
+    assert not list(tmp_path.iterdir())
