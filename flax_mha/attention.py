@@ -308,9 +308,10 @@ class MultiHeadAttention(nn.Module):
 
     def _dropout_rng(self, deterministic: bool | None, rng: Any) -> jax.Array | None:
         """A key, if there is to be dropout."""
-        if self.dropout_rate == 0 or nn.merge_param(
-            "deterministic", self.deterministic, deterministic
-        ):
+        if self.dropout_rate == 0:
+            return None
+        said = nn.merge_param("deterministic", self.deterministic, deterministic)
+        if inputs.flag("deterministic", said):
             return None
         return self.make_rng("dropout") if rng is None else rng
 

@@ -167,6 +167,8 @@ def positive(**sizes: Any) -> None:
             raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
+        if size > _INT32.max:
+            raise ValueError(f"{name} must fit int32, got {size}; give a smaller one")
 
 
 def optional(**sizes: Any) -> None:

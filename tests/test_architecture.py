@@ -20,7 +20,7 @@ LAYERS = [
     {"sharding", "padding"},
     {"masks.tables", "scores"},
     {"masks.base"},
-    {"masks.rules"},
+    {"masks.rules", "masks.lattice"},
     {"masks.tokens"},
     {"masks", "positions", "linear"},
     {"projections"},

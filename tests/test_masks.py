@@ -18,9 +18,12 @@ from flax_mha.masks import (
     FULL,
     Causal,
     Dense,
+    Dilated,
+    Documents,
     Keys,
     Lengths,
     Mask,
+    Neighborhood,
     PerHead,
     Predicate,
     Prefix,
@@ -28,7 +31,7 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.shapes import Dims
-from tests.algebra import Expression, evaluate, expressions
+from tests.algebra import Expression, evaluate, expressions, near, same_document
 
 B, N, T, S = 2, 3, 5, 6
 DIMS = Dims((B,), T, S, N, N, 4, 4)
@@ -40,6 +43,7 @@ Q = np.array([4, 5])
 SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
 PREFIX = np.array([2, 4])
 TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.5
+
 
 ATOMS: dict[str, tuple[Mask, Rule]] = {
     "causal": (Causal(), lambda b, n, i, j: j <= i),
@@ -53,6 +57,17 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
     "segments_traced": (
         Segments(jnp.asarray(SEGMENTS[0, :T]), jnp.asarray(SEGMENTS[1])),
         lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[1, j],
+    ),
+    "documents": (Documents(np.array([[2, 1, 1], [4, 0, 2]])), same_document),
+    "documents_traced": (
+        Documents(jnp.array([2, 3])),
+        lambda b, n, i, j: (i >= 2) + (i >= 5) == (j >= 2) + (j >= 5),
+    ),
+    "dilated": (Dilated(3), lambda b, n, i, j: (i - j) % 3 == 0),
+    "neighborhood": (Neighborhood((2, 3), (1, 2)), lambda b, n, i, j: near((2, 3), (1, 2), i, j)),
+    "neighborhood_of_3": (
+        Neighborhood((2, 2, 3), (2, 1, 2)),
+        lambda b, n, i, j: near((2, 2, 3), (2, 1, 2), i, j),
     ),
     "prefix": (Prefix(2), lambda b, n, i, j: j < 2 or j <= i),
     "prefix_per_row": (Prefix(PREFIX), lambda b, n, i, j: j < PREFIX[b] or j <= i),
@@ -138,6 +153,12 @@ def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> 
         (Lengths(np.array(8)), 8, 8),
         (Dense(np.arange(16) < 4), 12, 4),
         (Keys(np.arange(16) < 4), 12, 4),
+        (Documents(np.array([8, 8])), 8, 8),
+        (Neighborhood((4, 4), (1, 4)), 12, 4),
+        (Neighborhood((4, 4), (3, 4)), 4, 12),
+        (Neighborhood((2, 2, 4), (1, 2, 4)), 8, 8),
+        (Dilated(1), 0, 16),
+        (Dilated(16), 12, 0),
         (~Causal(), 6, 6),
         (Predicate(lambda b, n, i, j: i == j), 0, 0),
     ],

@@ -12,7 +12,10 @@ A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed 
 | `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
 | `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
+| `Documents(lengths)` | they are of one document, of several in a row |
 | `Prefix(length)` | j < length or j ≤ i |
+| `Dilated(step)` | (i − j) mod step = 0 |
+| `Neighborhood(sizes, window)` | it is in i's window, on a lattice of two, three, … axes |
 | `Dense(array)` | the array says so |
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
 | `PerHead(masks)` | the head's mask says so |
@@ -45,10 +48,13 @@ from flax_mha.masks.base import Not as Not
 from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
+from flax_mha.masks.lattice import Dilated as Dilated
+from flax_mha.masks.lattice import Neighborhood as Neighborhood
 from flax_mha.masks.rules import Causal as Causal
 from flax_mha.masks.rules import PerHead as PerHead
 from flax_mha.masks.rules import Predicate as Predicate
 from flax_mha.masks.rules import Window as Window
+from flax_mha.masks.tokens import Documents as Documents
 from flax_mha.masks.tokens import Keys as Keys
 from flax_mha.masks.tokens import Lengths as Lengths
 from flax_mha.masks.tokens import Prefix as Prefix

@@ -3,10 +3,11 @@
 from typing import Any, Self
 
 import jax.numpy as jnp
+import numpy as np
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles
-from flax_mha.masks.base import Dense, Mask, both, either, judge
+from flax_mha.masks.base import Dense, Mask, both, either, judge, known
 from flax_mha.masks.rules import Causal
 from flax_mha.shapes import Dims
 
@@ -91,6 +92,36 @@ class Segments(Mask):
         )
         meet = (q_low <= k_high) & (k_low <= q_high)
         return judge(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
+
+
+class Documents(Mask):
+    """Tokens see those of their own document, of several that stand one after another in a row.
+
+    Those after the last document are one of their own: `Lengths` leaves out padding.
+
+    Attributes:
+      lengths: int [*B, documents] (or [documents]), how many tokens each has; 0 for none.
+    """
+
+    lengths: Any
+
+    def bind(self, dims: Dims) -> Mask:
+        """See `Mask.bind`: segments."""
+        lengths = inputs.integers("Documents.lengths", self.lengths)
+        if lengths.ndim == 0 or lengths.shape[:-1] not in {(), dims.B}:
+            raise ValueError(
+                f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
+                f"[documents], got {lengths.shape}; fill rows of fewer documents with 0"
+            )
+        inputs.within("Documents.lengths", lengths, None, "a length counts tokens")
+        xp: Any = np if known(lengths) else jnp
+        ends = xp.cumsum(lengths, -1, dtype=np.int32)[..., None, :]
+
+        def ids(length: int) -> Array:
+            tokens = np.arange(length, dtype=np.int32)[:, None]
+            return (shapes.lead(tokens, ends.ndim) >= ends).sum(-1, dtype=np.int32)
+
+        return Segments(ids(dims.T), ids(dims.S)).bind(dims)
 
 
 class Prefix(Mask):

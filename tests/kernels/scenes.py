@@ -9,7 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha.masks import Causal, Dense, Keys, Lengths, Mask, PerHead, Predicate, Prefix, Segments
+from flax_mha.masks import (
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Keys,
+    Lengths,
+    Mask,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Prefix,
+    Segments,
+)
 from flax_mha.masks import Window as Near
 
 N = 4
@@ -116,6 +129,27 @@ def predicate(at: Scene) -> tuple[Mask, np.ndarray]:
     return Predicate(rule, (np.array(3),)), rule(at.row, at.head, at.i, at.j, 3)
 
 
+def dilated(at: Scene) -> tuple[Mask, np.ndarray]:
+    return Near(90, 0) & Dilated(7), ((at.i - at.j) % 7 == 0) & (at.i - 90 <= at.j) & (at.j <= at.i)
+
+
+def neighborhood(at: Scene) -> tuple[Mask, np.ndarray]:
+    """On a lattice of 20 × 30 tokens."""
+    mask, allowed = Neighborhood((20, 30), (3, 8)), True
+    for size, window, stride in ((20, 3, 30), (30, 8, 1)):
+        q, k = (x // stride % size for x in (at.i, at.j))
+        first = np.minimum(np.maximum(q - window // 2, 0), size - window)
+        allowed = allowed & (first <= k) & (k < first + window)
+    return mask, allowed
+
+
+def documents(at: Scene) -> tuple[Mask, np.ndarray]:
+    lengths = at.rng.integers(0, 60, (*at.batch, 5))
+    ends = np.cumsum(lengths, -1).reshape(-1, 5)
+    q, k = ((np.arange(n)[:, None] >= ends[:, None]).sum(-1) for n in (at.T, at.S))
+    return Documents(lengths), q[:, None, :, None] == k[:, None, None, :]
+
+
 def per_head(at: Scene) -> tuple[Mask, np.ndarray]:
     near, far = np.abs(at.i - at.j) <= 4, at.j > at.i
     mask, table = dense(at)
@@ -139,5 +173,6 @@ MASKS: dict[str, Callable[[Scene], tuple[Mask, np.ndarray]]] = {
     "lengths_per_query": lengths_per_query, "segments": segments, "packed": packed,
     "prefix": prefix, "prefix_per_row": prefix_per_row, "dense": dense,
     "dense_of_keys": dense_of_keys, "dense_in_blocks": dense_in_blocks, "predicate": predicate,
-    "per_head": per_head, "mixed": mixed,
+    "per_head": per_head, "mixed": mixed, "dilated": dilated, "neighborhood": neighborhood,
+    "documents": documents,
 }  # fmt: skip

@@ -11,7 +11,17 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_mha import dot_product_attention, explain, sharding
-from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
+from flax_mha.masks import (
+    Causal,
+    Dilated,
+    Lengths,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 
 pytestmark = [
@@ -103,6 +113,10 @@ CALLS = {
             "q_positions": ids, "bias": b,
         },
         ((2, 1, 1000, 1),),
+    ),
+    "lattice": (
+        lambda ids, b: {"mask": Neighborhood((20, 50), (5, 8)) & Dilated(3), "bias": b},
+        ((N, 1, 1000),),
     ),
     "predicate": (
         lambda ids, b: {

@@ -41,3 +41,16 @@ def test_random_masks(
 def _whole(at: Scene, name: str) -> tuple:
     mask, allowed = MASKS[name](at)
     return mask, at.table(allowed)
+
+
+@pytest.mark.parametrize("given_as", ["known", "traced"])
+@pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents"])
+def test_masks_on_lattices(name: str, given_as: str) -> None:
+    """Skipping tiles that they exclude, and in all that is left."""
+    case = Case(name, "", "bias", "soft", "gqa", "float32", "no_dropout", "from_0", given_as)
+    at = Scene((2,), 257, 300, "from_0", 5)
+    problem = pose(at, *_whole(at, name), case)
+    allowed = bounds(problem)
+    for kernel in KERNELS:
+        for part, error in errors(problem, run(kernel, problem, given_as == "traced")).items():
+            assert error <= allowed[part], (kernel, part, error)

@@ -1,3 +1,4 @@
+# Over 300 lines: one rule for each operation that Mosaic lacks.
 """Functions of scores in operations that Mosaic has, Pallas' compiler for TPUs.
 
 What a mask or a score does, a user's function included, is traced once, of one tile, and carried
@@ -289,12 +290,16 @@ def _iota(eqn: Any, _: Sequence[_Node]) -> Any:
     return lax.broadcasted_iota(eqn.params["dtype"], to, axis)
 
 
-def _clamp(_: Any, inputs: Sequence[_Node]) -> Any:
-    return jnp.clip(inputs[1].value, inputs[0].value, inputs[2].value)
+def _sign(eqn: Any, inputs: Sequence[_Node]) -> Any:
+    """For what Mosaic makes of that of integers (in `//`), the TPU has to be there."""
+    x = inputs[0].value
+    whole = jnp.issubdtype(x.dtype, jnp.integer)
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if whole else _bind(eqn, inputs)
 
 
 _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _fill, "reshape": _same, "reshard": _same, "squeeze": _same,
-    "select_n": _select, "clamp": _clamp, "cond": _branch, "gather": _gather, "slice": _slice,
+    "select_n": _select, "sign": _sign, "cond": _branch, "gather": _gather, "slice": _slice,
     "dynamic_slice": _slice, "iota": _iota,
+    "clamp": lambda _, x: jnp.clip(x[1].value, x[0].value, x[2].value),
 }  # fmt: skip
