@@ -40,6 +40,7 @@ __all__ = [
     "sampling",
     "scores",
     "sharding",
+    "variants",
 ]
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from flax_mha import sampling as sampling
     from flax_mha import scores as scores
     from flax_mha import sharding as sharding
+    from flax_mha import variants as variants
     from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
     from flax_mha.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
     from flax_mha.blocks import DecoderBlock as DecoderBlock

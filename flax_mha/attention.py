@@ -219,9 +219,9 @@ class MultiHeadAttention(nn.Module):
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         listened = self.is_mutable_collection("intermediates")
         settings = core.Settings.of(self, with_parameters(self, self.scores, self))
-        found = core.attention(
-            self._weights(inputs_q, inputs_k, inputs_v), settings, inputs_q, inputs_k, inputs_v,
-            Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
+        call = Call(mask, bias, scores, positions, head_mask, lengths, order)
+        found = self.compute(
+            inputs_q, inputs_k, inputs_v, settings, call, cache,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
             return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
@@ -234,7 +234,25 @@ class MultiHeadAttention(nn.Module):
             self.sow("intermediates", f"attention_{name}", x)
         return (found.out, found.weights) if return_weights else found.out
 
-    def _weights(self, x_q: jax.Array, x_k: Any, x_v: Any) -> core.Weights:
+    def compute(
+        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: core.Settings, call: Call, cache: Any,
+        **more: Any,
+    ) -> core.Output:  # fmt: skip
+        """The layer on those inputs, with what the cache holds: what variants define anew.
+
+        Args:
+          x_q: [*B, T, D].
+          x_k: [*B, S, D'].
+          x_v: [*B, S, D''].
+          settings: the fields that `core` reads.
+          call: the other arguments.
+          cache: of earlier calls, or the `CacheConfig` of one that is to be made.
+          **more: for `core.attention`, or `core.attend`.
+        """
+        weights = self.weights(x_q, x_k, x_v)
+        return core.attention(weights, settings, x_q, x_k, x_v, call, cache, **more)
+
+    def weights(self, x_q: jax.Array, x_k: Any, x_v: Any) -> core.Weights:
         """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
         N, K, H, Hv = shapes.head_sizes(
             x_q.shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
@@ -244,7 +262,7 @@ class MultiHeadAttention(nn.Module):
 
         def projection(name: str, x: Any, heads: str, features: Shape) -> Any:
             names = ("embed", heads, "head_dim")
-            return None if x is None else self._linear(name, x.shape[-1:], names, features)
+            return None if x is None else self.linear(name, x.shape[-1:], names, features)
 
         def norm(name: str, x: Any) -> Any:
             found = as_qk_norm(self.qk_norm, self.normalize_qk)
@@ -266,16 +284,25 @@ class MultiHeadAttention(nn.Module):
         )  # fmt: skip
 
     def _out(self, heads: Shape, features: int) -> Linear:
-        return self._linear(
+        return self.linear(
             "out", heads, ("heads", "head_dim", "embed"), (self.out_features or features,),
             contracted=2, rows=("batch", "norm_length"),
             kernel_init=self.out_kernel_init or self.kernel_init,
             bias_init=self.out_bias_init or self.bias_init,
         )  # fmt: skip
 
-    def _linear(
+    def linear(
         self, name: str, inputs: Shape, names: LogicalNames, features: Shape, **settings: Any
     ) -> Linear:
+        """The linear map of that name, with the layer's initializers, dtypes and precision.
+
+        Args:
+          name: of its parameters.
+          inputs: the axes that are contracted.
+          names: logical names of the kernel's axes.
+          features: the axes that replace them.
+          **settings: other fields of `Projection`.
+        """
         defaults: dict[str, Any] = {
             "kernel_init": self.kernel_init,
             "bias_init": self.bias_init,

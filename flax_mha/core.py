@@ -10,47 +10,21 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
-from flax import struct
 from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import flax_functions, inputs, masks, padding, shapes, sharding
 from flax_mha.cache import CacheConfig, KVCache, Memory
 from flax_mha.grid import Array
+from flax_mha.heads import Weights as Weights
+from flax_mha.heads import normed, project, turned
 from flax_mha.kernels import Capture, dot_product_attention
 from flax_mha.kernels.observe import Captured, as_capture
-from flax_mha.linear import Linear, fused
-from flax_mha.positions import Rotation, rotate
+from flax_mha.linear import Linear
+from flax_mha.positions import Rotation
 from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import ScoreMod, as_scores
-
-
-class Weights(struct.PyTreeNode):
-    """What a layer learns.
-
-    Attributes:
-      query: to [N, H].
-      key: to [K, H]; None where no keys are projected.
-      value: to [K, Hv]; likewise.
-      out: from [N, Hv] to [D_out]; None if there is no output projection.
-      query_norm: [H], the scale of a norm of queries; or None.
-      key_norm: [H], that of keys; or None.
-      sinks: [N], a score more for each head; or None.
-      gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
-      scale: [N], of each head's scores; or None.
-    """
-
-    query: Linear
-    key: Linear | None
-    value: Linear | None
-    out: Linear | None
-    query_norm: jax.Array | None = None
-    key_norm: jax.Array | None = None
-    sinks: jax.Array | None = None
-    gate: Linear | None = None
-    scale: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +119,7 @@ def attention(
       module: what an `attention_fn` sows weights into.
     """
     itself = x_k is x_q
-    order = _ordered(call.order, itself and cache is None, x_q.shape[-2])
+    order = ordered(call.order, itself and cache is None, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     q, k, v, gate = project(weights, x_q, x_k, x_v)
     norm = settings.qk_norm
@@ -154,6 +128,50 @@ def attention(
     q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
+    return attend(
+        weights, settings, q, k, v, call, cache, gate=gate, order=order, itself=itself,
+        dropout_rng=dropout_rng, return_weights=return_weights, capture=capture, module=module,
+    )  # fmt: skip
+
+
+def attend(
+    weights: Weights,
+    settings: Settings,
+    q: jax.Array,
+    k: Any,
+    v: Any,
+    call: Call,
+    cache: KVCache | Memory | CacheConfig | None,
+    *,
+    gate: jax.Array | None = None,
+    order: Array | None = None,
+    itself: bool = True,
+    kernel: Callable[..., Any] | None = None,
+    dropout_rng: jax.Array | None = None,
+    return_weights: bool = False,
+    capture: Capture | None = None,
+    module: Any = None,
+) -> Output:
+    """What follows the projections, in `attention` and in layers that have others.
+
+    Args:
+      weights: of which only sinks, scale and out are read.
+      settings: see there.
+      q: [*B, T, N, H].
+      k: [*B, S, K, H], or None, of a memory.
+      v: [*B, S, K, Hv], likewise.
+      call: see there.
+      cache: see `attention`.
+      gate: what the heads' outputs are scaled by, before the sigmoid.
+      order: see `Call`.
+      itself: whether keys are of the queries' tokens.
+      kernel: computes attention, called as `dot_product_attention` is; keys and values of a cache
+        are `Stored`.
+      dropout_rng: see `attention`, as all that follow.
+      return_weights: see there.
+      capture: see there.
+      module: see there.
+    """
     q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
@@ -163,6 +181,7 @@ def attention(
         k, v = cache.stored()
     rest = _arguments(weights, settings, call, module)
     rest |= {"capture": capture, "return_weights": return_weights}
+    rest |= {} if kernel is None else {"attention": kernel}
     if dropout_rng is not None:
         rest |= {
             "dropout_rng": dropout_rng, "dropout_rate": settings.dropout_rate,
@@ -172,8 +191,8 @@ def attention(
         found, cache = cache.extend(q, k, v, call.lengths, **rest)
     else:
         rest["mask"] = masks.combine(rest["mask"], _real(call.lengths, q, k, itself))
-        attend = rest.pop("attention", dot_product_attention)
-        found = attend(q, k, v, **rest, q_positions=order, kv_positions=order)
+        run = rest.pop("attention", dot_product_attention)
+        found = run(q, k, v, **rest, q_positions=order, kv_positions=order)
         if isinstance(cache, CacheConfig):
             cache = cache.empty(k, v, settings.mask)
     x, *extras = found if isinstance(found, tuple) else (found,)
@@ -200,57 +219,6 @@ def captured(
     if sow_weights and given is not None and "weights" not in given.what:
         return dataclasses.replace(given, what=(*given.what, "weights"))
     return given
-
-
-def project(
-    weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any
-) -> tuple[jax.Array, Any, Any, jax.Array | None]:
-    """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], and gates.
-
-    Of no x_k there are no keys and values; of one input as few products as the mesh allows.
-    """
-    query, key, value = weights.query, weights.key, weights.value
-    of_q = [query] if weights.gate is None else [query, weights.gate]
-    N, H = query.features
-    if key is None or value is None or x_k is None:
-        q, *gates = _several(x_q, of_q, N)
-        return q, None, None, gates[0] if gates else None
-    K, Hv = value.features
-    if x_q is x_k is x_v:
-        q, *gates, k, v = fused(x_q, (*of_q, key, value), groups=K)
-    else:
-        q, *gates = _several(x_q, of_q, N)
-        k, v = fused(x_k, (key, value), groups=K) if x_k is x_v else (key(x_k), value(x_v))
-    chex.assert_shape(q, (*x_q.shape[:-1], N, H))
-    chex.assert_shape(k, (*x_k.shape[:-1], K, H))
-    chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
-    return q, k, v, gates[0] if gates else None
-
-
-def _several(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.Array]:
-    """As `fused`; one alone needs no joining."""
-    return [projections[0](x)] if len(projections) == 1 else fused(x, projections, groups)
-
-
-def normed(
-    norm: QKNorm, weights: Weights, q: jax.Array, k: Any, dtype: Dtype | None
-) -> tuple[jax.Array, Any]:
-    """Queries, and keys if there are some, after their norm."""
-    q = norm(q, weights.query_norm, dtype)
-    return q, None if k is None else norm(k, weights.key_norm, dtype)
-
-
-def turned(
-    rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
-) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Queries and keys, turned by where their tokens stand."""
-    q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
-    if order is not None:
-        q_pos = k_pos = jnp.asarray(order)
-    if isinstance(cache, KVCache):
-        q_pos = k_pos = cache.next_positions(q.shape[-3])
-    return rotate(rotary, q, k, positions, q_pos, k_pos)
 
 
 def merged(out: Linear | None, x: jax.Array) -> jax.Array:
@@ -285,7 +253,8 @@ def _real(lengths: jax.Array | None, q: jax.Array, k: Any, itself: bool) -> mask
     return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
 
 
-def _ordered(order: Array | None, whole: bool, length: int) -> Array | None:
+def ordered(order: Array | None, whole: bool, length: int) -> Array | None:
+    """The `order` of a call, if it fits."""
     if order is None:
         return None
     if not whole:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from flax_mha import interop
+from flax_mha import interop, masks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -77,6 +77,21 @@ def test_the_page_on_interop_runs(tmp_path: Path) -> None:
         interop.FAMILIES.update(families)
     assert scope["tokens"].shape == (1, 5)
     jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["theirs"])
+
+
+def test_the_page_on_variants_runs() -> None:
+    scope: dict = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for code in blocks("python", (ROOT / "docs" / "variants.md").read_text()):
+            exec(code, scope)
+        assert scope["tokens"].shape == (1, 5)
+        own, variables, x = scope["own"], scope["variables_of_own"], scope["x"]
+        assert variables["params"]["value_norm"]["scale"].shape == (16,)
+        cached = own.clone(decode=True)
+        cache = cached.init(jax.random.key(0), x)["cache"]
+        found, _ = cached.apply({**variables, "cache": cache}, x, mutable="cache")
+        wanted = own.apply(variables, x, mask=masks.Causal())
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def size(module: Any, *given: Any) -> int:

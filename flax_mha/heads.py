@@ -1,0 +1,93 @@
+"""From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.typing import Dtype
+
+from flax_mha.cache import KVCache
+from flax_mha.grid import Array
+from flax_mha.linear import Linear, fused
+from flax_mha.positions import Rotation, rotate
+from flax_mha.qk_norm import QKNorm
+
+
+class Weights(struct.PyTreeNode):
+    """What a layer learns.
+
+    Attributes:
+      query: to [N, H].
+      key: to [K, H]; None where no keys are projected.
+      value: to [K, Hv]; likewise.
+      out: from [N, Hv] to [D_out]; None if there is no output projection.
+      query_norm: [H], the scale of a norm of queries; or None.
+      key_norm: [H], that of keys; or None.
+      sinks: [N], a score more for each head; or None.
+      gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
+      scale: [N], of each head's scores; or None.
+    """
+
+    query: Linear
+    key: Linear | None
+    value: Linear | None
+    out: Linear | None
+    query_norm: jax.Array | None = None
+    key_norm: jax.Array | None = None
+    sinks: jax.Array | None = None
+    gate: Linear | None = None
+    scale: jax.Array | None = None
+
+
+def project(
+    weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any
+) -> tuple[jax.Array, Any, Any, jax.Array | None]:
+    """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], and gates.
+
+    Of no x_k there are no keys and values; of one input as few products as the mesh allows.
+    """
+    query, key, value = weights.query, weights.key, weights.value
+    of_q = [query] if weights.gate is None else [query, weights.gate]
+    N, H = query.features
+    if key is None or value is None or x_k is None:
+        q, *gates = _several(x_q, of_q, N)
+        return q, None, None, gates[0] if gates else None
+    K, Hv = value.features
+    if x_q is x_k is x_v:
+        q, *gates, k, v = fused(x_q, (*of_q, key, value), groups=K)
+    else:
+        q, *gates = _several(x_q, of_q, N)
+        k, v = fused(x_k, (key, value), groups=K) if x_k is x_v else (key(x_k), value(x_v))
+    chex.assert_shape(q, (*x_q.shape[:-1], N, H))
+    chex.assert_shape(k, (*x_k.shape[:-1], K, H))
+    chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
+    return q, k, v, gates[0] if gates else None
+
+
+def _several(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.Array]:
+    """As `fused`; one alone needs no joining."""
+    return [projections[0](x)] if len(projections) == 1 else fused(x, projections, groups)
+
+
+def normed(
+    norm: QKNorm, weights: Weights, q: jax.Array, k: Any, dtype: Dtype | None
+) -> tuple[jax.Array, Any]:
+    """Queries, and keys if there are some, after their norm."""
+    q = norm(q, weights.query_norm, dtype)
+    return q, None if k is None else norm(k, weights.key_norm, dtype)
+
+
+def turned(
+    rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
+    positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Queries and keys, turned by where their tokens stand."""
+    q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
+    if order is not None:
+        q_pos = k_pos = jnp.asarray(order)
+    if isinstance(cache, KVCache):
+        q_pos = k_pos = cache.next_positions(q.shape[-3])
+    return rotate(rotary, q, k, positions, q_pos, k_pos)

@@ -1,0 +1,118 @@
+"""Differential attention: what two maps of weights have in common cancels."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flax_mha import core, inputs, padding, shapes, sharding
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.core import Call, Settings
+from flax_mha.heads import turned
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.stored import widened
+
+
+class DifferentialAttention(MultiHeadAttention):
+    """Self-attention by the difference of two softmax maps, each head with two queries and keys.
+
+        out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
+        λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
+
+    with v of 2·H features a head, an RMSNorm of its own scale over them, and learned a, b [H]. As
+    each head has two maps, `num_heads` is half of what other layers of that size have. Fields and
+    arguments are those of `MultiHeadAttention`, but that there is no cross-attention, no
+    `v_head_dim`, `qk_norm`, `normalize_qk`, `gate`, `sinks` or `attention_fn`, and `scale` is a
+    number. Weights that are returned or captured are those of both maps, 2·N heads: of each
+    key/value head first all of the first map, then of the second.
+
+    Attributes:
+      offset: λ₀; the paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
+      norm_epsilon: of the norm.
+
+    Source: Ye et al., "Differential Transformer", 2024.
+    """
+
+    offset: float = 0.8
+    norm_epsilon: float = 1e-5
+
+    def compute(
+        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
+        **more: Any,
+    ) -> core.Output:  # fmt: skip
+        """See `MultiHeadAttention.compute`."""
+        self._check(x_q, x_k, x_v)
+        order = core.ordered(call.order, cache is None, x_q.shape[-2])
+        x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
+        D = x.shape[-1]
+        N, K, H, _ = shapes.head_sizes(
+            D, self.num_heads, self.num_kv_heads, self.qkv_features,
+            self.head_dim or (self.qkv_features or D) // (2 * self.num_heads), None,
+        )  # fmt: skip
+        # Values of 2·H as two heads of H, so that the cache takes them with the keys.
+        query, key, value = (
+            self.linear(name, (D,), ("embed", heads, "head_dim"), (2 * n, H))
+            for name, heads, n in (
+                ("query", "heads", N), ("key", "kv_heads", K), ("value", "kv_heads", K)
+            )
+        )  # fmt: skip
+        q, k = turned(settings.rotary, query(x), key(x), call.positions, order, cache)
+        out = self._out((N, 2 * H), D) if self.project_out else None
+        more["kernel"] = _Difference(self._lambda(H), self._norm(2 * H), K)
+        weights = core.Weights(query, key, value, out)
+        return core.attend(weights, settings, q, k, value(x), call, cache, order=order, **more)
+
+    def _lambda(self, H: int) -> jax.Array:
+        """λ, float32."""
+        init = nn.initializers.normal(0.1)
+        names = [f"lambda_{x}{n}" for n in (1, 2) for x in "ab"]
+        a1, b1, a2, b2 = (
+            self.param(name, init, (H,), self.param_dtype).astype(jnp.float32) for name in names
+        )
+        return jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
+
+    def _norm(self, features: int) -> Any:
+        """The norm of a head's output, and the factor 1 − λ₀."""
+        norm = nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="norm")
+        return lambda x: norm(x) * jnp.asarray(1 - self.offset, x.dtype)
+
+    def _check(self, x_q: jax.Array, x_k: Any, x_v: Any) -> None:
+        inputs.number("offset", self.offset)
+        if x_k is not x_q or x_v is not x_q:
+            raise ValueError("differential attention is self-attention, got inputs_k; leave it out")
+        if isinstance(self.scale, str):
+            raise ValueError(f"differential attention has a number for scale, got {self.scale!r}")
+        for name in ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"differential attention has no {name}, got {getattr(self, name)!r}; leave it "
+                    f"out"
+                )
+
+
+class _Difference:
+    """Attention by both maps, and their difference: 2·N heads in, N out."""
+
+    def __init__(self, weight: jax.Array, norm: Any, K: int) -> None:
+        self.weight, self.norm, self.K = weight, norm, K
+
+    def __call__(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
+        v, K = widened(v), self.K
+
+        def both(v: jax.Array) -> jax.Array:
+            whole = v.reshape(*v.shape[:-2], K, 1, -1)
+            return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
+
+        v = sharding.auto(both, sharding.KV_HEADS, v)
+        found = dot_product_attention(q, widened(k), v, **call)
+        out, *more = found if isinstance(found, tuple) else (found,)
+
+        def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
+            *rows, heads, features = out.shape
+            maps = out.reshape(*rows, K, 2, heads // (2 * K), features)
+            left = maps[..., 0, :, :] - weight.astype(out.dtype) * maps[..., 1, :, :]
+            return left.reshape(*rows, heads // 2, features)
+
+        out = self.norm(sharding.auto(difference, sharding.HEADS, out, self.weight))
+        return (out, *more) if more else out

@@ -1,0 +1,140 @@
+"""Multi-head latent attention: keys and values of all heads from one small vector a token."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flax_mha import core, inputs, padding, sharding
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.core import Call, Settings
+from flax_mha.heads import turned
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.stored import widened
+from flax_mha.linear import Linear
+
+
+class MultiHeadLatentAttention(MultiHeadAttention):
+    """Self-attention whose keys and values are projected from a latent c of each token.
+
+        c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
+        k = [c W_k, r],    v = c W_v                            of each head
+        q = [x W_q, rotate(x W_q′)],  or of norm(x W_d) in place of x
+        out = softmax(q kᵀ / √(H + R)) v W_o
+
+    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps c and
+    r alone, `kv_rank` + R numbers a token whatever the number of heads, and never computes k and v:
+    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v.
+
+    All fields and arguments are those of `MultiHeadAttention`, but that there is no
+    cross-attention, no `num_kv_heads`, `qk_norm`, `normalize_qk`, `gate` or `attention_fn`, and
+    `scale` is a number. `head_dim` and `rotary` must be given.
+
+    Attributes:
+      kv_rank: features of c.
+      rope_dim: R, features of queries and keys that `rotary` turns.
+      q_rank: features that queries are projected from; None for those of the input.
+      norm_epsilon: of the norms of c and of what queries are projected from.
+
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
+    """
+
+    kv_rank: int = 512
+    rope_dim: int = 64
+    q_rank: int | None = None
+    norm_epsilon: float = 1e-6
+
+    def compute(
+        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
+        **more: Any,
+    ) -> core.Output:  # fmt: skip
+        """See `MultiHeadAttention.compute`."""
+        self._check(x_q, x_k, x_v)
+        N, H, R, Hv = self.num_heads, self.head_dim or 0, self.rope_dim, self.v_head_dim
+        order = core.ordered(call.order, cache is None, x_q.shape[-2])
+        x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
+
+        of_q = x
+        if self.q_rank is not None:
+            down = self.linear("query_down", x.shape[-1:], ("embed", None), (self.q_rank,))
+            of_q = self._norm("query_norm")(down(x))
+        query = self.linear("query", of_q.shape[-1:], (None, "heads", None), (N, H + R))
+        q = query(of_q)
+        both = ("embed", None)
+        kv = self.linear("kv_down", x.shape[-1:], both, (self.kv_rank + R,))(x)
+        c = self._norm("kv_norm")(kv[..., : self.kv_rank])
+        q_rope, r = turned(
+            settings.rotary, q[..., H:], kv[..., None, self.kv_rank :], call.positions, order, cache
+        )
+        names = (None, "heads", "head_dim")
+        key = self.linear("key", (self.kv_rank,), names, (N, H))
+        value = self.linear("value", (self.kv_rank,), names, (N, Hv or H))
+        weights = core.Weights(
+            query, key, value,
+            self._out((N, Hv or H), x.shape[-1]) if self.project_out else None,
+            sinks=self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
+        )  # fmt: skip
+        if settings.scale is None:
+            settings = dataclasses.replace(settings, scale=(H + R) ** -0.5)
+        latent = c[..., None, :]
+        if isinstance(cache, KVCache):
+            more["kernel"] = _Absorbed(q[..., :H], key, value)
+            return core.attend(weights, settings, q_rope, r, latent, call, cache, **more)
+        q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)
+        found = core.attend(weights, settings, q, k, value(c), call, None, order=order, **more)
+        if isinstance(cache, CacheConfig):
+            return found._replace(cache=cache.empty(r, latent, self.mask))
+        return found
+
+    def _norm(self, name: str) -> nn.Module:
+        return nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name=name)
+
+    def _check(self, x_q: jax.Array, x_k: Any, x_v: Any) -> None:
+        inputs.positive(head_dim=self.head_dim, kv_rank=self.kv_rank, rope_dim=self.rope_dim)
+        inputs.optional(q_rank=self.q_rank, v_head_dim=self.v_head_dim)
+        if x_k is not x_q or x_v is not x_q:
+            raise ValueError("latent attention is self-attention, got inputs_k; leave it out")
+        if self.rotary is None:
+            raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
+        if isinstance(self.scale, str):
+            raise ValueError(f"latent attention has a number for scale, got {self.scale!r}")
+        for name in ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"latent attention has no {name}, got {getattr(self, name)!r}; leave it out"
+                )
+
+
+class _Absorbed:
+    """Attention to latents as they are kept: keys [c, r] and values c, of one head for all."""
+
+    def __init__(self, q: jax.Array, key: Linear, value: Linear) -> None:
+        self.q, self.key, self.value = q, key, value
+
+    def __call__(self, q_rope: jax.Array, r: Any, c: Any, **call: Any) -> Any:
+        r, c = widened(r), widened(c)
+        q = self._product("...tnh,rnh->...tnr", self.q, self.key)
+        q, k = _joined(q, q_rope), jnp.concatenate([c, r], -1).astype(q.dtype)
+        found = dot_product_attention(q, k, c.astype(q.dtype), **call)
+        out, *more = found if isinstance(found, tuple) else (found,)
+        out = self._product("...tnr,rnh->...tnh", out, self.value)
+        return (out, *more) if more else out
+
+    def _product(self, sums: str, x: jax.Array, linear: Linear) -> jax.Array:
+        def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jnp.einsum(sums, x, kernel, precision=linear.precision)
+
+        return sharding.auto(product, sharding.HEADS, x, linear.kernel.astype(x.dtype))
+
+
+def _joined(x: jax.Array, rotated: jax.Array) -> jax.Array:
+    """Features of heads [*B, T, N, ·] with those that are turned, [*B, T, N|1, R]."""
+
+    def join(x: jax.Array, rotated: jax.Array) -> jax.Array:
+        rotated = jnp.broadcast_to(rotated, (*x.shape[:-1], rotated.shape[-1]))
+        return jnp.concatenate([x, rotated], -1)
+
+    return sharding.auto(join, sharding.HEADS, x, rotated)

@@ -1,0 +1,116 @@
+"""Differential attention against its formula, and what it shares with every layer."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import Encoder, EncoderBlock, masks, sharding
+from flax_mha.positions import Rotary
+from flax_mha.variants import DifferentialAttention
+from tests import oracle
+from tests.oracle import error, float64, random_like
+
+N, K, H, D, T = 4, 2, 6, 16, 10
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> DifferentialAttention:
+    defaults: dict[str, Any] = {
+        "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0), "mask": masks.Causal(),
+        "use_bias": False, "offset": 0.3,
+    }  # fmt: skip
+    return DifferentialAttention(N, **defaults | fields)
+
+
+def expected(params: Any, x: Any) -> np.ndarray:
+    x, p = float64(x), jax.tree.map(float64, params)
+    q, k, v = (
+        np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
+    )
+    q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
+    q = q.reshape(2, T, K, 2, N // K, H)
+    k, v = k.reshape(2, T, K, 2, H), v.reshape(2, T, K, 2 * H)
+    heads = []
+    for n in range(N):
+        i, g = divmod(n, N // K)
+        maps = []
+        for s in range(2):
+            scores = np.einsum("bth,bsh->bts", q[:, :, i, s, g], k[:, :, i, s]) / np.sqrt(H)
+            scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+            maps.append(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True))
+        weight = np.exp(p["lambda_a1"] @ p["lambda_b1"]) - np.exp(p["lambda_a2"] @ p["lambda_b2"])
+        out = (maps[0] - (weight + 0.3) * maps[1]) @ v[:, :, i]
+        heads.append(0.7 * oracle.rms_norm(p["norm"], out, 1e-5))
+    return np.einsum("btnh,nhd->btd", np.stack(heads, 2), p["out"]["kernel"])
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(kernel: str) -> None:
+    module = layer(kernel=kernel)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
+
+
+@pytest.mark.parametrize("steps", [(1,) * T, (4, 6)])
+def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+    cached = layer(decode=True)
+    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    cache = cached.init(KEY, X)["cache"]
+    assert cache["kv"].key.shape == cache["kv"].value.shape == (2, 2 * K, T, H)
+    outs, at = [], 0
+    for count in steps:
+        out, new = cached.apply({**params, "cache": cache}, X[:, at : at + count], mutable="cache")
+        cache, at = new["cache"], at + count
+        outs.append(out)
+    assert error(jnp.concatenate(outs, 1), layer().apply(params, X)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_heads_divided(kind: str) -> None:
+    module = layer(num_kv_heads=4)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    wanted = jax.grad(loss)(params, X)
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        found = jax.jit(jax.grad(loss))(params, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+def test_in_a_stack() -> None:
+    """In blocks, under scan and remat, with lengths and a head_mask."""
+    call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
+    loop, scan = (
+        Encoder(2, EncoderBlock(layer(), 24, remat=scan), scan=scan) for scan in (False, True)
+    )
+    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
+    layers = [params.pop(f"layers_{i}") for i in range(2)]
+    together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
+    apart = params | {f"layers_{i}": tree for i, tree in enumerate(layers)}
+    out = loop.apply({"params": apart}, X, **call)
+    assert error(scan.apply({"params": together}, X, **call), out) < 1e-5
+    assert np.isfinite(loop.apply({"params": apart}, np.where(np.arange(T)[:, None] < 4, X, np.nan),
+                                  lengths=np.array([4, 4]))).all()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sinks": True}, "has no sinks"),
+        ({"v_head_dim": 3}, "has no v_head_dim"),
+        ({"scale": "learned"}, "a number for scale"),
+        ({"offset": "0.8"}, "offset must be a number"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(**fields).init(KEY, X)

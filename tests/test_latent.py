@@ -1,0 +1,153 @@
+"""Latent attention against its formula, and decoding from latents alone."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import (
+    CacheConfig,
+    Decoder,
+    DecoderBlock,
+    LanguageModel,
+    QKNorm,
+    generate,
+    masks,
+    sharding,
+)
+from flax_mha.models import TokenEmbedding
+from flax_mha.positions import Rotary
+from flax_mha.variants import MultiHeadLatentAttention
+from tests import oracle
+from tests.oracle import error, float64, random_like
+
+N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> MultiHeadLatentAttention:
+    defaults: dict[str, Any] = {
+        "head_dim": H, "v_head_dim": HV, "kv_rank": RANK, "rope_dim": R, "q_rank": 9,
+        "rotary": Rotary(100.0, interleaved=True), "mask": masks.Causal(), "use_bias": False,
+    }  # fmt: skip
+    return MultiHeadLatentAttention(N, **defaults | fields)
+
+
+def expected(params: Any, x: Any) -> np.ndarray:
+    """The equations of DeepSeek-V2, 2.1, one after another."""
+    x, p = float64(x), jax.tree.map(float64, params)
+    of_q = x
+    if "query_down" in p:
+        of_q = oracle.rms_norm(p["query_norm"], x @ p["query_down"]["kernel"], 1e-6)
+    q = np.einsum("btd,dnh->btnh", of_q, p["query"]["kernel"])
+    down = x @ p["kv_down"]["kernel"]
+    c = oracle.rms_norm(p["kv_norm"], down[..., :RANK], 1e-6)
+    k, v = (np.einsum("btr,rnh->btnh", c, p[name]["kernel"]) for name in ("key", "value"))
+    turn = lambda x: oracle.rotary(x, np.arange(T), base=100.0, interleaved=True)  # noqa: E731
+    r = np.broadcast_to(turn(down[..., None, RANK:]), (*k.shape[:-1], R))
+    q = np.concatenate([q[..., :H], turn(q[..., H:])], -1)
+    k = np.concatenate([k, r], -1)
+    out = oracle.attention(q, k, v, allowed=np.tri(T, dtype=bool))[0]
+    return np.einsum("btnh,nhd->btd", out, p["out"]["kernel"])
+
+
+@pytest.mark.parametrize("q_rank", [9, None])
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
+    module = layer(q_rank=q_rank, kernel=kernel)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    out = jax.jit(module.apply)(params, X)
+    assert error(out, expected(params["params"], X)) < 2e-6
+
+
+@pytest.mark.parametrize("steps", [(1,) * T, (5, 1, 5), (T,)])
+def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+    """In the absorbed form, from a cache that holds each latent once."""
+    cached = layer(decode=True)
+    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    cache = cached.init(KEY, X)["cache"]
+    assert cache["kv"].key.shape == (2, 1, T, R)
+    assert cache["kv"].value.shape == (2, 1, T, RANK)
+    outs, at = [], 0
+    for count in steps:
+        out, new = cached.apply({**params, "cache": cache}, X[:, at : at + count], mutable="cache")
+        cache, at = new["cache"], at + count
+        outs.append(out)
+    assert error(jnp.concatenate(outs, 1), layer().apply(params, X)) < 1e-5
+
+
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+def test_gradients_and_options(cache: str) -> None:
+    """Lengths, a window, sinks, head_mask, weights; and what the cache rounds."""
+    module = layer(mask=masks.Window(4, 0), sinks=True)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    lengths, head_mask = np.array([T, 6]), np.array([1.0, 0.0, 0.5, 2.0], np.float32)
+    call = {"lengths": lengths, "head_mask": head_mask}
+    out, weights = module.apply(params, X, **call, return_weights=True)
+    assert weights.shape == (2, N, T, T)
+    np.testing.assert_array_equal(out[1, 6:], 0)
+    cached = module.clone(decode=True, cache=CacheConfig(dtype=cache))
+    held = cached.init(KEY, X)["cache"]
+    found, _ = cached.apply({**params, "cache": held}, X, **call, mutable="cache")
+    assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_heads_divided(kind: str) -> None:
+    module = layer()
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    cached = module.clone(decode=True)
+    cache = cached.init(KEY, X)["cache"]
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    def step(params: Any, cache: Any, x: jax.Array) -> jax.Array:
+        return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
+
+    wanted = jax.grad(loss)(params, X), step(params, cache, X)
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        found = jax.jit(jax.grad(loss))(params, X), jax.jit(step)(params, cache, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_in_a_model(scan: bool) -> None:
+    block = DecoderBlock(layer(mask=None), 24, norm="rmsnorm", gated=True, remat=scan)
+    model = LanguageModel(TokenEmbedding(40, D), Decoder(2, block, scan=scan))
+    tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
+    params = random_like(jax.eval_shape(model.init, KEY, tokens))
+    found = generate(model, params, tokens, max_new_tokens=4).tokens
+    text = tokens
+    for _ in range(4):
+        best = np.argmax(model.apply(params, text)[:, -1], -1)
+        text = np.concatenate([text, best[:, None]], 1)
+    np.testing.assert_array_equal(found, text[:, 4:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rotary": None}, "needs rotary, got None"),
+        ({"num_kv_heads": 2}, "has no num_kv_heads, got 2"),
+        ({"qk_norm": QKNorm()}, "has no qk_norm"),
+        ({"gate": "head"}, "has no gate"),
+        ({"scale": "learned"}, "a number for scale"),
+        ({"kv_rank": 0}, "kv_rank must be at least 1"),
+        ({"head_dim": None}, "head_dim must be an int"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(**fields).init(KEY, X)
+
+
+def test_it_is_self_attention() -> None:
+    with pytest.raises(ValueError, match="is self-attention"):
+        layer().init(KEY, X, X[:, :3])
