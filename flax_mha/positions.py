@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype, Initializer
 
-from flax_mha import inputs, shapes, sharding
+from flax_mha import inputs, shapes, sharding, turning
+from flax_mha.axial import Axial as Axial
+from flax_mha.axial import MRope as MRope
 from flax_mha.rope_scaling import Interpolation as Interpolation
 from flax_mha.rope_scaling import Llama3 as Llama3
 from flax_mha.rope_scaling import Ntk as Ntk
@@ -53,8 +55,8 @@ def sinusoidal(
     else:
         at = jnp.asarray(inputs.integers("positions", positions))
     dtype = inputs.dtype("dtype", dtype)
-    _check_base(base)
-    angles = _angles(at, (features + 1) // 2, 2 / features, base)
+    turning.check_base(base)
+    angles = turning.angles(at, (features + 1) // 2, 2 / features, base)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
 
@@ -92,39 +94,22 @@ def rotary(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    inputs.floating("x", x)
-    if x.ndim < 3:
-        raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
+    turning.heads(x)
     positions = shapes.per_token("positions", positions, x.shape[:-2])
     inputs.flag("interleaved", interleaved)
-    _check_base(base)
+    turning.check_base(base)
     R = round(inputs.number("fraction", fraction) * x.shape[-1])
     if R < 2 or R % 2 or x.shape[-1] < R:
         raise ValueError(
             f"rotary turns pairs, so fraction·H must be even, at least 2 and at most H; got "
             f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
         )
-    # [*B|1, T, 1, R/2]: the same turn for every head.
-    size = 1.0
     if scaling is None:
-        angles = _angles(positions, R // 2, 2 / R, base)
-    else:
-        theta, size = _check_scaling(scaling)(R, base)
-        at = _floats(positions)
-        angles = at[..., None] * shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
-    angles = shapes.lead(angles[..., None, :], x.ndim)
-    turned, rest = x[..., :R].astype(angles.dtype), x[..., R:]
-    cos, sin = (f(angles) if size == 1 else size * f(angles) for f in (jnp.cos, jnp.sin))
-    if interleaved:
-        x1, x2 = turned[..., ::2], turned[..., 1::2]
-    else:
-        x1, x2 = turned[..., : R // 2], turned[..., R // 2 :]
-    pairs = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    if interleaved:
-        turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
-    else:
-        turned = jnp.concatenate(pairs, axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+        return turning.turn(x, turning.angles(positions, R // 2, 2 / R, base), interleaved)
+    theta, size = _check_scaling(scaling)(R, base)
+    at = turning.floats(positions)
+    angles = at[..., None] * shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
+    return turning.turn(x, angles, interleaved, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +225,6 @@ class PositionEmbedding(nn.Module):
         return x.astype(dtype) + shapes.lead(table, x.ndim)
 
 
-def _check_base(base: float) -> None:
-    if inputs.number("base", base) <= 0:
-        raise ValueError(f"base must be above 0, got {base}; 10,000 is the usual one")
-
-
 def _check_scaling(scaling: Scaling) -> Scaling:
     if isinstance(scaling, Scaling):
         return scaling
@@ -252,16 +232,3 @@ def _check_scaling(scaling: Scaling) -> Scaling:
         f"scaling must be of flax_mha.positions, got {inputs.came(scaling)}; give "
         f"Llama3(factor=8, original_length=8192), say"
     )
-
-
-def _floats(positions: jax.Array) -> jax.Array:
-    """Positions as float32 (float64 if given)."""
-    at = jnp.asarray(positions)
-    return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
-
-
-def _angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
-    """The angle of pair c, positions / base^(c·step): [*P, pairs], float32 (float64 if given)."""
-    at = _floats(positions)
-    c = jnp.arange(pairs, dtype=at.dtype)
-    return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)

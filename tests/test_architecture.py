@@ -14,9 +14,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 # Each layer may import those before it, and none after.
 LAYERS = [
     {"inputs", "private"},
+    {"clipping"},
     {"shapes", "rope_scaling", "qk_norm"},
-    {"fields"},
-    {"grid", "mesh_axes"},
+    {"fields", "turning"},
+    {"grid", "mesh_axes", "axial"},
     {"sharding", "padding"},
     {"masks.tables", "scores"},
     {"masks.base"},

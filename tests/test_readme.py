@@ -112,6 +112,7 @@ def test_the_page_on_models_has_their_sizes() -> None:
     assert size(scope["vit_base"], image) == 86_389_248 - 769 * 768  # Without what pools.
     assert size(scope["clip_image"], image) == 87_456_000
     assert size(scope["siglip_image"], image) == 92_884_224 - 7_087_104
+    assert size(scope["dinov3"], image) == 85_660_416 - 768  # Without the token of what is hidden.
     sizes = {
         "gpt2": 124_439_808, "llama31": 8_030_261_248, "mistral": 7_241_732_096,
         "qwen3": 596_049_920, "gemma2": 2_614_341_888, "gemma3": 999_885_952,

