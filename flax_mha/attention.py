@@ -15,6 +15,7 @@ from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.core import Call
 from flax_mha.grid import Array
 from flax_mha.kernels import Capture
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
 from flax_mha.projections import Projection
@@ -96,6 +97,8 @@ class MultiHeadAttention(nn.Module):
         `Capture(("weights", "entropy"))`, as `attention_weights`, `attention_entropy` and so on.
         The output is the same to the bit.
       rotary: turns queries and keys by their position, such as `positions.Rotary()`.
+      normalizer: how scores become weights: "softmax", "sigmoid" or "softpick", the last two by the
+        kernel `reference` alone; see `flax_mha.kernels.normalizers`.
       partitioned: box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
 
@@ -136,6 +139,7 @@ class MultiHeadAttention(nn.Module):
     partitioned: bool = False
     qk_norm: QKNorm | None = None
     gate: str | None = None
+    normalizer: str = SOFTMAX
 
     @overload
     def __call__(

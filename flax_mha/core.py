@@ -20,6 +20,7 @@ from flax_mha.grid import Array
 from flax_mha.heads import Weights as Weights
 from flax_mha.heads import normed, project, turned
 from flax_mha.kernels import Capture, dot_product_attention
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Captured, as_capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
@@ -43,6 +44,7 @@ class Settings:
     attention_fn: Callable[..., Any] | None = None
     force_fp32_for_softmax: bool = False
     qk_norm: QKNorm | None = None
+    normalizer: str = SOFTMAX
 
     def __post_init__(self) -> None:
         if self.rotary is not None:
@@ -232,6 +234,7 @@ def _arguments(weights: Weights, settings: Settings, call: Call, module: Any) ->
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
         "scores": as_scores(settings.scores) + as_scores(call.scores),
         "sinks": weights.sinks, "kernel": settings.kernel, "precision": settings.precision,
+        "normalizer": settings.normalizer,
         # One that is learned is in the queries.
         "scale": settings.scale if weights.scale is None else 1.0,
     }  # fmt: skip

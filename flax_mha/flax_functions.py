@@ -20,6 +20,7 @@ from flax.typing import Dtype, PrecisionLike
 from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.grid import Array
 from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.stored import widened
 
@@ -168,7 +169,7 @@ def run(
       ValueError: if the function can't do what the call asks for.
     """
     for name, value in refused.items():
-        if isinstance(value, jax.Array) or value not in (None, False, (), "auto"):
+        if isinstance(value, jax.Array) or value not in (None, False, (), "auto", SOFTMAX):
             raise ValueError(
                 f"{name} needs a kernel of flax_mha, got it with attention_fn, which has no way to "
                 f"take it; leave out one of them"

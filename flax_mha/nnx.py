@@ -16,6 +16,7 @@ from flax_mha.cache import CacheConfig, KVCache, as_cache_config
 from flax_mha.core import Call
 from flax_mha.grid import Array
 from flax_mha.kernels import Capture
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
@@ -99,6 +100,7 @@ class MultiHeadAttention(nnx.Module):
         rotary: Rotation | None = None,
         qk_norm: QKNorm | None = None,
         gate: str | None = None,
+        normalizer: str = SOFTMAX,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
         kernel_metadata: Mapping[str, Any] = _NOTHING,
@@ -125,7 +127,7 @@ class MultiHeadAttention(nnx.Module):
         self.use_bias, self.normalize_qk = use_bias, normalize_qk
         self.attention_fn, self.force_fp32_for_softmax = attention_fn, False
         self.kernel, self.rotary, self.scale = kernel, rotary, scale
-        self.qk_norm = qk_norm
+        self.qk_norm, self.normalizer = qk_norm, normalizer
         self.cache, self.capture = as_cache_config(cache), as_capture(capture)
         # Their arrays are part of the layer's state.
         self.mask, self.scores = nnx.data(mask), nnx.data(as_scores(scores))

@@ -25,6 +25,7 @@ LAYERS = [
     {"masks.tokens"},
     {"masks", "positions", "linear"},
     {"projections"},
+    {"kernels.normalizers"},
     {"kernels.dropout", "kernels.finite", "kernels.stored", "kernels.tpu", "kernels.platform"},
     {"kernels.cudnn.fused", "kernels.flex.lowered"},
     {"kernels.spec"},

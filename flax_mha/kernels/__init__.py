@@ -15,6 +15,7 @@ import jax
 from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import choice, observe
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Capture as Capture
 from flax_mha.kernels.observe import Captured
 from flax_mha.kernels.options import Keyed, Options
@@ -75,6 +76,7 @@ def dot_product_attention(
     kv_positions: Array | int | None = None,
     kernel: str = "auto",
     precision: jax.lax.PrecisionLike = None,
+    normalizer: str = SOFTMAX,
     return_weights: bool = False,
     return_residuals: bool = False,
     capture: Capture | None = None,
@@ -113,6 +115,9 @@ def dot_product_attention(
         divided over a mesh, the way to the other devices' keys: "ulysses", "ring" or "all_gather",
         alone or before a kernel, as in "ring:blockwise"; on one device that kernel alone.
       precision: of the matrix products, see `jax.lax.Precision`.
+      normalizer: how scores become weights: "softmax", "sigmoid" or "softpick", see
+        `flax_mha.kernels.normalizers`; without a softmax there is no lse, nor what comes of it
+        (weights and entropy beside the output).
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
         exponentials of the scores (−∞ for a query that sees nothing).
@@ -133,17 +138,19 @@ def dot_product_attention(
         q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
         dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
         q_positions=q_positions, kv_positions=kv_positions, precision=precision,
+        normalizer=normalizer,
     )  # fmt: skip
 
     inputs.flag("return_weights", return_weights)
     inputs.flag("return_residuals", return_residuals)
     capture = observe.as_capture(capture)
+    _check_lse(normalizer, return_weights, return_residuals, capture)
     way, kernel = choice.parsed(kernel)
 
     def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *recalled: Result) -> Result:
         return choice.decide(kernel, q, k, v, spec, shards.here()).run(*recalled)
 
-    take_way = functools.partial(choice.take_way, way)
+    take_way = functools.partial(choice.take_way, way, normalizer)
     asked = spec.replace(invalid=None, exact_lse=return_residuals)
     out, lse = shards.run(attend, q, k, v, asked, take_way)
     out, lse = spec.spoil(out), spec.spoil_lse(lse)
@@ -158,6 +165,18 @@ def dot_product_attention(
     if capture:
         extras.append(observe.observe(q, widened(k), lse, spec, capture))
     return (out, *extras) if extras else out
+
+
+def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
+    """What comes of the lse has no meaning without a softmax."""
+    wanted = set() if capture is None else {*capture.what} - {"max_logit"}
+    wanted |= {"weights"} if weights else set()
+    wanted |= {"lse"} if lse else set()
+    if normalizer != SOFTMAX and wanted:
+        raise ValueError(
+            f"{', '.join(sorted(wanted))} are those of a softmax, got normalizer={normalizer!r}; "
+            f"leave them out"
+        )
 
 
 class Explanation(NamedTuple):
@@ -237,10 +256,10 @@ def explain(
         division = shards.Division.of(q, k)
         if division is None or division.devices == 1:
             return shards.ask(ask, q, k, v, spec, None)
-        refused = tuple(shards.refusals(division, dims).items())
+        refused = tuple(shards.refusals(division, dims, spec.normalizer).items())
         if way in dict(refused):
             return Told(None, refused)
-        taken = choice.take_way(way, division, dims)
+        taken = choice.take_way(way, spec.normalizer, division, dims)
         told = shards.ask(ask, q, k, v, spec, taken)
         return Told(told.chosen, (*told.refused, *refused), taken)
 

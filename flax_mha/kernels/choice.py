@@ -92,9 +92,9 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
     return first + [name for name in KERNELS if name not in first]
 
 
-def take_way(way: str | None, division: shards.Division, dims: shapes.Dims) -> str:
+def take_way(way: str | None, normalizer: str, division: shards.Division, dims: shapes.Dims) -> str:
     """The way to take to the keys of other devices."""
-    refused = shards.refusals(division, dims)
+    refused = shards.refusals(division, dims, normalizer)
     if way is None:
         return next(name for name in shards.preference(division, dims) if name not in refused)
     if way in refused:

@@ -27,3 +27,4 @@ class Options(TypedDict, total=False):
     q_positions: Array | int | None
     kv_positions: Array | int | None
     precision: jax.lax.PrecisionLike
+    normalizer: str

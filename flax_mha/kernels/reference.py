@@ -5,6 +5,7 @@ Memory grows with T·S. Gradients of any order come from JAX.
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax_mha import shapes
 from flax_mha.grid import At
 from flax_mha.kernels.finite import finite, least, poison
+from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered
 
@@ -39,7 +41,7 @@ def attend(
 
     Returns:
       (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
-      exponentials of the scores, −∞ where no key is seen).
+      exponentials of the scores, −∞ where no key is seen; NaN without a softmax).
     """
     at = spec.at(shapes.attention_dims(q, k, v))
     q, k, v = heads_first(q, k, v)
@@ -47,6 +49,10 @@ def attend(
     if spec.mask is not None:
         q, (k, v), nan = isolate(q, k, v)
     logits, allowed = scores(q, k, spec, at, nan)
+    if spec.normalizer != SOFTMAX:
+        weights = OTHERS[spec.normalizer](logits, allowed)
+        out = _product(weights, v, spec, at, logits.dtype)
+        return jnp.swapaxes(out, -3, -2).astype(q.dtype), jnp.full(out.shape[:-1], jnp.nan)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=least(logits.dtype))
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
@@ -70,14 +76,21 @@ def attend(
         # cancel against that of their sum, which is exact, and where it matters they cancel.
         weights = weights * (1 / total)
         weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
-    kept = spec.drop(weights, at).astype(v.dtype)
-    out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=total.dtype)
-    out = spec.gain(out)
+    out = _product(weights, v, spec, at, total.dtype)
     # After the product there is less to divide.
     out = out if rounds else out / total
     # Nor may what is asked of a query that sees nothing.
     out = jnp.where(seen == 0, 0.0, out)
     return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse[..., 0]
+
+
+def _product(
+    weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, dtype: Any
+) -> jax.Array:
+    """Weights, after dropout, times values."""
+    kept = spec.drop(weights, at).astype(v.dtype)
+    out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=dtype)
+    return spec.gain(out)
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:

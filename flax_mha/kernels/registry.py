@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mha import private
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.stored import Stored, widened
@@ -26,6 +27,7 @@ class Kernel(NamedTuple):
       called: what that platform is called in errors.
       recalls: whether it can compute the gradients of a known result without computing it again.
       stored: whether it reads `Stored` keys and values as they are.
+      normalizes: whether it has other normalizers than the softmax.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Kernel(NamedTuple):
     called: str = ""
     recalls: bool = False
     stored: bool = False
+    normalizes: bool = False
 
     def lower(
         self,
@@ -47,6 +50,8 @@ class Kernel(NamedTuple):
             return Refusal(f"runs on {self.called} only, this is {platform.name}")
         if reason := private.missing(self.name):
             return Refusal(reason)
+        if spec.normalizer != SOFTMAX and not self.normalizes:
+            return Refusal(f"has the softmax alone, got normalizer={spec.normalizer!r}")
         if not self.stored:
             k, v = widened(k), widened(v)
         return _module(self.name).lower(q, k, v, spec, platform)
@@ -65,7 +70,7 @@ KERNELS: dict[str, Kernel] = {
         Kernel("splash", "tpu", "TPU"),
         Kernel("flex", "tpu", "TPU", recalls=True),
         Kernel("blockwise", recalls=True),
-        Kernel("reference"),
+        Kernel("reference", normalizes=True),
         Kernel("decode", stored=True),
     )
 }

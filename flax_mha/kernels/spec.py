@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
 from flax_mha.masks.base import seen, validated
@@ -50,6 +51,7 @@ class AttentionSpec(struct.PyTreeNode):
         None. Their q is NaN; no kernel reads this, see `spoil`.
       precision: of the matrix products, see `jax.lax.Precision`.
       exact_lse: whether the caller reads the lse.
+      normalizer: how scores become weights, see `normalizers`.
     """
 
     mask: Mask | None
@@ -64,6 +66,7 @@ class AttentionSpec(struct.PyTreeNode):
     invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
     exact_lse: bool = struct.field(pytree_node=False, default=False)
+    normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
 
     def at(self, dims: Dims) -> At:
         """Where all scores of the call stand."""
@@ -134,6 +137,7 @@ def prepare(
     q_positions: Array | int | None = None,
     kv_positions: Array | int | None = None,
     precision: jax.lax.PrecisionLike = None,
+    normalizer: str = SOFTMAX,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
     q = jnp.asarray(inputs.floating("q", q))
@@ -155,6 +159,9 @@ def prepare(
         sinks = jnp.asarray(sinks)
     if precision is not None:
         inputs.precision("precision", precision)
+    inputs.choose("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
+    if sinks is not None and normalizer != SOFTMAX:
+        raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
     bound, invalid = (None, None) if mask is None else validated(masks.as_mask(mask).bind(dims))
     if invalid is not None:
         q = _spoiled(q, jnp.swapaxes(jnp.asarray(invalid), -3, -2))
@@ -167,6 +174,7 @@ def prepare(
         k_pos=_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
         scale=dims.H**-0.5 if scale is None else _scale(scale),
         precision=precision,
+        normalizer=normalizer,
         invalid=invalid,
     )
     _rehearse(spec, dims, q.dtype)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import mesh_axes, shapes, sharding
 from flax_mha.grid import Grid, whole
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.parallel import ring
 from flax_mha.kernels.parallel.ring import Attend
 from flax_mha.kernels.platform import Platform
@@ -97,7 +98,7 @@ def _devices(axes: Any) -> int:
     return math.prod(sizes[axis] for axis in each(axes))
 
 
-def refusals(division: Division, dims: Dims) -> dict[str, str]:
+def refusals(division: Division, dims: Dims, normalizer: str) -> dict[str, str]:
     """The reasons why a call can't go some of the `WAYS`."""
     n, refused = division.devices, {}
     several = _devices(division.heads) * n
@@ -108,6 +109,8 @@ def refusals(division: Division, dims: Dims) -> dict[str, str]:
         )
     if dims.S % n:
         refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
+    if normalizer != SOFTMAX:
+        refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
     return refused
 
 

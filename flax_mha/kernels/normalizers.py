@@ -1,0 +1,43 @@
+"""How scores become weights: the softmax, and what has been tried in its place.
+
+| normalizer | the weight of key j |
+|---|---|
+| `"softmax"` | exp(sⱼ) / Σ exp(s) |
+| `"sigmoid"` | 1 / (1 + exp(−sⱼ + log S)) |
+| `"softpick"` | max(exp(sⱼ) − 1, 0) / (Σ abs(exp(s) − 1) + 10⁻⁸) |
+
+Sums are over the keys that the mask allows; S counts all keys of the call, in decoding the slots of
+the cache. The last two are computed by `reference`: the others' online sums are a softmax's.
+
+Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024;
+Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def sigmoid(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """See above; scores [*B, N, T, S]."""
+    p = jax.nn.sigmoid(s - math.log(s.shape[-1]))
+    return p if allowed is None else jnp.where(allowed, p, 0.0)
+
+
+def softpick(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
+    """See above; numerator and denominator are both divided by exp(the greatest score)."""
+    # Any shift gives the same weights; one below 0 would make exp(−top) overflow.
+    top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=0.0))
+    e = jnp.exp(s - top) - jnp.exp(-top)
+    e = e if allowed is None else jnp.where(allowed, e, 0.0)
+    return jnp.maximum(e, 0.0) / (jnp.sum(jnp.abs(e), axis=-1, keepdims=True) + 1e-8)
+
+
+SOFTMAX = "softmax"
+# Beside it.
+OTHERS: dict[str, Callable[[jax.Array, jax.Array | None], jax.Array]] = {
+    "sigmoid": sigmoid,
+    "softpick": softpick,
+}

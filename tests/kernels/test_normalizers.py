@@ -1,0 +1,156 @@
+"""What stands in place of the softmax: formulas in float64, gradients, and who can't."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import Capture, MultiHeadAttention, dot_product_attention, explain, masks, sharding
+from flax_mha.kernels import KERNELS
+from flax_mha.scores import SoftCap
+from tests.oracle import error, float64, random_like
+
+B, T, S, N, K, H = 2, 5, 7, 4, 2, 6
+RNG = np.random.default_rng(0)
+SHAPES = (B, T, N, H), (B, S, K, H), (B, S, K, H)
+Q, KEYS, V = (RNG.normal(size=shape).astype(np.float32) for shape in SHAPES)
+X = RNG.normal(size=(B, T, 16)).astype(np.float32)
+KEY = jax.random.key(0)
+NAMES = ["sigmoid", "softpick"]
+
+
+def weights(name: str, s: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """By the formulas, of scores [B, N, T, S] in float64."""
+    if name == "sigmoid":
+        return np.where(allowed, 1 / (1 + np.exp(-s) * s.shape[-1]), 0)
+    e = np.where(allowed, np.exp(s) - 1, 0)
+    return np.maximum(e, 0) / (np.abs(e).sum(-1, keepdims=True) + 1e-8)
+
+
+def expected(name: str, q: Any, k: Any, v: Any, allowed: np.ndarray, cap: Any = None) -> np.ndarray:
+    k, v = (np.repeat(float64(x), N // K, -2) for x in (k, v))
+    s = np.einsum("btnh,bsnh->bnts", float64(q), k) / np.sqrt(H)
+    s = s if cap is None else cap * np.tanh(s / cap)
+    return np.einsum("bnts,bsnh->btnh", weights(name, s, allowed), v)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1.0, 30.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_against_the_formula(name: str, size: float, masked: bool) -> None:
+    """Of scores up to some hundreds; a query that sees nothing gives 0."""
+    allowed = np.broadcast_to(np.arange(S) < np.arange(T)[:, None], (B, N, T, S))
+    mask = jnp.asarray(allowed[0, 0]) if masked else None
+    allowed = allowed if masked else np.ones_like(allowed)
+    out = dot_product_attention(size * Q, KEYS, V, mask=mask, normalizer=name)
+    with np.errstate(over="ignore"):
+        wanted = expected(name, size * Q, KEYS, V, allowed)
+    assert error(out, wanted) < 2e-6
+    if masked:
+        np.testing.assert_array_equal(out[:, 0], 0)
+    capped = dot_product_attention(
+        size * Q, KEYS, V, mask=mask, scores=(SoftCap(3.0),), normalizer=name
+    )
+    assert error(capped, expected(name, size * Q, KEYS, V, allowed, 3.0)) < 2e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients(name: str) -> None:
+    """Against finite differences of the formula in float64; NaN of masked keys does not count."""
+    allowed = np.broadcast_to(np.arange(S) < 5, (B, N, T, S))
+    cotangent = RNG.normal(size=Q.shape)
+
+    def loss(q: Any, k: Any, v: Any) -> jax.Array:
+        out = dot_product_attention(q, k, v, mask=masks.Keys(np.arange(S) < 5), normalizer=name)
+        return jnp.vdot(out, cotangent.astype(np.float32))
+
+    bad = np.where(np.arange(S)[:, None, None] < 5, 0, np.nan).astype(np.float32)
+    grads = jax.grad(loss, (0, 1, 2))(Q, KEYS + bad, V + bad)
+    for n, grad in enumerate(grads):
+        assert np.isfinite(grad).all()
+        step = RNG.normal(size=grad.shape)
+        values = []
+        for sign in (1, -1):
+            given = [float64(x) for x in (Q, KEYS, V)]
+            given[n] = given[n] + sign * 1e-6 * step
+            values.append((expected(name, *given, allowed) * cotangent).sum())
+        slope = (values[0] - values[1]) / 2e-6
+        assert abs(np.vdot(grad, step) - slope) < 1e-4 * np.abs(grad * step).sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layer(name: str) -> None:
+    """In linen and nnx, decoding token by token, and with its heads divided."""
+    layer = MultiHeadAttention(N, num_kv_heads=K, normalizer=name, mask=masks.Causal())
+    params = random_like(jax.eval_shape(layer.init, KEY, X))
+    whole = layer.apply(params, X)
+    plain = layer.clone(normalizer="softmax").apply(params, X)
+    assert error(whole, plain) > 0.01
+    cached = layer.clone(decode=True)
+    cache, outs = cached.init(KEY, X)["cache"], []
+    for t in range(T):
+        out, new = cached.apply({**params, "cache": cache}, X[:, t : t + 1], mutable="cache")
+        cache = new["cache"]
+        outs.append(out)
+    assert error(jnp.concatenate(outs, 1), whole) < 2e-6
+    same = flax_mha.nnx.MultiHeadAttention(
+        N, 16, num_kv_heads=K, normalizer=name, mask=masks.Causal(), rngs=nnx.Rngs(0)
+    )
+    for part, given in params["params"].items():
+        for leaf, value in given.items():
+            getattr(getattr(same, part), leaf).set_value(value)
+    assert error(same(X), whole) < 2e-6
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        assert error(jax.jit(layer.apply)(params, X), whole) < 2e-6
+
+
+def test_others_refuse_by_name() -> None:
+    told = explain(Q, KEYS, V, normalizer="sigmoid")
+    assert told.chosen == "reference"
+    for name in KERNELS.keys() - {"reference"}:
+        if "runs on" not in told.refused[name]:
+            assert "has the softmax alone, got normalizer='sigmoid'" in told.refused[name]
+    with pytest.raises(ValueError, match="has the softmax alone"):
+        dot_product_attention(Q, KEYS, V, normalizer="softpick", kernel="blockwise")
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"normalizer": "relu"}, "normalizer must be one of"),
+        ({"normalizer": "sigmoid", "sinks": np.ones(N, np.float32)}, "sinks take weight in a soft"),
+        ({"normalizer": "sigmoid", "return_weights": True}, "weights are those of a softmax"),
+        ({"normalizer": "softpick", "return_residuals": True}, "lse are those of a softmax"),
+        ({"normalizer": "sigmoid", "capture": Capture(("entropy",))}, "entropy are those of"),
+    ],
+)
+def test_what_has_no_meaning(call: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dot_product_attention(Q, KEYS, V, **call)
+
+
+def test_the_greatest_score_is_captured() -> None:
+    _, seen = dot_product_attention(
+        Q, KEYS, V, normalizer="sigmoid", capture=Capture(("max_logit",))
+    )
+    s = np.einsum("btnh,bsnh->bnts", Q, np.repeat(KEYS, N // K, -2)) / np.sqrt(H)
+    assert error(seen["max_logit"], s.max(-1)) < 2e-6
+
+
+def test_a_divided_sequence_goes_no_ring() -> None:
+    x = np.ones((2, 8, 4, 8), np.float32)
+    mesh = jax.make_mesh((4,), ("context",), devices=jax.devices()[:4])
+    with (
+        jax.set_mesh(mesh),
+        nn.logical_axis_rules([("length", "context"), ("kv_length", "context")]),
+    ):
+        told = explain(x, x, x, normalizer="sigmoid")
+        assert told.way != "ring"
+        with pytest.raises(ValueError, match="merges parts of a softmax"):
+            dot_product_attention(x, x, x, normalizer="sigmoid", kernel="ring")
