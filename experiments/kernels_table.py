@@ -17,7 +17,19 @@ import numpy as np
 from flax_mha import explain, kernels
 from flax_mha.kernels import Platform
 from flax_mha.kernels.spec import Refusal, prepare
-from flax_mha.masks import Causal, Dense, Lengths, PerHead, Predicate, Prefix, Segments, Window
+from flax_mha.masks import (
+    Causal,
+    Dense,
+    Dilated,
+    Documents,
+    Lengths,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)  # fmt: skip
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 
 # Without the one for few queries, which refuses more of them and nothing else.
@@ -67,6 +79,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "… for each query": {"mask": Lengths(jnp.zeros((B, T), int))},
     "`Segments`, traced": {"mask": Segments(jnp.asarray(IDS))},
     "`Causal() & Segments`": {"mask": Causal() & Segments(jnp.asarray(IDS))},
+    "`Documents`, traced": {"mask": Documents(jnp.full((B, 4), T // 4))},
+    "`Dilated`": {"mask": Dilated(4)},
+    "`Neighborhood`": {"mask": Neighborhood((16, 16), 5)},
     "`Prefix`": {"mask": Prefix(64)},
     "… for each row": {"mask": Prefix(jnp.zeros(B, int))},
     "`Dense`, known": {"mask": Dense(TABLE)},
@@ -84,6 +99,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`Score`, your own": {"scores": (Score(_shrunk),)},
     "`sinks`": {"sinks": jnp.zeros(N)},
     "`scale`, traced": {"scale": jnp.float32(0.1)},
+    "`normalizer`, no softmax": {"normalizer": "sigmoid"},
     "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
     "`return_residuals`, `return_weights`": {"return_weights": True, "return_residuals": True},
 }  # fmt: skip

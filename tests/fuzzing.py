@@ -144,6 +144,7 @@ CALL = {**SEEN, "scores": ((scores.SoftCap(3.0),),)} | CAPTURED | {
     "dropout_rng": (KEY, jax.random.key(1)), "broadcast_dropout": (True,), "q_positions": (ROW, 3),
     "kv_positions": (ROW, TOKENS), "kernel": ("blockwise", "reference", "flex"),
     "precision": ("highest",), "return_weights": (True,), "return_residuals": (True,),
+    "normalizer": ("sigmoid", "softpick"),
 }  # fmt: skip
 HELD = {name: CALL[name] for name in CALL if "positions" not in name}
 MODULE = {"dtype": ("bfloat16",), "param_dtype": ("float32",), "precision": ("highest",),
@@ -159,6 +160,7 @@ FIELDS = MODULE | CAPTURED | {
     "project_out": (False,), "kernel": ("blockwise",),
     "mask": (masks.Causal(),), "scores": ((scores.Alibi(),),), "sinks": (True,),
     "rotary": (Rotary(),), "qk_norm": (flax_mha.QKNorm(),), "gate": ("head", "feature"),
+    "normalizer": ("sigmoid", "softpick"),
 }  # fmt: skip
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
          "pre_norm": (False,), "activation": ("silu", "gelu_exact"), "norm_epsilon": (1e-5,),
