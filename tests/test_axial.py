@@ -69,6 +69,7 @@ def test_mrope() -> None:
     np.testing.assert_allclose(text, Rotary(50.0)(x, np.arange(T)), atol=1e-6)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("rotary", "positions"),
     [(Axial((3, 4), 50.0), None), (MRope((1, 1, 2), 50.0), RNG.integers(0, 9, (12, 3)))],

@@ -66,6 +66,7 @@ def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_s
     return x
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("pre", [True, False])
 @pytest.mark.parametrize("branch", [True, False])
 @pytest.mark.parametrize("side_by_side", [True, False])
@@ -99,6 +100,7 @@ def test_a_module_as_norm() -> None:
     assert error(run(stack, {"params": params}, X), wanted) < OUTPUT
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("pre_norm", [True, False])
 @pytest.mark.parametrize("norms", [(True, False), (False, True), (True, None)])
 def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> None:

@@ -35,6 +35,7 @@ def clipped(module: Any, params: Any, clip: Any) -> Any:
     return optax.apply_updates(params, steps)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"use_bias": False}], ids=str)
 @pytest.mark.parametrize("balance", [0.5, 0.2])
 def test_heads_beyond_the_threshold(fields: dict[str, Any], balance: float) -> None:

@@ -56,6 +56,7 @@ def test_against_the_formula(kernel: str) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6)])
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
@@ -70,6 +71,7 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     assert error(jnp.concatenate(outs, 1), layer().apply(params, X)) < 1e-5
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_heads_divided(kind: str) -> None:
     module = layer(num_kv_heads=4)

@@ -55,6 +55,7 @@ def expected(params: Any, x: Any) -> np.ndarray:
     return np.einsum("btnh,nhd->btd", out, p["out"]["kernel"])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("q_rank", [9, None])
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
@@ -64,6 +65,7 @@ def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
     assert error(out, expected(params["params"], X)) < 2e-6
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("steps", [(1,) * T, (5, 1, 5), (T,)])
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     """In the absorbed form, from a cache that holds each latent once."""
@@ -80,6 +82,7 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     assert error(jnp.concatenate(outs, 1), layer().apply(params, X)) < 1e-5
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_gradients_and_options(cache: str) -> None:
     """Lengths, a window, sinks, head_mask, weights; and what the cache rounds."""
@@ -96,6 +99,7 @@ def test_gradients_and_options(cache: str) -> None:
     assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_heads_divided(kind: str) -> None:
     module = layer()
@@ -117,6 +121,7 @@ def test_heads_divided(kind: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_in_a_model(scan: bool) -> None:
     block = DecoderBlock(layer(mask=None), 24, norm="rmsnorm", gated=True, remat=scan)

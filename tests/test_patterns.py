@@ -41,6 +41,7 @@ def stacked(params: Any, layers: int, several: int) -> Any:
     return found
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("layers", [6, 8])
 def test_in_turn(layers: int) -> None:
     """The loop is the blocks one by one, and the scan is the loop, gradients too."""
@@ -82,6 +83,7 @@ def test_what_each_layer_has_of_its_own(scan: bool) -> None:
         assert error(apply(params, X, head_mask=pruned), whole) > 1e-4
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_decoding(scan: bool) -> None:
     """Rings for the windows, all tokens for the rest: token by token what the whole gives."""

@@ -9,7 +9,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha import sharding
+from flax_mha import private, sharding
 from flax_mha.kernels import tpu as blocks
 from flax_mha.kernels.cudnn import fused
 from tests.kernels import cudnn_model
@@ -56,5 +56,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     """Such a device, where a model stands in for cuDNN."""
+    # Asked once a process: of the model, whose arguments are others, the answer would be no.
+    assert private.missing("cudnn") is None
     monkeypatch.setattr(fused.fused, "_dot_product_attention_fwd_impl", cudnn_model.forward)
     monkeypatch.setattr(fused.fused, "_dot_product_attention_bwd_impl", cudnn_model.backward)
