@@ -63,7 +63,8 @@ def load(
       path: a folder with `config.json` and `model.safetensors`, or an index of several files.
       dtype: of floating parameters (default: as in the file).
       shardings: for each parameter, a tree like the variables of `jax.sharding.Sharding`, or one
-        for all. Each device is given its part, which alone is read (default: in NumPy, mapped).
+        for all. Each device is given its part, which alone is read, but for kernels of patches
+        and Gemma's norms, which are read whole (default: in NumPy, mapped).
 
     Returns:
       The module and its variables.

@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import Config, activation
+from flax_mha.interop.config import Config, activation, refuse
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
 from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Encoder
@@ -27,7 +27,7 @@ class Bert(nn.Module):
       embedding: of tokens.
       types: of segments, 0 unless said; or None.
       positions: learned.
-      encoder: the stack, with a norm before it.
+      encoder: the stack; BERT's has a norm before it.
       first: where the first token stands (RoBERTa: 2).
     """
 
@@ -49,6 +49,7 @@ class Bert(nn.Module):
 
 def bert(config: Config) -> Family:
     """Of `BertModel` and `RobertaModel`."""
+    refuse(config, position_embedding_type="absolute", is_decoder=False)
     D, layers = config["hidden_size"], config["num_hidden_layers"]
     layer = MultiHeadAttention(config["num_attention_heads"])
     block = EncoderBlock(

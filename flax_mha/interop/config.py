@@ -27,6 +27,9 @@ def activation(config: Config, *names: str) -> str:
 
 def rotary(config: Config, kind: str = "") -> Rotary:
     """The rotation of layers of that kind, as old and new configs write it."""
+    local = config.get("rope_local_base_freq")
+    if local is not None and kind == "sliding_attention" and not config.get("rope_parameters"):
+        return Rotary(local)  # As Gemma 3 wrote it; what is scaled are its other layers.
     old: Config = config.get("rope_scaling") or {}
     new: Config = config.get("rope_parameters") or {}
     given = {"rope_theta": config.get("rope_theta", 1e4), **old, **new.get(kind, new)}

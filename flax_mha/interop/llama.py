@@ -8,7 +8,7 @@ from flax_mha import masks
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import Config, activation, in_turn, rotary
+from flax_mha.interop.config import Config, activation, in_turn, refuse, rotary
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
 from flax_mha.models import LanguageModel
 from flax_mha.qk_norm import QKNorm
@@ -30,14 +30,11 @@ def gemma(config: Config) -> Family:
 
 def _family(config: Config, gemma: bool) -> Family:
     D, layers = config["hidden_size"], config["num_hidden_layers"]
-    kinds = config.get("layer_types")
-    if kinds is None:
-        one = "sliding_attention" if config.get("sliding_window") else "full_attention"
-        kinds = [one] * layers
+    kinds = _kinds(config)
     model = LanguageModel(
         TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if gemma else 1.0),
         Decoder(layers, tuple(_block(config, kind, gemma) for kind in in_turn(kinds))),
-        tied=config["tie_word_embeddings"],
+        tied=_tied(config),
         logits_cap=config.get("final_logit_softcapping"),
     )
     return Family(model, (np.zeros((1, 1), np.int32),), _rows(config, gemma), ("lm_head.weight",))
@@ -89,9 +86,28 @@ def _rows(config: Config, gemma: bool) -> list[Row]:
     rows = each(config["num_hidden_layers"], rows)
     rows += norm("model.norm", "decoder/norm", **scale)
     rows.append(Row("model.embed_tokens.weight", "embedding/table/embedding"))
-    if not config["tie_word_embeddings"]:
+    if not _tied(config):
         rows.append(Row("lm_head.weight", "head/table/embedding"))
     return rows
+
+
+def _kinds(config: Config) -> list[str]:
+    """Which layers have a window; configs from before `layer_types` left it to the model."""
+    if config.get("layer_types") is not None:
+        return config["layer_types"]
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    windows = config.get("use_sliding_window", not kind.startswith("qwen"))
+    if not (windows and config.get("sliding_window")):
+        return ["full_attention"] * layers
+    if kind.startswith("qwen"):
+        refuse(config, use_sliding_window=False)
+    every = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern", 6)}.get(kind)
+    is_full = [every is not None and (i + 1) % every == 0 for i in range(layers)]
+    return ["full_attention" if full else "sliding_attention" for full in is_full]
+
+
+def _tied(config: Config) -> bool:
+    return config.get("tie_word_embeddings", config["model_type"].startswith("gemma"))
 
 
 def _biased(config: Config) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class AttentionPool(nn.Module):
 
 
 def vit(config: Config) -> Family:
-    """Of `ViTModel`; DeiT's of one class token too."""
+    """Of `ViTModel`."""
     biased = config.get("qkv_bias", True)
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
     heads = ("attention.query", "attention.key", "attention.value", "output.dense")

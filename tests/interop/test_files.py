@@ -187,3 +187,41 @@ def test_variables_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not those of the model"):
         interop.save(CONFIG | {"num_hidden_layers": 3}, variables(), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+WINDOWS = ("sliding_attention", "full_attention")
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"sliding_window": 4}, "no no no no no no"),
+        ({"sliding_window": 4, "use_sliding_window": False}, "no no no no no no"),
+        ({"model_type": "mistral", "sliding_window": 4}, "4 4 4 4 4 4"),
+        ({"model_type": "mistral", "sliding_window": None}, "no no no no no no"),
+        ({"model_type": "gemma2", "sliding_window": 4}, "4 no 4 no 4 no"),
+        ({"model_type": "gemma3_text", "sliding_window": 4}, "4 4 4 4 4 no"),
+        ({"layer_types": [*WINDOWS[:1], *WINDOWS] * 2, "sliding_window": 4}, "4 4 no 4 4 no"),
+    ],
+    ids=str,
+)
+def test_which_layers_have_a_window(change: dict[str, Any], windows: str) -> None:
+    """Also by configs from before `layer_types`, as most folders have them."""
+    config = CONFIG | {"num_hidden_layers": 6} | change
+    blocks = interop.family(config).module.decoder.blocks
+    masks = [blocks[i % len(blocks)].attention.mask for i in range(6)]
+    assert " ".join("no" if x is None else str(x.left + 1) for x in masks) == windows
+
+
+def test_two_bases_as_gemma_3_wrote_them() -> None:
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4,
+           "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+    change = {"model_type": "gemma3_text", "sliding_window": 4, "num_hidden_layers": 6}
+    local, *_, whole = interop.family(CONFIG | change | old).module.decoder.blocks
+    assert (local.attention.rotary.base, local.attention.rotary.scaling) == (1e4, None)
+    assert (whole.attention.rotary.base, whole.attention.rotary.scaling.factor) == (1e6, 8.0)
+
+
+def test_windows_that_no_config_places() -> None:
+    with pytest.raises(ValueError, match="use_sliding_window must be False"):
+        interop.family(CONFIG | {"sliding_window": 4, "use_sliding_window": True})
