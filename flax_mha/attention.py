@@ -229,7 +229,7 @@ class MultiHeadAttention(nn.Module):
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
             return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
-            module=self if sow_weights else None,
+            sower=self if sow_weights else None,
         )  # fmt: skip
         if found.cache is not None and found.cache is not cache:
             name = "memory" if isinstance(found.cache, Memory) else "kv"

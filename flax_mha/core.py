@@ -101,7 +101,7 @@ def attention(
     dropout_rng: jax.Array | None = None,
     return_weights: bool = False,
     capture: Capture | None = None,
-    module: Any = None,
+    sower: Any = None,
 ) -> Output:
     """Attends from x_q to x_k and x_v.
 
@@ -118,7 +118,7 @@ def attention(
       dropout_rng: a key, if there is to be dropout.
       return_weights: whether to give the weights.
       capture: what to look at.
-      module: what an `attention_fn` sows weights into.
+      sower: the module that an `attention_fn` sows weights into.
     """
     itself = x_k is x_q
     order = ordered(call.order, itself and cache is None, x_q.shape[-2])
@@ -132,7 +132,7 @@ def attention(
         q, k = normed(norm, weights, q, k, settings.dtype)
     return attend(
         weights, settings, q, k, v, call, cache, gate=gate, order=order, itself=itself,
-        dropout_rng=dropout_rng, return_weights=return_weights, capture=capture, module=module,
+        dropout_rng=dropout_rng, return_weights=return_weights, capture=capture, sower=sower,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def attend(
     dropout_rng: jax.Array | None = None,
     return_weights: bool = False,
     capture: Capture | None = None,
-    module: Any = None,
+    sower: Any = None,
 ) -> Output:
     """What follows the projections, in `attention` and in layers that have others.
 
@@ -172,7 +172,7 @@ def attend(
       dropout_rng: see `attention`, as all that follow.
       return_weights: see there.
       capture: see there.
-      module: see there.
+      sower: see there.
     """
     q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
     if k is not None:
@@ -181,7 +181,7 @@ def attend(
         cache = cache.memory(k, v)
     if isinstance(cache, Memory):
         k, v = cache.stored()
-    rest = _arguments(weights, settings, call, module)
+    rest = _arguments(weights, settings, call, sower)
     rest |= {"capture": capture, "return_weights": return_weights}
     rest |= {} if kernel is None else {"attention": kernel}
     if dropout_rng is not None:
@@ -228,7 +228,7 @@ def merged(out: Linear | None, x: jax.Array) -> jax.Array:
     return jax.lax.collapse(x, x.ndim - 2) if out is None else out(x)
 
 
-def _arguments(weights: Weights, settings: Settings, call: Call, module: Any) -> dict[str, Any]:
+def _arguments(weights: Weights, settings: Settings, call: Call, sower: Any) -> dict[str, Any]:
     """What computes attention, and what it is given beside queries, keys and values."""
     found: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
@@ -243,7 +243,7 @@ def _arguments(weights: Weights, settings: Settings, call: Call, module: Any) ->
     return found | {
         "attention": functools.partial(
             flax_functions.run, settings.attention_fn, dtype=settings.dtype,
-            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=module,
+            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=sower,
         )
     }  # fmt: skip
 

@@ -257,7 +257,7 @@ class MultiHeadAttention(nnx.Module):
             Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
-            module=self if sow_weights else None,
+            sower=self if sow_weights else None,
         )  # fmt: skip
         if cache is not None and self.kv is not None:
             self.kv.set_value(found.cache)

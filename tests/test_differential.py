@@ -12,6 +12,7 @@ from flax_mha import Encoder, EncoderBlock, masks, sharding
 from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests import oracle
+from tests.decoded import decoded
 from tests.oracle import error, float64, random_like
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -61,14 +62,10 @@ def test_against_the_formula(kernel: str) -> None:
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
     params = random_like(jax.eval_shape(layer().init, KEY, X))
-    cache = cached.init(KEY, X)["cache"]
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
     assert cache["kv"].key.shape == cache["kv"].value.shape == (2, 2 * K, T, H)
-    outs, at = [], 0
-    for count in steps:
-        out, new = cached.apply({**params, "cache": cache}, X[:, at : at + count], mutable="cache")
-        cache, at = new["cache"], at + count
-        outs.append(out)
-    assert error(jnp.concatenate(outs, 1), layer().apply(params, X)) < 1e-5
+    whole = jax.jit(layer().apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 
 
 @pytest.mark.sampled(0.5)
@@ -80,7 +77,7 @@ def test_heads_divided(kind: str) -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(module.apply(params, x)))
 
-    wanted = jax.grad(loss)(params, X)
+    wanted = jax.jit(jax.grad(loss))(params, X)
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -98,9 +95,10 @@ def test_in_a_stack() -> None:
     layers = [params.pop(f"layers_{i}") for i in range(2)]
     together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
     apart = params | {f"layers_{i}": tree for i, tree in enumerate(layers)}
-    out = loop.apply({"params": apart}, X, **call)
-    assert error(scan.apply({"params": together}, X, **call), out) < 1e-5
-    assert np.isfinite(loop.apply({"params": apart}, np.where(np.arange(T)[:, None] < 4, X, np.nan),
+    whole, scanned = (jax.jit(stack.apply) for stack in (loop, scan))
+    out = whole({"params": apart}, X, **call)
+    assert error(scanned({"params": together}, X, **call), np.asarray(out)) < 1e-5
+    assert np.isfinite(whole({"params": apart}, np.where(np.arange(T)[:, None] < 4, X, np.nan),
                                   lengths=np.array([4, 4]))).all()  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import KVCache, MultiHeadAttention, generate
+from tests.decoded import cache_of, greedy
 
 V, D, N, NEW = 7, 8, 2, 5
 KEY = jax.random.key(0)
@@ -36,8 +37,8 @@ def linen() -> tuple[Any, Any, Any]:
     """The model's step, its variables, and a function of tokens without a cache."""
     plain, cached = Foreign(), Foreign(decode=True)
     room = jnp.zeros((2, len(PROMPT[0]) + NEW), jnp.int32)
-    params = {"params": plain.init(KEY, room, room)["params"]}
-    cache = cached.init(KEY, room, room)["cache"]
+    params = {"params": jax.jit(plain.init)(KEY, room, room)["params"]}
+    cache = cache_of(cached, room, room)
 
     def step(variables, cache, tokens, positions, lengths=None):
         held = {**variables, "cache": cache}
@@ -111,20 +112,13 @@ def by_hand() -> tuple[Any, Any, Any]:
 MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
 
 
-def greedy(whole: Any, tokens: np.ndarray, count: int) -> np.ndarray:
-    for _ in range(count):
-        new = np.asarray(whole(jnp.asarray(tokens)))[:, -1].argmax(-1)
-        tokens = np.concatenate([tokens, new[:, None]], 1)
-    return tokens[:, -count:]
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_is_greedy_without_a_cache(name: str) -> None:
     step, (variables, cache), whole = MODELS[name]()
     found = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
     np.testing.assert_array_equal(found.tokens, greedy(whole, PROMPT, NEW))
     full = np.concatenate([PROMPT, found.tokens], 1)
-    log_p = jax.nn.log_softmax(whole(jnp.asarray(full)))[:, 2:-1]
+    log_p = jax.nn.log_softmax(jax.jit(whole)(full))[:, 2:-1]
     wanted = np.take_along_axis(np.asarray(log_p), np.asarray(found.tokens)[..., None], -1)
     np.testing.assert_allclose(found.scores, wanted[..., 0].sum(-1), rtol=1e-4)
 

@@ -1,5 +1,6 @@
 """Latent attention against its formula, and decoding from latents alone."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention
 from tests import oracle
+from tests.decoded import cache_of, decoded, greedy
 from tests.oracle import error, float64, random_like
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
@@ -71,15 +73,11 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     """In the absorbed form, from a cache that holds each latent once."""
     cached = layer(decode=True)
     params = random_like(jax.eval_shape(layer().init, KEY, X))
-    cache = cached.init(KEY, X)["cache"]
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
     assert cache["kv"].key.shape == (2, 1, T, R)
     assert cache["kv"].value.shape == (2, 1, T, RANK)
-    outs, at = [], 0
-    for count in steps:
-        out, new = cached.apply({**params, "cache": cache}, X[:, at : at + count], mutable="cache")
-        cache, at = new["cache"], at + count
-        outs.append(out)
-    assert error(jnp.concatenate(outs, 1), layer().apply(params, X)) < 1e-5
+    whole = jax.jit(layer().apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 
 
 @pytest.mark.sampled(0.34)
@@ -105,7 +103,7 @@ def test_heads_divided(kind: str) -> None:
     module = layer()
     params = random_like(jax.eval_shape(module.init, KEY, X))
     cached = module.clone(decode=True)
-    cache = cached.init(KEY, X)["cache"]
+    cache = cache_of(cached, X)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(module.apply(params, x)))
@@ -113,7 +111,7 @@ def test_heads_divided(kind: str) -> None:
     def step(params: Any, cache: Any, x: jax.Array) -> jax.Array:
         return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
 
-    wanted = jax.grad(loss)(params, X), step(params, cache, X)
+    wanted = jax.jit(jax.grad(loss))(params, X), jax.jit(step)(params, cache, X)
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -129,11 +127,8 @@ def test_in_a_model(scan: bool) -> None:
     tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
     params = random_like(jax.eval_shape(model.init, KEY, tokens))
     found = generate(model, params, tokens, max_new_tokens=4).tokens
-    text = tokens
-    for _ in range(4):
-        best = np.argmax(model.apply(params, text)[:, -1], -1)
-        text = np.concatenate([text, best[:, None]], 1)
-    np.testing.assert_array_equal(found, text[:, 4:])
+    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import flax_mha
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, QKNorm, masks, sharding
 from flax_mha.positions import Rotary
 from tests import oracle
+from tests.decoded import decoded
 from tests.oracle import error, float64, random_like
 
 N, K, H, HV, D, T = 4, 2, 8, 6, 16, 12
@@ -77,16 +78,8 @@ def test_decoding_is_the_whole(norm: str, gate: str | None, cross: bool) -> None
     cached = whole.clone(decode=True)
     memory = (X[:, :5],) if cross else ()
     params = random_like(jax.eval_shape(whole.init, KEY, X, *memory))
-    cache = cached.init(KEY, X, *memory)["cache"]
-    outs = []
-    for t in range(T):
-        given = memory if t == 0 else ()
-        out, new = cached.apply(
-            {**params, "cache": cache}, X[:, t : t + 1], *given, mutable=["cache"]
-        )
-        cache = new["cache"]
-        outs.append(out)
-    assert error(jnp.concatenate(outs, 1), whole.apply(params, X, *memory)) < 2e-6
+    wanted = jax.jit(whole.apply)(params, X, *memory)
+    assert error(decoded(cached, params, X, memory=memory), np.asarray(wanted)) < 2e-6
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -98,7 +91,7 @@ def test_heads_divided(kind: str) -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(module.apply(params, x)))
 
-    wanted = jax.grad(loss)(params, X)
+    wanted = jax.jit(jax.grad(loss))(params, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         found = jax.jit(jax.grad(loss))(params, X)

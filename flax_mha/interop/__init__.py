@@ -2,6 +2,7 @@
 
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
 >>> interop.save(config, variables, "path/to/mine")
+>>> fast = interop.swap(model)  # of Flax's attention layers: ours in their place
 
 A folder is `config.json` and safetensors. A family is a table, see `flax_mha.interop.table`: which
 module a config means, and where each tensor goes; `save` is the table read backwards.
@@ -22,6 +23,7 @@ from flax.typing import Dtype
 from flax_mha import inputs
 from flax_mha.interop import bert, files, gpt2, llama, t5, vit, whisper
 from flax_mha.interop.config import Config
+from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
 
 # By `model_type` of a config.

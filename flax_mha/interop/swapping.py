@@ -1,0 +1,121 @@
+"""Flax's attention layers in a model that somebody else wrote, in place of which ours compute.
+
+>>> fast = swap(model)
+>>> fast.apply(variables, x)  # the same parameters, the same outputs
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import flax.linen as nn
+from flax import nnx
+
+import flax_mha.nnx
+from flax_mha import inputs
+from flax_mha.attention import MultiHeadAttention
+
+Model = TypeVar("Model", nn.Module, nnx.Module)
+
+_THEIRS = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+_SAME = (
+    "num_heads", "dtype", "param_dtype", "qkv_features", "out_features", "broadcast_dropout",
+    "dropout_rate", "deterministic", "precision", "kernel_init", "out_kernel_init", "bias_init",
+    "out_bias_init", "use_bias", "decode", "normalize_qk", "force_fp32_for_softmax",
+)  # fmt: skip
+_SAME_NNX = (
+    "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
+    "dtype", "param_dtype", "broadcast_dropout", "dropout_rate", "deterministic", "precision",
+    "decode", "normalize_qk", "use_bias",
+)  # fmt: skip
+# With them a layer computes its products in another way, such as quantized, which ours has not.
+_PRODUCTS = (
+    "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
+    "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls",
+)  # fmt: skip
+
+
+def swap(model: Model, **fields: Any) -> Model:
+    """The model with Flax's multi-head attention computed by ours, wherever it stands in it.
+
+    Neither its code nor its parameters change. Each `nn.MultiHeadDotProductAttention` (also as the
+    base of `nn.SelfAttention` and of classes of one's own, whose code still runs) becomes a
+    `flax_mha.MultiHeadAttention` with the same fields, and each `nnx.MultiHeadAttention` one of
+    `flax_mha.nnx`. What differs: dropout draws other weights; caches of decoding are ours, made by
+    `init` (in nnx `init_cache`) as before; no intermediates are captured of single projections.
+
+    Args:
+      model: of linen, or of nnx.
+      **fields: more for each layer, such as `kernel="blockwise"`.
+
+    Returns:
+      Of linen a module with the same fields, which is an instance of the model's class; of nnx a
+      model that shares the parameters with the one given.
+
+    Raises:
+      TypeError: if it is no model, or if a layer's products are replaced (`qkv_dot_general` and the
+        like), when it is first called or, in nnx, at once.
+    """
+    if isinstance(model, nnx.Module):
+        return cast(Model, nnx.recursive_map(functools.partial(_replaced, fields), model))
+    if isinstance(model, nn.Module):
+        return cast(Model, _swapped(model, fields))
+    raise TypeError(f"swap takes a module of linen or nnx, got {inputs.came(model)}; give Model()")
+
+
+def _swapped(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """A copy of a class of its own, in each of whose methods calls of Flax's layer are caught."""
+    kind = type(model)
+
+    def catching(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def caught(*args: Any, **kwargs: Any) -> Any:
+            with nn.intercept_methods(functools.partial(_ours, fields)):
+                return method(*args, **kwargs)
+
+        return caught
+
+    own = [name for name in dir(kind) if name == "__call__" or not hasattr(nn.Module, name)]
+    methods = [name for name in own if inspect.isfunction(inspect.getattr_static(kind, name))]
+    # The last two for calls of what is no method of the model, such as apply(…, method=function).
+    methods += ["apply", "init_with_output"]
+    entries = {name: catching(getattr(kind, name)) for name in methods}
+    subclass = type(kind.__name__, (kind,), entries | {"__module__": kind.__module__})
+    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
+
+
+def _ours(fields: Mapping[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Calls our layer in place of theirs, in its scope; all other methods as they are."""
+    theirs = context.module
+    if inspect.unwrap(context.orig_method.func) is not _THEIRS:
+        return call(*args, **kwargs)
+    same = {name: getattr(theirs, name) for name in _SAME} | _attention_fn(theirs, nn)
+    return MultiHeadAttention(**same | fields, parent=theirs.scope)(*args, **kwargs)
+
+
+def _replaced(fields: Mapping[str, Any], path: Any, node: Any) -> Any:
+    """Our layer with their parameters, if it is theirs."""
+    if type(node) is not nnx.MultiHeadAttention:
+        return node
+    same = {name: getattr(node, name) for name in _SAME_NNX} | _attention_fn(node, nnx)
+    kind = flax_mha.nnx.MultiHeadAttention
+    # Without parameters of its own: those of the other take their place.
+    ours = nnx.eval_shape(lambda: kind(**same | fields, rngs=nnx.Rngs(0)))
+    for name in ("query", "key", "value", "out", "query_ln", "key_ln", "rngs"):
+        setattr(ours, name, getattr(node, name))
+    return ours
+
+
+def _attention_fn(layer: Any, library: Any) -> dict[str, Any]:
+    """Its function, unless that is Flax's own, whose place the kernels take."""
+    for name in _PRODUCTS:
+        if getattr(layer, name, None) is not None:
+            raise TypeError(
+                f"swap can't replace a layer with {name}, for ours has no products but einsum; "
+                f"leave it out, or keep Flax's layer"
+            )
+    plain = layer.attention_fn is library.dot_product_attention
+    return {} if plain else {"attention_fn": layer.attention_fn}
