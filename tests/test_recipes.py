@@ -64,7 +64,6 @@ def d2l(params: Any, queries: Any, keys: Any, valid_lens: np.ndarray) -> np.ndar
     return concatenated @ w_o
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("output", "lens"), [("output", "valid_lens"), ("output_per_query", "per_query")]
 )
