@@ -15,7 +15,7 @@ def new_folder(task: str) -> Path:
     return path
 
 
-def result_folder(workdir: str | Path | None, name: str) -> Path:
+def result_folder(workdir: str | Path | None, name: str, flag: str = "--workdir") -> Path:
     """The folder for results that are written once: the given one, new or empty, or a new one.
 
     Raises:
@@ -25,7 +25,5 @@ def result_folder(workdir: str | Path | None, name: str) -> Path:
         return new_folder(name)
     path = Path(workdir).absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(
-            f"--workdir must be a new or empty folder, and {path} is not; choose another"
-        )
+        raise RunError(f"{flag} must be a new or empty folder, and {path} is not; choose another")
     return path

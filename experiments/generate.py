@@ -1,9 +1,11 @@
-"""Lets a trained run speak: goes on with a text, or translates it.
+"""Lets a trained run or a published model speak: goes on with a text, or translates it.
 
     python -m experiments.generate --workdir=runs/text-… --prompt="The import statement"
     python -m experiments.generate --workdir=runs/translation-… --prompt="samedi 3 mars 2012"
+    python -m experiments.generate --model=path/to/Qwen3-0.6B --prompt="The capital of France is"
 
-The run's own config and its latest checkpoint are used, on one device.
+Of a run its own config and its latest checkpoint are used, on one device; of a model the
+`config.json`, safetensors and `tokenizer.json` of a Hugging Face folder.
 """
 
 import sys
@@ -14,12 +16,13 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import data
+from experiments import data, pretrained
 from experiments.data.task import Speaker
 from experiments.failures import RunError
 from experiments.training import checkpoints, log, loop, program, runs
 
-WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
+MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
@@ -35,12 +38,21 @@ def main(argv: Sequence[str]) -> None:
     try:
         if argv[1:]:
             raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
-        options = {
+        options: dict[str, Any] = {
             "temperature": TEMPERATURE.value, "top_k": TOP_K.value, "top_p": TOP_P.value,
             "max_new_tokens": NEW.value, "beams": BEAMS.value,
+            "rng": jax.random.key(SEED.value),
         }  # fmt: skip
-        speak(WORKDIR.value, PROMPT.value, rng=jax.random.key(SEED.value), **options)
-    except ValueError as error:
+        workdir, model = WORKDIR.value, MODEL.value
+        if workdir is not None and model is None:
+            speak(workdir, PROMPT.value, **options)
+        elif model is not None and workdir is None:
+            given = {name: value for name, value in options.items() if value is not None}
+            pretrained.respond(model, PROMPT.value, _say, **given)
+            print(flush=True)
+        else:
+            raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
+    except (ValueError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -68,8 +80,12 @@ def speak(workdir: str | Path, prompt: str, **options: Any) -> None:
     params = checkpoints.load(loop.build(run.config, task), run.path).params
     if run.config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
-    task.respond(params, prompt, lambda piece: print(piece, end="", flush=True), **options)
+    task.respond(params, prompt, _say, **options)
     print(flush=True)
+
+
+def _say(piece: str) -> None:
+    print(piece, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import flax.linen as nn
@@ -61,11 +61,11 @@ def swap(model: Model, **fields: Any) -> Model:
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_replaced, fields), model))
     if isinstance(model, nn.Module):
-        return cast(Model, _swapped(model, fields))
+        return _swapped(model, fields)
     raise TypeError(f"swap takes a module of linen or nnx, got {inputs.came(model)}; give Model()")
 
 
-def _swapped(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+def _swapped(model: Any, fields: dict[str, Any]) -> Any:
     """A copy of a class of its own, in each of whose methods calls of Flax's layer are caught."""
     kind = type(model)
 
@@ -87,7 +87,7 @@ def _swapped(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
 
 
-def _ours(fields: Mapping[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+def _ours(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Calls our layer in place of theirs, in its scope; all other methods as they are."""
     theirs = context.module
     if inspect.unwrap(context.orig_method.func) is not _THEIRS:
@@ -96,7 +96,7 @@ def _ours(fields: Mapping[str, Any], call: Any, args: Any, kwargs: Any, context:
     return MultiHeadAttention(**same | fields, parent=theirs.scope)(*args, **kwargs)
 
 
-def _replaced(fields: Mapping[str, Any], path: Any, node: Any) -> Any:
+def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
     """Our layer with their parameters, if it is theirs."""
     if type(node) is not nnx.MultiHeadAttention:
         return node

@@ -14,6 +14,8 @@ import flax_mha.nnx
 from flax_mha import core, interop
 from tests.oracle import error
 
+# Flax announces that SelfAttention is to go.
+pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
 D = 16
 X = np.random.default_rng(0).normal(size=(2, 9, D)).astype(np.float32)
 CAUSAL = nn.make_causal_mask(X[..., 0])

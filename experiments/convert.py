@@ -1,0 +1,83 @@
+"""A Hugging Face folder as a checkpoint of Orbax, and back.
+
+    python -m experiments.convert path/to/Qwen3-0.6B converted
+    python -m experiments.convert converted path/to/mine --dtype=bfloat16
+
+Both have `config.json`; the weights are safetensors in the one, and in the other `variables`, which
+any program restores with `orbax.checkpoint.StandardCheckpointer().restore(path)`.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from absl import app, flags
+
+from experiments import folders
+from experiments.failures import RunError
+from experiments.training import log
+from flax_mha import inputs, interop
+from flax_mha.interop import files
+
+DTYPE = flags.DEFINE_string("dtype", None, "Of floating parameters (default: as they are).")
+
+_CONFIG, _WEIGHTS = "config.json", "variables"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Converts the first folder into the second."""
+    log.hush()
+    try:
+        _, *given = argv
+        if len(given) != 2:
+            raise RunError(f"give two folders, SRC DST, got {given}")
+        source, target = given
+        print(convert(source, target, dtype=DTYPE.value))
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+
+
+def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
+    """Writes one as the other, and says what it wrote.
+
+    Args:
+      source: a folder of either kind.
+      target: a folder that does not exist yet, or is empty.
+      dtype: of floating parameters (default: as they are).
+
+    Raises:
+      ValueError: if a folder is not what it must be, or its files do not fit each other.
+    """
+    source = Path(source).expanduser().absolute()
+    target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
+    config = files.read_json(source / _CONFIG)
+    if (source / _WEIGHTS).is_dir():
+        variables = ocp.StandardCheckpointer().restore(source / _WEIGHTS)
+        if dtype is not None:
+            dtype = inputs.dtype("dtype", dtype, "a floating dtype")
+            variables = _cast(variables, dtype)
+            # As old and new configs say what transformers shall load them as.
+            config |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in config}
+        interop.save(config, variables, target)
+        kind = "safetensors"
+    else:
+        _, variables = interop.load(source, dtype=dtype)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(target / _WEIGHTS, jax.tree.map(jax.numpy.asarray, variables))
+        (target / _CONFIG).write_text((source / _CONFIG).read_text())
+        kind = "a checkpoint of Orbax"
+    count = sum(x.size for x in jax.tree.leaves(variables))
+    return f"{target}: {count:,} parameters of a {config['model_type']}, {kind}"
+
+
+def _cast(variables: Any, dtype: Any) -> Any:
+    floating = jax.numpy.floating
+    cast = lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, floating) else x  # noqa: E731
+    return jax.tree.map(cast, variables)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,165 @@
+"""Folders of Hugging Face at the commands: they speak, and become checkpoints and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from experiments import pretrained
+from experiments.convert import convert
+from experiments.failures import RunError
+from flax_mha import generate, interop
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48,
+}  # fmt: skip
+QWEN: dict[str, Any] = SIZES | {
+    "model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "model_type": "t5", "vocab_size": 50, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 1,
+    "num_decoder_layers": 1, "num_heads": 4, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20, "layer_norm_epsilon": 1e-6, "dense_act_fn": "relu",
+    "is_gated_act": False, "tie_word_embeddings": True, "decoder_start_token_id": 0,
+}  # fmt: skip
+BERT: dict[str, Any] = SIZES | {
+    "model_type": "bert", "hidden_act": "gelu", "max_position_embeddings": 16,
+    "type_vocab_size": 2, "layer_norm_eps": 1e-12,
+}  # fmt: skip
+
+
+def folder_of(config: dict[str, Any], path: Path) -> Path:
+    """With random weights."""
+    family = interop.family(config)
+    variables = jax.jit(family.module.init)(jax.random.key(0), *family.example)
+    interop.save(config, variables, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_of(QWEN, tmp_path_factory.mktemp("qwen") / "model")
+
+
+def said(folder: Path, prompt: str, **options: Any) -> str:
+    pieces: list[str] = []
+    pretrained.respond(folder, prompt, pieces.append, **options)
+    return "".join(pieces)
+
+
+def written(folder: Path, ids: list[int], count: int, **options: Any) -> list[int]:
+    found = generate(
+        *interop.load(folder), jnp.array([ids]), max_new_tokens=count, **options
+    )  # fmt: skip
+    return np.asarray(found.tokens[0]).tolist()
+
+
+def test_ids(qwen: Path) -> None:
+    want = written(qwen, [12, 7, 40], 6)
+    assert said(qwen, "12 7 40", max_new_tokens=6) == " ".join(map(str, want))
+    wide = written(qwen, [12, 7, 40], 6, beams=2)
+    assert said(qwen, "12 7 40", max_new_tokens=6, beams=2) == " ".join(map(str, wide))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_end_is_not_said(qwen: Path, several: bool, tmp_path: Path) -> None:
+    """Whether the config names one token that ends a text, or several."""
+    tokens = written(qwen, [1, 2, 3], 8)
+    (tmp_path / "model.safetensors").symlink_to(qwen / "model.safetensors")
+    end = tokens[-1]
+    config = QWEN | {"eos_token_id": [99 - end, end] if several else end}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    want = tokens[
+        : min(tokens.index(x) for x in {end, 99 - end if several else end} if x in tokens)
+    ]
+    assert said(tmp_path, "1 2 3", max_new_tokens=8) == " ".join(map(str, want))
+
+
+def test_a_translator(tmp_path: Path) -> None:
+    folder = folder_of(T5, tmp_path / "t5")
+    want = written(folder, [5, 3, 9], 4, start=0)
+    assert said(folder, "5 3 9", max_new_tokens=4) == " ".join(map(str, want))
+
+
+def test_text(qwen: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
+    for path in qwen.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    words = {f"w{i}": i for i in range(100)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    want = " ".join(f"w{i}" for i in written(qwen, [12, 7, 40], 5))
+    assert said(tmp_path, "w12 w7 w40", max_new_tokens=5) == want
+
+
+def test_a_tokenizer_without_its_package(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    for path in qwen.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RunError, match="needs the package tokenizers; pip install tokenizers"):
+        said(tmp_path, "text")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("hello", "has no tokenizer.json: the prompt must be ids such as '12 7 401', got 'hello'"),
+        ("", "must be ids"), ("1 -2", "must be ids"),
+        ("1 100", r"prompt must be in 0 … 99, got 100"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_none(qwen: Path, prompt: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        said(qwen, prompt)
+
+
+def test_a_model_that_does_not_write(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="a bert writes no text; give a decoder, or a T5"):
+        said(folder_of(BERT, tmp_path / "bert"), "1 2")
+
+
+def test_converted_and_back(qwen: Path, tmp_path: Path) -> None:
+    """Equal to the bit; what is between is a tree that Orbax restores by itself."""
+    told = convert(qwen, tmp_path / "ours")
+    assert told.endswith("18,752 parameters of a qwen3, a checkpoint of Orbax")
+    restored = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "variables")
+    jax.tree.map(np.testing.assert_array_equal, restored, interop.load(qwen)[1])
+    convert(tmp_path / "ours", tmp_path / "back")
+    name = "model.safetensors"
+    assert (tmp_path / "back" / name).read_bytes() == (qwen / name).read_bytes()
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == QWEN
+
+
+def test_converted_to_another_dtype(qwen: Path, tmp_path: Path) -> None:
+    convert(qwen, tmp_path / "ours", dtype="bfloat16")
+    convert(qwen, tmp_path / "wide")
+    convert(tmp_path / "wide", tmp_path / "back", dtype="bfloat16")
+    want = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), interop.load(qwen)[1])
+    found = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "variables")
+    for each in (found, interop.load(tmp_path / "back")[1]):
+        jax.tree.map(np.testing.assert_array_equal, each, want)
+        assert {x.dtype.name for x in jax.tree.leaves(each)} == {"bfloat16"}
+
+
+def test_what_can_not_be_converted(qwen: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        convert(tmp_path / "none", tmp_path / "a")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(RunError, match="the second folder must be a new or empty folder"):
+        convert(qwen, tmp_path / "full")
+    with pytest.raises((TypeError, ValueError), match="dtype must be"):
+        convert(qwen, tmp_path / "b", dtype="int8")
+    assert not (tmp_path / "b" / "variables").exists()
