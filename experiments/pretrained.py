@@ -40,13 +40,15 @@ def respond(
         options["start"] = config["decoder_start_token_id"]
     elif not isinstance(model, LanguageModel):
         raise RunError(f"a {config['model_type']} writes no text; give a decoder, or a T5")
-    ends = np.atleast_1d(np.array(config.get("eos_token_id") or (), int)).tolist()
+    # Small models keep the end of a large vocabulary, which they can't write.
+    ends = np.atleast_1d(np.array(config.get("eos_token_id") or (), int))
+    ends = ends[ends < config["vocab_size"]].tolist()
     tokens: list[int] = []
     said = ""
 
     def show(_: int, new: np.ndarray) -> None:
         nonlocal said
-        if not ends or not {*tokens} & {*ends}:
+        if not {*tokens} & {*ends}:
             tokens.append(int(new[0]))
         text = decode([token for token in tokens if token not in ends])
         # A character of several tokens is not there before its last.
