@@ -2,6 +2,7 @@
 
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
 >>> interop.save(config, variables, "path/to/mine")
+>>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
 >>> fast = interop.swap(model)  # of Flax's attention layers: ours in their place
 
 A folder is `config.json` and safetensors. A family is a table, see `flax_mha.interop.table`: which
@@ -25,6 +26,8 @@ from flax_mha.interop import bert, files, gpt2, llama, t5, vit, whisper
 from flax_mha.interop.config import Config
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
+from flax_mha.interop.torch_layers import from_torch as from_torch
+from flax_mha.interop.torch_layers import to_torch as to_torch
 
 # By `model_type` of a config.
 FAMILIES: dict[str, Callable[[Config], Family]] = {

@@ -1,0 +1,183 @@
+"""Layers of `torch.nn` as modules of ours, and back; PyTorch itself is not needed.
+
+>>> module, variables = from_torch(theirs.state_dict(), num_heads=8)
+>>> theirs.load_state_dict({k: torch.tensor(x) for k, x in to_torch(module, variables).items()})
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha import inputs
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.blocks import Block, DecoderBlock, EncoderBlock
+from flax_mha.interop.table import (
+    FLAT,
+    Family,
+    Row,
+    each,
+    from_tensors,
+    linear,
+    norm,
+    to_tensors,
+    transposed,
+)  # fmt: skip
+from flax_mha.mlp import Activation
+from flax_mha.stacks import Decoder, Encoder, Stack
+
+Module: TypeAlias = MultiHeadAttention | Block | Stack
+
+_OWN = ("query", "key", "value")
+_MASKED = "a key that is learned has no place in ours"
+
+
+def from_torch(
+    state_dict: Mapping[str, Any],
+    num_heads: int,
+    *,
+    norm_first: bool = False,
+    activation: str | Activation = "relu",
+    layer_norm_eps: float = 1e-5,
+) -> tuple[Module, dict[str, Any]]:
+    """The module and the variables that a state dict of `torch.nn` means.
+
+    Of `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
+    `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder`. All take the batch
+    first. Masks are arguments of the call as there, but True means that a key may be seen; a
+    decoder is causal by itself. Dropout rates are 0, and set by `module.clone(...)`.
+
+    Args:
+      state_dict: arrays by name, PyTorch's tensors or any other.
+      num_heads: what it does not tell, as all that follow.
+      norm_first: of blocks.
+      activation: of blocks; PyTorch's "gelu" is "gelu_exact".
+      layer_norm_eps: of blocks.
+
+    Raises:
+      ValueError: if it is of another layer, or has `bias_k` and `bias_v`; `add_zero_attn` leaves no
+        trace in it, and must not be set.
+    """
+    inputs.positive(num_heads=num_heads)
+    tensors = {name: _array(x) for name, x in state_dict.items()}
+    stack = "layers.0.self_attn.out_proj.weight" in tensors
+    first = "layers.0." if stack else ""
+    block = f"{first}self_attn.out_proj.weight" in tensors
+    at = f"{first}self_attn." if block else ""
+    if f"{at}out_proj.weight" not in tensors:
+        raise ValueError(
+            f"from_torch takes the state dict of one attention layer, one block or one stack of "
+            f"torch.nn, got {sorted(tensors)[:4]} …; of a part of a model leave out its prefix"
+        )
+    for name in tensors:
+        if name.endswith(("bias_k", "bias_v")):
+            raise ValueError(f"layers with add_bias_kv can't be loaded, got {name}; {_MASKED}")
+    options = {
+        "pre_norm": norm_first, "activation": activation, "norm_epsilon": layer_norm_eps,
+    }  # fmt: skip
+    module = _module(tensors, num_heads, first, options if block else None)
+    width = lambda name: tensors[name].shape[-1]  # noqa: E731
+    features = [len(tensors[f"{at}out_proj.weight"])]
+    if isinstance(module, DecoderBlock | Decoder):
+        features *= 2
+    apart = not block and "q_proj_weight" in tensors
+    if apart:
+        features += [width("k_proj_weight"), width("v_proj_weight")]
+    example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
+    return module, from_tensors(Family(module, example, _rows(module, apart)), tensors)
+
+
+def _module(
+    tensors: Mapping[str, Any], num_heads: int, first: str, options: dict[str, Any] | None
+) -> Module:
+    """The module of those tensors.
+
+    Args:
+      tensors: by name.
+      num_heads: N.
+      first: what names of the first block begin with, if there are several.
+      options: of a block; None for an attention layer alone.
+    """
+    if options is None:
+        return MultiHeadAttention(num_heads, use_bias="out_proj.bias" in tensors)
+    layer = MultiHeadAttention(num_heads, use_bias=f"{first}self_attn.out_proj.bias" in tensors)
+    options["mlp_dim"] = len(tensors[f"{first}linear1.weight"])
+    if not layer.use_bias:
+        options["norm"] = nn.LayerNorm(options["norm_epsilon"], use_bias=False)
+    block: Block = EncoderBlock(layer, **options)
+    if f"{first}multihead_attn.out_proj.weight" in tensors:
+        block = DecoderBlock(layer, **options, cross_attention=layer.copy())
+    if not first:
+        return block
+    count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    kind = Decoder if isinstance(block, DecoderBlock) else Encoder
+    return kind(count, block, final_norm="norm.weight" in tensors)
+
+
+def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The state dict of the layer of `torch.nn` that a module is: `from_torch`, read backwards.
+
+    Raises:
+      ValueError: if the variables are not those of such a layer, as with rotary's or gates' own.
+    """
+    if not isinstance(module, MultiHeadAttention | Block | Stack):
+        raise TypeError(
+            f"to_torch takes an attention layer, a block or a stack, got {inputs.came(module)}"
+        )
+    params = variables["params"]
+    apart = False
+    if isinstance(module, MultiHeadAttention):
+        apart = len({params[name]["kernel"].shape[0] for name in _OWN}) > 1
+    return to_tensors(Family(module, (), _rows(module, apart)), variables)
+
+
+def _rows(module: Module, apart: bool) -> list[Row]:
+    """The table of a module; `apart` if queries, keys and values are of different features."""
+    if isinstance(module, MultiHeadAttention):
+        return _attention(module, "", "", apart)
+    if isinstance(module, Block):
+        return _block(module, "", "")
+    if not isinstance(module.block, Block):
+        raise ValueError("torch.nn has stacks of one block; got several in turn")
+    rows = each(module.num_layers, _block(module.block, "layers.{}.", "layers_{}/"))
+    last = not module.block.post_norm if module.final_norm is None else module.final_norm
+    return rows + (norm("norm", "norm", bias=bool(module.block.attention.use_bias)) if last else [])
+
+
+def _attention(layer: MultiHeadAttention, theirs: str, ours: str, apart: bool) -> list[Row]:
+    kernels, biases = (
+        tuple(f"{ours}{name}/{leaf}" for name in _OWN) for leaf in ("kernel", "bias")
+    )
+    if apart:
+        names = [f"{theirs}{name}_proj_weight" for name in "qkv"]
+        rows = [Row(name, path, transposed()) for name, path in zip(names, kernels, strict=True)]
+    else:
+        rows = [Row(f"{theirs}in_proj_weight", kernels, transposed())]
+    if layer.use_bias:
+        rows.append(Row(f"{theirs}in_proj_bias", biases, FLAT))
+    return rows + linear(f"{theirs}out_proj", f"{ours}out", bool(layer.use_bias), inputs=2)
+
+
+def _block(block: Block, theirs: str, ours: str) -> list[Row]:
+    bias = bool(block.attention.use_bias)
+    own = {"attention": "self_attn"}
+    if isinstance(block, DecoderBlock):
+        own |= {"cross_attention": "multihead_attn"}
+    rows: list[Row] = []
+    for name, their in own.items():
+        rows += _attention(block.attention, f"{theirs}{their}.", f"{ours}{name}/", False)
+    for i, name in enumerate([*own, "mlp"], 1):
+        rows += norm(f"{theirs}norm{i}", f"{ours}{name}_norm", bias)
+    rows += linear(f"{theirs}linear1", f"{ours}mlp/up", bias)
+    return rows + linear(f"{theirs}linear2", f"{ours}mlp/down", bias)
+
+
+def _array(x: Any) -> np.ndarray:
+    """An array in its own dtype; NumPy itself has no bfloat16."""
+    if hasattr(x, "detach"):
+        x = x.detach().cpu()
+        if str(x.dtype) == "torch.bfloat16":
+            return np.asarray(x.float()).astype(jnp.bfloat16)
+    return np.asarray(x)

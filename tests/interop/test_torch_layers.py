@@ -1,0 +1,153 @@
+"""Layers of torch.nn: the same numbers, and state dicts that come back to the bit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra families")
+
+from flax_mha import MultiHeadAttention, interop, masks  # noqa: E402
+from tests.oracle import error  # noqa: E402
+
+D, N = 16, 4
+RNG = np.random.default_rng(0)
+X, Y, K, V = (
+    RNG.normal(size=(2, *shape)).astype(np.float32) for shape in ((5, D), (7, D), (7, 12), (7, 20))
+)
+
+
+def arrays(module: Any) -> dict[str, np.ndarray]:
+    return {name: x.numpy() for name, x in module.state_dict().items()}
+
+
+def seeded(make: Any) -> Any:
+    """With biases and scales that are not those they begin with, and no dropout."""
+    torch.manual_seed(0)
+    module = make().eval()
+    with torch.no_grad():
+        for x in module.parameters():
+            x.add_(0.1 * torch.randn_like(x))
+    return module
+
+
+def ran(module: Any, *given: Any, **more: Any) -> np.ndarray:
+    with torch.no_grad():
+        out = module(*map(torch.tensor, given), **more)
+    return (out[0] if isinstance(out, tuple) else out).numpy()
+
+
+def same(theirs: Any, ours: Any, variables: Any) -> None:
+    """Back in theirs, to the bit."""
+    found = interop.to_torch(ours, variables)
+    assert sorted(found) == sorted(theirs.state_dict())
+    for name, x in arrays(theirs).items():
+        np.testing.assert_array_equal(found[name], x)
+    theirs.load_state_dict({name: torch.tensor(x) for name, x in found.items()})
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("given", [(X, X, X), (X, Y, Y), (X, K, V)], ids=["self", "cross", "kdim"])
+def test_attention(bias: bool, given: Any) -> None:
+    sizes = {"kdim": 12, "vdim": 20} if given[1] is K else {}
+    theirs = seeded(lambda: torch.nn.MultiheadAttention(D, N, bias=bias, batch_first=True, **sizes))
+    ours, variables = interop.from_torch(theirs.state_dict(), N)
+    assert error(jax.jit(ours.apply)(variables, *given), ran(theirs, *given)) < 2e-6
+    same(theirs, ours, variables)
+
+
+def test_padding_and_causality() -> None:
+    theirs = seeded(lambda: torch.nn.MultiheadAttention(D, N, batch_first=True))
+    ours, variables = interop.from_torch(theirs.state_dict(), N)
+    hidden = np.arange(5) >= np.array([[5], [3]])
+    later = ~np.tri(5, dtype=bool)
+    want = ran(
+        theirs, X, X, X, key_padding_mask=torch.tensor(hidden), attn_mask=torch.tensor(later)
+    )
+    found = ours.apply(variables, X, mask=masks.Causal() & masks.Keys(~hidden))
+    assert error(found, want) < 2e-6
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "as it is": {}, "norm first": {"norm_first": True}, "no bias": {"bias": False},
+    "gelu": {"activation": "gelu", "layer_norm_eps": 1e-3},
+}  # fmt: skip
+
+
+def said(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a state dict does not tell, as ours has them."""
+    found = {name: x for name, x in options.items() if name != "bias"}
+    return found | ({"activation": "gelu_exact"} if "activation" in found else {})
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("layers", [None, 2])
+def test_encoders(name: str, layers: int | None) -> None:
+    options = BLOCKS[name]
+
+    def make() -> Any:
+        block = torch.nn.TransformerEncoderLayer(D, N, 24, batch_first=True, **options)
+        if layers is None:
+            return block
+        norm = torch.nn.LayerNorm(D, options.get("layer_norm_eps", 1e-5),
+                                  bias=options.get("bias", True))  # fmt: skip
+        return torch.nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
+
+    theirs = seeded(make)
+    ours, variables = interop.from_torch(theirs.state_dict(), N, **said(options))
+    assert error(jax.jit(ours.apply)(variables, X), ran(theirs, X)) < 2e-6
+    same(theirs, ours, variables)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("layers", [None, 2])
+def test_decoders(name: str, layers: int | None) -> None:
+    options = BLOCKS[name]
+
+    def make() -> Any:
+        block = torch.nn.TransformerDecoderLayer(D, N, 24, batch_first=True, **options)
+        return block if layers is None else torch.nn.TransformerDecoder(block, layers)
+
+    theirs = seeded(make)
+    ours, variables = interop.from_torch(theirs.state_dict(), N, **said(options))
+    want = ran(theirs, X, Y, tgt_mask=torch.tensor(~np.tri(5, dtype=bool)))
+    assert error(jax.jit(ours.apply)(variables, X, Y), want) < 2e-6
+    same(theirs, ours, variables)
+
+
+def test_bfloat16() -> None:
+    theirs = seeded(lambda: torch.nn.MultiheadAttention(D, N).bfloat16())
+    _, variables = interop.from_torch(theirs.state_dict(), N)
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("bfloat16")}
+    want = theirs.state_dict()["out_proj.weight"].float().numpy().T.reshape(N, D // N, D)
+    np.testing.assert_array_equal(variables["params"]["out"]["kernel"].astype(np.float32), want)
+
+
+ATTENTION = torch.nn.MultiheadAttention
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "add_bias_kv .* bias_k"),
+        (lambda: (torch.nn.Linear(2, 2).state_dict(), N), r"got \['bias', 'weight'\]"),
+        (lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N), "leave out its prefix"),
+        (lambda: (ATTENTION(D, N).state_dict(), 3), "3"),
+        (lambda: (ATTENTION(D, N).state_dict(), 0), "num_heads must be at least 1"),
+        (lambda: ({**ATTENTION(D, N).state_dict(), "more": np.ones(1)}, N), "surplus more"),
+        (lambda: ({"out_proj.weight": np.ones((D, D))}, N), "missing in_proj_weight"),
+    ],
+)
+def test_mistakes(given: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        interop.from_torch(*given())
+
+
+def test_what_torch_has_not() -> None:
+    with pytest.raises(TypeError, match="to_torch takes an attention layer"):
+        interop.to_torch(3, {})
+    gated = MultiHeadAttention(N, gate="head")
+    with pytest.raises(ValueError, match=r"not those of the model: .*output_gate"):
+        interop.to_torch(gated, gated.init(jax.random.key(0), X))
