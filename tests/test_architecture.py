@@ -58,7 +58,7 @@ LAYERS = [
     {"generation"},
     {"interop.config", "interop.files", "interop.table"},
     {"interop.bert", "interop.gpt2", "interop.llama", "interop.t5", "interop.whisper"},
-    {"interop.swapping", "interop.vit"},
+    {"interop.swapping", "interop.torch_layers", "interop.vit"},
     {"interop"},
     {""},
 ]

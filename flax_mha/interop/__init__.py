@@ -72,7 +72,8 @@ def load(
         and Gemma's norms, which are read whole (default: in NumPy, mapped).
 
     Returns:
-      The module and its variables.
+      The module and its variables. Of a checkpoint with a head for words or classes on top of a
+      BERT or a ViT, the head is left out, with a warning that names its tensors.
 
     Raises:
       ValueError: if the files are damaged, or do not fit each other: one error with every tensor
@@ -82,8 +83,6 @@ def load(
     folder = Path(path).expanduser()
     found = family(files.read_json(folder / "config.json"))
     tensors = files.read_folder(folder)
-    if any("." in name and name.split(".")[0] in _PREFIXES for name in tensors):
-        tensors = {_bare(name, found): x for name, x in tensors.items()}
     variables = from_tensors(found, tensors)
     kind = None if dtype is None else inputs.dtype("dtype", dtype)
     if shardings is None and kind is None:
@@ -92,16 +91,6 @@ def load(
         shardings = jax.tree.map(lambda _: shardings, variables)
     place = functools.partial(_placed, kind)
     return found.module, jax.tree.map(place, variables, shardings, is_leaf=lambda x: x is None)
-
-
-# What models with a head put before the names of the model itself.
-_PREFIXES = ("bert", "roberta", "distilbert", "vit")
-
-
-def _bare(name: str, family: Family) -> str:
-    """A tensor's name as the model without a head has it."""
-    first, _, rest = name.partition(".")
-    return rest if first in _PREFIXES and name not in family.ignored else name
 
 
 def _placed(dtype: Any, x: np.ndarray, sharding: Any) -> Any:

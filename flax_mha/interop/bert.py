@@ -16,8 +16,9 @@ from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Encoder
 
 _EXAMPLE = (np.zeros((1, 1), np.int32),)
-# What stands on the first token's features is not part of the encoder.
-POOLER = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
+# What stands on the first token's features is not part of the encoder, nor are guesses of words.
+POOLER = ("pooler.*", "*.position_ids")
+HEADS = ("cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*")
 
 
 class Bert(nn.Module):
@@ -78,7 +79,7 @@ def bert(config: Config) -> Family:
             *norm(f"{theirs}.output.LayerNorm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    return Family(module, _EXAMPLE, rows, POOLER)
+    return Family(module, _EXAMPLE, rows, POOLER, HEADS, config["model_type"] + ".")
 
 
 def distilbert(config: Config) -> Family:
@@ -107,4 +108,4 @@ def distilbert(config: Config) -> Family:
             *norm(f"{theirs}.output_layer_norm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    return Family(module, _EXAMPLE, rows)
+    return Family(module, _EXAMPLE, rows, POOLER, HEADS, "distilbert.")

@@ -45,4 +45,6 @@ def gpt2(config: Config) -> Family:
         *each(layers, rows),
         *norm("transformer.ln_f", "decoder/norm"),
     ]
-    return Family(model, (np.zeros((1, 1), np.int32),), rows, ("lm_head.weight",))
+    # Copies of the table, and causal masks.
+    ignored = ("lm_head.weight", "*.attn.bias", "*.attn.masked_bias")
+    return Family(model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="transformer.")

@@ -37,7 +37,8 @@ def _family(config: Config, gemma: bool) -> Family:
         tied=_tied(config),
         logits_cap=config.get("final_logit_softcapping"),
     )
-    return Family(model, (np.zeros((1, 1), np.int32),), _rows(config, gemma), ("lm_head.weight",))
+    ignored = ("lm_head.weight", "*.rotary_emb.inv_freq")
+    return Family(model, (np.zeros((1, 1), np.int32),), _rows(config, gemma), ignored)
 
 
 def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:

@@ -16,19 +16,23 @@ from flax_mha.stacks import Decoder, Encoder
 
 def t5(config: Config) -> Family:
     """Of `T5ForConditionalGeneration`, version 1.1 (gated, with a head of its own) too."""
-    D, tied = config["d_model"], config["tie_word_embeddings"]
+    D, tied = config["d_model"], config.get("tie_word_embeddings", True)
+    # "relu" or "gated-gelu": the first configs say nothing, the next only this.
+    form = config.get("feed_forward_proj", "relu")
+    gated = config.get("is_gated_act", form.startswith("gated-"))
+    form = form.removeprefix("gated-")
+    act: dict[str, Any] = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
     layer = MultiHeadAttention(
         config["num_heads"], head_dim=config["d_kv"], use_bias=False, scale=1.0
     )
     options: dict[str, Any] = {
         "norm": "rmsnorm", "norm_epsilon": config["layer_norm_epsilon"],
-        "gated": config["is_gated_act"], "activation": activation(config, "dense_act_fn"),
+        "gated": gated, "activation": activation(act | {**config}, "dense_act_fn"),
     }  # fmt: skip
 
     def bias(bidirectional: bool) -> tuple[RelativeBias]:
-        buckets, most = (
-            config["relative_attention_num_buckets"], config["relative_attention_max_distance"]
-        )  # fmt: skip
+        buckets = config["relative_attention_num_buckets"]
+        most = config.get("relative_attention_max_distance", 128)
         return (RelativeBias(None, bidirectional, most, buckets),)
 
     encoder = EncoderBlock(layer, config["d_ff"], **options)
@@ -44,13 +48,15 @@ def t5(config: Config) -> Family:
         ),
     )
     rows = [Row("shared.weight", "decoder/embedding/table/embedding")]
-    rows += _stack("encoder", "encoder", config["num_layers"], 1, config["is_gated_act"])
-    rows += _stack("decoder", "decoder/decoder", count, 2, config["is_gated_act"])
+    rows += _stack("encoder", "encoder", config["num_layers"], 1, gated)
+    rows += _stack("decoder", "decoder/decoder", count, 2, gated)
     if not tied:
         rows.append(Row("lm_head.weight", "decoder/head/table/embedding"))
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
+    # The first checkpoints have a table that the model never read.
+    unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tokens = np.zeros((1, 1), np.int32)
-    return Family(model, (tokens, tokens), rows, copies)
+    return Family(model, (tokens, tokens), rows, (*copies, unread))
 
 
 def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[Row]:

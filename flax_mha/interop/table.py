@@ -1,6 +1,8 @@
 """Tables between the tensors of a checkpoint and the parameters of a module, read both ways."""
 
+import fnmatch
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -81,6 +83,10 @@ class Row(NamedTuple):
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
 
+# As TensorFlow named the arrays of a norm, which the oldest BERTs have kept.
+_OLD = {"gamma": "weight", "beta": "bias"}
+
+
 class Family(NamedTuple):
     """A model of a checkpoint.
 
@@ -88,18 +94,39 @@ class Family(NamedTuple):
       module: ours.
       example: arguments that it can be initialized with.
       rows: one for each tensor.
-      ignored: names of tensors that say nothing of their own, such as copies of others.
+      ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as copies.
+      heads: patterns of what may stand on top of the module, and is left out with a warning.
+      prefix: what names may begin with, or not, as a checkpoint has more than this module or less.
     """
 
     module: nn.Module
     example: tuple[Any, ...]
     rows: list[Row]
     ignored: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    prefix: str = ""
 
     def shapes(self) -> dict[str, Any]:
         """Our parameters by path: shapes and dtypes."""
         found = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(found["params"], sep="/")
+
+    def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str]]:
+        """The tensors by the names of the rows, and names of those that are left out as heads."""
+        known = {row.theirs for row in self.rows}
+        found, heads = {}, []
+        for name, x in tensors.items():
+            stem, _, leaf = name.rpartition(".")
+            new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
+            bare = new.removeprefix(self.prefix)
+            own = next((n for n in (new, bare, self.prefix + new) if n in known), None)
+            if own is not None:
+                found[own] = x
+            elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
+                heads.append(name)
+            elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
+                found[name] = x
+        return found, heads
 
 
 def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
@@ -108,9 +135,10 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
     Raises:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
     """
+    tensors, heads = family.named(tensors)
     wanted, found, wrong = family.shapes(), {}, []
     known = {row.theirs for row in family.rows}
-    wrong += [f"surplus {name}" for name in sorted({*tensors} - known - {*family.ignored})]
+    wrong += [f"surplus {name}" for name in sorted(tensors.keys() - known)]
     for row in family.rows:
         if row.theirs not in tensors:
             wrong.append(f"missing {row.theirs}")
@@ -128,6 +156,11 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
             "the tensors do not fit the model of this config: " + "; ".join(wrong) + "; take "
             "both from one checkpoint"
         )
+    if heads:
+        warnings.warn(
+            f"left out, as they stand on top of this {type(family.module).__name__}: "
+            f"{', '.join(sorted(heads))}", stacklevel=3,
+        )  # fmt: skip
     return {"params": unflatten_dict(found, sep="/")}
 
 

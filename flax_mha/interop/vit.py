@@ -121,7 +121,7 @@ def vit(config: Config) -> Family:
         *norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
     module = _image(config, class_tokens=1, biased=biased)
-    return Family(module, (_example(config),), rows, POOLER)
+    return Family(module, (_example(config),), rows, POOLER, ("classifier.*",), "vit.")
 
 
 def clip(config: Config) -> Family:
@@ -140,7 +140,7 @@ def clip(config: Config) -> Family:
         *linear("text_projection", "text_projection", bias=False),
         Row("logit_scale", "logit_scale"),
     ]
-    return Family(module, (_example(image), *_TEXT), rows)
+    return Family(module, (_example(image), *_TEXT), rows, POOLER)
 
 
 def siglip(config: Config) -> Family:
@@ -167,7 +167,7 @@ def siglip(config: Config) -> Family:
         Row("logit_scale", "logit_scale", wrapped(1)),
         Row("logit_bias", "logit_bias", wrapped(1)),
     ]
-    return Family(module, (_example(image), *_TEXT), rows)
+    return Family(module, (_example(image), *_TEXT), rows, POOLER)
 
 
 # One text of one token.

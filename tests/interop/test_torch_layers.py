@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch", reason="needs the extra families")
 from flax_mha import MultiHeadAttention, interop, masks  # noqa: E402
 from tests.oracle import error  # noqa: E402
 
+# That a faster way inside PyTorch is not taken.
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 D, N = 16, 4
 RNG = np.random.default_rng(0)
 X, Y, K, V = (

@@ -1,0 +1,135 @@
+"""Checkpoints as they were published: older names and configs, and heads that are left out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import interop
+from flax_mha.interop import files
+from tests.oracle import random_like
+
+Tensors = dict[str, Any]
+
+SIZES = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "hidden_act": "gelu", "layer_norm_eps": 1e-12,
+}  # fmt: skip
+TEXT = SIZES | {
+    "vocab_size": 24, "max_position_embeddings": 16, "type_vocab_size": 2, "pad_token_id": 0,
+}  # fmt: skip
+BERT = TEXT | {"model_type": "bert"}
+ROBERTA = TEXT | {"model_type": "roberta", "pad_token_id": 1, "type_vocab_size": 1}
+DISTILBERT = {
+    "model_type": "distilbert", "vocab_size": 24, "dim": 16, "n_layers": 2, "n_heads": 4,
+    "hidden_dim": 24, "activation": "gelu", "max_position_embeddings": 16,
+}  # fmt: skip
+VIT = SIZES | {"model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 3}
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 24, "n_embd": 16, "n_layer": 2, "n_head": 4,
+    "n_positions": 16, "n_ctx": 16, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 24,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 16,
+}  # fmt: skip
+# As of the first T5s: which activation, and which distances, is not said.
+T5 = {
+    "model_type": "t5", "vocab_size": 24, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
+    "num_heads": 4, "relative_attention_num_buckets": 8, "layer_norm_epsilon": 1e-6,
+    "n_positions": 512,
+}  # fmt: skip
+X = np.ones((2, 2), np.float32)
+
+
+def prefixed(prefix: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {f"{prefix}.{name}": x for name, x in tensors.items()}
+
+
+def of_tensorflow(tensors: Tensors) -> Tensors:
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for new, name in old.items():
+        tensors = {each.replace(new, name): x for each, x in tensors.items()}
+    assert any(name.endswith("gamma") for name in tensors)
+    return prefixed("bert")(tensors)
+
+
+def bare(tensors: Tensors) -> Tensors:
+    return {name.removeprefix("transformer."): x for name, x in tensors.items()}
+
+
+# The config, what becomes of our names, what comes beside them; and which of that is a head.
+PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
+    "bert": (
+        BERT, of_tensorflow, ("bert.pooler.dense.weight", "bert.embeddings.position_ids"),
+        ("cls.predictions.transform.LayerNorm.gamma", "cls.seq_relationship.weight"),
+    ),
+    "bert of classes": (BERT, prefixed("bert"), (), ("classifier.weight", "classifier.bias")),
+    "roberta": (ROBERTA, prefixed("roberta"), (), ("lm_head.bias", "lm_head.dense.weight")),
+    "distilbert": (
+        DISTILBERT, prefixed("distilbert"), (), ("vocab_transform.weight", "vocab_projector.bias")
+    ),
+    "vit": (VIT, prefixed("vit"), ("vit.pooler.dense.bias",), ("classifier.weight",)),
+    "gpt2": (GPT2, bare, ("h.0.attn.bias", "h.1.attn.masked_bias"), ()),
+    "gpt2 with its head": (
+        GPT2, dict, ("transformer.h.0.attn.bias", "lm_head.weight"), ()
+    ),
+    "llama": (LLAMA, dict, ("model.layers.1.self_attn.rotary_emb.inv_freq",), ()),
+    "t5": (
+        T5, dict,
+        ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+         "lm_head.weight"), (),
+    ),
+}  # fmt: skip
+
+
+def written(path: Path, config: Any, tensors: Tensors) -> Path:
+    files.write(path / "model.safetensors", tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_it_loads(name: str, tmp_path: Path) -> None:
+    config, renamed, beside, heads = PUBLISHED[name]
+    family = interop.family(config)
+    wanted = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    interop.save(config, wanted, tmp_path)
+    tensors = {name: np.array(x) for name, x in files.read_folder(tmp_path).items()}
+    whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
+    written(tmp_path, config, whole)
+    if heads:
+        told = f"left out, as they stand on top of this .*: {', '.join(sorted(heads))}$"
+        with pytest.warns(UserWarning, match=told):
+            _, found = interop.load(tmp_path)
+    else:
+        _, found = interop.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("surplus", ["bert.encoder.more.weight", "more", "encoder.layer.9.bias"])
+def test_what_is_no_head_is_surplus(surplus: str, tmp_path: Path) -> None:
+    family = interop.family(BERT)
+    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    interop.save(BERT, variables, tmp_path)
+    tensors = {name: np.array(x) for name, x in files.read_folder(tmp_path).items()}
+    written(tmp_path, BERT, tensors | {surplus: X})
+    with pytest.raises(ValueError, match=f"surplus {surplus}"):
+        interop.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "gated", "activation"),
+    [(None, False, "relu"), ("relu", False, "relu"), ("gated-gelu", True, "gelu"),
+     ("gated-silu", True, "silu")],
+)  # fmt: skip
+def test_the_activation_of_old_t5s(form: str | None, gated: bool, activation: str) -> None:
+    module = interop.family(T5 | ({} if form is None else {"feed_forward_proj": form})).module
+    block = module.encoder.block
+    assert (block.gated, block.activation) == (gated, activation)
+    assert module.encoder.scores[0].max_distance == 128
