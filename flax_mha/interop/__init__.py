@@ -22,7 +22,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha import inputs
-from flax_mha.interop import bert, files, gpt2, llama, t5, vit, whisper
+from flax_mha.interop import bert, dino, files, gpt2, llama, t5, vit, whisper
 from flax_mha.interop.config import Config
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
@@ -36,7 +36,8 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
     "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
     "gemma2": llama.gemma, "gemma3_text": llama.gemma,
     "t5": t5.t5,
-    "vit": vit.vit, "clip": vit.clip, "siglip": vit.siglip,
+    "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,
+    "clip": vit.clip, "siglip": vit.siglip,
     "whisper": whisper.whisper,
 }  # fmt: skip
 

@@ -70,17 +70,24 @@ class Row(NamedTuple):
       ours: the path of our parameter, or those of several that lie in it one after another.
       axes: how each lies.
       split: the axis of the tensor on which several lie.
+      part: from where to where it reaches on the first axis of ours, if several tensors, in rows
+        one after another, make up that (default: it is all of it).
     """
 
     theirs: str
     ours: str | tuple[str, ...]
     axes: Axes = SAME
     split: int = 0
+    part: tuple[int, int] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths of ours."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+    def shape(self, ours: Shape) -> Shape:
+        """Of what it fills of ours, whose whole shape is given."""
+        return ours if self.part is None else (self.part[1] - self.part[0], *ours[1:])
 
 
 # As TensorFlow named the arrays of a norm, which the oldest BERTs have kept.
@@ -136,7 +143,8 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
     """
     tensors, heads = family.named(tensors)
-    wanted, found, wrong = family.shapes(), {}, []
+    wanted, wrong = family.shapes(), []
+    found: dict[str, list[Any]] = {}
     known = {row.theirs for row in family.rows}
     wrong += [f"surplus {name}" for name in sorted(tensors.keys() - known)]
     for row in family.rows:
@@ -144,13 +152,14 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
             wrong.append(f"missing {row.theirs}")
             continue
         x = tensors[row.theirs]
-        expected = _shape(row, [wanted[path].shape for path in row.paths])
+        shapes = [row.shape(wanted[path].shape) for path in row.paths]
+        expected = _shape(row, shapes)
         if x.shape != expected:
             wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
         parts = np.split(x, len(row.paths), row.split) if len(row.paths) > 1 else [x]
-        for path, part in zip(row.paths, parts, strict=True):
-            found[path] = row.axes.ours(part, wanted[path].shape)
+        for path, part, shape in zip(row.paths, parts, shapes, strict=True):
+            found.setdefault(path, []).append(row.axes.ours(part, shape))
     if wrong:
         raise ValueError(
             "the tensors do not fit the model of this config: " + "; ".join(wrong) + "; take "
@@ -161,7 +170,8 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
             f"left out, as they stand on top of this {type(family.module).__name__}: "
             f"{', '.join(sorted(heads))}", stacklevel=3,
         )  # fmt: skip
-    return {"params": unflatten_dict(found, sep="/")}
+    whole = {path: x[0] if len(x) == 1 else np.concatenate(x) for path, x in found.items()}
+    return {"params": unflatten_dict(whole, sep="/")}
 
 
 def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -172,7 +182,8 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
         raise ValueError(f"the variables are not those of the model: {sorted(lacking)}")
     found = {}
     for row in family.rows:
-        parts = [row.axes.theirs(np.asarray(params[path])) for path in row.paths]
+        own = (...,) if row.part is None else (slice(*row.part),)
+        parts = [row.axes.theirs(np.asarray(params[path])[own]) for path in row.paths]
         whole = np.concatenate(parts, row.split) if len(parts) > 1 else parts[0]
         found[row.theirs] = np.asarray(whole, order="C")
     return found

@@ -1,4 +1,4 @@
-"""ViT, CLIP and SigLIP: encoders of images, alone or beside one of text."""
+"""ViT, DeiT, CLIP and SigLIP: encoders of images, alone or beside one of text."""
 
 from typing import Any
 
@@ -101,14 +101,17 @@ class AttentionPool(nn.Module):
 
 
 def vit(config: Config) -> Family:
-    """Of `ViTModel`."""
+    """Of `ViTModel`, and of `DeiTModel`, which has one more token, of distillation."""
+    kind = config["model_type"]
     biased = config.get("qkv_bias", True)
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
     heads = ("attention.query", "attention.key", "attention.value", "output.dense")
     biases = (biased, biased, biased, True)
     size = config["patch_size"]
     rows = [
-        Row("embeddings.cls_token", "class_tokens", wrapped(1)),
+        Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
+        *[Row("embeddings.distillation_token", "class_tokens", wrapped(1), part=(1, 2))]
+        * (kind == "deit"),
         Row("embeddings.position_embeddings", "positions/embedding", wrapped(1)),
         *_patches("embeddings.patch_embeddings.projection", "embedding/patches", size),
         *each(config["num_hidden_layers"], [
@@ -120,8 +123,9 @@ def vit(config: Config) -> Family:
         ]),
         *norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
-    module = _image(config, class_tokens=1, biased=biased)
-    return Family(module, (_example(config),), rows, POOLER, ("classifier.*",), "vit.")
+    module = _image(config, class_tokens=1 + (kind == "deit"), biased=biased)
+    ignored = (*POOLER, "embeddings.mask_token")
+    return Family(module, (_example(config),), rows, ignored, ("*classifier.*",), f"{kind}.")
 
 
 def clip(config: Config) -> Family:

@@ -73,6 +73,17 @@ CASES = {
     )),
     "vit": Case(hf.ViTModel, hf.ViTConfig(**TOWER), {"pixel_values": IMAGES},
                 (IMAGES.transpose(0, 2, 3, 1),)),
+    "deit": Case(hf.DeiTModel, hf.DeiTConfig(**TOWER), {"pixel_values": IMAGES},
+                 (IMAGES.transpose(0, 2, 3, 1),)),
+    "dinov3": Case(
+        hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, num_register_tokens=2),
+        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    ),
+    "dinov3 gated": Case(
+        hf.DINOv3ViTModel,
+        hf.DINOv3ViTConfig(**TOWER, use_gated_mlp=True, hidden_act="silu", key_bias=True),
+        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    ),
     "clip": towers(hf.CLIPModel, hf.CLIPConfig(**both, projection_dim=16), np.argmax(IDS, -1)),
     "siglip": towers(hf.SiglipModel, hf.SiglipConfig(**both), last),
     "gpt2": text(hf.GPT2LMHeadModel, hf.GPT2Config(

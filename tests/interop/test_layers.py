@@ -12,28 +12,14 @@ pytest.importorskip("transformers", reason="needs the extra families")
 import transformers as hf  # noqa: E402
 
 from flax_mha import (  # noqa: E402
-    Classifier,
-    Encoder,
-    EncoderBlock,
     MultiHeadAttention,
     QKNorm,
     masks,
     positions,
 )
-from flax_mha.interop.table import (  # noqa: E402
-    Family,
-    Row,
-    attention,
-    each,
-    from_tensors,
-    linear,
-    norm,
-    patches,
-)
-from flax_mha.models import PatchEmbedding  # noqa: E402
 from flax_mha.positions import Rotary  # noqa: E402
 from flax_mha.variants import MultiHeadLatentAttention  # noqa: E402
-from tests.interop.families import DECODER, IDS, IMAGES, TEXT, Case, make  # noqa: E402
+from tests.interop.families import DECODER, IDS, TEXT, Case, make  # noqa: E402
 from tests.oracle import error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -96,55 +82,6 @@ def deepseek_v3(config: Any, w: Tensors) -> tuple[Any, Any]:
     }  # fmt: skip
     names = {"query": ("q_b_proj", N), "out": ("o_proj", N)}
     return layer, params | projections(w, names, bias=False)
-
-
-def test_dinov3() -> None:
-    """The whole model, every hidden state."""
-    config = hf.DINOv3ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
-        image_size=16, patch_size=4, num_register_tokens=2,
-    )  # fmt: skip
-    theirs = make(Case(hf.DINOv3ViTModel, config, {}, ()))
-    with torch.no_grad():
-        want = theirs(torch.tensor(IMAGES), output_hidden_states=True)
-    axial = positions.Axial((4, 4), config.rope_theta, span=2 * np.pi, prefix=3)
-    layer = MultiHeadAttention(2, use_bias=("query", "value", "out"), rotary=axial)
-    block = EncoderBlock(
-        layer, 48, activation="gelu_exact", norm_epsilon=config.layer_norm_eps, layer_scale=1.0
-    )
-    ours = Classifier(
-        PatchEmbedding(4, 32), Encoder(2, block), None, positions="none", class_tokens=3
-    )
-    at, mine = "model.layer.{}", "encoder/layers_{}"
-    heads = ("q_proj", "k_proj", "v_proj", "o_proj")
-    rows = [
-        Row("tokens", "class_tokens"),
-        Row("embeddings.patch_embeddings.weight", "embedding/patches/kernel", patches(4, 4)),
-        Row("embeddings.patch_embeddings.bias", "embedding/patches/bias"),
-        *each(2, [
-            *attention(f"{at}.attention", f"{mine}/attention", heads, (True, False, True, True)),
-            *norm(f"{at}.norm1", f"{mine}/attention_norm"),
-            *norm(f"{at}.norm2", f"{mine}/mlp_norm"),
-            *linear(f"{at}.mlp.up_proj", f"{mine}/mlp/up"),
-            *linear(f"{at}.mlp.down_proj", f"{mine}/mlp/down"),
-            Row(f"{at}.layer_scale1.lambda1", f"{mine}/attention_scale"),
-            Row(f"{at}.layer_scale2.lambda1", f"{mine}/mlp_scale"),
-        ]),
-        *norm("norm", "encoder/norm"),
-    ]  # fmt: skip
-    tensors = {key: x.numpy() for key, x in theirs.state_dict().items()}
-    tokens = [tensors.pop(f"embeddings.{name}")[0] for name in ("cls_token", "register_tokens")]
-    tensors["tokens"] = np.concatenate(tokens)
-    x = IMAGES.transpose(0, 2, 3, 1)
-    variables = from_tensors(Family(ours, (x,), rows, ("embeddings.mask_token",)), tensors)
-    out, seen = ours.apply(
-        variables, x, mutable="intermediates",
-        capture_intermediates=lambda m, name: isinstance(m, EncoderBlock) and name == "__call__",
-    )  # fmt: skip
-    assert error(out, want.last_hidden_state.numpy()) < 1e-5
-    for i in range(2):
-        (state,) = seen["intermediates"]["encoder"][f"layers_{i}"]["__call__"]
-        assert error(state, want.hidden_states[i + 1].numpy()) < 1e-5
 
 
 YARN = {
