@@ -38,7 +38,8 @@ def _family(config: Config, gemma: bool) -> Family:
         logits_cap=config.get("final_logit_softcapping"),
     )
     ignored = ("lm_head.weight", "*.rotary_emb.inv_freq")
-    return Family(model, (np.zeros((1, 1), np.int32),), _rows(config, gemma), ignored)
+    example = (np.zeros((1, 1), np.int32),)
+    return Family(model, example, _rows(config, gemma), ignored, prefix="model.")
 
 
 def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:

@@ -60,7 +60,8 @@ def of_tensorflow(tensors: Tensors) -> Tensors:
 
 
 def bare(tensors: Tensors) -> Tensors:
-    return {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    """Without what comes first, as a model without its head is saved."""
+    return {name.partition(".")[2]: x for name, x in tensors.items()}
 
 
 # The config, what becomes of our names, what comes beside them; and which of that is a head.
@@ -80,6 +81,7 @@ PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
         GPT2, dict, ("transformer.h.0.attn.bias", "lm_head.weight"), ()
     ),
     "llama": (LLAMA, dict, ("model.layers.1.self_attn.rotary_emb.inv_freq",), ()),
+    "llama without a head": (LLAMA | {"tie_word_embeddings": True}, bare, (), ()),
     "t5": (
         T5, dict,
         ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
