@@ -102,7 +102,13 @@ def _placed(dtype: Any, x: np.ndarray, sharding: Any) -> Any:
 
     if sharding is None:
         return part(...)
-    return jax.make_array_from_callback(x.shape, sharding, part)
+    # One device after another, so that no more than one part is in the host's memory.
+    places = sharding.addressable_devices_indices_map(x.shape)
+    parts = [
+        jax.block_until_ready(jax.device_put(part(index), device))
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:
