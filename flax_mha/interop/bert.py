@@ -16,8 +16,9 @@ from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Encoder
 
 _EXAMPLE = (np.zeros((1, 1), np.int32),)
-# What stands on the first token's features is not part of the encoder, nor are guesses of words.
+# Tensors that an encoder does not read: the pooler's, and a buffer that counts from 0.
 POOLER = ("pooler.*", "*.position_ids")
+# Heads on top of it: for words, sentences, classes, answers.
 HEADS = ("cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*")
 
 

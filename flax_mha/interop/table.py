@@ -86,8 +86,12 @@ class Row(NamedTuple):
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
     def shape(self, ours: Shape) -> Shape:
-        """Of what it fills of ours, whose whole shape is given."""
+        """The shape of its part of a parameter of ours, whose whole shape is given."""
         return ours if self.part is None else (self.part[1] - self.part[0], *ours[1:])
+
+    def cut(self, x: np.ndarray) -> np.ndarray:
+        """Its part of a parameter of ours."""
+        return x if self.part is None else x[slice(*self.part)]
 
 
 # As TensorFlow named the arrays of a norm, which the oldest BERTs have kept.
@@ -103,7 +107,7 @@ class Family(NamedTuple):
       rows: one for each tensor.
       ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as copies.
       heads: patterns of what may stand on top of the module, and is left out with a warning.
-      prefix: what names may begin with, or not, as a checkpoint has more than this module or less.
+      prefix: what models that wrap this one put before all names; it may be there or not.
     """
 
     module: nn.Module
@@ -118,22 +122,24 @@ class Family(NamedTuple):
         found = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(found["params"], sep="/")
 
-    def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str]]:
-        """The tensors by the names of the rows, and names of those that are left out as heads."""
+    def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
+        """The tensors by the names of the rows; names of heads; names that no row has, or twice."""
         known = {row.theirs for row in self.rows}
-        found, heads = {}, []
+        found, heads, surplus = {}, [], []
         for name, x in tensors.items():
             stem, _, leaf = name.rpartition(".")
             new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
             bare = new.removeprefix(self.prefix)
             own = next((n for n in (new, bare, self.prefix + new) if n in known), None)
-            if own is not None:
+            if own is not None and own not in found:
                 found[own] = x
+            elif own is not None:
+                surplus.append(name)
             elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
                 heads.append(name)
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
-                found[name] = x
-        return found, heads
+                surplus.append(name)
+        return found, heads, surplus
 
 
 def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
@@ -142,11 +148,9 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
     Raises:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
     """
-    tensors, heads = family.named(tensors)
-    wanted, wrong = family.shapes(), []
-    found: dict[str, list[Any]] = {}
-    known = {row.theirs for row in family.rows}
-    wrong += [f"surplus {name}" for name in sorted(tensors.keys() - known)]
+    tensors, heads, surplus = family.named(tensors)
+    wrong = [f"surplus {name}" for name in sorted(surplus)]
+    wanted, found = family.shapes(), dict[str, list[Any]]()
     for row in family.rows:
         if row.theirs not in tensors:
             wrong.append(f"missing {row.theirs}")
@@ -182,8 +186,7 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
         raise ValueError(f"the variables are not those of the model: {sorted(lacking)}")
     found = {}
     for row in family.rows:
-        own = (...,) if row.part is None else (slice(*row.part),)
-        parts = [row.axes.theirs(np.asarray(params[path])[own]) for path in row.paths]
+        parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
         whole = np.concatenate(parts, row.split) if len(parts) > 1 else parts[0]
         found[row.theirs] = np.asarray(whole, order="C")
     return found

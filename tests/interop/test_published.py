@@ -125,6 +125,18 @@ def test_what_is_no_head_is_surplus(surplus: str, tmp_path: Path) -> None:
         interop.load(tmp_path)
 
 
+def test_one_tensor_under_two_names(tmp_path: Path) -> None:
+    family = interop.family(BERT)
+    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    interop.save(BERT, variables, tmp_path)
+    tensors = {name: np.array(x) for name, x in files.read_folder(tmp_path).items()}
+    name = "embeddings.LayerNorm.weight"
+    other = {f"bert.{name}": tensors[name] + 1}
+    written(tmp_path, BERT, tensors | other)
+    with pytest.raises(ValueError, match=f"surplus (bert.)?{name}"):
+        interop.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("form", "gated", "activation"),
     [(None, False, "relu"), ("relu", False, "relu"), ("gated-gelu", True, "gelu"),
