@@ -31,7 +31,13 @@ from flax_mha.stacks import Decoder, Encoder, Stack
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
 _OWN = ("query", "key", "value")
-_MASKED = "a key that is learned has no place in ours"
+# What the layers of torch.nn can't do: each field must be as it is by default.
+_LAYER = (
+    "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
+    "attention_fn", "project_out",
+)  # fmt: skip
+_BLOCK = ("gated", "branch_norm", "parallel", "layer_scale")
+_STACK = ("scores", "input_norm")
 
 
 def from_torch(
@@ -51,7 +57,7 @@ def from_torch(
 
     Args:
       state_dict: arrays by name, PyTorch's tensors or any other.
-      num_heads: what it does not tell, as all that follow.
+      num_heads: N, which is not in the state dict; nor are the options that follow.
       norm_first: of blocks.
       activation: of blocks; PyTorch's "gelu" is "gelu_exact".
       layer_norm_eps: of blocks.
@@ -73,18 +79,19 @@ def from_torch(
         )
     for name in tensors:
         if name.endswith(("bias_k", "bias_v")):
-            raise ValueError(f"layers with add_bias_kv can't be loaded, got {name}; {_MASKED}")
+            raise ValueError(
+                f"a layer with add_bias_kv can't be loaded, as ours has no learned key, got {name}"
+            )
     options = {
         "pre_norm": norm_first, "activation": activation, "norm_epsilon": layer_norm_eps,
     }  # fmt: skip
     module = _module(tensors, num_heads, first, options if block else None)
-    width = lambda name: tensors[name].shape[-1]  # noqa: E731
     features = [len(tensors[f"{at}out_proj.weight"])]
     if isinstance(module, DecoderBlock | Decoder):
         features *= 2
     apart = not block and "q_proj_weight" in tensors
     if apart:
-        features += [width("k_proj_weight"), width("v_proj_weight")]
+        features += [tensors[f"{name}_proj_weight"].shape[-1] for name in "kv"]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
     return module, from_tensors(Family(module, example, _rows(module, apart)), tensors)
 
@@ -119,18 +126,57 @@ def _module(
 def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The state dict of the layer of `torch.nn` that a module is: `from_torch`, read backwards.
 
+    Masks and dropout rates are no part of it, nor is `norm_first` and the like.
+
     Raises:
-      ValueError: if the variables are not those of such a layer, as with rotary's or gates' own.
+      ValueError: if `torch.nn` has no such layer, as with rotary or shared heads of keys, or if the
+        variables are not those of the module.
+      TypeError: if it is no module of those kinds.
     """
     if not isinstance(module, MultiHeadAttention | Block | Stack):
         raise TypeError(
             f"to_torch takes an attention layer, a block or a stack, got {inputs.came(module)}"
         )
+    _check(module)
     params = variables["params"]
     apart = False
     if isinstance(module, MultiHeadAttention):
         apart = len({params[name]["kernel"].shape[0] for name in _OWN}) > 1
-    return to_tensors(Family(module, (), _rows(module, apart)), variables)
+    tensors = to_tensors(Family(module, (), _rows(module, apart)), variables)
+    for name, x in tensors.items():
+        if name.endswith("in_proj_weight") and x.shape[0] != 3 * x.shape[1]:
+            raise ValueError(
+                f"torch.nn has heads of all features together, and as many of keys and values; got "
+                f"{name} of {x.shape}"
+            )
+    return tensors
+
+
+def _check(module: Any) -> None:
+    """Refuses what torch.nn would compute otherwise."""
+    if isinstance(module, Stack):
+        _default(module, Stack, _STACK)
+        if not isinstance(module.block, Block):
+            raise ValueError("torch.nn has stacks of one block; got several in turn")
+        _check(module.block)
+    elif isinstance(module, Block):
+        _default(module, Block, _BLOCK)
+        if module.norm != "layernorm" and not isinstance(module.norm, nn.LayerNorm):
+            raise ValueError(f"torch.nn has blocks with LayerNorm alone, got norm={module.norm!r}")
+        _check(module.attention)
+        if isinstance(module, DecoderBlock) and module.cross_attention is not None:
+            _check(module.cross_attention)
+    else:
+        _default(module, MultiHeadAttention, _LAYER)
+
+
+def _default(module: Any, kind: Any, names: tuple[str, ...]) -> None:
+    """Those fields must be as they are by default."""
+    for name in names:
+        if getattr(module, name) != getattr(kind, name):
+            raise ValueError(
+                f"torch.nn has no {kind.__name__} with {name}, got {getattr(module, name)!r}"
+            )
 
 
 def _rows(module: Module, apart: bool) -> list[Row]:
@@ -139,11 +185,10 @@ def _rows(module: Module, apart: bool) -> list[Row]:
         return _attention(module, "", "", apart)
     if isinstance(module, Block):
         return _block(module, "", "")
-    if not isinstance(module.block, Block):
-        raise ValueError("torch.nn has stacks of one block; got several in turn")
-    rows = each(module.num_layers, _block(module.block, "layers.{}.", "layers_{}/"))
-    last = not module.block.post_norm if module.final_norm is None else module.final_norm
-    return rows + (norm("norm", "norm", bias=bool(module.block.attention.use_bias)) if last else [])
+    block: Any = module.block
+    rows = each(module.num_layers, _block(block, "layers.{}.", "layers_{}/"))
+    last = not block.post_norm if module.final_norm is None else module.final_norm
+    return rows + (norm("norm", "norm", bias=bool(block.attention.use_bias)) if last else [])
 
 
 def _attention(layer: MultiHeadAttention, theirs: str, ours: str, apart: bool) -> list[Row]:

@@ -9,8 +9,17 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the extra families")
 
-from flax_mha import MultiHeadAttention, interop, masks  # noqa: E402
-from tests.oracle import error  # noqa: E402
+from flax_mha import (  # noqa: E402
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    QKNorm,
+    interop,
+    masks,
+    positions,
+    scores,
+)
+from tests.oracle import error, random_like  # noqa: E402
 
 # That a faster way inside PyTorch is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
@@ -150,6 +159,30 @@ def test_mistakes(given: Any, told: str) -> None:
 def test_what_torch_has_not() -> None:
     with pytest.raises(TypeError, match="to_torch takes an attention layer"):
         interop.to_torch(3, {})
-    gated = MultiHeadAttention(N, gate="head")
-    with pytest.raises(ValueError, match=r"not those of the model: .*output_gate"):
-        interop.to_torch(gated, gated.init(jax.random.key(0), X))
+
+
+LAYER = MultiHeadAttention(N)
+REFUSED = {
+    "gate": MultiHeadAttention(N, gate="head"),
+    "rotary": MultiHeadAttention(N, rotary=positions.Rotary()),
+    "scale": MultiHeadAttention(N, scale=1.0),
+    "scores": MultiHeadAttention(N, scores=(scores.Alibi(),)),
+    "qk_norm": MultiHeadAttention(N, qk_norm=QKNorm("rmsnorm", scale=False)),
+    "project_out": MultiHeadAttention(N, project_out=False),
+    "as many of keys": MultiHeadAttention(N, num_kv_heads=2),
+    "of all features": MultiHeadAttention(N, qkv_features=8),
+    "norm='rmsnorm'": EncoderBlock(MultiHeadAttention(N, use_bias=False), 8, norm="rmsnorm"),
+    "parallel": EncoderBlock(LAYER, 8, parallel=True),
+    "gated": EncoderBlock(LAYER, 8, gated=True),
+    "rotary in a block": EncoderBlock(MultiHeadAttention(N, rotary=positions.Rotary()), 8),
+    "several in turn": Encoder(2, (EncoderBlock(LAYER, 8), EncoderBlock(LAYER, 12))),
+    "Stack with scores": Encoder(1, EncoderBlock(LAYER, 8), scores=(scores.Alibi(),)),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_what_torch_would_compute_otherwise(told: str) -> None:
+    module = REFUSED[told]
+    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+    with pytest.raises(ValueError, match=told.partition(" in a ")[0]):
+        interop.to_torch(module, variables)
