@@ -35,6 +35,9 @@ _PRODUCTS = (
     "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
     "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls",
 )  # fmt: skip
+# How nnx promotes dtypes, which is a function of the user's there.
+_PROMOTIONS = ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype")
+_ARGUMENTS = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
 
 
 def swap(model: Model, **fields: Any) -> Model:
@@ -42,9 +45,10 @@ def swap(model: Model, **fields: Any) -> Model:
 
     Neither its code nor its parameters change. Each `nn.MultiHeadDotProductAttention` (also as the
     base of `nn.SelfAttention` and of classes of one's own, whose code still runs) becomes a
-    `flax_mha.MultiHeadAttention` with the same fields, and each `nnx.MultiHeadAttention` one of
-    `flax_mha.nnx`. What differs: dropout draws other weights; caches of decoding are ours, made by
-    `init` (in nnx `init_cache`) as before; no intermediates are captured of single projections.
+    `flax_mha.MultiHeadAttention` with the same fields, and each `nnx.MultiHeadAttention`, but no
+    class on top of it, one of `flax_mha.nnx`. What differs: dropout draws other weights; caches of
+    decoding are ours, made by `init` (in nnx `init_cache`) as before; no intermediates are captured
+    of single projections.
 
     Args:
       model: of linen, or of nnx.
@@ -55,8 +59,9 @@ def swap(model: Model, **fields: Any) -> Model:
       model that shares the parameters with the one given.
 
     Raises:
-      TypeError: if it is no model, or if a layer's products are replaced (`qkv_dot_general` and the
-        like), when it is first called or, in nnx, at once.
+      TypeError: if it is no model, or if a layer has products or promotions of its own
+        (`qkv_dot_general`, `qkv_promote_dtype` and the like): in linen when it is first called, in
+        nnx at once.
     """
     if isinstance(model, nnx.Module):
         return cast(Model, nnx.recursive_map(functools.partial(_replaced, fields), model))
@@ -100,6 +105,9 @@ def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
     """Our layer with their parameters, if it is theirs."""
     if type(node) is not nnx.MultiHeadAttention:
         return node
+    for name in _PROMOTIONS:
+        if getattr(node, name) is not _ARGUMENTS[name].default:
+            raise TypeError(f"swap can't replace a layer with {name}; keep Flax's layer there")
     same = {name: getattr(node, name) for name in _SAME_NNX} | _attention_fn(node, nnx)
     kind = flax_mha.nnx.MultiHeadAttention
     # Without parameters of its own: those of the other take their place.

@@ -201,6 +201,8 @@ def product(*args: Any, **kwargs: Any) -> Any:
          .init(KEY, X), "a layer with qkv_dot_general"),
         (lambda: interop.swap(nnx.MultiHeadAttention(2, D, out_dot_general=product,
                                                      rngs=nnx.Rngs(0))), "with out_dot_general"),
+        (lambda: interop.swap(nnx.MultiHeadAttention(2, D, qkv_promote_dtype=product,
+                                                     rngs=nnx.Rngs(0))), "with qkv_promote_dtype"),
     ],
 )  # fmt: skip
 def test_mistakes(wrong: Any, told: str) -> None:
