@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags
 
@@ -66,7 +68,8 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
     else:
         _, variables = interop.load(source, dtype=dtype)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(target / _WEIGHTS, jax.tree.map(jax.numpy.asarray, variables))
+            # Of NumPy: arrays of JAX are tied to the devices of this machine.
+            checkpointer.save(target / _WEIGHTS, jax.tree.map(np.array, variables))
         (target / _CONFIG).write_text((source / _CONFIG).read_text())
         kind = "a checkpoint of Orbax"
     count = sum(x.size for x in jax.tree.leaves(variables))
@@ -74,8 +77,9 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
 
 
 def _cast(variables: Any, dtype: Any) -> Any:
-    floating = jax.numpy.floating
-    cast = lambda x: x.astype(dtype) if jax.numpy.issubdtype(x.dtype, floating) else x  # noqa: E731
+    def cast(x: Any) -> Any:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     return jax.tree.map(cast, variables)
 
 

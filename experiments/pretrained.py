@@ -37,6 +37,8 @@ def respond(
     encode, decode = _tokenizer(folder)
     model, variables = interop.load(folder)
     if isinstance(model, Translator):
+        if "decoder_start_token_id" not in config:
+            raise RunError("config.json must have decoder_start_token_id, and has not")
         options["start"] = config["decoder_start_token_id"]
     elif not isinstance(model, LanguageModel):
         raise RunError(f"a {config['model_type']} writes no text; give a decoder, or a T5")
@@ -56,6 +58,7 @@ def respond(
             say(text[len(said) :])
             said = text
 
+    # Several ends may be named, of which `generate` stops at the first alone.
     if options.get("beams", 1) == 1:
         options["callback"] = show
     ids = jnp.array([encode(prompt)], jnp.int32)
@@ -66,6 +69,8 @@ def respond(
     if "callback" not in options:
         for token in np.asarray(found.tokens[0]):
             show(0, token[None])
+    # What was held back, if the text ends within a character.
+    say(decode([token for token in tokens if token not in ends])[len(said) :])
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:

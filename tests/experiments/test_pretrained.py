@@ -1,6 +1,7 @@
 """Folders of Hugging Face at the commands: they speak, and become checkpoints and back."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,14 @@ def test_ids(qwen: Path) -> None:
 @pytest.mark.parametrize("several", [False, True])
 def test_an_end_is_not_said(qwen: Path, several: bool, tmp_path: Path) -> None:
     """Whether the config names one token that ends a text, or several."""
-    tokens = written(qwen, [1, 2, 3], 8)
+    tokens = written(qwen, [1, 2, 3], 24)
+    # The first token that comes after others.
+    at = next(i for i, token in enumerate(tokens) if token != tokens[0])
+    never = next(i for i in range(100) if i not in tokens)
     (tmp_path / "model.safetensors").symlink_to(qwen / "model.safetensors")
-    end = tokens[-1]
-    config = QWEN | {"eos_token_id": [99 - end, end] if several else end}
+    config = QWEN | {"eos_token_id": [never, tokens[at]] if several else tokens[at]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    want = tokens[
-        : min(tokens.index(x) for x in {end, 99 - end if several else end} if x in tokens)
-    ]
-    assert said(tmp_path, "1 2 3", max_new_tokens=8) == " ".join(map(str, want))
+    assert said(tmp_path, "1 2 3", max_new_tokens=24) == " ".join(map(str, tokens[:at]))
 
 
 def test_a_translator(tmp_path: Path) -> None:
@@ -101,10 +101,25 @@ def test_text(qwen: Path, tmp_path: Path) -> None:
     assert said(tmp_path, "w12 w7 w40", max_new_tokens=5) == want
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_characters_of_several_tokens(
+    qwen: Path, beams: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece is said once it is whole, and what is left at the end as it is."""
+
+    def decode(ids: list[int]) -> str:
+        return "ä" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
+
+    monkeypatch.setattr(pretrained, "_tokenizer", lambda _: (lambda _: [1, 2], decode))
+    pieces: list[str] = []
+    pretrained.respond(qwen, "", pieces.append, max_new_tokens=5, beams=beams)
+    assert [piece for piece in pieces if piece] == ["ä", "ä", "\ufffd"]
+
+
 def test_a_tokenizer_without_its_package(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     for path in qwen.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -140,6 +155,12 @@ def test_converted_and_back(qwen: Path, tmp_path: Path) -> None:
     name = "model.safetensors"
     assert (tmp_path / "back" / name).read_bytes() == (qwen / name).read_bytes()
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == QWEN
+
+
+def test_a_checkpoint_is_tied_to_no_device(qwen: Path, tmp_path: Path) -> None:
+    convert(qwen, tmp_path / "ours")
+    restored = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "variables")
+    assert {type(x) for x in jax.tree.leaves(restored)} == {np.ndarray}
 
 
 def test_converted_to_another_dtype(qwen: Path, tmp_path: Path) -> None:
