@@ -106,6 +106,10 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object of a JSON file."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} is not there; give the folder of a model, which has {path.name} and weights"
+        )
     return _parsed(path, path.read_bytes())
 
 

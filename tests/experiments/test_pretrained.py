@@ -175,7 +175,7 @@ def test_converted_to_another_dtype(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_converted(qwen: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is not there; give the folder of"):
         convert(tmp_path / "none", tmp_path / "a")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
