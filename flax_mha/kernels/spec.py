@@ -16,7 +16,7 @@ from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
-from flax_mha.masks.base import seen, validated
+from flax_mha.masks.base import placed, seen, validated
 from flax_mha.scores import Bias, Score, ScoreMod, as_scores, changed
 from flax_mha.shapes import Dims
 
@@ -177,6 +177,8 @@ def prepare(
         normalizer=normalizer,
         invalid=invalid,
     )
+    if bound is not None:
+        spec = spec.replace(mask=placed(bound, spec.at(dims)))
     _rehearse(spec, dims, q.dtype)
     return q, k, v, spec
 

@@ -187,6 +187,28 @@ class Dense(Mask):
         return judge(tiles.greatest(array), tiles.least(array))
 
 
+class Placed(Mask):
+    """A mask that is made into another once it is known where all queries and keys stand."""
+
+    def placed(self, at: At) -> Mask:
+        """The bound mask that it is at those places, which are those of all scores of a call."""
+        raise NotImplementedError(f"{type(self).__name__} must define placed(at)")
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        return self.placed(at).allowed(at)
+
+
+def placed(mask: Mask, at: At) -> Mask:
+    """A bound mask, its parts that go by where queries and keys stand made for those places."""
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, Placed)
+
+    found: Mask = jax.tree.map(lambda x: x.placed(at) if is_one(x) else x, mask, is_leaf=is_one)
+    return found
+
+
 def seen(mask: Mask, at: At) -> Array:
     """What a mask allows at those places; one of a user's own has to say so in bools."""
     allowed: Any = mask.allowed(at)

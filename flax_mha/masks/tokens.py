@@ -7,7 +7,7 @@ import numpy as np
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles
-from flax_mha.masks.base import Dense, Mask, both, either, judge, known
+from flax_mha.masks.base import Dense, Mask, Placed, both, either, judge, known
 from flax_mha.masks.rules import Causal
 from flax_mha.shapes import Dims
 
@@ -94,10 +94,11 @@ class Segments(Mask):
         return judge(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
 
 
-class Documents(Mask):
+class Documents(Placed):
     """Tokens see those of their own document, of several that stand one after another in a row.
 
-    Those after the last document are one of their own: `Lengths` leaves out padding.
+    The first has positions from 0 on. Tokens after the last document are one of their own:
+    `Lengths` leaves out padding.
 
     Attributes:
       lengths: int [*B, documents] (or [documents]), how many tokens each has; 0 for none.
@@ -105,8 +106,8 @@ class Documents(Mask):
 
     lengths: Any
 
-    def bind(self, dims: Dims) -> Mask:
-        """See `Mask.bind`: segments."""
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`: the positions where documents end, [rows|1, documents]."""
         lengths = inputs.integers("Documents.lengths", self.lengths)
         if lengths.ndim == 0 or lengths.shape[:-1] not in {(), dims.B}:
             raise ValueError(
@@ -115,13 +116,18 @@ class Documents(Mask):
             )
         inputs.within("Documents.lengths", lengths, None, "a length counts tokens")
         xp: Any = np if known(lengths) else jnp
-        ends = xp.cumsum(lengths, -1, dtype=np.int32)[..., None, :]
+        ends = xp.cumsum(lengths, -1, dtype=np.int32)
+        return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
-        def ids(length: int) -> Array:
-            tokens = np.arange(length, dtype=np.int32)[:, None]
-            return (shapes.lead(tokens, ends.ndim) >= ends).sum(-1, dtype=np.int32)
-
-        return Segments(ids(dims.T), ids(dims.S)).bind(dims)
+    def placed(self, at: At) -> Mask:
+        """See `Placed`: segments, of which each token's is how many documents end before it."""
+        ends = self.lengths
+        if len(ends) == 1:
+            ends = shapes.lead(ends, at.q.ndim + 1)
+        else:
+            ends = (ends if known(ends, at.row) else jnp.asarray(ends))[at.row]
+        q, k = ((x[..., None] >= ends).sum(-1, dtype=np.int32) for x in (at.q, at.k))
+        return Segments(Grid(q), Grid(k))
 
 
 class Prefix(Mask):

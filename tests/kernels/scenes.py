@@ -145,9 +145,9 @@ def neighborhood(at: Scene) -> tuple[Mask, np.ndarray]:
 
 def documents(at: Scene) -> tuple[Mask, np.ndarray]:
     lengths = at.rng.integers(0, 60, (*at.batch, 5))
-    ends = np.cumsum(lengths, -1).reshape(-1, 5)
-    q, k = ((np.arange(n)[:, None] >= ends[:, None]).sum(-1) for n in (at.T, at.S))
-    return Documents(lengths), q[:, None, :, None] == k[:, None, None, :]
+    ends = np.cumsum(lengths, -1).reshape(-1, 1, 1, 1, 5)
+    q, k = ((x[..., None] >= ends).sum(-1) for x in (at.i, at.j))
+    return Documents(lengths), q == k
 
 
 def per_head(at: Scene) -> tuple[Mask, np.ndarray]:

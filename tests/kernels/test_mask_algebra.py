@@ -1,9 +1,15 @@
 """Kernels under masks that nobody chose: random combinations, lengths and places."""
 
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from flax_mha import dot_product_attention
+from flax_mha.masks import Documents
 from tests.algebra import Expression, evaluate, expressions
 from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import pose
@@ -54,3 +60,18 @@ def test_masks_on_lattices(name: str, given_as: str) -> None:
     for kernel in KERNELS:
         for part, error in errors(problem, run(kernel, problem, given_as == "traced")).items():
             assert error <= allowed[part], (kernel, part, error)
+
+
+@pytest.mark.parametrize("lengths", [[3, 2], [[3, 2], [1, 4]]])
+def test_documents_go_by_position(lengths: Any) -> None:
+    """Of the last two tokens alone, as in decoding, and of tokens in another order."""
+    q, k, v = (np.random.default_rng(n).normal(size=(2, 7, 2, 4)) for n in range(3))
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    mask = Documents(jnp.asarray(lengths))
+    wanted = dot_product_attention(q, k, v, mask=mask)
+    last = dot_product_attention(q[:, 5:], k, v, mask=mask, q_positions=5)
+    np.testing.assert_allclose(last, wanted[:, 5:], atol=1e-6)
+    order = np.array([4, 0, 6, 2, 5, 1, 3])
+    q, k, v = (x[:, order] for x in (q, k, v))
+    found = dot_product_attention(q, k, v, mask=mask, q_positions=order, kv_positions=order)
+    np.testing.assert_allclose(found, wanted[:, order], atol=1e-6)
