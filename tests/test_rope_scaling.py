@@ -16,11 +16,13 @@ from tests.decoded import decoded
 R, LONG = 64, 9000
 
 
-def theta(c: int, base: float) -> float:
+def theta(c: int, base: float, R: int = R) -> float:
     return math.exp(-2 * c / R * math.log(base))
 
 
-def yarn(c: int, base: float, factor: float, length: int, fast: float, slow: float) -> float:
+def yarn(
+    c: int, base: float, factor: float, length: int, fast: float, slow: float, R: int = R
+) -> float:
     """From Peng et al.: r(c) turns in the old length; a ramp over c where they cross the betas."""
 
     def crossing(turns: float) -> float:
@@ -29,17 +31,18 @@ def yarn(c: int, base: float, factor: float, length: int, fast: float, slow: flo
 
     low, high = math.floor(crossing(fast)), math.ceil(crossing(slow))
     share = min(1.0, max(0.0, (c - low) / (high - low)))
-    return theta(c, base) * (1 - share) + theta(c, base) / factor * share
+    return theta(c, base, R) * (1 - share) + theta(c, base, R) / factor * share
 
 
-def llama(c: int, base: float, factor: float, length: int) -> float:
-    wavelength = 2 * math.pi / theta(c, base)
+def llama(c: int, base: float, factor: float, length: int, R: int = R) -> float:
+    plain = theta(c, base, R)
+    wavelength = 2 * math.pi / plain
     if wavelength < length / 4:
-        return theta(c, base)
+        return plain
     if wavelength > length / 1:
-        return theta(c, base) / factor
+        return plain / factor
     smooth = (length / wavelength - 1) / (4 - 1)
-    return (1 - smooth) * theta(c, base) / factor + smooth * theta(c, base)
+    return (1 - smooth) * plain / factor + smooth * plain
 
 
 CASES: dict[str, tuple[Scaling, float, Any, float]] = {

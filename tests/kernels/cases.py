@@ -84,23 +84,27 @@ def all_tuples(factors: Mapping[str, Sequence[str]], strength: int) -> Tuples:
     }
 
 
-def rows() -> Iterator[Case]:
-    """Rows that cover all pairs, as few as a greedy choice finds; then all triples likewise."""
+def covering(
+    factors: Mapping[str, Sequence[str]], strengths: Sequence[int]
+) -> Iterator[Sequence[str]]:
+    """Rows that cover all combinations of each strength in turn, by a greedy choice."""
     draw = random.Random(0)
-    pairs, triples = (all_tuples(FACTORS, strength) for strength in (2, 3))
-    for missing, strength in ((pairs, 2), (triples, 3)):
+    missing = {strength: all_tuples(factors, strength) for strength in strengths}
+    for strength in strengths:
         # In an order that does not depend on hashes.
-        for seed in sorted(missing):
-            while seed in missing:
-                row = _best(dict(seed), missing, strength, draw)
-                pairs.difference_update(tuples_of(row, 2))
-                triples.difference_update(tuples_of(row, 3))
-                yield Case(*row)
+        for seed in sorted(missing[strength]):
+            while seed in missing[strength]:
+                row = _best(dict(seed), missing[strength], strength, draw, [*factors.values()])
+                for other in strengths:
+                    missing[other].difference_update(tuples_of(row, other))
+                yield row
 
 
-def _best(row: dict[int, str], missing: Tuples, strength: int, draw: random.Random) -> list[str]:
+def _best(
+    row: dict[int, str], missing: Tuples, strength: int, draw: random.Random,
+    columns: Sequence[Sequence[str]],
+) -> list[str]:  # fmt: skip
     """Fills a row up, each factor with the value that covers most of what is missing."""
-    columns = list(FACTORS.values())
     free = [n for n in range(len(columns)) if n not in row]
     draw.shuffle(free)
     for n in free:
@@ -111,6 +115,11 @@ def _best(row: dict[int, str], missing: Tuples, strength: int, draw: random.Rand
 
         row[n] = max(draw.sample(columns[n], len(columns[n])), key=gain)
     return [row[n] for n in range(len(columns))]
+
+
+def rows() -> Iterator[Case]:
+    """Rows that cover all pairs, as few as a greedy choice finds; then all triples likewise."""
+    return (Case(*row) for row in covering(FACTORS, (2, 3)))
 
 
 @functools.cache
