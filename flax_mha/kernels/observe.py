@@ -29,9 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import inputs, shapes, sharding
+from flax_mha.grid import Array, At
 from flax_mha.kernels import reference
+from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tiling import map_grids
+from flax_mha.masks import EMPTY
+from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
 Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
@@ -40,6 +44,8 @@ Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
 # least so many queries at a time, for each block of them reads all keys.
 _SCORES = 2**21
 _QUERIES = 16
+# Of a mask that is known: under a causal one so many see 1/2 + 1/(2·parts) of the scores.
+_PARTS = 4
 # exp(x) is 0 in float64 below.
 _LEAST = -800.0
 
@@ -197,24 +203,64 @@ def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
 
 def _by_block(
     summary: Callable[[jax.Array], tuple[jax.Array, ...]], q: jax.Array, k: jax.Array,
-    spec: AttentionSpec, at: Any, nan: tuple[jax.Array, ...],
+    spec: AttentionSpec, at: At, nan: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """What a summary of scores [*B, N, some, S] gives, each [*B, N, T], a block at a time."""
+    """What a summary of scores [*B, N, some, some S] gives, each [*B, N, T], a block at a time."""
     *rows, T, _ = q.shape
     size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
 
-    @jax.checkpoint
-    def block(indices: jax.Array) -> tuple[jax.Array, ...]:
-        pick = functools.partial(_pick, heads=None, queries=indices)
-        some_q, some_nan, _, some_at, some_spec = _cut(pick, (q, nan, (), at, spec))
-        score, allowed = reference.scores(some_q, k, some_spec, some_at, some_nan)
-        score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
-        return summary(score)
+    def of_part(queries: np.ndarray, keys: slice) -> list[jax.Array]:
+        part_k, part_nan, part_at, part_spec = _keys(keys, k, nan, at, spec)
 
-    # The last block repeats the last query where it reaches beyond it.
-    blocks = np.minimum(np.arange(-(-T // size) * size), T - 1).reshape(-1, size)
-    found = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
-    return tuple(jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size)[..., :T] for x in found)
+        @jax.checkpoint
+        def block(indices: jax.Array) -> tuple[jax.Array, ...]:
+            pick = functools.partial(_pick, heads=None, queries=indices)
+            some_q, some_nan, _, some_at, some_spec = _cut(
+                pick, (q, part_nan, (), part_at, part_spec)
+            )
+            score, allowed = reference.scores(some_q, part_k, some_spec, some_at, some_nan)
+            score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
+            return summary(score)
+
+        # The last block repeats the last query where it reaches beyond it.
+        count = len(queries)
+        blocks = queries[np.minimum(np.arange(-(-count // size) * size), count - 1)]
+        found = jax.lax.map(block, jnp.asarray(blocks.reshape(-1, size), jnp.int32))
+        return [jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size)[..., :count] for x in found]
+
+    parts = [of_part(*part) for part in _parts(spec, at, q, k, size)]
+    return tuple(jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
+
+
+def _parts(
+    spec: AttentionSpec, at: At, q: jax.Array, k: jax.Array, size: int
+) -> list[tuple[np.ndarray, slice]]:
+    """The queries in a few parts, of each the keys that any may see, as far as that is known."""
+    *rows, T, _ = q.shape
+    *_, S, H = k.shape
+    if spec.mask is not None and size < T:
+        dims = Dims(tuple(rows[:-1]), T, S, rows[-1], rows[-1], H, H)
+        plan = Plan.of(dims, -(-T // _PARTS), -(-S // (4 * _PARTS)))
+        verdict = ask(spec, at, plan)
+        if known(verdict):
+            parts = []
+            for part, seen in enumerate(verdict.max((0, 1)) > EMPTY):
+                tiles = np.flatnonzero(seen) if seen.any() else np.zeros(1, int)
+                keys = slice(int(tiles[0]) * plan.block_k, int(tiles[-1] + 1) * plan.block_k)
+                first = part * plan.block_q
+                parts.append((np.arange(first, min(first + plan.block_q, T)), keys))
+            return parts
+    return [(np.arange(T), slice(None))]
+
+
+def _keys(keys: slice, k: jax.Array, *parts: Any) -> list[Any]:
+    """K [*B, N, S, H], and whatever of the others lies over the scores, of some keys."""
+
+    def some(x: Array) -> Array:
+        return x[..., keys] if x.shape[-1] > 1 else x
+
+    nan, at, spec = parts
+    return [k[..., keys, :], jax.tree.map(some, nan), jax.tree.map(some, at), map_grids(some, spec)]
 
 
 def _greatest(score: jax.Array) -> tuple[jax.Array]:

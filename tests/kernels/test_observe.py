@@ -109,6 +109,38 @@ def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         assert oracle.error(dk, oracle.grouped(dk_all, 2)) < 1e-5
 
 
+IN_PARTS = {
+    "causal": masks.Causal(),
+    "window": masks.Window(4, 2) & masks.Lengths(np.array([60, 0])),
+    "per head": MASKS["per head"],
+    "keys after": ~masks.Causal(),
+    "nothing for a part": masks.Lengths(np.full(B, S), q=np.full(B, 20)),
+}
+
+
+@pytest.mark.sampled(0.4)
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of queries in several blocks each part leaves out keys that none of it may see."""
+    q, k, v, _ = arrays(T, S, 2)
+    call = {"bias": ARRAYS["bias"], "sinks": ARRAYS["sinks"], "mask": IN_PARTS[name]}
+
+    def look(what: tuple, q: jax.Array) -> dict:
+        return dot_product_attention(q, k, v, **call, capture=Capture(what))[1]
+
+    def slope(q: jax.Array) -> jax.Array:
+        found = look(("entropy", "max_logit"), q)
+        return sum(jnp.where(x == -jnp.inf, 0.0, jnp.sin(x)).sum() for x in found.values())
+
+    dq = jax.jit(jax.grad(slope))(q)
+    monkeypatch.setattr(observe, "_SCORES", 1)
+    wanted = expected(q, k, table(IN_PARTS[name], T, S), bias=call["bias"], sinks=call["sinks"])
+    for what in (("max_logit",), ("entropy", "max_logit")):
+        for part, value in jax.jit(functools.partial(look, what))(q).items():
+            close(value, wanted[part])
+    close(jax.jit(jax.grad(lambda q: slope(q)))(q), dq)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
