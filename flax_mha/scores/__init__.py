@@ -1,0 +1,19 @@
+"""What happens to a score between q·kᵀ·scale and the mask.
+
+>>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
+
+Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
+"""
+
+from flax_mha.scores.base import INIT as INIT
+from flax_mha.scores.base import ScoreMod as ScoreMod
+from flax_mha.scores.base import as_scores as as_scores
+from flax_mha.scores.base import changed as changed
+from flax_mha.scores.base import learned as learned
+from flax_mha.scores.relative import RelativeBias as RelativeBias
+from flax_mha.scores.relative import relative_bucket as relative_bucket
+from flax_mha.scores.rules import Alibi as Alibi
+from flax_mha.scores.rules import Bias as Bias
+from flax_mha.scores.rules import Score as Score
+from flax_mha.scores.rules import SoftCap as SoftCap
+from flax_mha.scores.rules import alibi_slopes as alibi_slopes
