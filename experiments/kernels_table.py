@@ -30,7 +30,7 @@ from flax_mha.masks import (
     Segments,
     Window,
 )  # fmt: skip
-from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
+from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap
 
 # Without the one for few queries, which refuses more of them and nothing else.
 KERNELS = tuple(name for name in kernels.KERNELS if name != "decode")
@@ -97,6 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`RelativeBias` (T5)": {"scores": (RelativeBias(jnp.zeros((N, 32))),)},
     "`SoftCap`": {"scores": (SoftCap(50.0),)},
     "`Score`, your own": {"scores": (Score(_shrunk),)},
+    "`Relative`, `TransformerXL`, …": {"scores": (Relative(jnp.zeros((33, 64))),)},
     "`sinks`": {"sinks": jnp.zeros(N)},
     "`scale`, traced": {"scale": jnp.float32(0.1)},
     "`normalizer`, no softmax": {"normalizer": "sigmoid"},

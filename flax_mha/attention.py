@@ -222,7 +222,8 @@ class MultiHeadAttention(nn.Module):
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         listened = self.is_mutable_collection("intermediates")
-        settings = core.Settings.of(self, with_parameters(self, self.scores, self))
+        features = inputs_q.shape[-1]
+        settings = core.Settings.of(self, with_parameters(self, self.scores, self, features))
         call = Call(mask, bias, scores, positions, head_mask, lengths, order)
         found = self.compute(
             inputs_q, inputs_k, inputs_v, settings, call, cache,
@@ -258,10 +259,7 @@ class MultiHeadAttention(nn.Module):
 
     def weights(self, x_q: jax.Array, x_k: Any, x_v: Any) -> core.Weights:
         """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
-        N, K, H, Hv = shapes.head_sizes(
-            x_q.shape[-1], self.num_heads, self.num_kv_heads, self.qkv_features,
-            self.head_dim, self.v_head_dim,
-        )  # fmt: skip
+        N, K, H, Hv = self.sizes(x_q.shape[-1])
         inputs.optional(out_features=self.out_features)
 
         def projection(name: str, x: Any, heads: str, features: Shape) -> Any:
@@ -285,6 +283,13 @@ class MultiHeadAttention(nn.Module):
             projection("output_gate", x_q, "heads", gate) if gate else None,
             self._of_heads("score_scale", nn.initializers.constant(H**-0.5))
             if fields.learns_scale(self.scale) else None,
+        )  # fmt: skip
+
+    def sizes(self, features: int) -> tuple[int, int, int, int]:
+        """N, K, H and Hv, for inputs_q of so many features."""
+        return shapes.head_sizes(
+            features, self.num_heads, self.num_kv_heads, self.qkv_features, self.head_dim,
+            self.v_head_dim,
         )  # fmt: skip
 
     def _out(self, heads: Shape, features: int) -> Linear:
@@ -348,16 +353,15 @@ class MultiHeadAttention(nn.Module):
 
 
 def with_parameters(
-    module: nn.Module, given: Sequence[ScoreMod], like: MultiHeadAttention
+    module: nn.Module, given: Sequence[ScoreMod], like: MultiHeadAttention, features: int
 ) -> tuple[ScoreMod, ...]:
-    """The scores of a linen module with its parameters, which are as those of the layer."""
+    """The scores of a linen module with its parameters, as those of the layer on such inputs."""
 
-    def make(name: str, shape: Shape) -> jax.Array:
-        names = ("heads",) + (None,) * (len(shape) - 1)
-        init = sharding.named(INIT, names, like.partitioned)
+    def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
+        init = sharding.named(init, names, like.partitioned)
         return module.param(name, init, shape, like.param_dtype)
 
-    return learned(given, like.num_heads, make)
+    return learned(given, like.num_heads, like.sizes(features)[2], make) if given else ()
 
 
 class _Scale(nn.Module):

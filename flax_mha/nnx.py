@@ -168,11 +168,11 @@ class MultiHeadAttention(nnx.Module):
                 bias_metadata=out_bias_metadata or bias_metadata,
             )  # fmt: skip
 
-        def make(name: str, shape: Shape) -> jax.Array:
-            setattr(self, name, nnx.Param(INIT(rngs.params(), shape, param_dtype)))
+        def make(name: str, shape: Shape, _: Any, init: Initializer = INIT, /) -> jax.Array:
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
             return getattr(self, name).get_value()
 
-        learned(self.scores, N, make)
+        learned(self.scores, N, H, make)
         zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
         self.sinks: nnx.Param | None = nnx.data(zeros)
         scales = (
@@ -316,7 +316,10 @@ class MultiHeadAttention(nnx.Module):
 
     def _settings(self) -> core.Settings:
         scores = learned(
-            self.scores, self.num_heads, lambda name, _: getattr(self, name).get_value()
+            self.scores,
+            self.num_heads,
+            self.head_dim,
+            lambda name, *_: getattr(self, name).get_value(),
         )
         return core.Settings.of(self, scores)
 

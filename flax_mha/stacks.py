@@ -72,7 +72,7 @@ class Stack(nn.Module):
         if self.input_norm:
             x = self.first.make_norm("input_norm", self)(x)
         if self.scores:
-            own = with_parameters(self, self.scores, self.first.attention)
+            own = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
             call["scores"] = own + as_scores(call.get("scores", ()))
         of_each = self._of_each(call)
         steps = self.num_layers // len(blocks) if self.scan else 0

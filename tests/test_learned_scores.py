@@ -11,7 +11,9 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
-from flax_mha.scores import Alibi, RelativeBias, SoftCap
+from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL
+from tests.decoded import decoded
+from tests.oracle import error
 
 N, D, T = 4, 16, 40
 KEY = jax.random.key(0)
@@ -84,6 +86,41 @@ def test_on_a_mesh() -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), wanted, atol=1e-5)
+
+
+VECTORS = {
+    "relative": (Relative(max_distance=3), {"relative_keys": (7, 4)}),
+    "relative_of_heads": (Relative(max_distance=3, per_head=True), {"relative_keys": (N, 7, 4)}),
+    "xl": (
+        TransformerXL(features=6),
+        {"relative_content_bias": (N, 4), "relative_position_bias": (N, 4),
+         "relative_kernel": (6, N, 4)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_those_that_see_vectors_learn_too(kind: str) -> None:
+    """In a layer, in nnx, and one for a stack; decoding is the whole."""
+    score, shapes = VECTORS[kind]
+    layer = MultiHeadAttention(N, scores=(score,), num_kv_heads=2, mask=flax_mha.masks.Causal())
+    variables = jax.jit(layer.init)(KEY, X)
+    assert {name: variables["params"][name].shape for name in shapes} == shapes
+    whole, gradient = jax.jit(
+        jax.value_and_grad(lambda p: jnp.sum(layer.apply(p, X[:, :8]) ** 2), has_aux=False)
+    )(variables)
+    assert all(np.abs(gradient["params"][name]).max() > 1e-4 for name in shapes)
+    steps = decoded(layer.clone(decode=True), variables, X[:, :8], (3, 5))
+    np.testing.assert_allclose(jnp.sum(steps**2), whole, rtol=1e-5)
+    stack = Encoder(2, block(), scores=(score,))
+    params = jax.eval_shape(stack.init, KEY, X)["params"]
+    assert {name: params[name].shape for name in shapes} == shapes
+    other = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score,), rngs=nnx.Rngs(0))
+    assert {name: getattr(other, name).get_value().shape for name in shapes} == shapes
+    given = {name.removeprefix("relative_"): getattr(other, name).get_value() for name in shapes}
+    given = {"table" if name == "keys" else name: x for name, x in given.items()}
+    told = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score.replace(**given),), rngs=nnx.Rngs(0))
+    assert error(other(X), told(X)) < 1e-6
 
 
 def test_without_a_module_it_needs_its_table() -> None:

@@ -167,8 +167,10 @@ def _loops(
         def step(masked: bool, place: Place, carry: Tree) -> Tree:
             top, total, out = carry
             tile, at = tile_of(plan, spec, place)
-            s = static.scale * dot(q, place.keys(k), 1, 1, spec, acc)
-            s = score_of(static.plan, masked, place, tile, at, s)
+            keys = place.keys(k)
+            s = static.scale * dot(q, keys, 1, 1, spec, acc)
+            vectors = static.vectors(spec, q, keys, acc)
+            s = score_of(static.plan, masked, place, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.drop(p, at).astype(v.dtype)
             return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
@@ -232,7 +234,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 
             def step(masked: bool, place: Place, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
-                p, ds, dleaves = tile_gradient(
+                p, ds, dleaves, dvectors = tile_gradient(
                     static, masked, place, spec,
                     q, place.keys(k), place.keys(v), dout, of_rows,
                 )  # fmt: skip
@@ -242,6 +244,8 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
                 dkT = place.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
                 dvT = place.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
+                if dvectors is not None:
+                    dq, dkT = dq + dvectors[0], place.add_keys(dkT, dvectors[1].T)
                 return static.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry

@@ -26,6 +26,7 @@ from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored, widened
 from flax_mha.kernels.tiling import map_grids, nothing, vary
 from flax_mha.masks import EMPTY
+from flax_mha.scores import Vectors
 
 QUERIES = 64
 # Keys of a block that is visited by itself, which copies it.
@@ -159,15 +160,16 @@ def _visit(
     spec = map_grids(lambda x: cut(x, -1), spec)
     if careful:
         k, v = guard(widened(k), widened(v))
-    (k, k_scale), (v, v_scale) = _parts(k, q.dtype), _parts(v, q.dtype)
     top, total, out = carry
+    vectors = _vectors(dims, q, k, spec, total.dtype) if spec.vectors else None
+    (k, k_scale), (v, v_scale) = _parts(k, q.dtype), _parts(v, q.dtype)
     by_head = (*dims.B, dims.K, dims.G * dims.T)
     dot = functools.partial(
         jnp.einsum, precision=spec.precision, preferred_element_type=total.dtype
     )
     s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
     s = (s * k_scale).reshape(*dims.logits[:-1], size)
-    s, allowed = spec.apply(s, at, least(total.dtype))
+    s, allowed = spec.apply(s, at, least(total.dtype), vectors)
     if dims.S % size:
         # The last block begins where it still has all its keys: some were visited before.
         fresh = shapes.lead(start + jnp.arange(size, dtype=jnp.int32) >= first, s.ndim)
@@ -177,6 +179,17 @@ def _visit(
     p = spec.drop(p, at).reshape(*by_head, size) * v_scale
     more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
     return top, total, out * old + more.reshape(out.shape)
+
+
+def _vectors(
+    dims: shapes.Dims, q: jax.Array, k: Keyed, spec: AttentionSpec, dtype: jnp.dtype
+) -> Vectors:
+    """Queries and keys [*B, N, ·, H] as scores see them."""
+    q = q.reshape(*dims.B, dims.N, dims.T, dims.H).astype(dtype)
+    if isinstance(k, Stored) and k.scale is not None:
+        k = k.values.astype(dtype) * k.scale.astype(dtype)
+    k = widened(k).astype(dtype)
+    return q * jnp.asarray(spec.scale, dtype), jnp.repeat(k, dims.G, -3)
 
 
 def _narrow(x: Keyed, dtype: jnp.dtype) -> bool:

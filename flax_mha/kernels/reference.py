@@ -135,7 +135,11 @@ def scores(
     if nan:
         column, row = nan
         logits = logits + (column + row).astype(dtype)
-    return spec.apply(logits, at, least(dtype))
+    vectors = None
+    if spec.vectors:
+        wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
+        vectors = wide, k.astype(dtype)
+    return spec.apply(logits, at, least(dtype), vectors)
 
 
 def isolate(

@@ -28,6 +28,7 @@ class Kernel(NamedTuple):
       recalls: whether it can compute the gradients of a known result without computing it again.
       stored: whether it reads `Stored` keys and values as they are.
       normalizes: whether it has other normalizers than the softmax.
+      vectors: whether it shows scores the vectors of queries and keys.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kernel(NamedTuple):
     recalls: bool = False
     stored: bool = False
     normalizes: bool = False
+    vectors: bool = False
 
     def lower(
         self,
@@ -52,6 +54,9 @@ class Kernel(NamedTuple):
             return Refusal(reason)
         if spec.normalizer != SOFTMAX and not self.normalizes:
             return Refusal(f"has the softmax alone, got normalizer={spec.normalizer!r}")
+        if spec.vectors and not self.vectors:
+            names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
+            return Refusal(f"has no scores that see queries and keys, got {names}")
         if not self.stored:
             k, v = widened(k), widened(v)
         return _module(self.name).lower(q, k, v, spec, platform)
@@ -69,8 +74,8 @@ KERNELS: dict[str, Kernel] = {
         Kernel("cudnn", "gpu", "NVIDIA GPUs"),
         Kernel("splash", "tpu", "TPU"),
         Kernel("flex", "tpu", "TPU", recalls=True),
-        Kernel("blockwise", recalls=True),
-        Kernel("reference", normalizes=True),
-        Kernel("decode", stored=True),
+        Kernel("blockwise", recalls=True, vectors=True),
+        Kernel("reference", normalizes=True, vectors=True),
+        Kernel("decode", stored=True, vectors=True),
     )
 }

@@ -1,5 +1,6 @@
 """What one attention call computes, in one value that every kernel reads."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
 from flax_mha.masks.base import placed, seen, validated
-from flax_mha.scores import Bias, Score, ScoreMod, as_scores, changed
+from flax_mha.scores import Bias, Score, ScoreMod, Vectors, as_scores, changed
 from flax_mha.shapes import Dims
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
@@ -74,10 +75,21 @@ class AttentionSpec(struct.PyTreeNode):
         arrays = {name: grid.array for name, grid in given.items() if grid is not None}
         return whole(dims)._replace(**arrays)
 
+    @property
+    def vectors(self) -> bool:
+        """Whether any of the scores sees the vectors of queries and keys."""
+        return any(mod.vectors for mod in self.scores)
+
     def apply(
-        self, score: jax.Array, at: At, forbidden: float = -jnp.inf
+        self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """Applies the scores in order, then the mask, with that number where it forbids.
+
+        Args:
+          score: from q·kᵀ·scale.
+          at: where it stands.
+          forbidden: see above.
+          vectors: those it is of, if any of the scores sees them; finite where there is a mask.
 
         Returns:
           The scores, and where the mask allows; None for everywhere.
@@ -86,8 +98,9 @@ class AttentionSpec(struct.PyTreeNode):
         if allowed is not None and self.scores:
             # A derivative of NaN times 0 is NaN: what is masked must not enter the functions.
             score = jnp.where(allowed, score, 0.0)
-        for mod in self.scores:
-            score = changed(mod, score, at)
+        with _precise(self.precision if vectors else None):
+            for mod in self.scores:
+                score = changed(mod, score, at, vectors)
         return score if allowed is None else jnp.where(allowed, score, forbidden), allowed
 
     def spoil(self, out: jax.Array) -> jax.Array:
@@ -113,6 +126,17 @@ class AttentionSpec(struct.PyTreeNode):
     def gain(self, x: jax.Array) -> jax.Array:
         """A product with weights that dropout has kept, times their gain."""
         return x if self.dropout is None else x * self.dropout.gain
+
+
+def _precise(precision: Any) -> contextlib.AbstractContextManager:
+    """In which products are of that precision, if they don't say otherwise."""
+    one = precision[0] if isinstance(precision, tuple) else precision
+    if one is None:
+        return contextlib.nullcontext()
+    name: Any = getattr(one, "name", one)
+    # JAX knows these in small letters here.
+    small = name in jax.lax.Precision.__members__
+    return jax.default_matmul_precision(name.lower() if small else name)
 
 
 def _spoiled(x: jax.Array, invalid: jax.Array) -> jax.Array:
@@ -216,17 +240,20 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
     leaves, tree = jax.tree.flatten((spec, spec.at(dims)))
     given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
-    def apply(score: jax.Array, *arrays: jax.Array) -> jax.Array:
+    def apply(score: jax.Array, vectors: Vectors, *arrays: jax.Array) -> jax.Array:
         filled = dict(zip(given, arrays, strict=True))
         spec, at = jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)])
-        return spec.apply(score, at)[0]
+        return spec.apply(score, at, vectors=vectors)[0]
 
     types = [jax.typeof(leaves[i]) for i in given]
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
-    score = jax.ShapeDtypeStruct(dims.logits, shapes.wide(dtype))
+    score, *vectors = (
+        jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), shapes.wide(dtype))
+        for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
+    )
     # No mesh: a function knows nothing of one.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program = jax.make_jaxpr(apply)(score, *arrays)
+        program = jax.make_jaxpr(apply)(score, tuple(vectors), *arrays)
     traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
     if traced:
         names = " or ".join(sorted({kind.__name__ for kind in own}))

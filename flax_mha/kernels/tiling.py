@@ -12,8 +12,10 @@ from jax import lax
 from flax_mha import mesh_axes, shapes
 from flax_mha.grid import Array, At, Grid, blocks, flat_batch
 from flax_mha.kernels import softmax
+from flax_mha.kernels.finite import finite
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.scores import Vectors
 
 Tree = Any
 
@@ -161,10 +163,11 @@ def keys_of(plan: Plan, place: Place) -> Array:
 
 
 def score_of(
-    plan: Plan, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array
-) -> jax.Array:
+    plan: Plan, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array,
+    vectors: Vectors | None,
+) -> jax.Array:  # fmt: skip
     """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
-    s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at)
+    s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at, vectors=vectors)
     if masked and plan.dims.S % plan.block_k:
         s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
     return s
@@ -232,6 +235,16 @@ class TiledCall(NamedTuple):
         leaves = list(zip(jax.tree.leaves(spec), self.floating, strict=True))
         return [x for x, f in leaves if f], [x for x, f in leaves if not f]
 
+    def vectors(
+        self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
+    ) -> Vectors | None:
+        """A tile's queries and keys as scores see them, if any of them does."""
+        if not spec.vectors:
+            return None
+        # Their gradients are 0 where masked, and 0·NaN is NaN.
+        q, k = (x if spec.mask is None else finite(x) for x in (q, k))
+        return self.scale * q.astype(dtype), k.astype(dtype)
+
     def accumulate(
         self, place: Place, grads: list[jax.Array], tile: list[jax.Array]
     ) -> list[jax.Array]:
@@ -246,24 +259,27 @@ class TiledCall(NamedTuple):
 def tile_gradient(
     static: TiledCall, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
     v: jax.Array, dout: jax.Array, of_rows: jax.Array,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:  # fmt: skip
-    """A tile's kept weights, and the gradients of q·kᵀ and of the learned leaves."""
+) -> tuple[jax.Array, jax.Array, list[jax.Array], Vectors | None]:  # fmt: skip
+    """A tile's kept weights, and the gradients of q·kᵀ, the learned leaves, and what scores saw."""
     tile, at = tile_of(static.plan, spec, place)
     leaves, others = static.split(tile)
 
-    def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-        return score_of(static.plan, masked, place, static.spec(leaves, others), at, s)
+    def score(s: jax.Array, leaves: list[jax.Array], vectors: Vectors | None) -> jax.Array:
+        return score_of(static.plan, masked, place, static.spec(leaves, others), at, s, vectors)
 
     acc = of_rows.dtype
     top, share, delta = jnp.split(of_rows, 3, -1)
     product = static.scale * dot(q, k, 1, 1, spec, acc)
-    s, pull = jax.vjp(score, product, leaves) if spec.scores else (score(product, leaves), None)
+    args = product, leaves, static.vectors(spec, q, k, acc)
+    s, pull = jax.vjp(score, *args) if spec.scores else (score(*args), None)
     p = softmax.weights(s, top, share)
     dp = spec.gain(tile.drop(dot(dout, v, 1, 1, spec, acc), at))
     ds = softmax.gradient(p, dp, delta, masked)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
-    ds, dleaves = (ds, []) if pull is None else pull(ds)
-    return tile.drop(p, at), static.scale * ds, dleaves
+    ds, dleaves, dvectors = (ds, [], None) if pull is None else pull(ds)
+    if dvectors is not None:
+        dvectors = static.scale * dvectors[0], dvectors[1]
+    return tile.drop(p, at), static.scale * ds, dleaves, dvectors
 
 
 def dot(

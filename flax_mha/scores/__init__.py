@@ -3,14 +3,27 @@
 >>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
 
 Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
+
+| score | what becomes of the score s of query i and key j |
+|---|---|
+| `Bias(array)` | s + array |
+| `SoftCap(c)` | c·tanh(s / c) |
+| `Alibi(slopes)` | s − slope·abs(i − j) |
+| `RelativeBias(table)` | s + table[bucket(j − i)] (T5) |
+| `Relative(table)` | s + scale·q·table[j − i] (Shaw et al., 2018) |
+| `TransformerXL(u, v, kernel)` | s + the other three terms of Dai et al., 2019 |
+| `Score(fn, args)` | fn(s, row, head, i, j, *args), and of q and k too if `vectors` |
 """
 
 from flax_mha.scores.base import INIT as INIT
 from flax_mha.scores.base import ScoreMod as ScoreMod
+from flax_mha.scores.base import Vectors as Vectors
 from flax_mha.scores.base import as_scores as as_scores
 from flax_mha.scores.base import changed as changed
 from flax_mha.scores.base import learned as learned
+from flax_mha.scores.relative import Relative as Relative
 from flax_mha.scores.relative import RelativeBias as RelativeBias
+from flax_mha.scores.relative import TransformerXL as TransformerXL
 from flax_mha.scores.relative import relative_bucket as relative_bucket
 from flax_mha.scores.rules import Alibi as Alibi
 from flax_mha.scores.rules import Bias as Bias

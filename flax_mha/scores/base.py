@@ -1,25 +1,43 @@
 """What a score function is, and what is done with several of them."""
 
 import collections
-from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from flax.typing import Initializer
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import At
 from flax_mha.shapes import Dims
 
-# Makes the parameter of that name and shape.
-Make: TypeAlias = Callable[[str, shapes.Shape], jax.Array]
+# Queries [..., T, H] times the scale of the call, and keys [..., S, H], of the scores [..., T, S].
+Vectors: TypeAlias = tuple[jax.Array, jax.Array]
+Names: TypeAlias = tuple[str | None, ...]
 # As T5X has it, for parameters of scores.
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
+class Make(Protocol):
+    """Makes a parameter of a module."""
+
+    def __call__(
+        self, name: str, shape: shapes.Shape, names: Names, init: Initializer = ..., /
+    ) -> jax.Array:
+        """That of a name and a shape, with logical names of its axes."""
+        ...
+
+
 class ScoreMod(struct.PyTreeNode):
-    """The base of all: a function of a score and of where it stands."""
+    """The base of all: a function of a score and of where it stands.
+
+    A subclass that says `vectors = True` sees the vectors of query and key too, and defines
+    `of_vectors` in place of `__call__`.
+    """
+
+    vectors = False
 
     def bind(self, dims: Dims) -> Self:
         """Checks the arrays against a call; those that lie over the scores become a `Grid`."""
@@ -30,28 +48,53 @@ class ScoreMod(struct.PyTreeNode):
         """The new score, of the same shape and dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
 
-    def learned(self, num_heads: int, make: Make) -> Self:
-        """With the arrays that it lacks, as parameters of a module."""
-        del num_heads, make
+    def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
+        """The new score, where `vectors` is true.
+
+        Args:
+          score: [..., T, S], of a whole call or of a tile, float32 at least.
+          at: where it stands; `at.head[..., 0, 0]` has the axes before those two.
+          q: [..., T, H], the queries times the scale of the call, in the dtype of the score.
+          k: [..., S, H], the keys likewise. Under a mask what is not finite is 0 in q and k; it
+            shows in the score.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define of_vectors(score, at, q, k)")
+
+    def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
+        """With the arrays that it lacks, as parameters of a module of N heads of H features."""
+        del num_heads, head_dim, make
         return self
 
 
-def learned(given: Any, num_heads: int, make: Make) -> tuple[ScoreMod, ...]:
+def learned(given: Any, num_heads: int, head_dim: int, make: Make) -> tuple[ScoreMod, ...]:
     """The scores of a module, with the arrays that they lack as its parameters.
 
     Args:
       given: its field.
       num_heads: N.
-      make: gives the parameter of a name and a shape, its first axis the heads. Of several of one
-        name the second is called `name_1`.
+      head_dim: H.
+      make: makes its parameters. Of several of one name the second is called `name_1`.
     """
     count: collections.Counter[str] = collections.Counter()
 
-    def numbered(name: str, shape: shapes.Shape) -> jax.Array:
+    def numbered(
+        name: str, shape: shapes.Shape, names: Names, init: Initializer = INIT, /
+    ) -> jax.Array:
         count[name] += 1
-        return make(name if count[name] == 1 else f"{name}_{count[name] - 1}", shape)
+        name = name if count[name] == 1 else f"{name}_{count[name] - 1}"
+        return make(name, shape, names, init)
 
-    return tuple(mod.learned(num_heads, numbered) for mod in as_scores(given))
+    return tuple(mod.learned(num_heads, head_dim, numbered) for mod in as_scores(given))
+
+
+def without_vectors(what: str, *given: Sequence[ScoreMod]) -> None:
+    """No score may see queries and keys of a layer whose own are not those of its heads."""
+    names = [type(mod).__name__ for scores in given for mod in as_scores(scores) if mod.vectors]
+    if names:
+        raise ValueError(
+            f"{what} has no scores that see queries and keys, for those that it multiplies are not "
+            f"those of its heads, got {', '.join(names)}; leave it out"
+        )
 
 
 def as_scores(given: Any) -> tuple[ScoreMod, ...]:
@@ -78,9 +121,9 @@ def as_scores(given: Any) -> tuple[ScoreMod, ...]:
     return tuple(given)
 
 
-def changed(mod: ScoreMod, score: jax.Array, at: At) -> jax.Array:
+def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = None) -> jax.Array:
     """What one of them makes of a score, in its shape and dtype; a user's own may be mistaken."""
-    new = mod(score, at)
+    new = mod.of_vectors(score, at, *vectors) if vectors and mod.vectors else mod(score, at)
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):
         raise TypeError(

@@ -80,31 +80,39 @@ class Alibi(ScoreMod):
 
 
 class Score(ScoreMod):
-    """Any rule: fn(score, row, head, i, j, *args).
+    """Any rule: fn(score, row, head, i, j, *args), or fn(score, row, head, i, j, q, k, *args).
 
     Attributes:
       fn: a function of the score, of four integer arrays that broadcast to it (the index of the
         batch row and the head, the positions of query and key) and of args; returns the new score.
       args: arrays and numbers that fn needs; floating arrays take gradients. Traced arrays must be
         given here, not in fn's closure.
+      vectors: whether fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
     args: tuple[jax.Array, ...] = ()
+    vectors: bool = struct.field(pytree_node=False, default=False)
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
         args = inputs.arguments("Score.args", self.args)
+        seen = 2 if inputs.flag("Score.vectors", self.vectors) else 0
+        names, words = (" q, k,", ", their vectors") if seen else ("", "")
         inputs.function(
-            "Score.fn", self.fn, "(score, row, head, i, j, *args) -> score",
-            "take the score, its row, its head, the positions of query and key, then args",
-            5 + len(args),
+            "Score.fn", self.fn, f"(score, row, head, i, j,{names} *args) -> score",
+            f"take the score, its row, its head, the positions of query and key{words}, then args",
+            5 + seen + len(args),
         )  # fmt: skip
         return self.replace(args=args)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""
-        return self.fn(score, at.row, at.head, at.q, at.k, *self.args)
+        return self.fn(score, *at, *self.args)
+
+    def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
+        """See `ScoreMod.of_vectors`."""
+        return self.fn(score, *at, q, k, *self.args)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

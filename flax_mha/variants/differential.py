@@ -46,10 +46,7 @@ class DifferentialAttention(MultiHeadAttention):
         order = core.ordered(call.order, cache is None, x_q.shape[-2])
         x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
         D = x.shape[-1]
-        N, K, H, _ = shapes.head_sizes(
-            D, self.num_heads, self.num_kv_heads, self.qkv_features,
-            self.head_dim or (self.qkv_features or D) // (2 * self.num_heads), None,
-        )  # fmt: skip
+        N, K, H, _ = self.sizes(D)
         # Values of 2·H as two heads of H, so that the cache takes them with the keys.
         query, key, value = (
             self.linear(name, (D,), ("embed", heads, "head_dim"), (2 * n, H))
@@ -62,6 +59,13 @@ class DifferentialAttention(MultiHeadAttention):
         more["kernel"] = _Difference(self._lambda(H), self._norm(2 * H), K)
         weights = core.Weights(query, key, value, out)
         return core.attend(weights, settings, q, k, value(x), call, cache, order=order, **more)
+
+    def sizes(self, features: int) -> tuple[int, int, int, int]:
+        """N, K, H and Hv, of one map."""
+        return shapes.head_sizes(
+            features, self.num_heads, self.num_kv_heads, self.qkv_features,
+            self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
+        )  # fmt: skip
 
     def _lambda(self, H: int) -> jax.Array:
         """λ, float32."""

@@ -15,6 +15,7 @@ from flax_mha.heads import turned
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import widened
 from flax_mha.linear import Linear
+from flax_mha.scores.base import without_vectors
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
@@ -53,6 +54,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
+        without_vectors("latent attention", settings.scores, call.scores)
         N, H, R, Hv = self.num_heads, self.head_dim or 0, self.rope_dim, self.v_head_dim
         order = core.ordered(call.order, cache is None, x_q.shape[-2])
         x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)

@@ -1,0 +1,298 @@
+"""Scores that see queries and keys, against their formulas in NumPy: values and every gradient."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import Capture, dot_product_attention, explain, masks
+from flax_mha.cache import KVCache
+from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
+from tests import meshes, oracle
+from tests.oracle import einsum, error, float64
+
+B, N, K, H, Hv, D = 2, 4, 2, 8, 5, 6
+FAR = 5
+SCALE = 0.4
+KINDS = ("relative", "relative_of_heads", "xl", "score")
+TABLES = {
+    "relative": [(2 * FAR + 1, H)], "relative_of_heads": [(N, 2 * FAR + 1, H)],
+    "xl": [(N, H), (N, H), (D, N, H)], "score": [(N,)],
+}  # fmt: skip
+
+
+def mods(kind: str, *args: Any) -> tuple[Any, ...]:
+    if kind == "xl":
+        return (TransformerXL(*args),)
+    if kind == "score":
+        # The norm of each key, whatever its query.
+        def fn(s: Any, row: Any, head: Any, i: Any, j: Any, q: Any, k: Any, a: Any) -> Any:
+            return s - a[head] * (k**2).sum(-1)[..., None, :]
+
+        return (Score(fn, args, vectors=True),)
+    return (Relative(*args),)
+
+
+class Formula:
+    """What a score adds in float64, and the gradients through it."""
+
+    def __init__(self, kind: str, q: Any, k: Any, i: Any, j: Any, *args: Any) -> None:
+        self.kind, self.args = kind, [float64(x) for x in args]
+        self.q, self.k = float64(q), np.repeat(float64(k), N // K, -2)
+        self.rows = np.clip(j - i[:, None], -FAR, FAR) + FAR
+        if kind == "xl":
+            u, v, kernel = self.args
+            waves = oracle.sinusoidal(i[:, None] - j, D)
+            # All sines, then all cosines.
+            self.waves = np.concatenate([waves[..., ::2], waves[..., 1::2]], -1)
+            self.r = einsum("tsd,dnh->ntsh", self.waves, kernel)
+            self.bias = einsum("btnh,ntsh->bnts", SCALE * self.q + v / np.sqrt(H), self.r)
+            self.bias += einsum("nh,bsnh->bns", u, self.k)[:, :, None] / np.sqrt(H)
+        elif kind == "score":
+            self.bias = -(self.args[0] * (self.k**2).sum(-1)).transpose(0, 2, 1)[:, :, None]
+            self.bias = np.broadcast_to(self.bias, (B, N, len(i), len(j)))
+        else:
+            (table,) = self.args
+            self.r = np.broadcast_to(table, (N, 2 * FAR + 1, H))[:, self.rows]
+            self.bias = SCALE * einsum("btnh,ntsh->bnts", self.q, self.r)
+
+    def gradients(self, ds: np.ndarray) -> tuple[Any, Any, list[np.ndarray]]:
+        """Of q, k [B, S, K, H] and the arrays."""
+        if self.kind == "score":
+            (a,) = self.args
+            per_key = ds.sum(2).transpose(0, 2, 1)
+            dk = -2 * (a * per_key)[..., None] * self.k
+            return 0.0, oracle.grouped(dk, N // K), [-einsum("bsn,bsnh->n", per_key, self.k**2)]
+        dq = SCALE * einsum("bnts,ntsh->btnh", ds, self.r)
+        if self.kind == "xl":
+            u, v, _ = self.args
+            both = SCALE * self.q + v / np.sqrt(H)
+            dr = einsum("bnts,btnh->ntsh", ds, both)
+            dk = einsum("bnts,nh->bsnh", ds, u) / np.sqrt(H)
+            du, dv = (einsum(s, ds, x) / np.sqrt(H) for s, x in (
+                ("bnts,bsnh->nh", self.k), ("bnts,ntsh->nh", self.r)
+            ))  # fmt: skip
+            dkernel = einsum("tsd,ntsh->dnh", self.waves, dr)
+            return dq, oracle.grouped(dk, N // K), [du, dv, dkernel]
+        dr = SCALE * einsum("bnts,btnh->ntsh", ds, self.q)
+        table = np.zeros((N, 2 * FAR + 1, H))
+        np.add.at(table, (slice(None), self.rows), dr)
+        return dq, 0.0, [oracle.summed_to(table, self.args[0].shape)]
+
+
+def problem(kind: str, T: int, S: int, dtype: Any = jnp.float32) -> tuple[list[Any], list[Any]]:
+    """q, k, v and the score's arrays; cotangents of out and lse."""
+    rng = np.random.default_rng(0)
+    sizes = [(B, T, N, H), (B, S, K, H), (B, S, K, Hv)]
+    args = [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+    args += [jnp.asarray(0.3 * rng.normal(size=size), jnp.float32) for size in TABLES[kind]]
+    cotangents = [rng.normal(size=(B, T, N, Hv)), rng.normal(size=(B, N, T))]
+    return args, [jnp.asarray(x, t) for x, t in zip(cotangents, (dtype, jnp.float32), strict=True)]
+
+
+def wanted(kind: str, args: Any, cotangents: Any, i: Any, j: Any, **known: Any) -> list[Any]:
+    """Out, lse, and the gradients of all args."""
+    q, k, v, *arrays = args
+    formula = Formula(kind, q, k, i, j, *arrays)
+    known |= {"bias": formula.bias, "scale": SCALE}
+    out, lse, _ = oracle.attention(q, k, v, **known)
+    found = oracle.attention_gradients(
+        q, k, v, cotangent=cotangents[0], lse_cotangent=cotangents[1], **known
+    )
+    dq, dk, darrays = formula.gradients(found.bias)
+    return [out, lse, found.q + dq, found.k + dk, found.v, *darrays]
+
+
+def found(kind: str, args: Any, cotangents: Any, given: Any = None, **call: Any) -> list[Any]:
+    """Likewise by the library; what is given is traced."""
+
+    @jax.jit
+    def both(args: Any, given: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any, *arrays: Any) -> Any:
+            return dot_product_attention(
+                q, k, v, scores=mods(kind, *arrays), scale=SCALE, return_residuals=True,
+                **{**call, **(given or {})},
+            )  # fmt: skip
+
+        results, pull = jax.vjp(attend, *args)
+        return [*results, *pull(tuple(cotangents))]
+
+    return both(args, given)
+
+
+def close(got: list[Any], want: list[Any], bound: float = 5e-6) -> None:
+    errors = [error(a, b) for a, b in zip(got, want, strict=True)]
+    assert max(errors) < bound, errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
+def test_in_one_tile(kernel: str, kind: str) -> None:
+    """Causal with aligned ends, at T=20 and S=40."""
+    i, j = 20 + np.arange(20), np.arange(40)
+    args, cotangents = problem(kind, 20, 40)
+    want = wanted(kind, args, cotangents, i, j, allowed=j <= i[:, None])
+    got = found(kind, args, cotangents, mask=masks.Causal(), q_positions=20, kernel=kernel)
+    close(got, want)
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("traced", [False, True])
+def test_in_many_tiles(kind: str, traced: bool) -> None:
+    """Of lengths and dropout, in stripes or, where the mask isn't known, tile by tile."""
+    T = 600
+    i = np.arange(T)
+    args, cotangents = problem(kind, T, T)
+    mask, key = masks.Lengths(np.array([600, 333])), jax.random.key(7)
+    given = {"mask": mask} if traced else {}
+    got = found(
+        kind, args, cotangents, given, mask=mask, dropout_rng=key, dropout_rate=0.2,
+        kernel="blockwise",
+    )  # fmt: skip
+    places = [x.reshape(y) for x, y in (
+        (np.arange(B), (B, 1, 1, 1)), (np.arange(N), (1, N, 1, 1)),
+        (i, (1, 1, T, 1)), (i, (1, 1, 1, T)),
+    )]  # fmt: skip
+    keep = np.asarray(WeightDropout.from_key(key, 0.2, False).keep(*map(jnp.asarray, places)))
+    allowed = i < np.array([600, 333])[:, None, None, None]
+    want = wanted(kind, args, cotangents, i, i, allowed=allowed, keep=keep, rate=0.2)
+    close(got, want, 2e-5)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kind", ["relative", "xl"])
+def test_half_precision(kind: str) -> None:
+    """Where queries are scaled in float32, after the product."""
+    T = 80
+    i = np.arange(T)
+    args, cotangents = problem(kind, T, T, jnp.bfloat16)
+    want = wanted(kind, args, cotangents, i, i, allowed=i <= i[:, None])
+    close(found(kind, args, cotangents, mask=masks.Causal(), kernel="blockwise"), want, 2e-2)
+
+
+def test_positions_and_what_is_masked() -> None:
+    """Far positions are as exact as near ones; NaN of what is masked reaches nothing."""
+    T = 64
+    args, cotangents = problem("xl", T, T)
+    # In float32 the angles of such positions are off by more than the whole bound.
+    i = np.stack([np.arange(T) + 1_000_000, 3 * np.arange(T)])
+    q_pos = jnp.asarray(i, jnp.int32)
+    real = np.arange(T) < np.array([T, 40])[:, None]
+    bad = [jnp.where(real[..., None, None], x, jnp.nan) for x in args[1:3]]
+    for kernel in ("reference", "blockwise"):
+        got = found(
+            "xl", [args[0], *bad, *args[3:]], cotangents, kernel=kernel,
+            mask=masks.Causal() & masks.Keys(real), q_positions=q_pos, kv_positions=q_pos,
+        )  # fmt: skip
+        for row in range(B):
+            a = i[row]
+            allowed = (a <= a[:, None]) & real[row]
+            want = wanted("xl", args, cotangents, a, a, allowed=allowed)
+            close([x[row] for x in got[:4]], [x[row] for x in want[:4]])
+
+
+def test_in_a_cache() -> None:
+    """One token at a time, of int8 keys too, is the whole; of groups and heads."""
+    T = 9
+    (q, k, v, table), _ = problem("relative_of_heads", T, T)
+    whole = dot_product_attention(q, k, v, scores=(Relative(table),), mask=masks.Causal())
+    for dtype, bound in ((jnp.float32, 1e-6), (jnp.int8, 2e-2)):
+        cache = KVCache.empty((B,), T, K, H, Hv, dtype=dtype)
+        step = jax.jit(lambda c, *x: c.extend(*x, scores=(Relative(table),)))
+        outs = []
+        for t in range(T):
+            out, cache = step(cache, *(x[:, t : t + 1] for x in (q, k, v)))
+            outs.append(out)
+        assert error(jnp.concatenate(outs, 1), whole) < bound
+
+
+def test_captures_see_them_too() -> None:
+    (q, k, v, *arrays), _ = problem("xl", 12, 12)
+    bias = Formula("xl", q, k, np.arange(12), np.arange(12), *arrays).bias
+    _, _, weights = oracle.attention(q, k, v, bias=bias, scale=SCALE)
+    capture = Capture(("weights", "entropy"), heads=(1, 3), queries=(0, 7))
+    _, seen = dot_product_attention(
+        q, k, v, scores=mods("xl", *arrays), scale=SCALE, capture=capture
+    )
+    some = weights[:, [1, 3]][:, :, [0, 7]]
+    assert error(seen["weights"], some) < 2e-6
+    assert error(seen["entropy"], -(some * np.log(some)).sum(-1)) < 2e-6
+
+
+# Rows and heads divided; heads alone, so that groups share keys; queries too, each way.
+WAYS = {
+    "heads": (meshes.changed(), "blockwise"),
+    "ulysses": (meshes.FOUR, "all_gather:blockwise"),
+    "ring": (meshes.EIGHT, "ring:blockwise"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["relative_of_heads", "xl"])
+@pytest.mark.parametrize("way", WAYS)
+def test_on_meshes(way: str, kind: str) -> None:
+    T = 64
+    i = np.arange(T)
+    args, cotangents = problem(kind, T, T)
+    want = wanted(kind, args, cotangents, i, i, allowed=i <= i[:, None])
+    rules, kernel = WAYS[way]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        close(found(kind, args, cotangents, mask=masks.Causal(), kernel=kernel), want)
+
+
+def test_other_kernels_refuse_them() -> None:
+    args, _ = problem("relative", 128, 128)
+    told = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3])))
+    assert told.chosen == "reference"
+    assert set(told.refused) == {"cudnn", "splash", "flex", "decode"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flax_mha.sharding.platform", lambda: "tpu")
+        refused = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3]))).refused
+    for kernel in ("flex", "splash"):
+        assert refused[kernel] == "has no scores that see queries and keys, got Relative"
+
+
+WRONG: list[tuple[Any, str]] = [
+    (Relative(), "must have its table here, got None"),
+    (Relative(jnp.ones((4, H))), r"\[2·L \+ 1, H\] or .* got \(4, 8\)"),
+    (Relative(jnp.ones((3, 5))), r"H=8, got \(3, 5\)"),
+    (Relative(jnp.ones((2, 3, H))), r"N=4 and H=8, got \(2, 3, 8\)"),
+    (Relative(jnp.ones(H)), r"got \(8,\)"),
+    (TransformerXL(jnp.ones((N, H))), "must have its position_bias here"),
+    (TransformerXL(*[jnp.ones((N, H))] * 2, jnp.ones((3, N, H))), "even D, got"),
+    (TransformerXL(*[jnp.ones((N, 2))] * 2, jnp.ones((4, N, H))), r"\[N, H\] = \(4, 8\)"),
+    (TransformerXL(*[jnp.ones((N, H))] * 2, jnp.ones((4, N, H)), base=0.0), "base must be above 0"),
+    (Score(lambda s, b, h, i, j: s, vectors=True), r"j, q, k, \*args\)"),
+    (Score(lambda s, b, h, i, j: s, vectors=1), "Score.vectors must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mod", "words"), WRONG)
+def test_what_does_not_fit(mod: Any, words: str) -> None:
+    args, _ = problem("relative", 3, 3)
+    with pytest.raises((TypeError, ValueError), match=words):
+        dot_product_attention(*args[:3], scores=(mod,))
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_square(optimized: None) -> None:
+    """Of forward and backward pass: twice the tokens take twice the memory, not four times."""
+
+    def peak(T: int) -> int:
+        q = jax.ShapeDtypeStruct((1, T, 1, H), jnp.float32)
+        arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, H), (1, H), (D, 1, H))]
+
+        def loss(q: Any, *arrays: Any) -> Any:
+            scores = (TransformerXL(*arrays), Relative(jnp.ones((33, H))))
+            return dot_product_attention(q, q, q, scores=scores, kernel="blockwise").sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, *arrays).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert peak(16384) < 1.5 * peak(8192) < 16384 * 8192
