@@ -235,8 +235,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             def step(masked: bool, place: Place, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
                 p, ds, dleaves, dvectors = tile_gradient(
-                    static, masked, place, spec,
-                    q, place.keys(k), place.keys(v), dout, of_rows,
+                    static, masked, place, spec, q, place.keys(k), place.keys(v), dout, of_rows,
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
@@ -256,8 +255,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
         shapes_T = ((x.shape[-1], x.size // x.shape[-1]) for x in (k, v))
-        zeros = (tiling.vary(jnp.zeros(shape, acc), q) for shape in shapes_T)
-        carry: Tree = (grads, *zeros)
+        carry: Tree = (grads, *(tiling.vary(jnp.zeros(shape, acc), q) for shape in shapes_T))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for stripe in reversed(plan.parts):
