@@ -121,7 +121,38 @@ def attention(
       sower: the module that an `attention_fn` sows weights into.
     """
     itself = x_k is x_q
-    order = ordered(call.order, itself and cache is None, x_q.shape[-2])
+    _, q, k, v, gate, order = projected(weights, settings, x_q, x_k, x_v, call, cache)
+    return attend(
+        weights, settings, q, k, v, call, cache, gate=gate, order=order, itself=itself,
+        dropout_rng=dropout_rng, return_weights=return_weights, capture=capture, sower=sower,
+    )  # fmt: skip
+
+
+class Projected(NamedTuple):
+    """What inputs become before attention.
+
+    Attributes:
+      x: inputs_q, with 0 for tokens that are none.
+      q: [*B, T, N, H], normed and turned.
+      k: [*B, S, K, H], or None, of a memory.
+      v: [*B, S, K, Hv], likewise.
+      gate: what the heads' outputs are scaled by, before the sigmoid; or None.
+      order: where the tokens stand, see `Call`.
+    """
+
+    x: jax.Array
+    q: jax.Array
+    k: Any
+    v: Any
+    gate: jax.Array | None
+    order: Array | None
+
+
+def projected(
+    weights: Weights, settings: Settings, x_q: jax.Array, x_k: Any, x_v: Any, call: Call, cache: Any
+) -> Projected:
+    """The first half of `attention`, up to the cache; arguments as there."""
+    order = ordered(call.order, x_k is x_q and cache is None, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     q, k, v, gate = project(weights, x_q, x_k, x_v)
     norm = settings.qk_norm
@@ -130,10 +161,7 @@ def attention(
     q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
-    return attend(
-        weights, settings, q, k, v, call, cache, gate=gate, order=order, itself=itself,
-        dropout_rng=dropout_rng, return_weights=return_weights, capture=capture, sower=sower,
-    )  # fmt: skip
+    return Projected(x_q, q, k, v, gate, order)
 
 
 def attend(

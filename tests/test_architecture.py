@@ -49,7 +49,7 @@ LAYERS = [
     {"flax_functions", "heads"},
     {"core"},
     {"attention", "nnx", "mlp", "embeddings"},
-    {"variants.latent", "variants.differential"},
+    {"variants.latent", "variants.differential", "variants.forgetting", "variants.talking"},
     {"variants"},
     {"blocks"},
     {"stacks"},

@@ -21,6 +21,7 @@ from flax_mha import (
 )
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
+from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests import oracle
 from tests.decoded import cache_of, decoded, greedy
@@ -139,6 +140,7 @@ def test_in_a_model(scan: bool) -> None:
         ({"qk_norm": QKNorm()}, "has no qk_norm"),
         ({"gate": "head"}, "has no gate"),
         ({"scale": "learned"}, "a number for scale"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
         ({"kv_rank": 0}, "kv_rank must be at least 1"),
         ({"head_dim": None}, "head_dim must be an int"),
     ],

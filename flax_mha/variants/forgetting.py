@@ -1,0 +1,150 @@
+"""Forgetting attention: what each token leaves of the scores of those before it is learned."""
+
+import dataclasses
+from typing import Any, Self
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flax_mha import core, masks, shapes, sharding
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.core import Call, Settings
+from flax_mha.grid import Array, At, Grid
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.stored import Stored
+from flax_mha.scores.base import ScoreMod, without_vectors
+from flax_mha.shapes import Dims
+
+# Numbers of 8 significant bits that hold one of 24, and the dtypes of caches that keep those.
+PARTS = 3
+_EXACT = (jnp.bfloat16, jnp.float32, jnp.float64)
+_OF_TOKENS = ("batch", "length", "heads")
+
+
+class ForgettingAttention(MultiHeadAttention):
+    """Causal self-attention under forget gates, each a bias of all pairs that lie across it.
+
+        f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
+        out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
+
+    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` says. It needs
+    no positions. Fields and arguments are those of `MultiHeadAttention`, but that there is no
+    cross-attention and no `attention_fn`, and that no scores see queries and keys. Sums and
+    differences of c are in float32. A cache keeps c with each key, as 3·N/K features more, from
+    which it comes back to the bit: its dtype is bfloat16, float32 or float64.
+
+    Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
+    """
+
+    def compute(
+        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
+        **more: Any,
+    ) -> core.Output:  # fmt: skip
+        """See `MultiHeadAttention.compute`."""
+        without_vectors("forgetting attention", settings.scores, call.scores)
+        if x_k is not x_q or x_v is not x_q:
+            raise ValueError("forgetting attention is self-attention, got inputs_k; leave it out")
+        if self.attention_fn:
+            raise ValueError("forgetting attention has no attention_fn, got one; leave it out")
+        weights = self.weights(x_q, x_q, x_q)
+        x, q, k, v, gate, order = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
+        names, heads = ("embed", "heads"), (self.num_heads,)
+        z = self.linear("forget_gate", x.shape[-1:], names, heads, bias_init=None)(x)
+        bias, last = self._of_heads("forget_bias", nn.initializers.zeros_init()), None
+        if isinstance(cache, KVCache):
+            last = sharding.auto(_last, ("batch", None, "heads"), cache.key, cache.length, z)
+        c = sharding.auto(_summed, _OF_TOKENS, z, bias, order, last)
+        if settings.scale is None:
+            settings = dataclasses.replace(settings, scale=q.shape[-1] ** -0.5)
+        kept = sharding.auto(_joined, sharding.KV_HEADS, k, c)
+        if isinstance(cache, KVCache):
+            _check_dtype(cache.key.dtype)
+            # As many features as the keys, 0 where those have c.
+            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
+            more["kernel"] = _Kernel(c)
+            return core.attend(weights, settings, q, kept, v, call, cache, gate=gate, **more)
+        mask = masks.combine(masks.Causal(), call.mask)
+        call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
+        found = core.attend(weights, settings, q, k, v, call, None, gate=gate, order=order, **more)
+        if isinstance(cache, CacheConfig):
+            _check_dtype(cache.dtype or k.dtype)
+            cache = cache.empty(kept, v, self.mask)
+        return found._replace(cache=cache)
+
+
+class _Forget(ScoreMod):
+    """score + c_i − c_j, for c of queries [*B, T, N] and of keys [*B, S, N]."""
+
+    q: Any
+    k: Any
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        q, k = (jnp.swapaxes(x, -1, -2) for x in (self.q, self.k))
+        return self.replace(q=Grid(q[..., None]), k=Grid(k[..., None, :]))
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        # The difference first: near pairs keep the digits that large sums have lost.
+        return score + (self.q.array - self.k.array).astype(score.dtype)
+
+
+class _Kernel:
+    """Attention to keys that have c beside them, by queries of c."""
+
+    def __init__(self, c: jax.Array) -> None:
+        self.c = c
+
+    def __call__(self, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
+        c = sharding.auto(_kept, _OF_TOKENS, k.values, self.c)
+        scores = (*call.pop("scores", ()), _Forget(self.c, c))
+        return dot_product_attention(q, k, v, scores=scores, **call)
+
+
+def _check_dtype(dtype: Any) -> None:
+    if jnp.dtype(dtype) not in _EXACT:
+        raise ValueError(
+            f"forgetting attention needs a cache of bfloat16, float32 or float64, which keeps all "
+            f"digits of its gates, got {jnp.dtype(dtype)}; give CacheConfig(dtype='bfloat16')"
+        )
+
+
+def _summed(
+    z: jax.Array, bias: jax.Array, order: Array | None, last: jax.Array | None
+) -> jax.Array:
+    """C [*B, T, N] of gates before the sigmoid, after the last of the tokens before."""
+    gates = jax.nn.log_sigmoid(z.astype(jnp.float32) + shapes.lead(bias, z.ndim))
+    if order is not None:
+        order = jnp.asarray(order)
+        c = jnp.cumsum(jnp.take(gates, jnp.argsort(order), -2), -2)
+        return jnp.take(c, order, -2)
+    return jnp.cumsum(gates, -2) + (0.0 if last is None else last)
+
+
+def _joined(k: jax.Array, c: jax.Array) -> jax.Array:
+    """Keys [*B, T, K, H] and c as numbers of 8 bits that sum to it: [*B, T, K, H + 3·G]."""
+    parts, rest = [], c.reshape(*k.shape[:-1], -1)
+    for _ in range(PARTS):
+        parts.append(lax.reduce_precision(rest, 8, 7))
+        rest = rest - parts[-1]
+    return jnp.concatenate([k, *(x.astype(k.dtype) for x in parts)], -1)
+
+
+def _kept(k: jax.Array, like: jax.Array) -> jax.Array:
+    """C [*B, S, N] of what is kept, where there are as many heads as in that."""
+    *tokens, K, features = k.shape
+    G = like.shape[-1] // K
+    parts = k[..., features - PARTS * G :].astype(jnp.float32).reshape(*tokens, K, PARTS, G)
+    # In this order all sums are exact.
+    c = parts[..., 0, :] + parts[..., 1, :] + parts[..., 2, :]
+    return c.reshape(*tokens, -1)
+
+
+def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> jax.Array:
+    """C [*B, 1, N] of the last token of a cache of keys [*B, K, S, ·], 0 if it has none."""
+    slot = (length - 1)[..., None, None, None] % k.shape[-2]
+    c = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
+    return jnp.where(length[..., None, None] > 0, c, 0.0)

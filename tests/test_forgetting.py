@@ -1,0 +1,197 @@
+"""Forgetting attention against its formula, its cache, and what it shares with every layer."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import CacheConfig, Decoder, DecoderBlock, LanguageModel, generate, masks, sharding
+from flax_mha.models import TokenEmbedding
+from flax_mha.scores import Relative
+from flax_mha.variants import ForgettingAttention
+from tests import oracle
+from tests.decoded import cache_of, decoded, greedy
+from tests.meshes import EIGHT
+from tests.oracle import einsum, error, float64, random_like
+
+N, K, H, D, T = 4, 2, 6, 16, 10
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> ForgettingAttention:
+    return ForgettingAttention(N, **{"num_kv_heads": K, "head_dim": H} | fields)
+
+
+def forgotten(params: Any, x: np.ndarray) -> np.ndarray:
+    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T]."""
+    z = einsum("btd,dn->bnt", x, params["forget_gate"]["kernel"]) + params["forget_bias"][:, None]
+    logs = -np.log1p(np.exp(-z))
+    i, j, gate = np.ogrid[: x.shape[1], : x.shape[1], : x.shape[1]]
+    return einsum("bnl,ijl->bnij", logs, (j < gate) & (gate <= i))
+
+
+def expected(params: Any, x: Any, **call: Any) -> np.ndarray:
+    x, p = float64(x), float64(params)
+    causal = np.tri(x.shape[1], dtype=bool)
+    return oracle.multi_head(p, x, bias=forgotten(p, x), allowed=causal, **call)[0]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(kernel: str) -> None:
+    module = layer(kernel=kernel)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
+
+
+def test_gradients() -> None:
+    """Of the gates, by differences of the formula in float64."""
+    module = layer(kernel="blockwise")
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
+    rng = np.random.default_rng(1)
+    p = float64(params["params"])
+
+    def along(step: float, direction: Any) -> float:
+        moved = jax.tree.map(lambda a, b: a + step * b, p, direction)
+        return float(np.sin(expected(moved, X)).sum())
+
+    for names in (("forget_gate",), ("forget_bias",), ("query", "key", "value", "out")):
+        zero = jax.tree.map(np.zeros_like, p)
+        direction = zero | {
+            n: jax.tree.map(lambda a: rng.normal(size=a.shape), p[n]) for n in names
+        }
+        slope = (along(1e-5, direction) - along(-1e-5, direction)) / 2e-5
+        parts = jax.tree.map(lambda a, b: np.vdot(float64(a), b), found, direction)
+        np.testing.assert_allclose(sum(jax.tree.leaves(parts)), slope, rtol=2e-5)
+
+
+def test_without_a_gate_it_is_multi_head_attention() -> None:
+    """At f = 1 nothing is forgotten."""
+    module = layer()
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
+    plain = {k: v for k, v in params["params"].items() if not k.startswith("forget")}
+    x, causal = float64(X), np.tri(T, dtype=bool)
+    wanted = oracle.multi_head(float64(plain), x, allowed=causal)[0]
+    assert error(jax.jit(module.apply)(params, X), wanted) < 5e-6
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
+def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+    cached = layer(decode=True)
+    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
+    assert cache["kv"].key.shape == (2, K, T, H + 3 * N // K)
+    assert cache["kv"].value.shape == (2, K, T, H)
+    whole = jax.jit(layer().apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 2e-6
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("window", [False, True])
+def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
+    """Of bfloat16 only keys and values are rounded, however large the sums of the gates are."""
+    fields = {"mask": masks.Window(4, 0)} if window else {}
+    module = layer(**fields)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    # Every token forgets nearly all: c is near −3,000 at the end. Keys and values say nothing.
+    params["params"]["forget_bias"] = np.full(N, -300.0, np.float32)
+    params["params"]["key"]["kernel"] *= 0
+    params["params"]["forget_gate"]["kernel"] *= 0
+    params["params"]["forget_bias"][1:] = -300.3, -300.7, -0.01
+    whole = jax.jit(module.apply)(params, X)
+    config = CacheConfig(dtype="bfloat16", slots=5 if window else None)
+    cached = module.clone(decode=True, cache=config)
+    assert error(decoded(cached, params, X), np.asarray(whole)) < 4e-3
+    held = cache_of(cached, X)["kv"]
+    assert held.key.dtype == jnp.bfloat16
+    append = jax.jit(functools.partial(cached.apply, mutable="cache"))
+    _, after = append({**params, "cache": {"kv": held}}, X[:, :5])
+    parts = float64(after["cache"]["kv"].key)[:, :, :5, H:].reshape(2, K, 5, 3, N // K).sum(-2)
+    bias = params["params"]["forget_bias"].reshape(K, 1, -1)
+    c = np.cumsum(np.broadcast_to(-np.logaddexp(0, -float64(bias)), (2, K, 5, N // K)), 2)
+    np.testing.assert_allclose(parts, c, rtol=3e-7)
+
+
+def test_lengths_order_and_options() -> None:
+    """Rows of different lengths, in a cache too; tokens in another order; norms and gates."""
+    module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned", use_bias=False)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    lengths = np.array([T, 6])
+    bad = np.where((np.arange(T) < lengths[:, None])[..., None], X, np.nan)
+    out = jax.jit(module.apply)(params, bad, lengths=lengths)
+    whole = jax.jit(module.apply)(params, X)
+    np.testing.assert_array_equal(out[1, 6:], 0)
+    assert error(out[1, :6], whole[1, :6]) < 1e-6
+    order = np.random.default_rng(3).permutation(T)
+    turned = jax.jit(functools.partial(module.apply, order=order))(params, X[:, order])
+    assert error(turned, whole[:, order]) < 1e-5
+    cached = module.clone(decode=True)
+    step = jax.jit(functools.partial(cached.apply, mutable="cache"))
+    cache = cache_of(cached, X)
+    first, cache = step({**params, **{"cache": cache}}, bad[:, :8], lengths=np.array([8, 6]))
+    second, _ = step({**params, **cache}, X[:, [8, 6]][:, :1], lengths=np.array([1, 1]))
+    assert error(first[1, :6], whole[1, :6]) < 1e-5
+    assert error(second[0, 0], whole[0, 8]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_a_mesh(kind: str, rules: Any) -> None:
+    module = layer(num_kv_heads=4)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    cached = module.clone(decode=True)
+    x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
+    cache = cache_of(cached, x)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    def step(params: Any, cache: Any, x: jax.Array) -> jax.Array:
+        return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
+
+    wanted = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        found = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("scan", [False, True])
+def test_in_a_model(scan: bool) -> None:
+    """Under scan and remat, and in `generate`."""
+    block = DecoderBlock(layer(), 24, norm="rmsnorm", gated=True, remat=scan)
+    model = LanguageModel(TokenEmbedding(40, D), Decoder(2, block, scan=scan))
+    tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
+    params = random_like(jax.eval_shape(model.init, KEY, tokens))
+    found = generate(model, params, tokens, max_new_tokens=4).tokens
+    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"decode": True, "cache": CacheConfig(dtype="int8")}, "all digits .* got int8"),
+        ({"decode": True, "dtype": jnp.float16}, "all digits .* got float16"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layer(**fields).init(KEY, X)
+
+
+def test_it_is_self_attention() -> None:
+    with pytest.raises(ValueError, match="is self-attention"):
+        layer().init(KEY, X, X[:, :3])
