@@ -21,7 +21,7 @@ OUTPUT = 5e-6
 def page() -> Scope:
     """The variables that the page's code leaves."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 9
+    assert len(blocks) == 11
     scope: Scope = {"__name__": "recipes"}
     # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
     with jax.default_prng_impl("unsafe_rbg"):
@@ -153,6 +153,48 @@ def test_transformer(page: Scope, name: str) -> None:
     x = oracle.layer_norm(p["Encoder_0"]["norm"], x)
     assert page[name].shape == (2, 5, 11)
     assert error(page[name], oracle.project(p["Dense_0"], x)) < OUTPUT
+
+
+def by_heads(p: Any, x: np.ndarray) -> list[np.ndarray]:
+    """Queries, keys and values [B, N, T, H]."""
+    return [oracle.project(p[name], x).swapaxes(1, 2) for name in ("query", "key", "value")]
+
+
+def test_swin(page: Scope) -> None:
+    """Pair by pair, on a window of 4 × 4."""
+    p, x = float64(page["swin_params"]["params"]), float64(page["image_tokens"])
+    q, k, v = by_heads(p["attention"], x)
+    scores = q @ k.swapaxes(2, 3) / np.sqrt(8)
+    assert p["table"].shape == (49, 4)
+    table = p["table"].reshape(7, 7, 4)
+    for i, j in np.ndindex(16, 16):
+        (y, x_), (down, right) = divmod(i, 4), divmod(j, 4)
+        scores[:, :, i, j] += table[y - down + 3, x_ - right + 3]
+    out = oracle.project(p["attention"]["out"], (softmax(scores) @ v).swapaxes(1, 2), 2)
+    assert error(page["swin_features"], out) < OUTPUT
+
+
+@pytest.mark.parametrize("T", [16, 272])
+def test_deberta(page: Scope, T: int) -> None:
+    """Equation 4, at a length of one table of scores, and at one where kernels see tiles."""
+    x = np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32)
+    p = oracle.random_like(page["deberta_params"]["params"])
+    found = jax.jit(page["deberta"].apply)({"params": p}, x, page["distances"])
+    p, relative = float64(p), float64(page["distances"])
+    q, k, v = by_heads(p["attention"], float64(x))
+    keys, queries = (
+        np.einsum("rd,dnh->nrh", relative, p[name]["kernel"])
+        for name in ("position_key", "position_query")
+    )
+    scores = q @ k.swapaxes(2, 3)
+    distance = np.subtract.outer(np.arange(T), np.arange(T))
+    delta = np.select([distance <= -5, distance >= 5], [0, 9], distance + 5)
+    scores += oracle.einsum("bnih,nijh->bnij", q, keys[:, delta])
+    scores += oracle.einsum("bnjh,nijh->bnij", k, queries[:, delta.T])
+    weights = softmax(scores / np.sqrt(3 * 8))
+    out = oracle.project(p["attention"]["out"], (weights @ v).swapaxes(1, 2), 2)
+    assert error(found, out) < OUTPUT
+    assert page["deberta_features"].shape == (2, 16, 32)
 
 
 def test_looking_inside(page: Scope) -> None:
