@@ -99,6 +99,7 @@ VECTORS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("kind", VECTORS)
 def test_those_that_see_vectors_learn_too(kind: str) -> None:
     """In a layer, in nnx, and one for a stack; decoding is the whole."""
