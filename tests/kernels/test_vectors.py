@@ -146,8 +146,7 @@ def test_in_one_tile(kernel: str, kind: str) -> None:
 @pytest.mark.parametrize("traced", [False, True])
 def test_in_many_tiles(kind: str, traced: bool) -> None:
     """Of lengths and dropout, in stripes or, where the mask isn't known, tile by tile."""
-    T = 600
-    i = np.arange(T)
+    T, i = 600, np.arange(600)
     args, cotangents = problem(kind, T, T)
     mask, key = masks.Lengths(np.array([600, 333])), jax.random.key(7)
     given = {"mask": mask} if traced else {}
@@ -169,8 +168,7 @@ def test_in_many_tiles(kind: str, traced: bool) -> None:
 @pytest.mark.parametrize("kind", ["relative", "xl"])
 def test_half_precision(kind: str) -> None:
     """Where queries are scaled in float32, after the product."""
-    T = 80
-    i = np.arange(T)
+    T, i = 80, np.arange(80)
     args, cotangents = problem(kind, T, T, jnp.bfloat16)
     want = wanted(kind, args, cotangents, i, i, allowed=i <= i[:, None])
     close(found(kind, args, cotangents, mask=masks.Causal(), kernel="blockwise"), want, 2e-2)
