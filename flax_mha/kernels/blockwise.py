@@ -34,11 +34,13 @@ from flax_mha.kernels.tiling import (
     Place,
     TiledCall,
     Tree,
+    by_key,
     by_rows,
     cut,
     dot,
     in_blocks,
     in_tiles,
+    key_sums,
     score_of,
     tile_gradient,
     tile_of,
@@ -254,8 +256,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
-        shapes_T = ((x.shape[-1], x.size // x.shape[-1]) for x in (k, v))
-        carry: Tree = (grads, *(tiling.vary(jnp.zeros(shape, acc), q) for shape in shapes_T))
+        carry: Tree = (grads, *(tiling.vary(key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for stripe in reversed(plan.parts):
@@ -264,7 +265,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk, dv = dkT.T.astype(k.dtype), spec.gain(dvT).T.astype(v.dtype)
+        dk, dv = by_key(dkT).astype(k.dtype), by_key(spec.gain(dvT)).astype(v.dtype)
         return grads, (tiling.join(parts, plan), dk, dv)
 
     zeros = [tiling.vary(jnp.zeros(x.shape, acc), q) for x in learned]

@@ -44,10 +44,12 @@ class Place(NamedTuple):
         return x.reshape(-1, x.shape[-1])
 
     def add_keys(self, x: jax.Array, block: jax.Array) -> jax.Array:
-        """Gives x [F, nk·bk] with the block [F, width·bk] added."""
-        start = self.tile * (block.shape[1] // self.width)
-        block = block + lax.dynamic_slice_in_dim(x, start, block.shape[1], axis=1)
-        return lax.dynamic_update_slice_in_dim(x, block, start, axis=1)
+        """Gives x, [nk, F, bk] or all tiles as one, with the block [F, width·bk] added."""
+        block, axis, start = block[None], 0, self.tile
+        if len(x) == 1:
+            axis, start = 2, self.tile * (block.shape[2] // self.width)
+        block = block + lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
+        return lax.dynamic_update_slice_in_dim(x, block, start, axis)
 
     def take(self, x: jax.Array) -> jax.Array:
         """The block [bq|1, width·bk|1] of x [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
@@ -87,6 +89,21 @@ def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
 def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
     """Each [nk·bk, F] as [nk, bk, F]."""
     return [x.reshape(plan.nk, plan.block_k, -1) for x in keyed]
+
+
+def key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
+    """Zeros for sums over the tiles x [nk, bk, F], as `Place.add_keys` takes them.
+
+    Those that are visited one by one lie each by itself: in one array of all keys the parts of a
+    tile would be far from each other, and displace each other in caches.
+    """
+    tiles = 1 if plan.stripes else plan.nk
+    return jnp.zeros((tiles, x.shape[-1], plan.nk * plan.block_k // tiles), dtype)
+
+
+def by_key(sums: jax.Array) -> jax.Array:
+    """Such sums as [nk·bk, F]."""
+    return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
 def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
