@@ -19,6 +19,7 @@ from flax_mha.kernels import Platform
 from flax_mha.kernels.spec import Refusal, prepare
 from flax_mha.masks import (
     Causal,
+    Chosen,
     Dense,
     Dilated,
     Documents,
@@ -82,6 +83,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`Documents`, traced": {"mask": Documents(jnp.full((B, 4), T // 4))},
     "`Dilated`": {"mask": Dilated(4)},
     "`Neighborhood`": {"mask": Neighborhood((16, 16), 5)},
+    "`Chosen`, traced": {"mask": Chosen(jnp.zeros((B, N, T // 64, 2), int), 64, 64)},
     "`Prefix`": {"mask": Prefix(64)},
     "… for each row": {"mask": Prefix(jnp.zeros(B, int))},
     "`Dense`, known": {"mask": Dense(TABLE)},

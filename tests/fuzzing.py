@@ -187,6 +187,8 @@ TARGETS: dict[str, Target] = {
     "Dilated": (1, of_mask(masks.Dilated), {"step": 2}, {}),
     "Neighborhood": (1, of_mask(masks.Neighborhood), {"sizes": (3, 4), "window": (1, 2)},
                      {"window": (3,)}),
+    "Chosen": (1, of_mask(masks.Chosen),
+               {"blocks": [[0, 1]], "query_block": T, "key_block": 2}, {}),
     "Predicate": (2, of_mask(masks.Predicate), {"fn": rule}, {"args": ((), (3,))}),
     "PerHead": (1, of_mask(masks.PerHead), {"masks": [masks.Causal()] * N}, {}),
     "&": (1, lambda a, left: a & masks.Causal() if left is True else masks.Causal() & a,

@@ -21,7 +21,7 @@ LAYERS = [
     {"sharding", "padding"},
     {"masks.tables", "scores.base"},
     {"masks.base", "scores.rules", "scores.relative"},
-    {"masks.rules", "masks.lattice", "scores"},
+    {"masks.rules", "masks.lattice", "masks.chosen", "scores"},
     {"masks.tokens"},
     {"masks", "positions", "linear"},
     {"projections"},

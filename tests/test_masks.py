@@ -17,6 +17,7 @@ from flax_mha.masks import (
     EMPTY,
     FULL,
     Causal,
+    Chosen,
     Dense,
     Dilated,
     Documents,
@@ -42,6 +43,7 @@ KV = np.array([3, 0])
 KV_PER_QUERY = np.array([[1, 2, 3, 4, 6], [0, 6, 2, 2, 1]])
 Q = np.array([4, 5])
 SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
+CHOSEN = np.random.default_rng(1).integers(-1, 4, (B, N, 3, 2))
 PREFIX = np.array([2, 4])
 TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.5
 
@@ -83,6 +85,11 @@ ATOMS: dict[str, tuple[Mask, Rule]] = {
     "lengths": (Lengths(KV), lambda b, n, i, j: j < KV[b]),
     "lengths_per_query": (Lengths(KV_PER_QUERY), lambda b, n, i, j: j < KV_PER_QUERY[b, i]),
     "lengths_of_both": (Lengths(KV, q=Q), lambda b, n, i, j: j < KV[b] and i < Q[b]),
+    "chosen": (Chosen(CHOSEN, 2, 2), lambda b, n, i, j: j // 2 in CHOSEN[b, n, i // 2]),
+    "chosen_traced": (
+        Chosen(jnp.asarray(CHOSEN[0, :, :1]), 5, 3),
+        lambda b, n, i, j: j // 3 in CHOSEN[0, n, 0],
+    ),
     "dense": (Dense(TABLE), lambda b, n, i, j: TABLE[b, n, i, j]),
     "dense_of_keys": (Dense(TABLE[:, :1, :1]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
     "keys": (Keys(TABLE[:, 0, 0]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
@@ -158,6 +165,9 @@ def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> 
         (Neighborhood((4, 4), (1, 4)), 12, 4),
         (Neighborhood((4, 4), (3, 4)), 4, 12),
         (Neighborhood((2, 2, 4), (1, 2, 4)), 8, 8),
+        (Chosen([[0], [0], [3], [1]], 4, 4), 12, 4),
+        (Chosen([[1, 0, 1], [0, 1, -1]], 8, 4), 8, 8),
+        (Chosen([[0], [5]], 8, 8), 12, 4),
         (Dilated(1), 0, 16),
         (Dilated(16), 12, 0),
         (~Causal(), 6, 6),

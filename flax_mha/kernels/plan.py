@@ -107,6 +107,9 @@ _MASKED = 1.25
 _SOME, _ALL = 2**19, 2**20
 # Scores of one product, for they take memory: 8 MiB in float32.
 _MOST = 2**21
+# Smaller blocks of a mask's than the one share tiles of at least the other, larger ones than the
+# last are divided.
+_SMALL, _SHARED, _LARGE = 16, 64, 512
 # Each is compiled by itself.
 _STRIPES = 4
 
@@ -115,8 +118,12 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     """Divides the call in the way that should be fastest."""
     at = spec.at(dims)
     choices: list[tuple[float, Plan, np.ndarray]] = []
-    for sizes in ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128)):
-        plan = Plan.of(dims, *sizes)
+    sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
+    plans = [Plan.of(dims, *most) for most in sizes]
+    grain = None if spec.mask is None else spec.mask.grain()
+    if grain is not None:
+        plans.insert(0, Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S)))
+    for plan in plans:
         verdict = ask(spec, at, plan)
         if not isinstance(verdict, np.ndarray):
             # What will be visited is not known yet.
@@ -134,6 +141,12 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
 def _even(length: int, most: int) -> int:
     """The size of the fewest equal blocks of at most that many."""
     return -(-length // -(-length // most))
+
+
+def _fitting(block: int, length: int) -> int:
+    """The size of tiles that hold whole blocks, or equal parts of one."""
+    whole = block if block >= _SMALL else block * -(-_SHARED // block)
+    return min(_even(whole, _LARGE), length)
 
 
 def ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
@@ -199,5 +212,5 @@ def _cost_of_stripes(plan: Plan, stripes: tuple[Stripe, ...]) -> float:
 
 def _cost_of_tiles(plan: Plan, verdict: np.ndarray) -> float:
     full, partial = ((verdict == kind).mean() * plan.nq * plan.nk for kind in (FULL, PARTIAL))
-    scores = plan.block_q * plan.block_k * (full + partial * _MASKED)
-    return scores + (full + partial) * _VISIT
+    scores = plan.block_q * plan.block_k
+    return full * scores + partial * _MASKED * scores + (full + partial) * min(_VISIT, 2 * scores)

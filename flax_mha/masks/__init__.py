@@ -16,6 +16,7 @@ A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed 
 | `Prefix(length)` | j < length or j ≤ i |
 | `Dilated(step)` | (i − j) mod step = 0 |
 | `Neighborhood(sizes, window)` | it is in i's window, on a lattice of two, three, … axes |
+| `Chosen(blocks, query_block, key_block)` | ⌊j / key_block⌋ is chosen for i's block of queries |
 | `Dense(array)` | the array says so |
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
 | `PerHead(masks)` | the head's mask says so |
@@ -48,6 +49,7 @@ from flax_mha.masks.base import Not as Not
 from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
+from flax_mha.masks.chosen import Chosen as Chosen
 from flax_mha.masks.lattice import Dilated as Dilated
 from flax_mha.masks.lattice import Neighborhood as Neighborhood
 from flax_mha.masks.rules import Causal as Causal

@@ -52,6 +52,13 @@ class Mask(struct.PyTreeNode):
         """How many positions before its own a query may see at most; None if that is not known."""
         return None
 
+    def grain(self) -> tuple[int, int] | None:
+        """Queries and keys of the blocks that it allows or forbids whole; None if there are none.
+
+        Tiles of that size, or of a part of it, are FULL or EMPTY, not PARTIAL.
+        """
+        return None
+
     def dense(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
     ) -> jax.Array:
@@ -105,6 +112,10 @@ class _Combined(Mask):
     def bind(self, dims: Dims) -> Self:
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
 
+    def grain(self) -> tuple[int, int] | None:
+        """See `Mask.grain`."""
+        return finest(self.masks)
+
 
 class And(_Combined):
     """Allowed where every one of its masks allows."""
@@ -155,6 +166,10 @@ class Not(Mask):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         return FULL - self.mask.tiles(tiles)
+
+    def grain(self) -> tuple[int, int] | None:
+        """See `Mask.grain`."""
+        return self.mask.grain()
 
 
 class Dense(Mask):
@@ -286,6 +301,12 @@ def farthest(masks: Sequence[Mask]) -> int | None:
     """The greatest reach of several masks, None if one of them is not known."""
     known = [reach for mask in masks if (reach := mask.reach()) is not None]
     return max(known) if len(known) == len(masks) else None
+
+
+def finest(masks: Sequence[Mask]) -> tuple[int, int] | None:
+    """The least of the grains of several masks, None if none has any."""
+    grains = [grain for mask in masks if (grain := mask.grain()) is not None]
+    return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
 
 
 def known(*arrays: Array) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from flax_mha.masks import (
     Causal,
+    Chosen,
     Dense,
     Dilated,
     Documents,
@@ -150,6 +151,13 @@ def documents(at: Scene) -> tuple[Mask, np.ndarray]:
     return Documents(lengths), q == k
 
 
+def chosen(at: Scene) -> tuple[Mask, np.ndarray]:
+    """Of blocks of 40 keys some, for each block of 24 queries."""
+    blocks = at.rng.integers(-1, at.S // 40 + 2, (*at.batch, N, -(-at.T // 24), 3))
+    each = np.repeat(blocks.reshape(at.rows, N, -1, 3), 24, 2)[:, :, : at.T]
+    return Chosen(blocks, 24, 40), (at.j[..., None] // 40 == each[:, :, :, None]).any(-1)
+
+
 def per_head(at: Scene) -> tuple[Mask, np.ndarray]:
     near, far = np.abs(at.i - at.j) <= 4, at.j > at.i
     mask, table = dense(at)
@@ -174,5 +182,5 @@ MASKS: dict[str, Callable[[Scene], tuple[Mask, np.ndarray]]] = {
     "prefix": prefix, "prefix_per_row": prefix_per_row, "dense": dense,
     "dense_of_keys": dense_of_keys, "dense_in_blocks": dense_in_blocks, "predicate": predicate,
     "per_head": per_head, "mixed": mixed, "dilated": dilated, "neighborhood": neighborhood,
-    "documents": documents,
+    "documents": documents, "chosen": chosen,
 }  # fmt: skip

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.masks import (
     Causal,
+    Chosen,
     Dilated,
     Lengths,
     Neighborhood,
@@ -116,6 +117,12 @@ CALLS = {
     ),
     "lattice": (
         lambda ids, b: {"mask": Neighborhood((20, 50), (5, 8)) & Dilated(3), "bias": b},
+        ((N, 1, 1000),),
+    ),
+    "chosen": (
+        lambda ids, b: {
+            "mask": Causal() & Chosen(ids[:, None, :64].reshape(2, 1, 16, 4), 64, 64), "bias": b,
+        },
         ((N, 1, 1000),),
     ),
     "predicate": (

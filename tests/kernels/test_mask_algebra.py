@@ -50,7 +50,7 @@ def _whole(at: Scene, name: str) -> tuple:
 
 
 @pytest.mark.parametrize("given_as", ["known", "traced"])
-@pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents"])
+@pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents", "chosen"])
 def test_masks_on_lattices(name: str, given_as: str) -> None:
     """Skipping tiles that they exclude, and in all that is left."""
     case = Case(name, "", "bias", "soft", "gqa", "float32", "no_dropout", "from_0", given_as)

@@ -144,7 +144,7 @@ class Traced(NamedTuple):
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     """The functions of a call, or the reason why they can't run in a kernel."""
-    plan = Plan(dims, *tpu.blocks(dims))
+    plan = _plan(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
     bare = spec.replace(sinks=None, dropout=None, q_pos=None, k_pos=None, rows=None, heads=None)
@@ -177,6 +177,21 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         _PRECISIONS[spec.precision],
     )  # fmt: skip
     return Traced(call, [x for x, _ in (*consts, *own, *places, *seed)])
+
+
+def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
+    """The division: where a mask has blocks, as fine as those, while its table is small enough."""
+    most = tpu.blocks(dims)
+    grain = None if spec.mask is None else spec.mask.grain()
+    sizes = [min(128 * -(-n // 128), size) for n, size in zip(grain or most, most, strict=True)]
+    while sizes != [*most]:
+        plan = Plan(dims, *sizes)
+        if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= TABLE:
+            return plan
+        # One table for all heads would skip what none of them sees.
+        axis = min((0, 1), key=lambda n: (sizes[n] == most[n], sizes[n]))
+        sizes[axis] = min(2 * sizes[axis], most[axis])
+    return Plan(dims, *most)
 
 
 def _functions(

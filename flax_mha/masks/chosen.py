@@ -1,0 +1,101 @@
+"""A mask of blocks of keys that are chosen by data: by what queries and keys hold."""
+
+import functools
+import math
+import operator
+from typing import Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha import inputs, shapes
+from flax_mha.grid import Array, At, Grid, Tiles, blocks
+from flax_mha.masks.base import Mask, judge, known
+from flax_mha.shapes import Dims
+
+# The most blocks of keys for one block of queries: each is an array, and a comparison a score.
+MOST = 128
+# The block of keys that no key is in.
+NOWHERE = np.int32(np.iinfo(np.int32).min)
+
+
+class Chosen(Mask):
+    """Each block of queries sees the blocks of keys that are chosen for it.
+
+    The i-th query of the call sees the key at position j when ⌊j / key_block⌋ is one of
+    blocks[row, head, ⌊i / query_block⌋]. Causality is `Causal() & Chosen(...)`. What is chosen may
+    be traced: kernels that go by tiles visit those alone that are chosen, forward and backward.
+
+    Attributes:
+      blocks: int, broadcastable to [*B, N, nq, k]: for each of nq = ⌈T / query_block⌉ blocks of
+        queries, in their order as given, the indices of k ≤ 128 blocks of keys. A negative index
+        chooses nothing, nor does one beyond the last key, and one that comes twice counts once.
+        What is chosen for each key/value head is given for its query heads by `jnp.repeat(blocks,
+        N // K, axis=-3)`.
+      query_block: queries of a block; the last may have fewer.
+      key_block: keys of a block, from position 0 on.
+
+    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; Yuan et al.,
+    "Native Sparse Attention", 2025.
+    """
+
+    blocks: Any
+    query_block: int = struct.field(pytree_node=False)
+    key_block: int = struct.field(pytree_node=False)
+
+    def bind(self, dims: Dims) -> Self:
+        """See `Mask.bind`: for each of the k an array over the queries."""
+        sizes = {"Chosen.query_block": self.query_block, "Chosen.key_block": self.key_block}
+        inputs.positive(**sizes)
+        chosen = inputs.integers("Chosen.blocks", self.blocks)
+        nq = -(-dims.T // self.query_block)
+        if chosen.ndim < 2 or not 1 <= chosen.shape[-1] <= MOST:
+            raise ValueError(
+                f"Chosen.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MOST} blocks of "
+                f"keys, got {chosen.shape}; choose fewer and larger ones, or give a table as "
+                f"masks.Dense"
+            )
+        shapes.check_broadcasts(
+            "Chosen.blocks", chosen.shape, (*dims.B, dims.N, nq, chosen.shape[-1]),
+            "[*B, N, nq, k]",
+            f"there are {nq} blocks of {self.query_block} of the {dims.T} queries; those of a "
+            f"key/value head are given for its query heads by jnp.repeat(blocks, N // K, axis=-3)",
+        )  # fmt: skip
+        chosen = shapes.lead(_once(chosen), len(dims.logits))
+        if chosen.shape[-2] > 1:
+            xp: Any = np if known(chosen) else jnp
+            *rest, k = chosen.shape
+            chosen = xp.broadcast_to(chosen[..., None, :], (*rest, self.query_block, k))
+            chosen = chosen.reshape(*rest[:-1], -1, k)[..., : dims.T, :]
+        return self.replace(
+            blocks=tuple(Grid(chosen[..., c : c + 1]) for c in range(chosen.shape[-1]))
+        )
+
+    def allowed(self, at: At) -> Array:
+        """See `Mask.allowed`."""
+        block = at.k // self.key_block
+        return functools.reduce(operator.or_, (block == x.array for x in self.blocks))
+
+    def tiles(self, tiles: Tiles) -> Array:
+        """See `Mask.tiles`: how many of a tile's blocks of keys its queries see, some and all."""
+        first, last = (x[..., None, :] // self.key_block for x in (tiles.k_min, tiles.k_max))
+        count: Any = 0
+        for x in self.blocks:
+            # Of queries for whom the same is chosen, one: shards of a call are of equal lengths.
+            step = math.gcd(self.query_block, tiles.block_q, x.array.shape[-2])
+            chosen = blocks(x.array[..., ::step, :], -2, tiles.block_q // step)
+            count = count + ((chosen >= first) & (chosen <= last)).astype(np.int32)
+        return judge((count > 0).any(-2), (count > last - first).all(-2))
+
+    def grain(self) -> tuple[int, int]:
+        """See `Mask.grain`."""
+        return self.query_block, self.key_block
+
+
+def _once(chosen: Array) -> Array:
+    """Indices of blocks with NOWHERE for those that choose nothing more."""
+    xp: Any = np if known(chosen) else jnp
+    chosen = xp.sort(chosen, axis=-1)
+    before = xp.concatenate([xp.full_like(chosen[..., :1], NOWHERE), chosen[..., :-1]], axis=-1)
+    return xp.where((chosen == before) | (chosen < 0), NOWHERE, chosen)

@@ -1,0 +1,238 @@
+"""Blocks of keys that data chooses: numbers, what is visited, and transformations."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import dot_product_attention, explain
+from flax_mha.kernels import tpu as blocks_of_tpu
+from flax_mha.kernels.flex import trace
+from flax_mha.kernels.plan import plan_call
+from flax_mha.kernels.spec import prepare
+from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
+from flax_mha.shapes import attention_dims
+from tests import oracle
+from tests.kernels.oracle_check import B, N, arrays, check
+from tests.meshes import EIGHT, FOUR, compare
+
+RNG = np.random.default_rng(7)
+
+
+def chosen(T: int, S: int, query_block: int, key_block: int, k: int = 3) -> np.ndarray:
+    """Indices with duplicates, and some that are of no block."""
+    return RNG.integers(-2, S // key_block + 2, (B, N, -(-T // query_block), k))
+
+
+def table(blocks: np.ndarray, T: int, S: int, query_block: int, key_block: int) -> np.ndarray:
+    """Pair by pair."""
+    blocks = np.broadcast_to(blocks, (B, N, *blocks.shape[-2:]))
+    allowed = np.zeros((B, N, T, S), bool)
+    for b, n, i, j in np.ndindex(*allowed.shape):
+        allowed[b, n, i, j] = j // key_block in blocks[b, n, i // query_block]
+    return allowed
+
+
+def traced(blocks: np.ndarray) -> jax.Array:
+    """Inside `jit`, an array of which nothing is known."""
+    return jax.lax.optimization_barrier(jnp.asarray(blocks, jnp.int32))
+
+
+# Queries, keys, queries and keys of a block: whole blocks, and such that end anywhere.
+SIZES = [(96, 128, 16, 32), (90, 101, 17, 23), (40, 70, 1, 5), (7, 50, 3, 16)]
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_against_the_oracle(kernel: str, sizes: Any) -> None:
+    T, S, query_block, key_block = sizes
+    if kernel == "decode" and T > 64:
+        pytest.skip("is for few queries")
+    blocks = chosen(*sizes)
+    allowed = table(blocks, *sizes)
+    lengths = np.array([S, S // 2])
+    allowed = allowed & np.tri(T, S, dtype=bool)
+    allowed &= (np.arange(S) < lengths[:, None])[:, None, None]
+
+    def call(learned: Any) -> dict[str, Any]:
+        mask = Causal() & Chosen(traced(blocks), query_block, key_block)
+        return {"mask": mask & Lengths(jnp.asarray(lengths))}
+
+    check(kernel, arrays(T, S, 2), {"allowed": allowed}, call, {})
+
+
+def planned(mask: Mask, T: int, kernel: Any = plan_call) -> Any:
+    """What a traced call of N heads and one row is divided into."""
+    q = jnp.zeros((1, T, N, 8))
+    *qkv, spec = prepare(q, q, q, mask=mask)
+    return kernel(spec, attention_dims(*qkv))
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_visits_what_is_chosen(block: int) -> None:
+    """One by one, and evaluates the mask only where the diagonal splits what is chosen."""
+    T = 8 * block
+    blocks = np.stack([[0, 5, 5, i] for i in range(8)])
+
+    @jax.jit
+    def tables(blocks: jax.Array) -> Any:
+        plan, found = planned(Causal() & Chosen(blocks, block, block), T)
+        assert (plan.block_q, plan.block_k) == (block, block)
+        return found
+
+    order, full, some = jax.tree.map(np.asarray, tables(jnp.asarray(blocks)))
+    for i in range(8):
+        wanted = {j for j in (0, 5, i) if j <= i}
+        assert {*order[0, 0, i, : some[0, 0, i]].tolist()} == wanted
+        assert {*order[0, 0, i, : full[0, 0, i]].tolist()} == wanted - {i}
+
+
+def test_masks_hand_on_their_grain() -> None:
+    one, other = Chosen([[0]], 64, 128), Chosen([[0]], 32, 256)
+    assert (Causal() & one).grain() == one.grain() == (~one).grain() == (64, 128)
+    assert (one | other).grain() == PerHead([Causal(), one, other, one]).grain() == (32, 128)
+    assert Causal().grain() is (Causal() | Window(3)).grain() is None
+
+
+@pytest.mark.parametrize(
+    ("grain", "tiles"),
+    [
+        ((1, 64), (64, 64)),
+        ((10, 2000), (70, 500)),
+        ((300, 600), (300, 300)),
+        ((5000, 4), (500, 64)),
+    ],
+)
+def test_tiles_hold_whole_blocks_or_parts_of_one(grain: Any, tiles: Any) -> None:
+    @jax.jit
+    def plan(blocks: jax.Array) -> None:
+        found, _ = planned(Chosen(blocks, *grain), 2000)
+        assert (found.block_q, found.block_k) == tiles
+
+    plan(jnp.zeros((1, 2), int))
+
+
+def test_time_and_memory_are_those_of_what_is_chosen(optimized: None) -> None:
+    """Twice the keys, and as many of them chosen: no more products, and no table of pairs."""
+
+    def compiled(T: int) -> Any:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> jax.Array:
+            mask = Causal() & Chosen(blocks, 64, 64)
+            return jnp.sum(dot_product_attention(q, k, v, mask=mask, kernel="blockwise"))
+
+        x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
+        blocks = jax.ShapeDtypeStruct((1, 1, T // 64, 4), jnp.int32)
+        return jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x, blocks).compile()
+
+    small, large = (compiled(T).memory_analysis().temp_size_in_bytes for T in (2048, 4096))
+    assert large < 2.2 * small
+    assert large < 4096**2
+
+
+def test_what_was_not_chosen_is_not_looked_at() -> None:
+    """Nor is it in the gradients, whatever it holds."""
+    T, block = 64, 16
+    q, k, v, _ = arrays(T, T, 2)
+    blocks = jnp.asarray([[0, 2]])
+    unseen = jnp.asarray(np.arange(T) // block % 2 == 1)[:, None, None]
+
+    @jax.jit
+    def pull(k: jax.Array, v: jax.Array) -> Any:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            mask = Chosen(blocks, T, block)
+            return jnp.sum(jnp.sin(dot_product_attention(q, k, v, mask=mask, kernel="blockwise")))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+    spoiled = (jnp.where(unseen, jnp.nan, x) for x in (k, v))
+    jax.tree.map(np.testing.assert_array_equal, pull(*spoiled), pull(k, v))
+
+
+def test_transformations() -> None:
+    """Under vmap over calls, in a scan, and with blocks that are computed inside."""
+    T, block = 32, 8
+    q, k, v, _ = arrays(T, T, 2)
+    blocks = jnp.asarray(RNG.integers(0, 4, (3, B, N, 4, 2)), jnp.int32)
+
+    def attend(blocks: jax.Array) -> jax.Array:
+        mask = Causal() & Chosen((blocks + 1) % 4, block, block)
+        return dot_product_attention(q, k, v, mask=mask, kernel="blockwise")
+
+    def step(_: None, blocks: jax.Array) -> tuple[None, jax.Array]:
+        return None, attend(blocks)
+
+    outs = jax.jit(jax.vmap(attend))(blocks)
+    np.testing.assert_allclose(jax.jit(jax.lax.scan, static_argnums=0)(step, None, blocks)[1], outs,
+                               rtol=1e-5, atol=1e-6)  # fmt: skip
+    for n in range(3):
+        allowed = table((np.asarray(blocks[n]) + 1) % 4, T, T, block, block)
+        want, _, _ = oracle.attention(q, k, v, allowed=allowed & np.tri(T, dtype=bool))
+        assert oracle.error(outs[n], want) < 1e-6
+
+
+# Ways over a mesh: shards that cut blocks of queries, and of keys; rows and heads are divided too.
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    ("way", "rules"),
+    [("ring:blockwise", EIGHT), ("ring", FOUR), ("all_gather", FOUR), ("ulysses", FOUR)],
+    ids=["ring over 4", "ring", "all_gather", "ulysses"],
+)
+def test_on_a_mesh(way: str, rules: Any, kind: str) -> None:
+    T, heads = 64, 8
+    rng = np.random.default_rng(3)
+    qkv = [jnp.asarray(rng.normal(size=(2, T, heads, 4)), jnp.float32) for _ in range(3)]
+    blocks = jnp.asarray(rng.integers(-1, 8, (2, heads, 6, 3)), jnp.int32)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> Any:
+        mask = Causal() & Chosen(blocks, 12, 10)
+        out, lse = dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
+        return out, jnp.where(lse == -jnp.inf, 0.0, lse)
+
+    over = P("data", "model") if rules is EIGHT else P(None, "model", "data")
+    compare(attend, [*qkv, blocks], kind, rules, [over] * 3 + [P()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(256, 384, 128, 128), (130, 200, 48, 40)], ids=str)
+def test_on_tpus(tpu, sizes: Any) -> None:
+    T, S, query_block, key_block = sizes
+    blocks = chosen(*sizes)
+    allowed = table(blocks, *sizes) & np.tri(T, S, dtype=bool)
+
+    def call(learned: Any) -> dict[str, Any]:
+        return {"mask": Causal() & Chosen(traced(blocks), query_block, key_block)}
+
+    check("flex", arrays(T, S, 2), {"allowed": allowed}, call, {})
+
+
+def test_tiles_of_tpus_are_as_fine_as_their_tables_allow() -> None:
+    def tiles(T: int, *grain: int) -> tuple[int, int]:
+        plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, trace).call.plan
+        return plan.block_q, plan.block_k
+
+    most = max(blocks_of_tpu.BLOCKS.values())
+    assert tiles(4096, 64, 64) == (128, 128)
+    assert tiles(4096, 200, 64) == (256, 128)
+    assert tiles(4096, 10**6, 10**6) == (most, most)
+    # N heads of 256² tiles are more than the table has.
+    assert tiles(32768, 64, 64) == (256, 256)
+
+
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_other_kernels_refuse_it(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
+    from flax_mha import Platform
+
+    on = Platform("tpu") if kernel == "splash" else Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
+
+    def asked(blocks: jax.Array) -> str:
+        mask = Causal() & Chosen(blocks, 64, 64)
+        return explain(q, q, q, mask=mask, platform=on).refused[kernel]
+
+    found: list[str] = []
+    jax.eval_shape(lambda blocks: found.append(asked(blocks)), jnp.zeros((8, 2), jnp.int32))
+    assert "Chosen" in found[0]
