@@ -185,7 +185,7 @@ def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
     grain = None if spec.mask is None else spec.mask.grain()
     sizes = [min(128 * -(-n // 128), size) for n, size in zip(grain or most, most, strict=True)]
     while sizes != [*most]:
-        plan = Plan(dims, *sizes)
+        plan = Plan(dims, sizes[0], sizes[1])
         if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= TABLE:
             return plan
         # One table for all heads would skip what none of them sees.
