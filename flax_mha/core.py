@@ -98,6 +98,7 @@ def attention(
     call: Call,
     cache: KVCache | Memory | CacheConfig | None = None,
     *,
+    kernel: Callable[..., Any] | None = None,
     dropout_rng: jax.Array | None = None,
     return_weights: bool = False,
     capture: Capture | None = None,
@@ -115,6 +116,7 @@ def attention(
       cache: of the tokens before these, which are appended; or an encoder's, to attend to. Of a
         `CacheConfig` one is made: in self-attention with room for as many tokens as these, of which
         it keeps none; in cross-attention with these keys and values.
+      kernel: see `attend`.
       dropout_rng: a key, if there is to be dropout.
       return_weights: whether to give the weights.
       capture: what to look at.
@@ -124,7 +126,8 @@ def attention(
     _, q, k, v, gate, order = projected(weights, settings, x_q, x_k, x_v, call, cache)
     return attend(
         weights, settings, q, k, v, call, cache, gate=gate, order=order, itself=itself,
-        dropout_rng=dropout_rng, return_weights=return_weights, capture=capture, sower=sower,
+        kernel=kernel, dropout_rng=dropout_rng, return_weights=return_weights, capture=capture,
+        sower=sower,
     )  # fmt: skip
 
 

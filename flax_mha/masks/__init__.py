@@ -50,6 +50,7 @@ from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
 from flax_mha.masks.chosen import Chosen as Chosen
+from flax_mha.masks.chosen import top_blocks as top_blocks
 from flax_mha.masks.lattice import Dilated as Dilated
 from flax_mha.masks.lattice import Neighborhood as Neighborhood
 from flax_mha.masks.rules import Causal as Causal

@@ -5,6 +5,7 @@ import math
 import operator
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -12,6 +13,7 @@ from flax import struct
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles, blocks
 from flax_mha.masks.base import Mask, judge, known
+from flax_mha.masks.rules import Causal
 from flax_mha.shapes import Dims
 
 # The most blocks of keys for one block of queries: each is an array, and a comparison a score.
@@ -91,6 +93,69 @@ class Chosen(Mask):
     def grain(self) -> tuple[int, int]:
         """See `Mask.grain`."""
         return self.query_block, self.key_block
+
+
+def top_blocks(
+    scores: Array, count: int, *, query_block: int, key_block: int, causal: bool = True,
+    positions: Array | None = None,
+) -> Mask:  # fmt: skip
+    """The blocks of keys of the highest scores, so many for each block of queries.
+
+    Causal, a block of queries has its own blocks, those of its own positions, whatever their scores
+    are; and the others among those that end before its first query. So no query is told of later
+    keys by what is chosen, as long as its scores tell nothing of later queries.
+
+    Args:
+      scores: floating [*B, N|1, nq, nk], of each block of queries with each block of keys. Of −∞ a
+        block is not chosen. They take no gradient.
+      count: how many to choose, the own ones among them; where there are fewer, all.
+      query_block: queries of a block.
+      key_block: keys of a block, from position 0 on.
+      causal: see above.
+      positions: int [nq] or [*B, nq], where the blocks of queries begin (default: one after the
+        other from 0 on).
+
+    Returns:
+      `Causal() & Chosen(...)`, or without causality `Chosen(...)`.
+
+    Raises:
+      ValueError, TypeError: if the scores have no such shape or dtype, or count can't hold the
+        own blocks.
+    """
+    inputs.floating("scores", scores)
+    if scores.ndim < 2 or not scores.shape[-1]:
+        raise ValueError(
+            f"scores must have shape [*B, N, nq, nk], got {scores.shape}; score each block of "
+            f"queries with each block of keys, at least one"
+        )
+    inputs.positive(count=count, query_block=query_block, key_block=key_block)
+    inputs.flag("causal", causal)
+    scores = jax.lax.stop_gradient(jnp.asarray(scores))
+    nq, nk = scores.shape[-2:]
+    if causal:
+        aligned = positions is None and not (query_block % key_block and key_block % query_block)
+        own = (
+            -(-query_block // key_block)
+            if aligned
+            else (query_block + key_block - 2) // key_block + 1
+        )
+        if count < own:
+            raise ValueError(
+                f"count must be at least {own}, the blocks of {key_block} keys that {query_block} "
+                f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
+            )
+        if positions is None:
+            positions = np.arange(nq, dtype=np.int32) * query_block
+        at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
+        at = shapes.lead(at[..., None, :, None], scores.ndim)
+        first, last = at // key_block, (at + query_block - 1) // key_block
+        block = shapes.lead(np.arange(nk, dtype=np.int32), scores.ndim)
+        most = jnp.finfo(scores.dtype).max
+        scores = jnp.where(block < first, jnp.minimum(scores, most), -jnp.inf)
+        scores = jnp.where((block >= first) & (block <= last), jnp.inf, scores)
+    found, chosen = jax.lax.top_k(scores, min(count, nk))
+    mask = Chosen(jnp.where(found == -jnp.inf, -1, chosen), query_block, key_block)
+    return Causal() & mask if causal else mask
 
 
 def _once(chosen: Array) -> Array:

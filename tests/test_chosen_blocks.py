@@ -1,0 +1,182 @@
+"""Blocks that queries choose: by scores, and in a layer, against the formula and in steps."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import CacheConfig, Encoder, EncoderBlock, masks, sharding
+from flax_mha.positions import Rotary
+from flax_mha.variants import ChosenBlocksAttention
+from tests import oracle
+from tests.decoded import decoded
+from tests.oracle import error, float64, random_like
+
+N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> ChosenBlocksAttention:
+    defaults: dict[str, Any] = {
+        "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0), "use_bias": False,
+        "block": BLOCK, "count": 3,
+    }  # fmt: skip
+    return ChosenBlocksAttention(N, **defaults | fields)
+
+
+def expected(params: Any, x: Any, share: bool = False, query_block: int = 1) -> np.ndarray:
+    """Query by query."""
+    x, p = float64(x), jax.tree.map(float64, params)
+    q, k, v = (
+        np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
+    )
+    q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
+    allowed = np.zeros((2, N, T, T), bool)
+    for b, n, i in np.ndindex(2, N, T):
+        first = i // query_block * query_block
+        past, last = first // BLOCK, (first + query_block - 1) // BLOCK
+        group = n // (N // K)
+        means = [k[b, BLOCK * c : BLOCK * (c + 1), group].mean(0) for c in range(past)]
+        scores = np.array([q[b, first, n] @ mean for mean in means])
+        if share and past:
+            heads = range(group * (N // K), (group + 1) * (N // K))
+            each = [np.array([q[b, first, m] @ mean for mean in means]) / np.sqrt(H) for m in heads]
+            scores = sum(np.exp(s - s.max()) / np.exp(s - s.max()).sum() for s in each)
+        own = range(past, last + 1)
+        for c in [*np.argsort(-scores)[: 3 - len(own)], *own]:
+            allowed[b, n, i, BLOCK * int(c) : BLOCK * (int(c) + 1)] = True
+    out, _, _ = oracle.attention(q, k, v, allowed=allowed & np.tri(T, dtype=bool))
+    return np.einsum("btnh,nhd->btd", out, p["out"]["kernel"])
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
+def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
+    module = layer(kernel=kernel, **fields)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X, **fields)) < 5e-6
+
+
+@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 8}])
+def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
+    """Not by what is chosen, either."""
+    module = layer(**fields)
+    params = random_like(jax.eval_shape(module.init, KEY, X))
+    apply = jax.jit(module.apply)
+    out = apply(params, X)
+    for t in range(1, T, 5):
+        changed = np.where(np.arange(T)[:, None] < t, X, X[::-1] + 1)
+        np.testing.assert_allclose(apply(params, changed)[:, :t], out[:, :t], atol=1e-5)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("steps", [(1,) * T, (9, 4, 9)])
+@pytest.mark.parametrize("share", [False, True])
+def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
+    cached = layer(decode=True, share=share)
+    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    whole = jax.jit(layer(share=share).apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("over", ["heads", "length"])
+def test_on_a_mesh(kind: str, over: str) -> None:
+    x = np.concatenate([X, X[:, :2]], 1)
+    module = layer(num_kv_heads=4)
+    params = random_like(jax.eval_shape(module.init, KEY, x))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    wanted = jax.jit(jax.grad(loss))(params, x)
+    names = {"heads": None, "kv_heads": None, "length": None} | {over: "model"}
+    names |= {"kv_heads": "model"} if over == "heads" else {}
+    rules = [(name, names.get(name, axis)) for name, axis in sharding.RULES]
+    mesh = jax.make_mesh(
+        (2, 4), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2
+    )
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        found = jax.jit(jax.grad(loss))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+def test_in_a_stack() -> None:
+    """In blocks, under scan and remat, with lengths."""
+    call = {"lengths": np.array([T, 5])}
+    loop, scan = (
+        Encoder(2, EncoderBlock(layer(), 24, remat=scan), scan=scan) for scan in (False, True)
+    )
+    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
+    layers = [params.pop(f"layers_{i}") for i in range(2)]
+    together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
+    apart = params | {f"layers_{i}": tree for i, tree in enumerate(layers)}
+    out = jax.jit(loop.apply)({"params": apart}, X, **call)
+    assert error(jax.jit(scan.apply)({"params": together}, X, **call), np.asarray(out)) < 1e-5
+
+
+def test_the_best_and_the_own() -> None:
+    """By hand: what is behind, what is not yet, forced and forbidden ones, and positions."""
+    inf = np.inf
+    scores = np.array([[9, 9, 9, 9], [1, 0, 9, 9], [1, inf, 0, 9], [2, -inf, 3, 0]], np.float32)
+
+    def seen(count: int, scores: Any = scores, **rest: Any) -> str:
+        mask = masks.top_blocks(jnp.asarray(scores), count, query_block=1, key_block=1, **rest)
+        return mask.show(len(scores), 4)
+
+    assert seen(1) == "█···\n·█··\n··█·\n···█"
+    assert seen(2) == "█···\n██··\n·██·\n··██"
+    assert seen(3) == "█···\n██··\n███·\n█·██"
+    assert seen(9, scores[3:], causal=False) == "█·██"
+    later = masks.top_blocks(scores[:2], 2, query_block=1, key_block=1, positions=np.array([2, 3]))
+    assert isinstance(later, masks.And)
+    np.testing.assert_array_equal(np.sort(later.masks[1].blocks)[0], [[0, 2], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "call", "words"),
+    [
+        ({"block": 0}, {}, "block must be at least 1"),
+        ({"count": 1.5}, {}, "count must be an int"),
+        ({"query_block": 13}, {}, r"at least 4, the blocks of 4 keys that 13 queries"),
+        ({}, {"inputs_k": X + 1}, "self-attention, got inputs_k"),
+        ({"attention_fn": nn.dot_product_attention}, {}, "for our kernels, got attention_fn"),
+        ({"share": True, "scale": "learned"}, {}, "a number for scale, got 'learned'"),
+        ({}, {"order": np.arange(T)}, "of one order"),
+        ({"decode": True, "query_block": 2}, {}, "chooses for each token, got query_block=2"),
+        ({"decode": True, "cache": CacheConfig(slots=8), "mask": masks.Window(3, 0)}, {}, "ring"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(fields: dict[str, Any], call: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        jax.eval_shape(lambda: layer(**fields).init(KEY, X, **call))
+
+
+@pytest.mark.parametrize(
+    ("scores", "given", "words"),
+    [
+        (np.ones((2, 2), int), {}, "scores must be floating point"),
+        (np.ones(3, np.float32), {}, r"shape \[\*B, N, nq, nk\], got \(3,\)"),
+        (np.ones((3, 0), np.float32), {}, r"got \(3, 0\); score each"),
+        (np.ones((2, 2), np.float32), {"count": 0}, "count must be at least 1"),
+        (
+            np.ones((2, 2), np.float32),
+            {"query_block": 4, "key_block": 2},
+            "count must be at least 2",
+        ),
+        (np.ones((2, 2), np.float32), {"causal": 1}, "causal must be True or False"),
+        (
+            np.ones((2, 2), np.float32),
+            {"query_block": 1, "positions": [1]},
+            r"positions must have shape \[nq\]",
+        ),
+    ],
+)
+def test_scores_it_refuses(scores: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        masks.top_blocks(scores, **{"count": 1, "query_block": 2, "key_block": 2} | given)
