@@ -218,6 +218,48 @@ def test_writing(page: Scope) -> None:
     np.testing.assert_array_equal(greedy.tokens[:, 0], first)
 
 
+def test_blocks_that_queries_choose(page: Scope) -> None:
+    q, k = float64(page["long_queries"]), float64(page["long_keys"])
+    allowed = np.zeros((2, 4, 20, 20), bool)
+    for b, n, i in np.ndindex(2, 4, 20):
+        own = i // 4
+        means = k[b, : 4 * own, n // 2].reshape(own, 4, 8).mean(1)
+        heads = (q[b, i, m] @ means.T / np.sqrt(8) for m in (n // 2 * 2, n // 2 * 2 + 1))
+        weight = sum(softmax(scores) for scores in heads) if own else np.zeros(0)
+        best = 1 + np.argsort(-weight[1:])[:1]
+        for c in {0, own, *best.tolist()}:
+            allowed[b, n, i, 4 * c : 4 * c + 4] = True
+    out, _, _ = oracle.attention(q, k, k, allowed=allowed & np.tri(20, dtype=bool))
+    assert error(page["selected_output"], out) < OUTPUT
+    assert page["moba_output"].shape == (2, 20, 64)
+
+
+def test_tokens_that_an_indexer_chooses(page: Scope) -> None:
+    x = np.random.default_rng(1).normal(size=(2, 20, 64)).astype(np.float32)
+    p = oracle.random_like(page["sparse_variables"]["params"])
+    # Products that are positive: among scores of 0 there would be no best.
+    for name in ("index_query", "index_key"):
+        p[name] = {"kernel": p[name]["kernel"] / 10, "bias": p[name]["bias"] / 10 + 0.5}
+    sparse = page["sparse"]
+    out, found = sparse.apply({"params": p}, x, mutable=["losses"])
+    q, k, w = (oracle.project(p[f"index_{name}"], x) for name in ("query", "key", "weight"))
+    index = np.einsum("btn,btns->bts", w, np.maximum(np.einsum("btnh,bsh->btns", q, k), 0))
+    chosen = np.zeros((2, 20, 20), bool)
+    for b, i in np.ndindex(2, 20):
+        chosen[b, i, [i, *np.argsort(-index[b, i, :i])[:5]]] = True
+    expected, weights = oracle.multi_head(p, x, allowed=chosen[:, None])
+    assert error(out, expected) < OUTPUT
+    logits = np.where(chosen, index, -np.inf)
+    gap = -(weights.mean(1)[chosen] * np.log(softmax(logits)[chosen])).sum() / 40
+    np.testing.assert_allclose(found["losses"]["indexer"][0], gap, rtol=1e-4)
+    # The loss is the indexer's alone, and so is its gradient.
+    slopes = jax.grad(lambda p: sparse.apply({"params": p}, x, mutable=["losses"])[1]["losses"][
+        "indexer"][0])(p)  # fmt: skip
+    for name, tree in slopes.items():
+        moved = any(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(tree))
+        assert moved == name.startswith("index_"), name
+
+
 def test_parts_of_models(page: Scope) -> None:
     """The parts change what they should: none of the layers is another."""
     x, key = page["decoder_x"], jax.random.key(0)

@@ -74,7 +74,8 @@ class ChosenBlocksAttention(MultiHeadAttention):
         q = q.reshape(*B, T, K, N // K, H).astype(means.dtype)
         scores = jnp.einsum("...tkgh,...ckh->...kgtc", q, means)
         if self.share:
-            scores = scores * (self.scale if isinstance(self.scale, float) else H**-0.5)
+            given = None if isinstance(self.scale, str) else self.scale
+            scores = scores * (H**-0.5 if given is None else given)
             first = shapes.lead(at[..., None, None, :: self.query_block, None], scores.ndim)
             ends = shapes.lead(jnp.arange(1, means.shape[-3] + 1) * self.block, scores.ndim)
             scores = jax.nn.softmax(scores, where=ends <= first).sum(-3, keepdims=True)
