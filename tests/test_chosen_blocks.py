@@ -53,6 +53,7 @@ def expected(params: Any, x: Any, share: bool = False, query_block: int = 1) -> 
     return np.einsum("btnh,nhd->btd", out, p["out"]["kernel"])
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
 def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
         np.testing.assert_allclose(apply(params, changed)[:, :t], out[:, :t], atol=1e-5)
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("steps", [(1,) * T, (9, 4, 9)])
 @pytest.mark.parametrize("share", [False, True])
 def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
@@ -83,7 +84,7 @@ def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("over", ["heads", "length"])
 def test_on_a_mesh(kind: str, over: str) -> None:
@@ -106,6 +107,7 @@ def test_on_a_mesh(kind: str, over: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
 
 
+@pytest.mark.slow
 def test_in_a_stack() -> None:
     """In blocks, under scan and remat, with lengths."""
     call = {"lengths": np.array([T, 5])}

@@ -2,14 +2,15 @@
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.grid import Array, At, flat_batch, tiles_of
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import EMPTY, FULL, PARTIAL
+from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
@@ -120,7 +121,7 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
-    grain = None if spec.mask is None else spec.mask.grain()
+    grain = finest(spec.mask)
     if grain is not None:
         plans.insert(0, Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S)))
     for plan in plans:
@@ -141,6 +142,19 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
 def _even(length: int, most: int) -> int:
     """The size of the fewest equal blocks of at most that many."""
     return -(-length // -(-length // most))
+
+
+def finest(mask: Mask | None) -> tuple[int, int] | None:
+    """The least grain of a mask and of those that it is made of, None if none has any."""
+    grains = []
+
+    def visit(x: Any) -> bool:
+        if isinstance(x, Mask) and (grain := x.grain()) is not None:
+            grains.append(grain)
+        return False
+
+    jax.tree.flatten(mask, is_leaf=visit)
+    return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
 
 
 def _fitting(block: int, length: int) -> int:

@@ -34,8 +34,8 @@ other numbers, such as the 0 and −1e9 that are added to scores elsewhere, are 
 are traced give NaN.
 
 Masks are pytrees: their arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of
-your own is a subclass with an `allowed` method, and a `tiles` method if kernels are to skip what it
-excludes.
+your own is a subclass with an `allowed` method, a `tiles` method if kernels are to skip what it
+excludes, and a `grain` method if they are to take its blocks for their tiles.
 """
 
 from flax_mha.masks.base import EMPTY as EMPTY

@@ -53,10 +53,7 @@ class Mask(struct.PyTreeNode):
         return None
 
     def grain(self) -> tuple[int, int] | None:
-        """Queries and keys of the blocks that it allows or forbids whole; None if there are none.
-
-        Tiles of that size, or of a part of it, are FULL or EMPTY, not PARTIAL.
-        """
+        """Queries and keys of the blocks that it allows or forbids whole; None without such."""
         return None
 
     def dense(
@@ -112,10 +109,6 @@ class _Combined(Mask):
     def bind(self, dims: Dims) -> Self:
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
 
-    def grain(self) -> tuple[int, int] | None:
-        """See `Mask.grain`."""
-        return finest(self.masks)
-
 
 class And(_Combined):
     """Allowed where every one of its masks allows."""
@@ -166,10 +159,6 @@ class Not(Mask):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         return FULL - self.mask.tiles(tiles)
-
-    def grain(self) -> tuple[int, int] | None:
-        """See `Mask.grain`."""
-        return self.mask.grain()
 
 
 class Dense(Mask):
@@ -301,12 +290,6 @@ def farthest(masks: Sequence[Mask]) -> int | None:
     """The greatest reach of several masks, None if one of them is not known."""
     known = [reach for mask in masks if (reach := mask.reach()) is not None]
     return max(known) if len(known) == len(masks) else None
-
-
-def finest(masks: Sequence[Mask]) -> tuple[int, int] | None:
-    """The least of the grains of several masks, None if none has any."""
-    grains = [grain for mask in masks if (grain := mask.grain()) is not None]
-    return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
 
 
 def known(*arrays: Array) -> bool:

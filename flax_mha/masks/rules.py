@@ -10,7 +10,7 @@ from flax import struct
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Tiles
-from flax_mha.masks.base import Mask, as_mask, both, farthest, finest, judge, known, seen
+from flax_mha.masks.base import Mask, as_mask, both, farthest, judge, known, seen
 from flax_mha.shapes import Dims
 
 
@@ -159,7 +159,3 @@ class PerHead(Mask):
     def reach(self) -> int | None:
         """See `Mask.reach`."""
         return farthest(self.masks)
-
-    def grain(self) -> tuple[int, int] | None:
-        """See `Mask.grain`."""
-        return finest(self.masks)

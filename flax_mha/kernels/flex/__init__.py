@@ -30,7 +30,7 @@ from flax_mha.kernels.flex.core import Operands, core, recall
 from flax_mha.kernels.flex.lowered import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.walk import Leaf
-from flax_mha.kernels.plan import Plan, ask
+from flax_mha.kernels.plan import Plan, ask, finest
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.tiling import map_grids
@@ -182,8 +182,8 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
 def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
     """The division: where a mask has blocks, as fine as those, while its table is small enough."""
     most = tpu.blocks(dims)
-    grain = None if spec.mask is None else spec.mask.grain()
-    sizes = [min(128 * -(-n // 128), size) for n, size in zip(grain or most, most, strict=True)]
+    grain = finest(spec.mask) or most
+    sizes = [min(128 * -(-n // 128), size) for n, size in zip(grain, most, strict=True)]
     while sizes != [*most]:
         plan = Plan(dims, sizes[0], sizes[1])
         if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= TABLE:
