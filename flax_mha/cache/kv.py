@@ -9,7 +9,7 @@ from flax.typing import Dtype
 
 from flax_mha import inputs, masks, shapes
 from flax_mha.cache import checks, ring_buffer
-from flax_mha.cache.look import look, marked, over_keys
+from flax_mha.cache.look import Extended, look, marked
 from flax_mha.cache.slots import (
     ROWS,
     SCALES,
@@ -19,7 +19,6 @@ from flax_mha.cache.slots import (
     take_rows,
     write,
 )
-from flax_mha.kernels import decode, observe
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
 
@@ -173,12 +172,16 @@ class KVCache(struct.PyTreeNode):
         Raises:
           ValueError, TypeError: if shapes or dtypes do not fit.
         """
+        extended, new = self.extended(key, value, lengths)
+        return extended.attend(q, mask=mask, **call), new
+
+    def extended(
+        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[Extended, Self]:
+        """What queries of these tokens attend to, and the new cache; see `extend`."""
         tokens = self._encode(key, value)
         T = key.shape[-3]
-        checks.queries(q, T)
         q_positions, new = self.next_positions(T), self._write(tokens, lengths)
-        if lengths is not None:
-            mask = masks.combine(masks.Lengths(new.length, new.length), mask)
         if self.window is None or self.slots >= self.window + T:
             held, k_positions = new._stored(), new._positions()
         else:
@@ -189,24 +192,11 @@ class KVCache(struct.PyTreeNode):
             )
             held, old = (k, v), ring_buffer.positions(self.length, self.slots)
             k_positions = jnp.concatenate([old, q_positions], axis=-1)
-
-        def first() -> Any:
-            return look(q, tokens, mask, call, self.window)
-
-        def later() -> Any:
-            places = {"q_positions": q_positions, "kv_positions": k_positions}
-            return look(q, held, mask, call, self.window, **places)
-
-        captured = observe.as_capture(call.get("capture"))
-        weights = call.get("return_weights", False) is True
-        weights = weights or (captured is not None and "weights" in captured.what)
-        weights = weights or "attention" in call  # Which may sow, in no branch.
-        if T <= decode.QUERIES or weights or over_keys(q, held, mask, call):
-            result = later()
-        else:
-            # Of a first prompt kernels know before tracing which tokens see which.
-            result = jax.lax.cond((self.length == 0).all(), first, later)
-        return marked(result, new._lost(q_positions)), new
+        extended = Extended(
+            *held, tokens, q_positions, k_positions, end=new.length, first=(self.length == 0).all(),
+            lost=new._lost(q_positions), ragged=lengths is not None, window=self.window,
+        )  # fmt: skip
+        return extended, new
 
     def free(self) -> jax.Array:
         """Int32 [*B], how many more tokens each row has room for; with a window, 2³⁰ − 1 in all."""

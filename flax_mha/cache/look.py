@@ -5,13 +5,69 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from flax_mha import masks, shapes
+from flax_mha.cache import checks
 from flax_mha.grid import Grid
-from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels import decode, dot_product_attention, observe
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
+
+
+class Extended(struct.PyTreeNode):
+    """The tokens of a cache and T new ones: what queries of the new ones attend to.
+
+    Attributes:
+      key: of all that they see, [*B, S, K, H].
+      value: [*B, S, K, Hv].
+      new: keys and values of the new tokens alone.
+      q_positions: int32 [*B, T], where the new tokens stand.
+      k_positions: int32 [*B, S], where all stand; None for slot j at position j.
+      end: int32 [*B], how many tokens each row has by now.
+      first: bool, whether there were none before.
+      lost: bool [*B, T], tokens that found no slot.
+      ragged: whether rows had `lengths`.
+      window: how many tokens before itself a token sees; None for all.
+    """
+
+    key: Stored
+    value: Stored
+    new: tuple[Stored, Stored]
+    q_positions: jax.Array
+    k_positions: jax.Array | None
+    end: jax.Array
+    first: jax.Array
+    lost: jax.Array
+    ragged: bool = struct.field(pytree_node=False)
+    window: int | None = struct.field(pytree_node=False)
+
+    def attend(self, q: jax.Array, *, mask: masks.MaskLike | None = None, **call: Any) -> Any:
+        """Attends from queries [*B, T, N, H] of the new tokens; see `KVCache.extend`."""
+        T = self.q_positions.shape[-1]
+        checks.queries(q, T)
+        if self.ragged:
+            mask = masks.combine(masks.Lengths(self.end, self.end), mask)
+        held = (self.key, self.value)
+
+        def first() -> Any:
+            return look(q, self.new, mask, call, self.window)
+
+        def later() -> Any:
+            places = {"q_positions": self.q_positions, "kv_positions": self.k_positions}
+            return look(q, held, mask, call, self.window, **places)
+
+        captured = observe.as_capture(call.get("capture"))
+        weights = call.get("return_weights", False) is True
+        weights = weights or (captured is not None and "weights" in captured.what)
+        weights = weights or "attention" in call  # Which may sow, in no branch.
+        if T <= decode.QUERIES or weights or over_keys(q, held, mask, call):
+            result = later()
+        else:
+            # Of a first prompt kernels know before tracing which tokens see which.
+            result = jax.lax.cond(self.first, first, later)
+        return marked(result, self.lost)
 
 
 def look(
