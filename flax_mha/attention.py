@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import core, fields, inputs, masks, mesh_axes, shapes, sharding
+from flax_mha import core, fields, inputs, masks, mesh_axes, shapes, sharding, shared
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.core import Call
 from flax_mha.grid import Array
@@ -23,6 +23,7 @@ from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
+from flax_mha.shared import Given, Shared
 
 
 class LayerOptions(TypedDict, total=False):
@@ -35,6 +36,7 @@ class LayerOptions(TypedDict, total=False):
     head_mask: jax.Array | None
     lengths: jax.Array | None
     order: Array | None
+    kv: Given | None
     deterministic: bool | None
     dropout_rng: jax.Array | None
     sow_weights: bool
@@ -145,20 +147,35 @@ class MultiHeadAttention(nn.Module):
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
         inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[False] = ..., **options: Unpack[LayerOptions],
+        *, return_weights: Literal[False] = ..., return_kv: Literal[False] = ...,
+        **options: Unpack[LayerOptions],
     ) -> jax.Array: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
         inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[True], **options: Unpack[LayerOptions],
+        *, return_weights: Literal[True], return_kv: Literal[False] = ...,
+        **options: Unpack[LayerOptions],
     ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
         inputs_v: jax.Array | None = ...,
-        *, return_weights: bool, **options: Unpack[LayerOptions],
+        *, return_weights: Literal[False] = ..., return_kv: Literal[True],
+        **options: Unpack[LayerOptions],
+    ) -> tuple[jax.Array, Shared]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: bool, return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: bool = ..., return_kv: bool = ..., **options: Unpack[LayerOptions],
+    ) -> Any: ...  # fmt: skip
     @nn.compact
     @mesh_axes.whole_steps("")
     def __call__(
@@ -174,10 +191,12 @@ class MultiHeadAttention(nn.Module):
         head_mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
         order: Array | None = None,
+        kv: Given | None = None,
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
         return_weights: bool = False,
+        return_kv: bool = False,
     ) -> Any:
         """Attends from inputs_q to inputs_k and inputs_v.
 
@@ -199,15 +218,20 @@ class MultiHeadAttention(nn.Module):
           order: int [T], where the tokens stand in the sequence if they are given in another order,
             such as `sharding.zigzag(T, 8)`: what masks, scores, dropout and, unless `positions`
             says otherwise, `rotary` go by. Arrays in masks line up with the tokens as given.
+          kv: keys and values of another layer, as `return_kv` gives them, or any as a pair of
+            [*B, S, K, H] and [*B, S, K, Hv]: attended to as they are, in place of inputs_k. Where
+            the other layer decodes, they are those of its cache, and this one keeps none. A layer
+            that is initialized with them has no parameters for keys and values.
           head_mask: [N] or [*B, N], scales the heads' outputs: 0 prunes a head.
           deterministic: if True, no dropout; here or in the constructor.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
           sow_weights: sow the weights [*B, N, T, S] into `intermediates/attention_weights`, as
             `capture=Capture(("weights",))` does.
           return_weights: also return them. Both as before dropout.
+          return_kv: also return the keys and values, for other layers to attend to.
 
         Returns:
-          out [*B, T, D_out], or (out, weights).
+          out [*B, T, D_out], or a tuple of it, the weights and the keys and values, as asked for.
 
         Raises:
           ValueError: if sizes do not fit.
@@ -215,16 +239,18 @@ class MultiHeadAttention(nn.Module):
         """
         inputs.fields(self)
         inputs.flag("sow_weights", sow_weights)
+        if kv is not None:
+            kv = shared.as_shared(kv, inputs_k, inputs_v)
         cross = inputs_k is not None and inputs_k is not inputs_q
-        cache = self._held(cross)
-        if isinstance(cache, Memory):
+        cache = self._held(cross) if kv is None else None
+        if kv is not None or isinstance(cache, Memory):
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         listened = self.is_mutable_collection("intermediates")
         features = inputs_q.shape[-1]
         settings = core.Settings.of(self, with_parameters(self, self.scores, self, features))
-        call = Call(mask, bias, scores, positions, head_mask, lengths, order)
+        call = Call(mask, bias, scores, positions, head_mask, lengths, order, kv)
         found = self.compute(
             inputs_q, inputs_k, inputs_v, settings, call, cache,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
@@ -237,7 +263,7 @@ class MultiHeadAttention(nn.Module):
             self.put_variable("cache", name, variables.constrained(found.cache))
         for name, x in found.captured.items():
             self.sow("intermediates", f"attention_{name}", x)
-        return (found.out, found.weights) if return_weights else found.out
+        return core.returned(found, return_weights, return_kv)
 
     def compute(
         self, x_q: jax.Array, x_k: Any, x_v: Any, settings: core.Settings, call: Call, cache: Any,
@@ -247,8 +273,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           x_q: [*B, T, D].
-          x_k: [*B, S, D'].
-          x_v: [*B, S, D''].
+          x_k: [*B, S, D']; None with `call.kv`.
+          x_v: [*B, S, D''], likewise.
           settings: the fields that `core` reads.
           call: the other arguments.
           cache: of earlier calls, or the `CacheConfig` of one that is to be made.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -10,6 +10,7 @@ import jax
 from flax_mha import fields, inputs, masks, mesh_axes, padding, shapes, sharding
 from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.mlp import MLP, Activation, Dropout
+from flax_mha.shared import Shared
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 Calls: TypeAlias = dict[str, Any]  # by the name of a field, arguments of its call
@@ -75,15 +76,21 @@ class Block(nn.Module):
         return not (self.pre_norm or self.branch_norm)
 
     @mesh_axes.whole_steps("attention")
-    def run(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
-        """The attention layers and the MLP in turn; `calls` holds each layer's arguments."""
+    def run(self, x: jax.Array, deterministic: bool | None, calls: Calls, return_kv: bool) -> Any:
+        """The attention layers and the MLP in turn; `calls` holds each layer's arguments.
+
+        With `return_kv` also what self-attention gives by that.
+        """
         inputs.fields(self)
         shapes.check_features("x", x)
+        if inputs.flag("return_kv", return_kv):
+            calls["attention"]["return_kv"] = True
 
-        def branches(block: "Block", x: jax.Array) -> jax.Array:
+        def branches(block: "Block", x: jax.Array) -> tuple[jax.Array, Shared | None]:
             return block._branches(x, deterministic, calls)
 
-        return (nn.remat(branches) if self.remat else branches)(self, x)
+        x, kv = (nn.remat(branches) if self.remat else branches)(self, x)
+        return (x, kv) if return_kv else x
 
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
         """A norm over features, in the dtypes of the attention layer."""
@@ -99,8 +106,10 @@ class Block(nn.Module):
             parent=parent,
         )  # fmt: skip
 
-    def _branches(self, x: jax.Array, deterministic: bool | None, calls: Calls) -> jax.Array:
-        branches: dict[str, Callable[[jax.Array], jax.Array]] = {}
+    def _branches(
+        self, x: jax.Array, deterministic: bool | None, calls: Calls
+    ) -> tuple[jax.Array, Shared | None]:
+        kv, branches = None, dict[str, Callable[[jax.Array], Any]]()
         for name, call in calls.items():
             layer = getattr(self, name)
             check_module(name, layer, MultiHeadAttention)
@@ -122,11 +131,14 @@ class Block(nn.Module):
             norm = f"{together[0][0]}_norm"
             given = self.make_norm(norm)(x) if self.pre_norm else x
             for name, branch in together:
-                x = x + self._added(name, branch(given), x.shape, deterministic)
+                y = branch(given)
+                if calls.get(name, {}).get("return_kv"):
+                    y, kv = y
+                x = x + self._added(name, y, x.shape, deterministic)
             if self.post_norm:
                 x = self.make_norm(norm)(x)
             x = sharding.constrain(x, ("batch", "norm_length", None))
-        return x
+        return x, kv
 
     def _added(
         self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
@@ -154,16 +166,26 @@ class EncoderBlock(Block):
     Sources: see `Block`.
     """
 
+    @overload
+    def __call__(
+        self, x: jax.Array, *, return_kv: Literal[False] = ..., **options: Unpack[LayerOptions]
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self, x: jax.Array, *, return_kv: Literal[True], **options: Unpack[LayerOptions]
+    ) -> tuple[jax.Array, Shared]: ...
     @nn.compact
-    def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, *, return_kv: bool = False, **options: Unpack[LayerOptions]
+    ) -> Any:
         """Maps [*B, T, D] to [*B, T, D]; options are the arguments of `MultiHeadAttention`.
 
         `deterministic` must be given if something is dropped; a layer whose field of that name is
-        set keeps to that.
+        set keeps to that. With `return_kv` the layer's keys and values are returned, too.
         """
         x = padding.cleared(x, options.get("lengths"), options.get("order"))
         deterministic = options.pop("deterministic", None)
-        return self.run(x, deterministic, {"attention": options})
+        return self.run(x, deterministic, {"attention": options}, return_kv)
 
 
 class DecoderBlock(Block):
@@ -183,6 +205,18 @@ class DecoderBlock(Block):
 
     cross_attention: MultiHeadAttention | None = None
 
+    @overload
+    def __call__(
+        self, x: jax.Array, memory: jax.Array | None = ..., *,
+        memory_mask: masks.MaskLike | None = ..., memory_lengths: jax.Array | None = ...,
+        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
+    ) -> jax.Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, x: jax.Array, memory: jax.Array | None = ..., *,
+        memory_mask: masks.MaskLike | None = ..., memory_lengths: jax.Array | None = ...,
+        return_kv: Literal[True], **options: Unpack[LayerOptions],
+    ) -> tuple[jax.Array, Shared]: ...  # fmt: skip
     @nn.compact
     def __call__(
         self,
@@ -191,8 +225,9 @@ class DecoderBlock(Block):
         *,
         memory_mask: masks.MaskLike | None = None,
         memory_lengths: jax.Array | None = None,
+        return_kv: bool = False,
         **options: Unpack[LayerOptions],
-    ) -> jax.Array:
+    ) -> Any:
         """Decodes.
 
         Args:
@@ -201,13 +236,14 @@ class DecoderBlock(Block):
           memory_mask: which of the memory a token may see.
           memory_lengths: int [*B], how many of the memory's tokens are real (default: all). The
             others are not attended to, and reach neither outputs nor gradients.
+          return_kv: also return the keys and values of self-attention.
           **options: arguments of the self-attention, see `MultiHeadAttention`; its mask joins
             causality. `lengths`, `dropout_rng` and `sow_weights` are for both layers.
             `deterministic` must be given if there is something to drop; a layer whose field of that
             name is set keeps to that.
 
         Returns:
-          [*B, T, D].
+          [*B, T, D]; or a tuple of it and the keys and values.
 
         Raises:
           ValueError: if there is a memory and no `cross_attention`, or the other way round; if
@@ -244,7 +280,7 @@ class DecoderBlock(Block):
                 key = inputs.key("dropout_rng", of_both["dropout_rng"])
                 options["dropout_rng"], of_both["dropout_rng"] = jax.random.split(key)
             calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **of_both}
-        return self.run(x, deterministic, calls)
+        return self.run(x, deterministic, calls, return_kv)
 
 
 def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:

@@ -11,21 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax.typing import Dtype, PrecisionLike
 
-from flax_mha import flax_functions, inputs, masks, padding, shapes, sharding
+from flax_mha import flax_functions, inputs, masks, padding, shapes, sharding, shared
 from flax_mha.cache import CacheConfig, KVCache, Memory
 from flax_mha.grid import Array
 from flax_mha.heads import Weights as Weights
 from flax_mha.heads import normed, project, turned
-from flax_mha.kernels import Capture, dot_product_attention
+from flax_mha.kernels import Capture
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Captured, as_capture
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
 from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import ScoreMod, as_scores
+from flax_mha.shared import KV, Shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Call:
     head_mask: jax.Array | None = None
     lengths: jax.Array | None = None
     order: Array | None = None
+    kv: Shared | None = None
 
 
 class Output(NamedTuple):
@@ -81,12 +82,14 @@ class Output(NamedTuple):
       weights: [*B, N, T, S], as before dropout, if they were asked for.
       captured: what `capture` names.
       cache: with the tokens of this call, or made for such.
+      kv: the keys and values that were attended to, for others to attend to.
     """
 
     out: jax.Array
     weights: jax.Array | None
     captured: Mapping[Captured, jax.Array]
     cache: KVCache | Memory | None
+    kv: Shared | None
 
 
 def attention(
@@ -110,7 +113,7 @@ def attention(
       weights: see there.
       settings: see there.
       x_q: [*B, T, D].
-      x_k: [*B, S, D']; x_q in self-attention; None to attend to a memory again.
+      x_k: [*B, S, D']; x_q in self-attention; None to attend to a memory again, or to `call.kv`.
       x_v: [*B, S, D''], or None likewise.
       call: see there.
       cache: of the tokens before these, which are appended; or an encoder's, to attend to. Of a
@@ -155,13 +158,15 @@ def projected(
     weights: Weights, settings: Settings, x_q: jax.Array, x_k: Any, x_v: Any, call: Call, cache: Any
 ) -> Projected:
     """The first half of `attention`, up to the cache; arguments as there."""
-    order = ordered(call.order, x_k is x_q and cache is None, x_q.shape[-2])
+    whole = cache is None and (x_k is x_q or isinstance(call.kv, KV))
+    order = ordered(call.order, whole, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     q, k, v, gate = project(weights, x_q, x_k, x_v)
     norm = settings.qk_norm
     if norm is not None and not norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
-    q, k = turned(settings.rotary, q, k, call.positions, order, cache)
+    held = cache if call.kv is None else call.kv
+    q, k = turned(settings.rotary, q, k, call.positions, order, held)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
     return Projected(x_q, q, k, v, gate, order)
@@ -191,7 +196,7 @@ def attend(
       weights: of which only sinks, scale and out are read.
       settings: see there.
       q: [*B, T, N, H].
-      k: [*B, S, K, H], or None, of a memory.
+      k: [*B, S, K, H], or None, of a memory or with `call.kv`.
       v: [*B, S, K, Hv], likewise.
       call: see there.
       cache: see `attention`.
@@ -220,19 +225,35 @@ def attend(
             "dropout_rng": dropout_rng, "dropout_rate": settings.dropout_rate,
             "broadcast_dropout": settings.broadcast_dropout,
         }  # fmt: skip
-    if isinstance(cache, KVCache):
-        found, cache = cache.extend(q, k, v, call.lengths, **rest)
+    kv = call.kv
+    if kv is not None:
+        Hv = None if weights.out is None else weights.out.kernel.shape[-2]
+        shared.check(kv, q, Hv, rest["mask"], order)
+    elif isinstance(cache, KVCache):
+        kv, cache = cache.extended(k, v, call.lengths)
     else:
-        rest["mask"] = masks.combine(rest["mask"], _real(call.lengths, q, k, itself))
-        run = rest.pop("attention", dot_product_attention)
-        found = run(q, k, v, **rest, q_positions=order, kv_positions=order)
-        if isinstance(cache, CacheConfig):
-            cache = cache.empty(k, v, settings.mask)
+        kv = KV(k, v, call.lengths if itself else None, order is not None)
+    if isinstance(cache, CacheConfig):
+        cache = cache.empty(k, v, settings.mask)
+    found = kv.attend(q, lengths=call.lengths, order=order, **rest)
     x, *extras = found if isinstance(found, tuple) else (found,)
     x = x if gate is None else x * jax.nn.sigmoid(gate).astype(x.dtype)
     x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
     seen = extras[-1] if capture else {}
-    return Output(merged(weights.out, x), extras[0] if return_weights else None, seen, cache)
+    return Output(merged(weights.out, x), extras[0] if return_weights else None, seen, cache, kv)
+
+
+def returned(found: Output, return_weights: bool, return_kv: bool) -> Any:
+    """What a layer's call returns of it."""
+    inputs.flag("return_kv", return_kv)
+    if return_kv and found.kv is None:
+        raise ValueError(
+            "this layer has no keys and values that others could attend to, got return_kv=True; "
+            "leave it out, or take MultiHeadAttention"
+        )
+    asked = ((found.weights, return_weights), (found.kv, return_kv))
+    more = [x for x, wanted in asked if wanted]
+    return (found.out, *more) if more else found.out
 
 
 def captured(
@@ -277,14 +298,6 @@ def _arguments(weights: Weights, settings: Settings, call: Call, sower: Any) -> 
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=sower,
         )
     }  # fmt: skip
-
-
-def _real(lengths: jax.Array | None, q: jax.Array, k: Any, itself: bool) -> masks.Mask | None:
-    """The mask of rows with so many real queries, and as many keys if they are the same tokens."""
-    if lengths is None:
-        return None
-    lengths = shapes.per_row("lengths", lengths, q.shape[:-3], q.shape[-3])
-    return masks.Lengths(lengths if itself else jnp.full_like(lengths, k.shape[-3]), lengths)
 
 
 def ordered(order: Array | None, whole: bool, length: int) -> Array | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
 
-from flax_mha.cache import KVCache
+from flax_mha.cache import Extended, KVCache
 from flax_mha.grid import Array
 from flax_mha.linear import Linear, fused
 from flax_mha.positions import Rotation, rotate
@@ -90,4 +90,6 @@ def turned(
         q_pos = k_pos = jnp.asarray(order)
     if isinstance(cache, KVCache):
         q_pos = k_pos = cache.next_positions(q.shape[-3])
+    if isinstance(cache, Extended):
+        q_pos = cache.q_positions
     return rotate(rotary, q, k, positions, q_pos, k_pos)

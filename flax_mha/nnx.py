@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import core, fields, inputs, masks, shapes
+from flax_mha import core, fields, inputs, masks, shapes, shared
 from flax_mha.cache import CacheConfig, KVCache, as_cache_config
 from flax_mha.core import Call
 from flax_mha.grid import Array
@@ -24,6 +24,7 @@ from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
+from flax_mha.shared import Given
 
 _ZEROS = nnx.initializers.zeros_init()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -52,7 +53,8 @@ class MultiHeadAttention(nnx.Module):
       qkv_features: N·H (default: D).
       out_features: D_out (default: D).
       num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
-      in_kv_features: D', of inputs_k and inputs_v (default: D).
+      in_kv_features: D', of inputs_k and inputs_v (default: D); 0 for a layer that is always given
+        `kv`, and has no parameters for keys and values.
       dtype: see `flax_mha.MultiHeadAttention`, as all that are not named here.
       decode: keep the keys and values of earlier calls, for which `init_cache` makes room; here or
         in the call (default: False).
@@ -112,10 +114,10 @@ class MultiHeadAttention(nnx.Module):
     ) -> None:
         # Over 60 lines: nearly half of them are Flax's names of the arguments, and ours.
         inputs.positive(num_heads=num_heads, in_features=in_features)
-        inputs.optional(out_features=out_features, in_kv_features=in_kv_features)
+        inputs.optional(out_features=out_features, in_kv_features=in_kv_features or None)
         self.num_heads, self.in_features = num_heads, in_features
         self.out_features = out_features or in_features
-        self.in_kv_features = in_kv_features or in_features
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
         N, K, H, Hv = shapes.head_sizes(
             in_features, num_heads, num_kv_heads, qkv_features, head_dim, v_head_dim
         )
@@ -142,17 +144,20 @@ class MultiHeadAttention(nnx.Module):
         )  # fmt: skip
         biased = functools.partial(fields.has_bias, use_bias)
         self.query = heads(in_features, (N, H), use_bias=biased("query"))
-        self.key = heads(self.in_kv_features, (K, H), use_bias=biased("key"))
-        self.value = heads(self.in_kv_features, (K, Hv), use_bias=biased("value"))
+        own = self.in_kv_features
+        self.key, self.value = (
+            nnx.data(heads(own, features, use_bias=biased(name)) if own else None)
+            for name, features in (("key", (K, H)), ("value", (K, Hv)))
+        )
         norm = functools.partial(
             nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
-        metadata = (query_ln_scale_metadata, key_ln_scale_metadata)
         found = as_qk_norm(qk_norm, normalize_qk)
         scaled = found is not None and found.scale
         # Of an RMSNorm the parameter is the same, and the core computes it.
-        norms = [norm(scale_metadata=each) if scaled else None for each in metadata]
-        self.query_ln, self.key_ln = (nnx.data(each) for each in norms)
+        self.query_ln = nnx.data(norm(scale_metadata=query_ln_scale_metadata) if scaled else None)
+        there = scaled and own
+        self.key_ln = nnx.data(norm(scale_metadata=key_ln_scale_metadata) if there else None)
         features = fields.gate_features(gate, N, Hv)
         gated = biased("output_gate")
         self.output_gate = nnx.data(
@@ -213,7 +218,9 @@ class MultiHeadAttention(nnx.Module):
         head_mask: jax.Array | None = None,
         lengths: jax.Array | None = None,
         order: Array | None = None,
+        kv: Given | None = None,
         return_weights: bool = False,
+        return_kv: bool = False,
     ) -> Any:
         """Attends from inputs_q to inputs_k and inputs_v.
 
@@ -234,10 +241,12 @@ class MultiHeadAttention(nnx.Module):
           head_mask: see there.
           lengths: see there.
           order: see there.
+          kv: see there.
           return_weights: see there.
+          return_kv: see there.
 
         Returns:
-          out [*B, T, D_out], or (out, weights).
+          out [*B, T, D_out], or a tuple of it, the weights and the keys and values, as asked for.
 
         Raises:
           ValueError: if sizes do not fit, or there is no cache to decode with.
@@ -245,16 +254,21 @@ class MultiHeadAttention(nnx.Module):
         """
         for name, flag in (("sow_weights", sow_weights), ("is_causal", is_causal)):
             inputs.flag(name, flag)
-        inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
+        if kv is not None:
+            kv = shared.as_shared(kv, inputs_k, inputs_v)
+            shapes.check_inputs(inputs_q, inputs_q, inputs_q)
+        else:
+            inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         self._check_features(inputs_q, inputs_k, inputs_v)
-        cache = self._cache() if (self.decode if decode is None else decode) else None
+        decode = self.decode if decode is None else decode
+        cache = self._cache() if decode and kv is None else None
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         listened = hasattr(self, "__captures__")
         found = core.attention(
             self._weights(), self._settings(), inputs_q, inputs_k, inputs_v,
-            Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
+            Call(mask, bias, scores, positions, head_mask, lengths, order, kv), cache,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
@@ -263,16 +277,20 @@ class MultiHeadAttention(nnx.Module):
             self.kv.set_value(found.cache)
         for name, x in found.captured.items():
             self.sow(nnx.Intermediate, f"attention_{name}", x)
-        return (found.out, found.weights) if return_weights else found.out
+        return core.returned(found, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
         """Makes room for the tokens of inputs of that shape, [*B, S, D]; or empties the cache.
+
+        A layer without keys of its own (`in_kv_features=0`) needs none.
 
         Args:
           input_shape: see above.
           dtype: of what is kept, floating point or int8 (default: that of `cache`, or float32).
         """
         *B, S, _ = inputs.sizes("input_shape", input_shape)
+        if self.key is None:
+            return
         empty = KVCache.empty(
             tuple(B), self.cache.slots or S, self.num_kv_heads, self.head_dim, self.v_head_dim,
             dtype=dtype or self.cache.dtype or jnp.float32, window=self.cache.window(self.mask),
@@ -303,12 +321,17 @@ class MultiHeadAttention(nnx.Module):
             )
         return self.kv.get_value()
 
-    def _check_features(self, *given: jax.Array) -> None:
+    def _check_features(self, *given: Any) -> None:
+        if not self.in_kv_features and given[1] is not None:
+            raise ValueError(
+                "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
+                "call, or leave in_kv_features out"
+            )
         wanted = (self.in_features, self.in_kv_features, self.in_kv_features)
         for name, x, features in zip(
             ("inputs_q", "inputs_k", "inputs_v"), given, wanted, strict=True
         ):
-            if x.shape[-1] != features:
+            if x is not None and x.shape[-1] != features:
                 raise ValueError(
                     f"inputs_{name} must have {features} features, as the layer was made for, got "
                     f"{x.shape}; change in_features or in_kv_features"
@@ -332,6 +355,9 @@ class MultiHeadAttention(nnx.Module):
                 **more,
             )  # fmt: skip
 
+        def optional(name: str) -> Linear | None:
+            return None if getattr(self, name) is None else linear(name)
+
         def scale(norm: Any) -> jax.Array | None:
             return None if norm is None else norm.scale[...]
 
@@ -343,9 +369,9 @@ class MultiHeadAttention(nnx.Module):
             return None if param is None else param.get_value()
 
         return core.Weights(
-            linear("query"), linear("key"), linear("value"), out,
+            linear("query"), optional("key"), optional("value"), out,
             scale(self.query_ln), scale(self.key_ln), value(self.sinks),
-            None if self.output_gate is None else linear("output_gate"), value(self.score_scale),
+            optional("output_gate"), value(self.score_scale),
         )  # fmt: skip
 
     def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:

@@ -1,5 +1,6 @@
 """Stacks of blocks."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Unpack
 
@@ -12,6 +13,7 @@ from flax_mha import inputs, masks, mesh_axes, shapes, sharding
 from flax_mha.attention import LayerOptions, with_parameters
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module
 from flax_mha.scores import ScoreMod, as_scores
+from flax_mha.shared import Shared
 
 
 class Stack(nn.Module):
@@ -29,6 +31,13 @@ class Stack(nn.Module):
         they learn is shared, such as the table of `RelativeBias()` in T5.
       input_norm: whether there is a norm before the first block (BERT, CLIP).
       final_norm: whether there is one after the last (default: unless the blocks are post-norm).
+      kv_from: for each layer, the number of an earlier one whose keys and values its self-attention
+        attends to, or None for its own, such as (None, None, 0, 1). Those that take have no
+        parameters for keys and values, and no cache. Under `scan` a layer takes from one of the
+        same step (default: all have their own).
+
+    Sources of `kv_from`: Brandon et al., "Reducing Transformer Key-Value Cache Size with
+    Cross-Layer Attention", 2024; Sun et al., "You Only Cache Once", 2024.
     """
 
     num_layers: int
@@ -37,13 +46,15 @@ class Stack(nn.Module):
     scores: Sequence[ScoreMod] = ()
     input_norm: bool = False
     final_norm: bool | None = None
+    kv_from: Sequence[int | None] | None = None
 
     kind: ClassVar[type[Block]] = Block
 
     def __post_init__(self) -> None:
         """A list would have no hash, by which models are told apart where they are compiled."""
-        if isinstance(self.block, list):
-            self.block = tuple(self.block)
+        for name in ("block", "kv_from"):
+            if isinstance(getattr(self, name), list):
+                setattr(self, name, tuple(getattr(self, name)))
         super().__post_init__()
 
     @property
@@ -74,21 +85,31 @@ class Stack(nn.Module):
         if self.scores:
             own = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
             call["scores"] = own + as_scores(call.get("scores", ()))
-        of_each = self._of_each(call)
+        of_each, sources = self._of_each(call), self._sources(call)
         steps = self.num_layers // len(blocks) if self.scan else 0
 
         rotates = any(block.attention.rotary is not None for block in blocks)
 
-        def run_one(block: Any, x: jax.Array, others: Any, own: dict[str, Any]) -> jax.Array:
+        def run_one(block: Any, x: jax.Array, others: Any, own: dict[str, Any]) -> Any:
             given = dict(call)
             if rotates and block.attention.rotary is None:
                 # They are for the others: some models rotate in some layers only.
                 given.pop("positions", None)
             return block(x, *others, **given, **own)
 
+        def run_all(layers: Any, x: jax.Array, others: Any) -> jax.Array:
+            kept: dict[int, Shared] = {}
+            for i, block, own in layers:
+                own = own if sources[i] is None else own | {"kv": kept[sources[i]]}
+                if i in sources:
+                    x, kept[i] = run_one(block, x, others, own | {"return_kv": True})
+                else:
+                    x = run_one(block, x, others, own)
+            return x
+
         def step(module: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:
             if isinstance(module, _Group):
-                return module(run_one, x, others, own), None
+                return module(run_all, x, others, own), None
             return run_one(module, x, others, own[0]), None
 
         if steps:
@@ -106,11 +127,48 @@ class Stack(nn.Module):
             module = _Group(blocks, name="layers") if several else self.first.copy(name="layers")
             groups = [of_each[i * len(blocks) :][: len(blocks)] for i in range(steps)]
             x, _ = scanned(module, x, others, jax.tree.map(lambda *x: jnp.stack(x), *groups))
-        for i in range(steps * len(blocks), self.num_layers):
-            block = blocks[i % len(blocks)].copy(name=f"layers_{i}")
-            x = run_one(block, x, others, of_each[i])
+        left = range(steps * len(blocks), self.num_layers)
+        named = ((i, blocks[i % len(blocks)].copy(name=f"layers_{i}"), of_each[i]) for i in left)
+        x = run_all(named, x, others)
         final = not self.first.post_norm if self.final_norm is None else self.final_norm
         return self.first.make_norm("norm", self)(x) if final else x
+
+    def _sources(self, call: dict[str, Any]) -> tuple[int | None, ...]:
+        """`kv_from`, if it fits: the layer whose keys and values each layer takes, or None."""
+        if self.kv_from is None:
+            return (None,) * self.num_layers
+        found = self.kv_from
+        if not isinstance(found, tuple) or len(found) != self.num_layers:
+            raise ValueError(
+                f"kv_from must be a tuple of a layer's number or None for each of the "
+                f"{self.num_layers} layers, got {found!r}"
+            )
+        if call.get("kv") is not None:
+            raise ValueError(
+                f"kv= goes to all layers, and kv_from={found} says where each has them from; give "
+                f"one of the two"
+            )
+        for i, source in enumerate(found):
+            if source is None:
+                continue
+            inputs.integer(f"kv_from[{i}]", source)
+            legal = [n for n in range(i) if found[n] is None]
+            if source not in legal:
+                raise ValueError(
+                    f"kv_from[{i}] must be an earlier layer with keys and values of its own, one "
+                    f"of {legal}, got {source} in {found}"
+                )
+        several = len(self.blocks)
+        starts = [i - i % several for i in range(self.num_layers)]
+        first = [found[i - start] for i, start in enumerate(starts)]
+        same = [None if n is None else n + start for n, start in zip(first, starts, strict=True)]
+        if self.scan and found != tuple(same):
+            raise ValueError(
+                f"under scan a layer takes from one of its own step, of {several} here, and all "
+                f"steps are alike, so kv_from must go on as it begins, {tuple(same)}, got {found}; "
+                f"give block= more blocks in turn, or scan=False"
+            )
+        return found
 
     def _of_each(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """What each block is given of its own, taken out of the arguments that all share.
@@ -143,9 +201,8 @@ class _Group(nn.Module):
     def __call__(
         self, run: Callable[..., jax.Array], x: jax.Array, others: Any, own: Sequence[Any]
     ) -> jax.Array:
-        for n, (block, mine) in enumerate(zip(self.blocks, own, strict=True)):
-            x = run(block.copy(name=f"block_{n}"), x, others, mine)
-        return x
+        named = (block.copy(name=f"block_{n}") for n, block in enumerate(self.blocks))
+        return run(zip(itertools.count(), named, own), x, others)
 
 
 class Encoder(Stack):

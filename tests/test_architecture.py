@@ -46,7 +46,7 @@ LAYERS = [
     {"cache.kv", "cache.memory"},
     {"cache.variables", "cache.config"},
     {"cache"},
-    {"flax_functions", "heads"},
+    {"flax_functions", "heads", "shared"},
     {"core"},
     {"attention", "nnx", "mlp", "embeddings"},
     {

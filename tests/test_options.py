@@ -36,6 +36,7 @@ GIVEN: dict[str, Any] = {
     "head_mask": jnp.array([1.0, 0.0]),
     "lengths": jnp.array([5, 2]),
     "order": np.arange(T)[::-1].copy(),
+    "kv": (jnp.ones((B, T, N, D // N)),) * 2,
     "deterministic": False,
     "dropout_rng": jax.random.key(3),
     "sow_weights": True,
@@ -106,6 +107,9 @@ def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[An
                 assert call["dropout_rng"] is value if alone else call["dropout_rng"] is not None
             elif name == "sow_weights":
                 assert "attention_weights" in str(sown)
+            elif name == "kv":
+                assert call["kv"].key is value[0]
+                assert call["kv"].value is value[1]
             elif name == "mask":
                 assert str(value) in str(call["mask"])
             else:

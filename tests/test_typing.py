@@ -26,7 +26,7 @@ def test_the_options_are_the_arguments() -> None:
     assert {*options.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
-    assert {*attention.LayerOptions.__annotations__, *inputs, "return_weights"} == call
+    assert {*attention.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 

@@ -173,7 +173,7 @@ class KVCache(struct.PyTreeNode):
           ValueError, TypeError: if shapes or dtypes do not fit.
         """
         extended, new = self.extended(key, value, lengths)
-        return extended.attend(q, mask=mask, **call), new
+        return extended.attend(q, mask=mask, lengths=lengths, **call), new
 
     def extended(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None

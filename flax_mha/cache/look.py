@@ -43,11 +43,22 @@ class Extended(struct.PyTreeNode):
     ragged: bool = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
 
-    def attend(self, q: jax.Array, *, mask: masks.MaskLike | None = None, **call: Any) -> Any:
-        """Attends from queries [*B, T, N, H] of the new tokens; see `KVCache.extend`."""
+    def attend(
+        self, q: jax.Array, *, mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
+        order: Any = None, **call: Any,
+    ) -> Any:  # fmt: skip
+        """Attends from queries [*B, T, N, H] of the new tokens, the first `lengths` of each row.
+
+        The rest is as in `KVCache.extend`.
+        """
+        del order  # There is none in decoding.
         T = self.q_positions.shape[-1]
         checks.queries(q, T)
-        if self.ragged:
+        if lengths is not None:
+            lengths = shapes.per_row("lengths", lengths, self.end.shape, T)
+            end = self.q_positions[..., 0] + jnp.clip(lengths, 0, T)
+            mask = masks.combine(masks.Lengths(self.end, end), mask)
+        elif self.ragged:
             mask = masks.combine(masks.Lengths(self.end, self.end), mask)
         held = (self.key, self.value)
 

@@ -37,7 +37,7 @@ _LAYER = (
     "attention_fn", "project_out",
 )  # fmt: skip
 _BLOCK = ("gated", "branch_norm", "parallel", "layer_scale")
-_STACK = ("scores", "input_norm")
+_STACK = ("scores", "input_norm", "kv_from")
 
 
 def from_torch(

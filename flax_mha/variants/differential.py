@@ -58,7 +58,8 @@ class DifferentialAttention(MultiHeadAttention):
         out = self._out((N, 2 * H), D) if self.project_out else None
         more["kernel"] = _Difference(self._lambda(H), self._norm(2 * H), K)
         weights = core.Weights(query, key, value, out)
-        return core.attend(weights, settings, q, k, value(x), call, cache, order=order, **more)
+        found = core.attend(weights, settings, q, k, value(x), call, cache, order=order, **more)
+        return found._replace(kv=None)
 
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """N, K, H and Hv, of one map."""
@@ -84,7 +85,9 @@ class DifferentialAttention(MultiHeadAttention):
     def _check(self, x_q: jax.Array, x_k: Any, x_v: Any) -> None:
         inputs.number("offset", self.offset)
         if x_k is not x_q or x_v is not x_q:
-            raise ValueError("differential attention is self-attention, got inputs_k; leave it out")
+            raise ValueError(
+                "differential attention is self-attention, got inputs_k or kv; leave it out"
+            )
         if isinstance(self.scale, str):
             raise ValueError(f"differential attention has a number for scale, got {self.scale!r}")
         for name in ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn"):

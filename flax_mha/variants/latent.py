@@ -84,12 +84,12 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         latent = c[..., None, :]
         if isinstance(cache, KVCache):
             more["kernel"] = _Absorbed(q[..., :H], key, value)
-            return core.attend(weights, settings, q_rope, r, latent, call, cache, **more)
+            found = core.attend(weights, settings, q_rope, r, latent, call, cache, **more)
+            return found._replace(kv=None)
         q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)
         found = core.attend(weights, settings, q, k, value(c), call, None, order=order, **more)
-        if isinstance(cache, CacheConfig):
-            return found._replace(cache=cache.empty(r, latent, self.mask))
-        return found
+        made = cache.empty(r, latent, self.mask) if isinstance(cache, CacheConfig) else None
+        return found._replace(cache=made, kv=None)
 
     def _norm(self, name: str) -> nn.Module:
         return nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name=name)
@@ -98,7 +98,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         inputs.positive(head_dim=self.head_dim, kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         inputs.optional(q_rank=self.q_rank, v_head_dim=self.v_head_dim)
         if x_k is not x_q or x_v is not x_q:
-            raise ValueError("latent attention is self-attention, got inputs_k; leave it out")
+            raise ValueError("latent attention is self-attention, got inputs_k or kv; leave it out")
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
         if isinstance(self.scale, str):

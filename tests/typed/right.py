@@ -44,6 +44,10 @@ class Model(nn.Module):
         assert_type(layer(x, mask=masks.Causal()), jax.Array)
         y, weights = layer(x, x, return_weights=True)
         assert_type(weights, jax.Array)
+        y, kv = layer(x, return_kv=True)
+        assert_type(layer(y, kv=kv), jax.Array)
+        y, kv = block(x, return_kv=True)
+        assert_type(block(y, kv=(kv.key, kv.value)), jax.Array)
         assert_type(layer(x, return_weights=self.watched), jax.Array | tuple[jax.Array, jax.Array])
         return encoder(y)
 
