@@ -239,18 +239,16 @@ class MultiHeadAttention(nn.Module):
         """
         inputs.fields(self)
         inputs.flag("sow_weights", sow_weights)
-        if kv is not None:
-            kv = shared.as_shared(kv, inputs_k, inputs_v)
         cross = inputs_k is not None and inputs_k is not inputs_q
-        cache = self._held(cross) if kv is None else None
-        if kv is not None or isinstance(cache, Memory):
+        cache = self._held(cross) if kv is None else shared.as_shared(kv, inputs_k, inputs_v)
+        if isinstance(cache, Memory | Shared):
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
         listened = self.is_mutable_collection("intermediates")
         features = inputs_q.shape[-1]
         settings = core.Settings.of(self, with_parameters(self, self.scores, self, features))
-        call = Call(mask, bias, scores, positions, head_mask, lengths, order, kv)
+        call = Call(mask, bias, scores, positions, head_mask, lengths, order)
         found = self.compute(
             inputs_q, inputs_k, inputs_v, settings, call, cache,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
@@ -273,11 +271,12 @@ class MultiHeadAttention(nn.Module):
 
         Args:
           x_q: [*B, T, D].
-          x_k: [*B, S, D']; None with `call.kv`.
+          x_k: [*B, S, D'], or None, to attend to what the cache holds.
           x_v: [*B, S, D''], likewise.
           settings: the fields that `core` reads.
           call: the other arguments.
-          cache: of earlier calls, or the `CacheConfig` of one that is to be made.
+          cache: of earlier calls, or the keys and values of another layer, or the `CacheConfig` of
+            a cache that is to be made.
           **more: for `core.attention`, or `core.attend`.
         """
         weights = self.weights(x_q, x_k, x_v)

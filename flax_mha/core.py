@@ -8,7 +8,7 @@ between calls, and calls `attention`.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 from flax.typing import Dtype, PrecisionLike
@@ -26,6 +26,9 @@ from flax_mha.positions import Rotation
 from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.shared import KV, Shared
+
+# What a layer attends to beside its inputs, or is to make of them.
+Held: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,6 @@ class Call:
     head_mask: jax.Array | None = None
     lengths: jax.Array | None = None
     order: Array | None = None
-    kv: Shared | None = None
 
 
 class Output(NamedTuple):
@@ -99,7 +101,7 @@ def attention(
     x_k: jax.Array | None,
     x_v: jax.Array | None,
     call: Call,
-    cache: KVCache | Memory | CacheConfig | None = None,
+    cache: Held = None,
     *,
     kernel: Callable[..., Any] | None = None,
     dropout_rng: jax.Array | None = None,
@@ -113,12 +115,13 @@ def attention(
       weights: see there.
       settings: see there.
       x_q: [*B, T, D].
-      x_k: [*B, S, D']; x_q in self-attention; None to attend to a memory again, or to `call.kv`.
+      x_k: [*B, S, D']; x_q in self-attention; None to attend to what the cache holds.
       x_v: [*B, S, D''], or None likewise.
       call: see there.
-      cache: of the tokens before these, which are appended; or an encoder's, to attend to. Of a
-        `CacheConfig` one is made: in self-attention with room for as many tokens as these, of which
-        it keeps none; in cross-attention with these keys and values.
+      cache: of the tokens before these, which are appended; or an encoder's, or keys and values of
+        another layer, to attend to. Of a `CacheConfig` one is made: in self-attention with room for
+        as many tokens as these, of which it keeps none; in cross-attention with these keys and
+        values.
       kernel: see `attend`.
       dropout_rng: a key, if there is to be dropout.
       return_weights: whether to give the weights.
@@ -158,15 +161,14 @@ def projected(
     weights: Weights, settings: Settings, x_q: jax.Array, x_k: Any, x_v: Any, call: Call, cache: Any
 ) -> Projected:
     """The first half of `attention`, up to the cache; arguments as there."""
-    whole = cache is None and (x_k is x_q or isinstance(call.kv, KV))
+    whole = isinstance(cache, KV) or (x_k is x_q and cache is None)
     order = ordered(call.order, whole, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     q, k, v, gate = project(weights, x_q, x_k, x_v)
     norm = settings.qk_norm
     if norm is not None and not norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
-    held = cache if call.kv is None else call.kv
-    q, k = turned(settings.rotary, q, k, call.positions, order, held)
+    q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
     return Projected(x_q, q, k, v, gate, order)
@@ -179,7 +181,7 @@ def attend(
     k: Any,
     v: Any,
     call: Call,
-    cache: KVCache | Memory | CacheConfig | None,
+    cache: Held,
     *,
     gate: jax.Array | None = None,
     order: Array | None = None,
@@ -196,7 +198,7 @@ def attend(
       weights: of which only sinks, scale and out are read.
       settings: see there.
       q: [*B, T, N, H].
-      k: [*B, S, K, H], or None, of a memory or with `call.kv`.
+      k: [*B, S, K, H], or None, to attend to what the cache holds.
       v: [*B, S, K, Hv], likewise.
       call: see there.
       cache: see `attention`.
@@ -225,8 +227,9 @@ def attend(
             "dropout_rng": dropout_rng, "dropout_rate": settings.dropout_rate,
             "broadcast_dropout": settings.broadcast_dropout,
         }  # fmt: skip
-    kv = call.kv
-    if kv is not None:
+    kv: Shared
+    if isinstance(cache, Shared):
+        kv, cache = cache, None
         Hv = None if weights.out is None else weights.out.kernel.shape[-2]
         shared.check(kv, q, Hv, rest["mask"], order)
     elif isinstance(cache, KVCache):

@@ -254,26 +254,27 @@ class MultiHeadAttention(nnx.Module):
         """
         for name, flag in (("sow_weights", sow_weights), ("is_causal", is_causal)):
             inputs.flag(name, flag)
+        cache: core.Held = None
         if kv is not None:
-            kv = shared.as_shared(kv, inputs_k, inputs_v)
+            cache = shared.as_shared(kv, inputs_k, inputs_v)
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
+            if self.decode if decode is None else decode:
+                cache = self._cache()
         self._check_features(inputs_q, inputs_k, inputs_v)
-        decode = self.decode if decode is None else decode
-        cache = self._cache() if decode and kv is None else None
         if is_causal:
             mask = masks.combine(masks.Causal(), mask)
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         listened = hasattr(self, "__captures__")
         found = core.attention(
             self._weights(), self._settings(), inputs_q, inputs_k, inputs_v,
-            Call(mask, bias, scores, positions, head_mask, lengths, order, kv), cache,
+            Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
         )  # fmt: skip
-        if cache is not None and self.kv is not None:
+        if found.cache is not None and self.kv is not None:
             self.kv.set_value(found.cache)
         for name, x in found.captured.items():
             self.sow(nnx.Intermediate, f"attention_{name}", x)

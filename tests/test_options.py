@@ -74,7 +74,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     real = core.attention
 
     def attention(weights, settings, x_q, x_k, x_v, call, cache=None, **more):
-        found.append(vars(call) | more)
+        found.append(vars(call) | more | {"kv": cache})
         return real(weights, settings, x_q, x_k, x_v, call, cache, **more)
 
     monkeypatch.setattr(core, "attention", attention)

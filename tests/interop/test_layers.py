@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import transformers as hf  # noqa: E402
 from flax_mha import (  # noqa: E402
     MultiHeadAttention,
     QKNorm,
+    core,
+    heads,
     masks,
     positions,
 )
@@ -30,13 +33,13 @@ Tensors = dict[str, np.ndarray]
 def projections(w: Tensors, names: dict[str, tuple[str, int]], bias: bool) -> dict[str, Any]:
     """Kernels [D, n, ·] (out: [n, ·, D]) and biases, of so many heads."""
     found = {}
-    for name, (theirs, heads) in names.items():
+    for name, (theirs, count) in names.items():
         kernel = w[f"{theirs}.weight"].T
-        shape = (heads, -1, kernel.shape[1]) if name == "out" else (kernel.shape[0], heads, -1)
+        shape = (count, -1, kernel.shape[1]) if name == "out" else (kernel.shape[0], count, -1)
         found[name] = {"kernel": kernel.reshape(shape)}
         if bias:
             x = w[f"{theirs}.bias"]
-            found[name]["bias"] = x if name == "out" else x.reshape(heads, -1)
+            found[name]["bias"] = x if name == "out" else x.reshape(count, -1)
     return found
 
 
@@ -127,3 +130,66 @@ def test_the_layer(name: str) -> None:
     held = cached.init(jax.random.key(0), x)["cache"]
     out, _ = cached.apply({"params": params, "cache": held}, x, mutable="cache")
     assert error(out, seen["y"].numpy()) < 1e-5
+
+
+class Gemma3n(MultiHeadAttention):
+    """Gemma 3n norms values, too."""
+
+    def compute(
+        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Any, call: Any, cache: Any, **more: Any
+    ) -> core.Output:
+        weights = self.weights(x_q, x_k, x_v)
+        q, k, v, _ = heads.project(weights, x_q, x_k, x_v)
+        v = v if v is None else nn.RMSNorm(use_scale=False)(v)
+        q, k = heads.normed(settings.qk_norm, weights, q, k, settings.dtype)
+        q, k = heads.turned(settings.rotary, q, k, call.positions, None, cache)
+        return core.attend(weights, settings, q, k, v, call, cache, **more)
+
+
+def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
+    """A layer, and the parameters that it has: of those that take, for queries and out."""
+    local = kind == "sliding_attention"
+    layer = Gemma3n(
+        N, num_kv_heads=K, head_dim=H, use_bias=False, qk_norm=QKNorm("rmsnorm"), scale=1.0,
+        rotary=Rotary(50.0 if local else 1e4), mask=masks.Window(2, 0) if local else masks.Causal(),
+    )  # fmt: skip
+    names = {ours: row for ours, row in QKVO.items() if f"{row[0]}.weight" in w}
+    params = projections(w, names, bias=False)
+    for ours, theirs in (("query_ln", "q_norm"), ("key_ln", "k_norm")):
+        if f"{theirs}.weight" in w:
+            params[ours] = {"scale": w[f"{theirs}.weight"]}
+    return layer, params
+
+
+def test_layers_that_share_keys_and_values() -> None:
+    """Gemma 3n's: the last two of four layers attend to the keys of the first two."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    theirs = make(Case(hf.Gemma3nForCausalLM, hf.Gemma3nTextConfig(
+        **DECODER | {"num_hidden_layers": 4, "intermediate_size": [48] * 4}, layer_types=kinds,
+        num_kv_shared_layers=2, sliding_window=3, hidden_size_per_layer_input=8, laurel_rank=4,
+        vocab_size_per_layer_input=64, altup_num_inputs=2, activation_sparsity_pattern=[0.0] * 4,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ), {}, ()))  # fmt: skip
+    seen: list[tuple[Any, Any]] = []
+
+    def hook(_: Any, args: Any, kwargs: Any, out: Any) -> None:
+        seen.append(((args or (kwargs["hidden_states"],))[0].numpy(), out[0].numpy()))
+
+    layers = [layer.self_attn for layer in theirs.model.layers]
+    for layer in layers:
+        layer.register_forward_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        theirs(torch.tensor(IDS))
+    for giver, taker in ((0, 2), (1, 3)):
+        given: Any = None
+        for at in (giver, taker):
+            tensors = {key: x.numpy() for key, x in layers[at].state_dict().items()}
+            layer, params = gemma3n(kinds[at], tensors)
+            x, wanted = seen[at]
+            assert ("key" in params) == (at == giver)
+            out, kv = layer.apply({"params": params}, x, kv=given, return_kv=True)
+            assert error(out, wanted) < 1e-5
+            given = kv
