@@ -26,7 +26,7 @@ class Classifier(nn.Module):
       embedding: `TokenEmbedding`, `PatchEmbedding` or any module that gives [*B, T, D].
       encoder: the stack.
       num_classes: features of the logits; None for the tokens' features instead.
-      positions: "learned", "sinusoidal", or "none" (if the attention layer rotates, say).
+      positions: a kind of `PositionEmbedding`, "none" if the attention layer rotates, say.
       dropout_rate: of the embedded tokens.
       class_tokens: how many learned tokens stand before those of the input, at the first positions.
       pooling: "mean", over all tokens, or "first", of the first one: with class_tokens=1 as ViT.

@@ -20,6 +20,7 @@ from flax_mha.rope_scaling import Scaling
 from flax_mha.rope_scaling import Yarn as Yarn
 
 Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+KINDS = ("learned", "none", "sinusoidal", "sinusoidal_halves")
 
 
 def sinusoidal(
@@ -27,23 +28,30 @@ def sinusoidal(
     features: int,
     *,
     base: float = 10_000.0,
+    halves: bool = False,
     dtype: Dtype = jnp.float32,
 ) -> jax.Array:
     """The sinusoidal position encoding of the Transformer.
 
         P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
 
+    With `halves`, as in tensor2tensor and Whisper, sines come first, and the slowest wavelength is
+    reached:
+
+        P[i, c] = sin(i / base^(c/(D/2−1))),   P[i, D/2+c] = cos(i / base^(c/(D/2−1)))
+
     Args:
       positions: int [*P], or a length T that stands for 0 … T−1.
-      features: D; an odd D ends with a sine.
+      features: D; an odd D ends with a sine. With `halves` even, and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
+      halves: see above.
       dtype: of the result; the angles are computed in float32.
 
     Returns:
       [*P, D].
 
     Raises:
-      ValueError: if features < 1.
+      ValueError: if there are not so many features.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
@@ -56,6 +64,14 @@ def sinusoidal(
         at = jnp.asarray(inputs.integers("positions", positions))
     dtype = inputs.dtype("dtype", dtype)
     turning.check_base(base)
+    if inputs.flag("halves", halves):
+        if features < 4 or features % 2:
+            raise ValueError(
+                f"halves of sines and cosines need an even number of features, at least 4, got "
+                f"{features}; choose another, or halves=False"
+            )
+        angles = turning.angles(at, features // 2, 1 / (features // 2 - 1), base)
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
     angles = turning.angles(at, (features + 1) // 2, 2 / features, base)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
@@ -171,7 +187,8 @@ class PositionEmbedding(nn.Module):
     """Adds a position encoding to token features.
 
     Attributes:
-      kind: "learned" (a table [max_length, D]), "sinusoidal", or "none".
+      kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
+        `sinusoidal`), or "none".
       max_length: rows of the learned table; longer inputs are an error.
       embedding_init: initializer of the learned table.
       dtype: of the result (default: that of the inputs).
@@ -196,7 +213,7 @@ class PositionEmbedding(nn.Module):
         """
         inputs.fields(self)
         shapes.check_features("x", x)
-        inputs.choose("kind", self.kind, dict.fromkeys(("learned", "none", "sinusoidal")))
+        inputs.choose("kind", self.kind, dict.fromkeys(KINDS))
         inputs.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
@@ -204,8 +221,8 @@ class PositionEmbedding(nn.Module):
         at = shapes.per_token("positions", given, x.shape[:-1])
         if self.kind == "none":
             return x.astype(dtype)
-        if self.kind == "sinusoidal":
-            table = sinusoidal(at, D, dtype=dtype)
+        if self.kind != "learned":
+            table = sinusoidal(at, D, halves=self.kind == "sinusoidal_halves", dtype=dtype)
         else:
             rows = T if self.max_length is None else self.max_length
             if rows < T:

@@ -33,6 +33,18 @@ def test_sinusoidal(D: int, base: float) -> None:
     )
 
 
+@pytest.mark.parametrize("D", [4, 10])
+def test_sinusoidal_in_halves(D: int) -> None:
+    """The fastest and the slowest wavelength are 2π and 2π·base, and sines come first."""
+    n = np.arange(D // 2)
+    angles = np.arange(1000)[:, None] * np.exp(-np.log(10_000.0) / (D // 2 - 1) * n)
+    expected = np.concatenate([np.sin(angles), np.cos(angles)], -1)
+    np.testing.assert_allclose(sinusoidal(1000, D, halves=True), expected, atol=ANGLE)
+    x = normal(2, T, D)
+    found = PositionEmbedding("sinusoidal_halves").apply({}, x, ROWS)
+    np.testing.assert_allclose(found, x + expected[ROWS], atol=ANGLE)
+
+
 def test_sinusoidal_dtype_and_no_tokens() -> None:
     low = sinusoidal(300, D, dtype=jnp.bfloat16)
     assert low.dtype == jnp.bfloat16

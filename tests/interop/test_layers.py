@@ -132,6 +132,13 @@ def test_the_layer(name: str) -> None:
     assert error(out, seen["y"].numpy()) < 1e-5
 
 
+def test_whispers_positions() -> None:
+    from transformers.models.whisper.modeling_whisper import sinusoids
+
+    table = positions.sinusoidal(1500, 384, halves=True)
+    np.testing.assert_allclose(table, sinusoids(1500, 384).numpy(), atol=2e-4)
+
+
 class Gemma3n(MultiHeadAttention):
     """Gemma 3n norms values, too."""
 
