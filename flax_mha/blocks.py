@@ -28,7 +28,7 @@ class Block(nn.Module):
         branch_norm alone   x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches take the same x, of one norm, and what they give is summed.
+    With `parallel` all branches take the same x, and what they give is summed.
 
     Attributes:
       attention: the layer of self-attention, with all its options. Dtypes, precision, initializers,
@@ -47,7 +47,8 @@ class Block(nn.Module):
         checkpoints: 1e-5).
       mlp_bias: whether the MLP has biases (default: as the output projection of self-attention).
       branch_norm: whether what a branch gives is normed (Gemma 2; without `pre_norm`, OLMo 2).
-      parallel: whether the branches stand side by side (GPT-J, ViT-22B).
+      parallel: whether the branches stand side by side, given x by one norm (GPT-J, ViT-22B), or,
+        by "own_norms", each by its own (GPT-NeoX).
       layer_scale: the initial value of a learned scale [D] of what each branch gives (CaiT,
         DINOv2); None for no scale.
 
@@ -67,7 +68,7 @@ class Block(nn.Module):
     norm_epsilon: float = 1e-6
     mlp_bias: bool | None = None
     branch_norm: bool = False
-    parallel: bool = False
+    parallel: bool | Literal["own_norms"] = False
     layer_scale: float | None = None
 
     @property
@@ -77,12 +78,15 @@ class Block(nn.Module):
 
     @mesh_axes.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls, return_kv: bool) -> Any:
-        """The attention layers and the MLP in turn; `calls` holds each layer's arguments.
-
-        With `return_kv` also what self-attention gives by that.
-        """
+        """The attention layers, by the arguments of each, and the MLP; `return_kv` as in calls."""
         inputs.fields(self)
         shapes.check_features("x", x)
+        own_norms = self.parallel == "own_norms" and self.pre_norm
+        if not (own_norms or isinstance(self.parallel, bool)):
+            raise ValueError(
+                f"parallel must be True or False, or where pre_norm is on 'own_norms', got "
+                f"{inputs.came(self.parallel)}"
+            )
         if inputs.flag("return_kv", return_kv):
             calls["attention"]["return_kv"] = True
 
@@ -128,15 +132,17 @@ class Block(nn.Module):
         x = sharding.constrain(x, ("batch", "norm_length", None))
         each = [[row] for row in branches.items()]
         for together in [[*branches.items()]] if self.parallel else each:
-            norm = f"{together[0][0]}_norm"
-            given = self.make_norm(norm)(x) if self.pre_norm else x
+            first, given, before = f"{together[0][0]}_norm", x, x
             for name, branch in together:
+                norm = f"{name}_norm"
+                if self.pre_norm and (norm == first or self.parallel == "own_norms"):
+                    given = self.make_norm(norm)(before)
                 y = branch(given)
                 if calls.get(name, {}).get("return_kv"):
                     y, kv = y
                 x = x + self._added(name, y, x.shape, deterministic)
             if self.post_norm:
-                x = self.make_norm(norm)(x)
+                x = self.make_norm(first)(x)
             x = sharding.constrain(x, ("batch", "norm_length", None))
         return x, kv
 

@@ -64,6 +64,7 @@ LAYERS = [
         "interop.bert",
         "interop.dino",
         "interop.gpt2",
+        "interop.gpt_neox",
         "interop.llama",
         "interop.t5",
         "interop.whisper",

@@ -47,7 +47,7 @@ def test_biases_of_the_mlp_apart(mlp_bias: bool) -> None:
     assert error(run(module, params, X), oracle.encoder_block(params["params"], X)) < OUTPUT
 
 
-def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_side: bool) -> Any:
+def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_side: Any) -> Any:
     """A block of every placing of its norms, in float64."""
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
@@ -60,17 +60,20 @@ def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_s
 
     x = float64(x)
     for together in [("attention", "mlp")] if side_by_side else [("attention",), ("mlp",)]:
-        given = norm(f"{together[0]}_norm", x) if pre else x
-        x = x + sum(added(name, given) for name in together)
+        norms = together if side_by_side == "own_norms" else together[:1] * len(together)
+        given = [norm(f"{name}_norm", x) if pre else x for name in norms]
+        x = x + sum(map(added, together, given))
         x = x if pre or branch else norm(f"{together[0]}_norm", x)
     return x
 
 
 @pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("pre", [True, False])
 @pytest.mark.parametrize("branch", [True, False])
-@pytest.mark.parametrize("side_by_side", [True, False])
-def test_where_norms_stand(pre: bool, branch: bool, side_by_side: bool) -> None:
+@pytest.mark.parametrize(
+    ("pre", "side_by_side"),
+    [(True, True), (True, False), (True, "own_norms"), (False, True), (False, False)],
+)
+def test_where_norms_stand(pre: bool, branch: bool, side_by_side: Any) -> None:
     module = block(pre_norm=pre, branch_norm=branch, parallel=side_by_side, layer_scale=0.5)
     params = parameters(module, X)
     expected = by_formula(params["params"], X, pre, branch, side_by_side)
@@ -123,6 +126,8 @@ def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> No
         ({"norm": nn.LayerNorm}, "norm must be one of"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),
         ({"parallel": None}, "parallel must be True or False"),
+        ({"parallel": "own"}, "or where pre_norm is on 'own_norms', got 'own' of str"),
+        ({"parallel": "own_norms", "pre_norm": False}, "or where pre_norm is on"),
     ],
 )
 def test_what_options_refuse(fields: dict[str, Any], words: str) -> None:

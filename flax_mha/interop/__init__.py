@@ -22,7 +22,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha import inputs
-from flax_mha.interop import bert, dino, files, gpt2, llama, t5, vit, whisper
+from flax_mha.interop import bert, dino, files, gpt2, gpt_neox, llama, t5, vit, whisper
 from flax_mha.interop.config import Config
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
@@ -32,7 +32,7 @@ from flax_mha.interop.torch_layers import to_torch as to_torch
 # By `model_type` of a config.
 FAMILIES: dict[str, Callable[[Config], Family]] = {
     "bert": bert.bert, "roberta": bert.bert, "distilbert": bert.distilbert,
-    "gpt2": gpt2.gpt2,
+    "gpt2": gpt2.gpt2, "gpt_neox": gpt_neox.gpt_neox,
     "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
     "gemma2": llama.gemma, "gemma3_text": llama.gemma,
     "t5": t5.t5,

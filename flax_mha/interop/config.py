@@ -9,8 +9,8 @@ from flax_mha.positions import Rotary
 Config: TypeAlias = Mapping[str, Any]
 
 ACTIVATIONS = {
-    "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu",
-    "quick_gelu": "quick_gelu", "silu": "silu",
+    "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
+    "relu": "relu", "quick_gelu": "quick_gelu", "silu": "silu",
 }  # fmt: skip
 
 

@@ -70,6 +70,8 @@ class Row(NamedTuple):
       ours: the path of our parameter, or those of several that lie in it one after another.
       axes: how each lies.
       split: the axis of the tensor on which several lie.
+      heads: how many heads, if several lie one after another within each: the tensor's first axis
+        is then two, that of heads and axis 1, on which they are split.
       part: from where to where it reaches on the first axis of ours, if several tensors, in rows
         one after another, make up that (default: it is all of it).
     """
@@ -78,6 +80,7 @@ class Row(NamedTuple):
     ours: str | tuple[str, ...]
     axes: Axes = SAME
     split: int = 0
+    heads: int | None = None
     part: tuple[int, int] | None = None
 
     @property
@@ -88,6 +91,17 @@ class Row(NamedTuple):
     def shape(self, ours: Shape) -> Shape:
         """The shape of its part of a parameter of ours, whose whole shape is given."""
         return ours if self.part is None else (self.part[1] - self.part[0], *ours[1:])
+
+    def apart(self, x: np.ndarray) -> list[np.ndarray]:
+        """What lies in a tensor, one for each path."""
+        if self.heads is not None:
+            x = x.reshape(self.heads, -1, *x.shape[1:])
+        return np.split(x, len(self.paths), self.split) if len(self.paths) > 1 else [x]
+
+    def together(self, parts: list[np.ndarray]) -> np.ndarray:
+        """The tensor in which they lie."""
+        x = np.concatenate(parts, self.split) if len(parts) > 1 else parts[0]
+        return x if self.heads is None else x.reshape(-1, *x.shape[2:])
 
     def cut(self, x: np.ndarray) -> np.ndarray:
         """Its part of a parameter of ours."""
@@ -161,8 +175,7 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
         if x.shape != expected:
             wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
-        parts = np.split(x, len(row.paths), row.split) if len(row.paths) > 1 else [x]
-        for path, part, shape in zip(row.paths, parts, shapes, strict=True):
+        for path, part, shape in zip(row.paths, row.apart(x), shapes, strict=True):
             found.setdefault(path, []).append(row.axes.ours(part, shape))
     if wrong:
         raise ValueError(
@@ -187,15 +200,13 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
     found = {}
     for row in family.rows:
         parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
-        whole = np.concatenate(parts, row.split) if len(parts) > 1 else parts[0]
-        found[row.theirs] = np.asarray(whole, order="C")
+        found[row.theirs] = np.asarray(row.together(parts), order="C")
     return found
 
 
 def _shape(row: Row, ours: list[Shape]) -> Shape:
     """That of a tensor, by those of ours."""
-    parts = [row.axes.theirs(np.empty(shape, np.bool_)) for shape in ours]
-    return (np.concatenate(parts, row.split) if len(parts) > 1 else parts[0]).shape
+    return row.together([row.axes.theirs(np.empty(shape, np.bool_)) for shape in ours]).shape
 
 
 def _matrix(x: Any, inputs: int) -> Any:

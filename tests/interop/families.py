@@ -90,6 +90,14 @@ CASES = {
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1,
         eos_token_id=2,
     )),
+    "gpt-neox": text(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(
+        **TEXT, rope_parameters={
+            "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5
+        },
+    )),
+    "gpt-neox in turn": text(hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(
+        **TEXT, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"
+    )),
     "t5": Case(
         hf.T5ForConditionalGeneration, hf.T5Config(**T5),
         {"input_ids": IDS, "decoder_input_ids": IDS[:, :7]}, (IDS, IDS[:, :7]),
