@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 torch = pytest.importorskip("torch", reason="needs the extra families")
 pytest.importorskip("transformers", reason="needs the extra families")
@@ -38,6 +39,13 @@ def run(theirs: Any, given: dict[str, Any]) -> Any:
                       output_hidden_states=True)  # fmt: skip
 
 
+def outputs(want: Any) -> tuple[Any, ...]:
+    """What theirs gives, in the order of ours."""
+    if hasattr(want, "logits_per_image"):
+        return want.image_embeds, want.text_embeds, want.logits_per_image
+    return (want.logits if hasattr(want, "logits") else want.last_hidden_state,)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_hidden_state(name: str) -> None:
     theirs, module, variables = pair(name)
@@ -49,13 +57,8 @@ def test_every_hidden_state(name: str) -> None:
     got, seen = module.apply(
         variables, *CASES[name].ours, capture_intermediates=is_block, mutable="intermediates"
     )
-    if isinstance(got, tuple):
-        wanted = (want.image_embeds, want.text_embeds, want.logits_per_image)
-    elif hasattr(want, "logits"):
-        got, wanted = (got,), (want.logits,)
-    else:
-        got, wanted = (got,), (want.last_hidden_state,)
-    for ours, expected in zip(got, wanted, strict=True):
+    got = got if isinstance(got, tuple) else (got,)
+    for ours, expected in zip(got, outputs(want), strict=True):
         assert error(ours, expected.numpy()) < 1e-5
     blocks = [x[0] for x in jax.tree.leaves(seen, is_leaf=lambda x: isinstance(x, tuple))]
     states: list[Any] = []
@@ -88,6 +91,44 @@ def test_gradients_of_the_input(name: str) -> None:
 
     got = jax.jit(jax.grad(loss))(variables)["params"]["embedding"]["table"]["embedding"]
     assert error(got, want.numpy()) < 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TEXTS])
+def test_gradients_of_images_sound_and_words(name: str) -> None:
+    """Of numbers that go in, and of the tables of tokens, if there are some."""
+    theirs, module, variables = pair(name)
+    given = {key: torch.tensor(x) for key, x in CASES[name].given.items()}
+    tables = ("token_embedding.weight", "shared.weight", "embed_tokens.weight")
+    asked = [p for key, p in theirs.named_parameters() if key.endswith(tables)]
+    asked += [x.requires_grad_() for x in given.values() if x.is_floating_point()]
+    out = outputs(theirs(**given))
+    rng = np.random.default_rng(1)
+    cotangents = [rng.normal(size=x.shape).astype(np.float32) for x in out]
+    wanted = torch.autograd.grad(out, asked, [torch.tensor(x) for x in cotangents])
+
+    flat = flatten_dict(variables["params"], sep="/")
+    path = [
+        x
+        for x in flat
+        if x.endswith("table/embedding") and not x.startswith(("head", "decoder/head"))
+    ]
+    at = [i for i, x in enumerate(CASES[name].ours) if x.dtype == np.float32]
+
+    def loss(found: Any) -> jax.Array:
+        params = unflatten_dict(flat | dict(zip(path, found, strict=False)), sep="/")
+        inputs = list(CASES[name].ours)
+        for i, x in zip(at, found[len(path) :], strict=True):
+            inputs[i] = x
+        got = module.apply({"params": params}, *inputs)
+        got = got if isinstance(got, tuple) else (got,)
+        return sum(jnp.vdot(x, y) for x, y in zip(got, cotangents, strict=True))
+
+    found = jax.jit(jax.grad(loss))([flat[x] for x in path] + [CASES[name].ours[i] for i in at])
+    assert len(found) == len(wanted) > 0
+    for ours, want in zip(found, wanted, strict=True):
+        # Theirs has channels first.
+        want = want.movedim(1, -1) if want.ndim > 2 else want
+        assert error(ours, want.numpy()) < 1e-4
 
 
 @pytest.mark.parametrize("name", [x for x in TEXTS if isinstance(pair(x)[1], LanguageModel)])
