@@ -58,7 +58,9 @@ def sinusoidal(
     inputs.positive(features=features)
     if isinstance(positions, int):
         at = jnp.arange(inputs.integer("positions", positions))
-    elif jnp.issubdtype(getattr(positions, "dtype", int), jnp.floating):
+    elif isinstance(positions, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
+        positions.dtype, jnp.floating
+    ):
         at = jnp.asarray(positions)
     else:
         at = jnp.asarray(inputs.integers("positions", positions))
