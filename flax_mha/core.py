@@ -1,3 +1,4 @@
+# Over 300 lines: half of them say what arguments and results mean.
 """The layer as functions of arrays: project → norm → position → cache → kernel → merge.
 
 There are no modules here, of linen or of nnx: weights are a tree, settings a frozen dataclass, and

@@ -23,7 +23,7 @@ class Model(NamedTuple):
       norm: of queries and keys, (params, x) -> x.
       after: whether the norm follows the rotation.
       turn: the rotation, (x [T, ·, H], positions [T]) -> x.
-      score: functions of the scores in turn, (params, s [N, T, T], j − i) -> s.
+      score: functions of the scores in turn, (params, s [N, T, T], j − i, q [T, N, H], k) -> s.
       weigh: "softmax", "sigmoid" or "softpick".
       keys: how many keys a sigmoid's share is of.
       allowed: whether i sees j, of arrays that broadcast.
@@ -59,7 +59,7 @@ def layer(params: Any, x: Array, model: Model) -> Array:
     s = np.einsum("tnh,snh->nts", q, k) * scale
     i, j = np.arange(T)[:, None], np.arange(T)
     for change in model.score:
-        s = change(params, s, j - i)
+        s = change(params, s, j - i, q, k)
     allowed = np.ones((T, T), bool)
     for rule in model.allowed:
         allowed = allowed & rule(i, j)

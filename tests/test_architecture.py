@@ -50,7 +50,10 @@ LAYERS = [
     {"core"},
     {"attention", "nnx", "mlp", "embeddings"},
     {
-        "variants.latent", "variants.differential", "variants.forgetting", "variants.talking",
+        "variants.latent",
+        "variants.differential",
+        "variants.forgetting",
+        "variants.talking",
         "variants.chosen",
     },
     {"variants"},

@@ -22,11 +22,11 @@ from flax_mha import (
     MultiHeadAttention,
     QKNorm,
     masks,
+    variants,
 )
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from flax_mha.variants import DifferentialAttention, MultiHeadLatentAttention
 from tests.decoded import decoded, greedy
 from tests.oracle import error, random_like
 
@@ -172,8 +172,11 @@ def in_a_ring() -> Any:
 
 
 PAIR = (np.ones((2, T, 2, 4), np.float32),) * 2
-WIDE = {"kind": DifferentialAttention}
-LATENT = {"kind": MultiHeadLatentAttention, "rotary": Rotary(), "rope_dim": 2}
+VARIANTS: dict[Any, dict[str, Any]] = {
+    variants.DifferentialAttention: {}, variants.ForgettingAttention: {},
+    variants.TalkingHeadsAttention: {}, variants.ChosenBlocksAttention: {},
+    variants.MultiHeadLatentAttention: {"rotary": Rotary(), "rope_dim": 2},
+}  # fmt: skip
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "length": (lambda: initialized(Encoder(3, blocks(EncoderBlock), kv_from=(None, 0))),
                ValueError, r"for each of the 3 layers, got \(None, 0\)"),
@@ -205,12 +208,6 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
               "order must be given to both layers"),
     "flag": (lambda: take(None, call={"return_kv": 1}), TypeError, "return_kv must be True or F"),
     "a ring": (lambda: in_a_ring(), ValueError, r"ring buffer with a window of 2, .* at most 2"),
-    "differential takes": (lambda: take(PAIR, **WIDE), ValueError, "got inputs_k or kv"),
-    "differential gives": (lambda: take(None, call={"return_kv": True}, **WIDE), ValueError,
-                           "this layer has no keys and values that others could attend to"),
-    "latent takes": (lambda: take(PAIR, **LATENT), ValueError, "got inputs_k or kv"),
-    "latent gives": (lambda: take(None, call={"return_kv": True}, **LATENT), ValueError,
-                     "this layer has no keys and values that others could attend to"),
     "torch": (lambda: flax_mha.interop.to_torch(
         Encoder(2, blocks(EncoderBlock)[0], kv_from=(None, 0)), {}
     ), ValueError, r"torch.nn has no Stack with kv_from, got \(None, 0\)"),
@@ -225,3 +222,13 @@ def test_what_does_not_fit(name: str) -> None:
     make, kind, words = WRONG[name]
     with pytest.raises(kind, match=words):
         make()
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_variants_neither_take_nor_give(kind: Any) -> None:
+    fields = VARIANTS[kind] | {"kind": kind}
+    with pytest.raises(ValueError, match=r"got (inputs_k or )?kv; leave it out"):
+        take(PAIR, **fields)
+    if kind is not variants.ChosenBlocksAttention:  # Whose keys and values are those of any layer.
+        with pytest.raises(ValueError, match="no keys and values that others could attend to"):
+            take(None, call={"return_kv": True}, **fields)

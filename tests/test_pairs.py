@@ -4,9 +4,7 @@ In a stack of two blocks: outputs of all real tokens, and the gradient of parame
 along one direction, against the difference quotient of the float64 model.
 """
 
-import types
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -15,117 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, QKNorm, masks, sharding
-from flax_mha.positions import Axial, Interpolation, Llama3, MRope, Ntk, Rotary, Yarn
-from flax_mha.scores import Alibi, RelativeBias, SoftCap
+from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, masks, sharding
+from flax_mha.positions import Rotary
 from tests import layer_model, oracle
-from tests.algebra import near
 from tests.kernels.cases import covering
-from tests.kernels.problems import bucket_of
 from tests.layer_model import Model
+from tests.layer_parts import BASE, PARTS, H, N, T, angles
 from tests.oracle import float64, random_like
-from tests.test_rope_scaling import llama, theta, yarn
+from tests.test_rope_scaling import theta
 
-N, H, D, T = 8, 8, 16, 12
+D = 16
 KEY = jax.random.key(0)
 X = np.random.default_rng(1).normal(size=(2, T, D)).astype(np.float32)
 # Of each row the tokens that are real; in decoding the first step has 7 slots, 5 of them filled.
 REAL = {"whole": (12, 5), "steps": (7, 5)}
-BASE = 50.0
 ERROR = {"float32": 5e-6, "bfloat16": 3e-2}
 
-
-def angles(of: Any, size: float = 1.0) -> Any:
-    """The rotation whose pair c turns by of(c) at each position."""
-
-    def turn(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        first, second = np.split(x, 2, -1)
-        angle = positions[:, None] * np.array([of(c) for c in range(H // 2)])
-        z = size * (first + 1j * second) * np.exp(1j * angle)[:, None]
-        return np.concatenate([z.real, z.imag], -1)
-
-    return turn
-
-
-def on_lattice(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The first half of the pairs by the row, the second by the column, of a lattice of 3·4."""
-    angle = np.stack([positions // 4, positions % 4], -1)[..., None] / BASE ** (np.arange(2) / 2)
-    first, second = np.split(x, 2, -1)
-    z = (first + 1j * second) * np.exp(1j * angle.reshape(len(positions), 1, -1))
-    return np.concatenate([z.real, z.imag], -1)
-
-
-def document(i: np.ndarray) -> np.ndarray:
-    """Which of three a token is of: of 3 and 5 tokens, and the rest."""
-    return (i >= 3).astype(int) + (i >= 8)
-
-
-def normed(name: str, epsilon: float) -> Any:
-    """A norm of oracle, with a scale or without."""
-    function = getattr(oracle, name)
-    return lambda params, x: function(params or {"scale": np.ones(H)}, x, epsilon)
-
-
-class Part(NamedTuple):
-    """Fields of the layer, and the same of the model."""
-
-    fields: dict[str, Any]
-    model: Mapping[str, Any] = types.MappingProxyType({})
-
-
-def rotary(scaling: Any, of: Any, size: float = 1.0) -> Part:
-    return Part({"rotary": Rotary(BASE, scaling=scaling)}, {"turn": angles(of, size)})
-
-
-def masked(mask: Any, allowed: Any) -> Part:
-    return Part({"mask": masks.Causal() & mask}, {"allowed": (allowed,)})
-
-
-PARTS: dict[str, Part] = {
-    "a number as scale": Part({"scale": 0.2}, {"scale": 0.2}),
-    "a learned scale": Part({"scale": "learned"}),
-    "RMSNorm": Part({"qk_norm": QKNorm()}, {"norm": normed("rms_norm", 1e-6)}),
-    "LayerNorm after rotary": Part(
-        {"qk_norm": QKNorm("layernorm", after_rotary=True, epsilon=0.1)},
-        {"norm": normed("layer_norm", 0.1), "after": True},
-    ),
-    "a norm without scale": Part(
-        {"qk_norm": QKNorm(scale=False)}, {"norm": normed("rms_norm", 1e-6)}
-    ),
-    "a gate of heads": Part({"gate": "head"}),
-    "a gate of features": Part({"gate": "feature"}),
-    "some biases": Part({"use_bias": ("query", "value", "out")}),
-    "wide values": Part({"v_head_dim": 10}),
-    "sinks": Part({"sinks": True}),
-    "sigmoid": Part({"normalizer": "sigmoid"}, {"weigh": "sigmoid", "keys": T}),
-    "softpick": Part({"normalizer": "softpick"}, {"weigh": "softpick"}),
-    "a soft cap": Part(
-        {"scores": (SoftCap(2.0),)}, {"score": (lambda _, s, __: 2 * np.tanh(s / 2),)}
-    ),
-    "ALiBi": Part(
-        {"scores": (Alibi(),)},
-        {"score": (lambda _, s, d: s - 2.0 ** -np.arange(1, 9)[:, None, None] * np.abs(d),)},
-    ),
-    "T5's bias": Part(
-        {"scores": (RelativeBias(),)},
-        {"score": (lambda params, s, d: s + params["relative_bias"][:, bucket_of(d)],)},
-    ),
-    "interpolation": rotary(Interpolation(4.0), lambda c: theta(c, BASE, H) / 4),
-    "NTK": rotary(Ntk(8.0), lambda c: theta(c, BASE * 8 ** (H / (H - 2)), H)),
-    "YaRN": rotary(
-        Yarn(16.0, 64, 8.0), lambda c: yarn(c, BASE, 16, 64, 8, 1, H), 0.1 * np.log(16) + 1
-    ),
-    "Llama 3.1": rotary(Llama3(8.0, 64), lambda c: llama(c, BASE, 8, 64, H)),
-    "axial": Part({"rotary": Axial((3, 4), BASE)}, {"turn": on_lattice}),
-    "sections": Part(
-        {"rotary": MRope((1, 1, 2), BASE)}, {"turn": angles(lambda c: theta(c, BASE, H))}
-    ),
-    "neighborhood": masked(
-        masks.Neighborhood((3, 4), (2, 3)), np.vectorize(partial(near, (3, 4), (2, 3)))
-    ),
-    "dilated": masked(masks.Dilated(2), lambda i, j: (i - j) % 2 == 0),
-    "documents": masked(masks.Documents(np.array([3, 5])), lambda i, j: document(i) == document(j)),
-}  # fmt: skip
 
 FACTORS = {
     "part": tuple(PARTS),
@@ -246,6 +149,7 @@ def trained(
 PAIRS = [Pair(*row) for row in covering(FACTORS, (2,))]
 
 
+@jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.refused], ids=str)
 def test_what_a_kernel_has_not_it_refuses_by_name(pair: Pair) -> None:
     with pytest.raises(ValueError, match=f"'blockwise' can't run .* normalizer='{pair.part}'"):

@@ -21,7 +21,7 @@ OUTPUT = 5e-6
 def page() -> Scope:
     """The variables that the page's code leaves."""
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 11
+    assert len(blocks) == 13
     scope: Scope = {"__name__": "recipes"}
     # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
     with jax.default_prng_impl("unsafe_rbg"):

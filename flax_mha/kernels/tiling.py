@@ -1,3 +1,4 @@
+# Over 300 lines: short functions, each of which says what shapes it takes and gives.
 """The arrays of a call laid out in tiles, and where each of them is."""
 
 import math

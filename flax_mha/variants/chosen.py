@@ -85,7 +85,9 @@ class ChosenBlocksAttention(MultiHeadAttention):
     def _check(self, x_q: jax.Array, x_k: Any, x_v: Any, call: Call, cache: Any) -> None:
         inputs.positive(block=self.block, count=self.count, query_block=self.query_block)
         if x_k is not x_q or x_v is not x_q:
-            raise ValueError("blocks are chosen in self-attention, got inputs_k; leave it out")
+            raise ValueError(
+                "blocks are chosen in self-attention, got inputs_k or kv; leave it out"
+            )
         if self.share and isinstance(self.scale, str):
             raise ValueError(f"share has a number for scale, got {self.scale!r}")
         if call.order is not None:

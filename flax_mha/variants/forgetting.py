@@ -46,7 +46,9 @@ class ForgettingAttention(MultiHeadAttention):
         """See `MultiHeadAttention.compute`."""
         without_vectors("forgetting attention", settings.scores, call.scores)
         if x_k is not x_q or x_v is not x_q:
-            raise ValueError("forgetting attention is self-attention, got inputs_k; leave it out")
+            raise ValueError(
+                "forgetting attention is self-attention, got inputs_k or kv; leave it out"
+            )
         if self.attention_fn:
             raise ValueError("forgetting attention has no attention_fn, got one; leave it out")
         weights = self.weights(x_q, x_q, x_q)
@@ -65,14 +67,15 @@ class ForgettingAttention(MultiHeadAttention):
             # As many features as the keys, 0 where those have c.
             q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
             more["kernel"] = _Kernel(c)
-            return core.attend(weights, settings, q, kept, v, call, cache, gate=gate, **more)
+            found = core.attend(weights, settings, q, kept, v, call, cache, gate=gate, **more)
+            return found._replace(kv=None)
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
         found = core.attend(weights, settings, q, k, v, call, None, gate=gate, order=order, **more)
         if isinstance(cache, CacheConfig):
             _check_dtype(cache.dtype or k.dtype)
             cache = cache.empty(kept, v, self.mask)
-        return found._replace(cache=cache)
+        return found._replace(cache=cache, kv=None)
 
 
 class _Forget(ScoreMod):

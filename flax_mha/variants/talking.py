@@ -13,6 +13,7 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.core import Call, Settings
 from flax_mha.kernels import dot_product_attention
 from flax_mha.scores.base import without_vectors
+from flax_mha.shared import Shared
 
 
 class TalkingHeadsAttention(MultiHeadAttention):
@@ -40,6 +41,8 @@ class TalkingHeadsAttention(MultiHeadAttention):
         without_vectors("talking-heads attention", settings.scores, call.scores)
         if self.attention_fn:
             raise ValueError("talking-heads attention has no attention_fn, got one; leave it out")
+        if isinstance(cache, Shared):
+            raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         if isinstance(self.scale, str):
             raise ValueError(f"talking-heads attention has a number for scale, got {self.scale!r}")
         weights = self.weights(x_q, x_k, x_v)
@@ -54,10 +57,12 @@ class TalkingHeadsAttention(MultiHeadAttention):
             for x in (found.k, found.v)
         )
         more["kernel"] = _Mixed(self._mixing("mix_weights"), K, self.precision)
-        return core.attend(
+        attended = core.attend(
             weights, settings, q, k, v, call, cache, gate=found.gate, order=found.order,
             itself=x_k is x_q, **more,
         )  # fmt: skip
+        # They are in the form of this layer alone.
+        return attended._replace(kv=None)
 
     def _mixing(self, name: str) -> jax.Array:
         """From each head to each."""
