@@ -46,12 +46,16 @@ T5 = {
 
 
 class Case(NamedTuple):
-    """A model: its class, its config, and what it is given, there and here."""
+    """A model: its class, its config, and what it is given, there and here.
+
+    Its parameters are loaded, or where no table has it copied, by_hand(tensors).
+    """
 
     model: Any
     config: Any
     given: dict[str, Any]
     ours: tuple[Any, ...]
+    by_hand: Any = None
 
 
 def text(model: Any, config: Any) -> Case:

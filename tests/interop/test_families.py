@@ -16,17 +16,22 @@ pytest.importorskip("transformers", reason="needs the extra families")
 from flax_mha import generate, interop  # noqa: E402
 from flax_mha.blocks import Block  # noqa: E402
 from flax_mha.models import LanguageModel  # noqa: E402
+from tests.interop import by_hand  # noqa: E402
 from tests.interop.families import CASES, IDS, make  # noqa: E402
 from tests.oracle import error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-TEXTS = [name for name, case in CASES.items() if case.ours[0] is IDS and len(case.ours) == 1]
+ALL = CASES | by_hand.CASES
+TEXTS = [name for name, case in ALL.items() if case.ours[0] is IDS and len(case.ours) == 1]
 
 
 @functools.cache
 def pair(name: str) -> tuple[Any, Any, Any]:
     """Theirs, and our module with its variables."""
-    theirs = make(CASES[name])
+    theirs = make(ALL[name])
+    if (copied := ALL[name].by_hand) is not None:
+        tensors = {key: x.numpy() for key, x in theirs.state_dict().items()}
+        return theirs, *copied(tensors)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         module, variables = interop.load(folder)
@@ -46,16 +51,16 @@ def outputs(want: Any) -> tuple[Any, ...]:
     return (want.logits if hasattr(want, "logits") else want.last_hidden_state,)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL)
 def test_every_hidden_state(name: str) -> None:
     theirs, module, variables = pair(name)
-    want = run(theirs, CASES[name].given)
+    want = run(theirs, ALL[name].given)
 
     def is_block(module: Any, method: str) -> bool:
         return isinstance(module, Block) and method == "__call__"
 
     got, seen = module.apply(
-        variables, *CASES[name].ours, capture_intermediates=is_block, mutable="intermediates"
+        variables, *ALL[name].ours, capture_intermediates=is_block, mutable="intermediates"
     )
     got = got if isinstance(got, tuple) else (got,)
     for ours, expected in zip(got, outputs(want), strict=True):
@@ -71,7 +76,7 @@ def test_every_hidden_state(name: str) -> None:
     assert blocks
     assert len(states) == len(blocks)
     close = sum(any(x.shape == y.shape and error(x, y) < 1e-5 for y in states) for x in blocks)
-    stacks = 2 if len(CASES[name].ours) > 1 else 1
+    stacks = 2 if len(ALL[name].ours) > 1 else 1
     normed = module.__class__.__name__ in ("LanguageModel", "Translator", "Whisper")
     assert close >= len(blocks) - (stacks if normed else 0)
 
