@@ -132,3 +132,9 @@ def test_without_a_module_it_needs_its_table() -> None:
         MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
     with pytest.raises(ValueError, match="buckets must be at least 1, got 0"):
         MultiHeadAttention(N, scores=(RelativeBias(buckets=0),)).init(KEY, X)
+
+
+def test_a_cap_beyond_int32() -> None:
+    q = jax.random.normal(KEY, (1, 3, N, 4))
+    capped = flax_mha.dot_product_attention(q, q, q, scores=(SoftCap(2**31),))
+    np.testing.assert_allclose(capped, flax_mha.dot_product_attention(q, q, q), atol=1e-6)

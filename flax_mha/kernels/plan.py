@@ -121,9 +121,10 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
-    grain = finest(spec.mask)
+    grain, fine = finest(spec.mask), None
     if grain is not None:
-        plans.insert(0, Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S)))
+        fine = Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S))
+        plans.insert(0, fine)
     for plan in plans:
         verdict = ask(spec, at, plan)
         if not isinstance(verdict, np.ndarray):
@@ -131,7 +132,9 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
             return plan, tables_of(verdict)
         stripes = _stripes(plan, verdict)
         choices.append((_cost_of_stripes(plan, stripes), plan._replace(stripes=stripes), verdict))
-        choices.append((_cost_of_tiles(plan, verdict), plan, verdict))
+        # Small tiles, those of a mask's blocks, are dear by their size alone.
+        visit = min(_VISIT, 2 * plan.block_q * plan.block_k) if plan is fine else _VISIT
+        choices.append((_cost_of_tiles(plan, verdict, visit), plan, verdict))
     _, plan, verdict = min(choices, key=lambda choice: choice[0])
     if plan.stripes:
         return plan, None
@@ -224,7 +227,7 @@ def _cost_of_stripes(plan: Plan, stripes: tuple[Stripe, ...]) -> float:
     return cost
 
 
-def _cost_of_tiles(plan: Plan, verdict: np.ndarray) -> float:
+def _cost_of_tiles(plan: Plan, verdict: np.ndarray, visit: int) -> float:
     full, partial = ((verdict == kind).mean() * plan.nq * plan.nk for kind in (FULL, PARTIAL))
-    scores = plan.block_q * plan.block_k
-    return full * scores + partial * _MASKED * scores + (full + partial) * min(_VISIT, 2 * scores)
+    scores = plan.block_q * plan.block_k * (full + partial * _MASKED)
+    return scores + (full + partial) * visit

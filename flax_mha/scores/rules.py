@@ -47,9 +47,10 @@ class SoftCap(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
-        if not inputs.number("SoftCap.cap", self.cap) > 0:
+        cap = inputs.number("SoftCap.cap", self.cap)
+        if not cap > 0:
             raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
-        return self
+        return self.replace(cap=cap)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""
