@@ -73,6 +73,8 @@ LAYERS = [
         "interop.whisper",
     },
     {"interop.swapping", "interop.torch_layers", "interop.vit"},
+    {"interop.libraries"},
+    {"interop.timm"},
     {"interop"},
     {""},
 ]

@@ -3,6 +3,7 @@
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
 >>> interop.save(config, variables, "path/to/mine")
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
+>>> module, variables = interop.from_layer(arrays, num_heads=8)  # of Keras, Haiku, timm …
 >>> fast = interop.swap(model)  # of Flax's attention layers: ours in their place
 
 A folder is `config.json` and safetensors. A family is a table, see `flax_mha.interop.table`: which
@@ -22,8 +23,11 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha import inputs
-from flax_mha.interop import bert, dino, files, gpt2, gpt_neox, llama, t5, vit, whisper
+from flax_mha.interop import bert, dino, files, gpt2, gpt_neox, llama, t5, timm, vit, whisper
 from flax_mha.interop.config import Config
+from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
+from flax_mha.interop.libraries import from_layer as from_layer
+from flax_mha.interop.libraries import to_layer as to_layer
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
 from flax_mha.interop.torch_layers import from_torch as from_torch
@@ -37,6 +41,7 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
     "gemma2": llama.gemma, "gemma3_text": llama.gemma,
     "t5": t5.t5,
     "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,
+    "timm_vit": timm.timm_vit,
     "clip": vit.clip, "siglip": vit.siglip,
     "whisper": whisper.whisper,
 }  # fmt: skip

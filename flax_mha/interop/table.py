@@ -144,7 +144,7 @@ class Family(NamedTuple):
             stem, _, leaf = name.rpartition(".")
             new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
             bare = new.removeprefix(self.prefix)
-            own = next((n for n in (new, bare, self.prefix + new) if n in known), None)
+            own = next((n for n in (name, new, bare, self.prefix + new) if n in known), None)
             if own is not None and own not in found:
                 found[own] = x
             elif own is not None:

@@ -31,8 +31,8 @@ from flax_mha.stacks import Decoder, Encoder, Stack
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
 _OWN = ("query", "key", "value")
-# What the layers of torch.nn can't do: each field must be as it is by default.
-_LAYER = (
+# What the layers of torch.nn and other libraries can't do: each field must be as it is by default.
+LAYER = (
     "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
     "attention_fn", "project_out",
 )  # fmt: skip
@@ -67,7 +67,7 @@ def from_torch(
         trace in it, and must not be set.
     """
     inputs.positive(num_heads=num_heads)
-    tensors = {name: _array(x) for name, x in state_dict.items()}
+    tensors = {name: array(x) for name, x in state_dict.items()}
     stack = "layers.0.self_attn.out_proj.weight" in tensors
     first = "layers.0." if stack else ""
     block = f"{first}self_attn.out_proj.weight" in tensors
@@ -155,27 +155,27 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
 def _check(module: Any) -> None:
     """Refuses what torch.nn would compute otherwise."""
     if isinstance(module, Stack):
-        _default(module, Stack, _STACK)
+        default(module, Stack, _STACK)
         if not isinstance(module.block, Block):
             raise ValueError("torch.nn has stacks of one block; got several in turn")
         _check(module.block)
     elif isinstance(module, Block):
-        _default(module, Block, _BLOCK)
+        default(module, Block, _BLOCK)
         if module.norm != "layernorm" and not isinstance(module.norm, nn.LayerNorm):
             raise ValueError(f"torch.nn has blocks with LayerNorm alone, got norm={module.norm!r}")
         _check(module.attention)
         if isinstance(module, DecoderBlock) and module.cross_attention is not None:
             _check(module.cross_attention)
     else:
-        _default(module, MultiHeadAttention, _LAYER)
+        default(module, MultiHeadAttention, LAYER)
 
 
-def _default(module: Any, kind: Any, names: tuple[str, ...]) -> None:
-    """Those fields must be as they are by default."""
+def default(module: Any, kind: Any, names: tuple[str, ...], library: str = "torch.nn") -> None:
+    """Those fields must be as they are by default, for the library has no others."""
     for name in names:
         if getattr(module, name) != getattr(kind, name):
             raise ValueError(
-                f"torch.nn has no {kind.__name__} with {name}, got {getattr(module, name)!r}"
+                f"{library} has no {kind.__name__} with {name}, got {getattr(module, name)!r}"
             )
 
 
@@ -219,7 +219,7 @@ def _block(block: Block, theirs: str, ours: str) -> list[Row]:
     return rows + linear(f"{theirs}linear2", f"{ours}mlp/down", bias)
 
 
-def _array(x: Any) -> np.ndarray:
+def array(x: Any) -> np.ndarray:
     """An array in its own dtype; NumPy itself has no bfloat16."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()

@@ -1,0 +1,154 @@
+"""Attention layers of other libraries as ours, and back; none of them is needed.
+
+>>> module, variables = from_layer(theirs.state_dict(), num_heads=8)
+>>> tensors = to_layer(module, variables, "x-transformers")
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from flax_mha import fields, inputs
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.interop import table
+from flax_mha.interop.table import FLAT, SAME, Axes, Family, Row, straight, transposed
+from flax_mha.interop.torch_layers import LAYER, array, default
+
+# As torch.nn has it.
+_NORM = nn.LayerNorm(1e-5)
+_OWN = ("query", "key", "value", "out")
+
+
+class Library(NamedTuple):
+    """How a library keeps an attention layer.
+
+    Attributes:
+      names: of the projections of queries, keys, values and out; one name thrice is one tensor in
+        which the three lie one after another.
+      biased: the projections that have a bias; or None if all or none have, "each" if each may.
+      leaves: what follows a name, of the kernel and of the bias.
+      kernel: how one lies, by how many axes ours has for its inputs; None as ours.
+      norm: of the LayerNorm that is part of the layer.
+    """
+
+    names: tuple[str, str, str, str]
+    biased: tuple[str, ...] | str | None = None
+    leaves: tuple[str, str] = (".weight", ".bias")
+    kernel: Callable[[int], Axes] | None = transposed
+    norm: str | None = None
+
+
+LIBRARIES = {
+    "d2l": Library(("W_q", "W_k", "W_v", "W_o")),
+    "equinox": Library(("query_proj", "key_proj", "value_proj", "output_proj"), "each"),
+    "haiku": Library(("query", "key", "value", "linear"), None, ("/w", "/b"), straight),
+    "keras": Library((*_OWN[:3], "attention_output"), None, ("/kernel", "/bias"), None),
+    "timm": Library(("qkv", "qkv", "qkv", "proj"), "each"),
+    "vit-pytorch": Library(("to_qkv", "to_qkv", "to_qkv", "to_out.0"), ("out",), norm="norm"),
+    "x-transformers": Library(("to_q", "to_k", "to_v", "to_out"), ()),
+}
+
+
+def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The module and the variables that the arrays of another library's attention layer mean.
+
+    `MultiHeadAttention` of d2l, Equinox, Haiku and Keras (and its `GroupQueryAttention`),
+    `Attention` of timm, x-transformers and vit-pytorch. The last norms its input, and is an
+    `nn.Sequential` of `nn.LayerNorm` and the layer. Dropout rates and masks are said anew.
+
+    Args:
+      tensors: by name: a state dict; Haiku's params; `{w.path: w.numpy() for w in layer.weights}`
+        of Keras; of Equinox by attributes, "query_proj.weight". What all names begin with is left
+        out.
+      num_heads: N, of queries.
+
+    Raises:
+      ValueError: if it is no such layer: one error with every tensor that is missing, surplus, as
+        of options that ours lacks, or of another shape. Options that leave no tensor must be as
+        they are by default.
+    """
+    inputs.positive(num_heads=num_heads)
+    flat = {name: array(x) for name, x in flatten_dict(dict(tensors), sep="/").items()}
+    found = [
+        (library, name.removesuffix(query))
+        for library in LIBRARIES.values()
+        for query in [library.names[0] + library.leaves[0]]
+        for name in flat
+        if f"/{name}".endswith((f".{query}", f"/{query}"))
+    ]
+    if not found:
+        raise ValueError(
+            f"from_layer takes the tensors of one attention layer of {sorted(LIBRARIES)}, got "
+            f"{sorted(flat)[:4]} …; for torch.nn there is from_torch"
+        )
+    library, start = found[0]
+    kernel, bias = library.leaves
+    names = [f"{start}{name}" for name in library.names]
+    # One that is missing is told with all others, by the table.
+    kernels = [flat.get(name + kernel, flat[names[0] + kernel]) for name in names]
+    if not all(x.size and x.ndim > 1 for x in kernels):
+        raise ValueError(f"kernels have two axes or three, got {[x.shape for x in kernels]}")
+    first, last = (-1, 0) if library.kernel is transposed else (0, -1)
+    parts = names.count(names[0])
+    query, _, value = (x.size // x.shape[first] // parts for x in kernels[:3])
+    K = num_heads if library.kernel is not None else kernels[1].shape[1]
+    own = tuple(mine for mine, name in zip(_OWN, names, strict=True) if name + bias in flat)
+    biased = (_OWN if own else ()) if library.biased is None else library.biased
+    layer = MultiHeadAttention(
+        num_heads, num_kv_heads=K, head_dim=query // num_heads, v_head_dim=value // K,
+        out_features=kernels[3].shape[last], use_bias=own if biased == "each" else biased,
+    )  # fmt: skip
+    module = layer if library.norm is None else nn.Sequential([_NORM, layer])
+    given = kernels[:3] if library.norm is None else kernels[:1]
+    example = tuple(np.zeros((1, 1, x.shape[first]), np.float32) for x in given)
+    family = Family(module, example, attention(library, layer, start))
+    return module, table.from_tensors(family, flat)
+
+
+def to_layer(
+    module: nn.Module, variables: Mapping[str, Any], library: str, prefix: str = ""
+) -> dict[str, np.ndarray]:
+    """The tensors of the layer of one of `LIBRARIES`: `from_layer`, read backwards.
+
+    Their names begin with the prefix, such as "multi_head_attention/".
+
+    Raises:
+      ValueError: if the library has no such layer, as with rotary.
+      TypeError: if it is no module of that kind.
+    """
+    known = inputs.choose("library", library, LIBRARIES)
+    *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
+    if not isinstance(layer, MultiHeadAttention) or before != [_NORM] * (known.norm is not None):
+        raise TypeError(
+            f"to_layer takes an attention layer, as vit-pytorch's an nn.Sequential of "
+            f"nn.LayerNorm(1e-5) and one; got for {library} {inputs.came(module)}"
+        )
+    default(layer, MultiHeadAttention, LAYER, library)
+    try:
+        family = Family(module, (), attention(known, layer, prefix))
+        tensors = table.to_tensors(family, variables)
+        from_layer(tensors, layer.num_heads)
+    except ValueError as error:
+        raise ValueError(f"{library} has no layer of such sizes and biases: {error}") from None
+    return tensors
+
+
+def attention(
+    library: Library, layer: MultiHeadAttention, theirs: str, ours: str = ""
+) -> list[Row]:
+    """The rows of a layer, after what all names begin with."""
+    rows = []
+    if library.norm is not None:
+        rows, ours = table.norm(f"{theirs}{library.norm}", "layers_0"), "layers_1/"
+    for name in dict.fromkeys(library.names):
+        own = [mine for mine, their in zip(_OWN, library.names, strict=True) if their == name]
+        axes: tuple[Axes, Axes] = (SAME, SAME)
+        if library.kernel is not None:
+            axes = (library.kernel(2 if own == ["out"] else 1), FLAT)
+        for i in range(1 + fields.has_bias(layer.use_bias, own[0])):
+            paths = tuple(f"{ours}{mine}/{('kernel', 'bias')[i]}" for mine in own)
+            rows.append(Row(f"{theirs}{name}{library.leaves[i]}", paths, axes[i]))
+    return rows
