@@ -76,12 +76,20 @@ def d2l(bias: bool) -> Theirs:
 
 def timm(**options: Any) -> Theirs:
     layers = pytest.importorskip("timm.layers", reason="needs timm")
-    return of_torch(lambda torch: layers.Attention(D, N, **options), (X,))
+    return of_torch(lambda torch: layers.Attention(
+        D, N, norm_layer=torch.nn.LayerNorm, **options
+    ), (X,))  # fmt: skip
 
 
 def vit_pytorch() -> Theirs:
     vit = pytest.importorskip("vit_pytorch.vit", reason="needs vit-pytorch")
     return of_torch(lambda torch: vit.Attention(D, N, dim_head=6), (X,))
+
+
+def whole_vit_pytorch() -> Theirs:
+    vit = pytest.importorskip("vit_pytorch.vit", reason="needs vit-pytorch")
+    sizes = {"image_size": 8, "patch_size": 4, "num_classes": 3, "dim": D, "mlp_dim": 8}
+    return of_torch(lambda torch: vit.ViT(**sizes, depth=1, heads=N))
 
 
 def x_transformers(given: tuple[np.ndarray, ...] = (X,), **options: Any) -> Theirs:
@@ -190,6 +198,22 @@ def test_the_layer(name: str) -> None:
         np.testing.assert_array_equal(back[key], x)
     # Theirs takes ours.
     np.testing.assert_array_equal(theirs.run(back, *theirs.given), want)
+
+
+REFUSED_BY_NAME: dict[str, Callable[[], Theirs]] = {
+    "to_k.weight must be": lambda: x_transformers(dim_head=6, kv_heads=2),
+    "surplus mem_k": lambda: x_transformers(num_mem_kv=1),
+    "surplus qk_norm_k_scale": lambda: x_transformers(qk_norm=True, qk_norm_dim_scale=True),
+    "surplus k_norm.weight": lambda: timm(qk_norm=True),
+    "surplus own/gate/bias": lambda: keras(use_gate=True),
+    "surplus cls_token; surplus mlp_head.bias": whole_vit_pytorch,
+}
+
+
+@pytest.mark.parametrize("told", REFUSED_BY_NAME)
+def test_what_ours_has_not(told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        interop.from_layer(REFUSED_BY_NAME[told]().arrays, N)
 
 
 def test_haikus_params_as_they_are() -> None:
