@@ -1,10 +1,7 @@
 """Attention layers of other libraries: the same numbers, and arrays that come back to the bit."""
 
-import math
-import os
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,153 +9,22 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, interop, masks, positions
-from tests.oracle import error, random_like
-
-D, N = 16, 4
-RNG = np.random.default_rng(0)
-X, Y, K, V = (
-    RNG.normal(size=(2, *shape)).astype(np.float32) for shape in ((5, D), (7, D), (7, 12), (7, 20))
+from tests.interop.libraries import (
+    D,
+    N,
+    Theirs,
+    V,
+    X,
+    d2l,
+    equinox,
+    haiku,
+    keras,
+    timm,
+    vit_pytorch,
+    whole_vit_pytorch,
+    x_transformers,
 )
-CAUSAL = np.tri(5, dtype=bool)
-
-
-class Theirs(NamedTuple):
-    """A layer of another library: its arrays, itself with such arrays, and what it is given."""
-
-    arrays: dict[str, Any]
-    run: Callable[..., Any]
-    given: tuple[np.ndarray, ...] = (X, X, X)
-    prefix: str = ""
-
-
-def random(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays of those shapes, biases too."""
-    return {
-        name: 0.3 * np.random.default_rng(i).normal(size=x.shape).astype(np.float32)
-        for i, (name, x) in enumerate(arrays.items())
-    }
-
-
-def of_torch(make: Callable[[Any], Any], given: Any = (X, X, X), call: Any = None) -> Theirs:
-    torch = pytest.importorskip("torch", reason="needs the extra families")
-    module = make(torch).eval()
-
-    def run(arrays: Any, *given: Any) -> np.ndarray:
-        module.load_state_dict({name: torch.tensor(x) for name, x in arrays.items()})
-        with torch.no_grad():
-            own = [torch.tensor(x) for x in given]
-            out = call(module, *own) if call else module(*own)
-        return out.numpy()
-
-    return Theirs(random(module.state_dict()), run, given)
-
-
-def d2l(bias: bool) -> Theirs:
-    """As "Dive into Deep Learning", section 11.5, defines it: the package asks for too much."""
-
-    def make(torch: Any) -> Any:
-        module = torch.nn.Module()
-        for name, features in zip(("W_q", "W_k", "W_v", "W_o"), (D, 12, 20, 24), strict=True):
-            setattr(module, name, torch.nn.Linear(features, 24, bias=bias))
-        module.W_o = torch.nn.Linear(24, 24, bias=bias)
-        return module
-
-    def call(own: Any, queries: Any, keys: Any, values: Any) -> Any:
-        q, k, v = (
-            f(x).reshape(len(x), x.shape[1], N, -1).transpose(1, 2)
-            for f, x in zip((own.W_q, own.W_k, own.W_v), (queries, keys, values), strict=True)
-        )
-        weights = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).softmax(-1)
-        return own.W_o((weights @ v).transpose(1, 2).reshape(*queries.shape[:2], -1))
-
-    return of_torch(make, (X, K, V), call)
-
-
-def timm(**options: Any) -> Theirs:
-    layers = pytest.importorskip("timm.layers", reason="needs timm")
-    return of_torch(lambda torch: layers.Attention(
-        D, N, norm_layer=torch.nn.LayerNorm, **options
-    ), (X,))  # fmt: skip
-
-
-def vit_pytorch() -> Theirs:
-    vit = pytest.importorskip("vit_pytorch.vit", reason="needs vit-pytorch")
-    return of_torch(lambda torch: vit.Attention(D, N, dim_head=6), (X,))
-
-
-def whole_vit_pytorch() -> Theirs:
-    vit = pytest.importorskip("vit_pytorch.vit", reason="needs vit-pytorch")
-    sizes = {"image_size": 8, "patch_size": 4, "num_classes": 3, "dim": D, "mlp_dim": 8}
-    return of_torch(lambda torch: vit.ViT(**sizes, depth=1, heads=N))
-
-
-def x_transformers(given: tuple[np.ndarray, ...] = (X,), **options: Any) -> Theirs:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        library = pytest.importorskip(
-            "x_transformers.x_transformers", reason="needs x-transformers"
-        )
-
-    def call(module: Any, x: Any, y: Any = None, z: Any = None) -> Any:
-        out = module(x, context=y)
-        return out[0] if isinstance(out, tuple) else out
-
-    make = lambda torch: library.Attention(D, heads=N, **options)  # noqa: E731
-    return of_torch(make, given, call)
-
-
-def equinox(**options: Any) -> Theirs:
-    eqx = pytest.importorskip("equinox", reason="needs equinox")
-    sizes = {"key_size": 12, "value_size": 20, "output_size": 9} if options else {}
-    layer = eqx.nn.MultiheadAttention(N, D, **sizes, **options, key=jax.random.key(0))
-    arrays, static = eqx.partition(layer, eqx.is_array)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
-
-    def run(arrays: Any, *given: Any) -> Any:
-        own = eqx.combine(jax.tree.unflatten(tree, [arrays[name] for name in names]), static)
-        return jax.vmap(own)(*given)
-
-    given = (X, K, V) if options else (X, X, X)
-    return Theirs(random(dict(zip(names, (x for _, x in leaves), strict=True))), run, given)
-
-
-def haiku(**options: Any) -> Theirs:
-    hk = pytest.importorskip("haiku", reason="needs dm-haiku")
-
-    def forward(*given: Any) -> Any:
-        init = hk.initializers.VarianceScaling()
-        return hk.MultiHeadAttention(N, 6, w_init=init, name="own", **options)(*given)
-
-    model = hk.without_apply_rng(hk.transform(forward))
-    with jax.numpy_rank_promotion("allow"):
-        params = jax.eval_shape(model.init, jax.random.key(0), X, K, V)
-    names = {f"{path}/{leaf}": x for path, own in params.items() for leaf, x in own.items()}
-
-    def run(arrays: Any, *given: Any) -> Any:
-        own = {path: {leaf: arrays[f"{path}/{leaf}"] for leaf in params[path]} for path in params}
-        with jax.numpy_rank_promotion("allow"):
-            return model.apply(own, *given)
-
-    return Theirs(random(names), run, (X, K, V), "own/")
-
-
-def keras(name: str = "MultiHeadAttention", **options: Any) -> Theirs:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
-    library = pytest.importorskip("keras", reason="needs keras")
-    sizes = {"num_heads": N, "key_dim": 6} if name == "MultiHeadAttention" else {}
-    layer = getattr(library.layers, name)(**sizes, **options, name="own")
-    layer.build(X.shape, V.shape, K.shape)
-
-    def run(arrays: Any, query: Any, key: Any, value: Any) -> Any:
-        for w in layer.weights:
-            w.assign(arrays[w.path])
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            # Without the weights Keras asks JAX for what has no value_dim.
-            return np.asarray(layer(query, value, key, return_attention_scores=True)[0])
-
-    return Theirs(random({w.path: w for w in layer.weights}), run, (X, K, V), "own/")
-
+from tests.oracle import error, random_like
 
 CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
     "d2l": ("d2l", lambda: d2l(False)),
@@ -229,7 +95,7 @@ def test_haikus_params_as_they_are() -> None:
 def test_masks() -> None:
     """True is what may be seen, as there."""
     theirs = equinox()
-    want = theirs.run(theirs.arrays, X, X, X, np.broadcast_to(CAUSAL, (2, 5, 5)))
+    want = theirs.run(theirs.arrays, X, X, X, np.broadcast_to(np.tri(5, dtype=bool), (2, 5, 5)))
     module, variables = interop.from_layer(theirs.arrays, N)
     assert error(module.apply(variables, X, mask=masks.Causal()), want) < 2e-6
 
