@@ -27,6 +27,7 @@ class Model(NamedTuple):
       weigh: "softmax", "sigmoid" or "softpick".
       keys: how many keys a sigmoid's share is of.
       allowed: whether i sees j, of arrays that broadcast.
+      shared: whether the second layer takes the keys and values of the first.
     """
 
     scale: float | None = None
@@ -37,23 +38,25 @@ class Model(NamedTuple):
     weigh: str = "softmax"
     keys: int = 0
     allowed: tuple[Callable[..., Any], ...] = ()
+    shared: bool = False
 
 
-def layer(params: Any, x: Array, model: Model) -> Array:
-    """[T, D] to [T, D]."""
+def layer(
+    params: Any, x: Array, model: Model, taken: tuple[Array, Array] | None = None
+) -> tuple[Array, tuple[Array, Array]]:
+    """[T, D] to [T, D], and keys and values; with those that were taken, if any."""
     T = len(x)
-    q, k, v = (oracle.project(params[name], x) for name in ("query", "key", "value"))
 
-    def normed(q: Array, k: Array) -> tuple[Array, Array]:
-        if model.norm is None:
-            return q, k
-        return model.norm(params.get("query_ln"), q), model.norm(params.get("key_ln"), k)
+    def placed(name: str) -> Array:
+        """Queries or keys, normed and turned."""
+        y, norm = oracle.project(params[name], x), params.get(f"{name}_ln")
+        y = model.norm(norm, y) if model.norm is not None and not model.after else y
+        y = y if model.turn is None else model.turn(y, np.arange(T))
+        return model.norm(norm, y) if model.norm is not None and model.after else y
 
-    q, k = (q, k) if model.after else normed(q, k)
-    if model.turn is not None:
-        q, k = (model.turn(each, np.arange(T)) for each in (q, k))
-    q, k = normed(q, k) if model.after else (q, k)
-    k, v = (np.repeat(each, q.shape[-2] // each.shape[-2], -2) for each in (k, v))
+    q = placed("query")
+    own = taken or (placed("key"), oracle.project(params["value"], x))
+    k, v = (np.repeat(each, q.shape[-2] // each.shape[-2], -2) for each in own)
     scale = 1 / math.sqrt(q.shape[-1]) if model.scale is None else model.scale
     scale = params["score_scale"][:, None, None] if "score_scale" in params else scale
     s = np.einsum("tnh,snh->nts", q, k) * scale
@@ -66,7 +69,7 @@ def layer(params: Any, x: Array, model: Model) -> Array:
     out = np.einsum("nts,snh->tnh", weights(params, s, allowed, model), v)
     if "output_gate" in params:
         out = out / (1 + np.exp(-oracle.project(params["output_gate"], x)))
-    return oracle.project(params["out"], out, contracted=2)
+    return oracle.project(params["out"], out, contracted=2), own
 
 
 def weights(params: Any, s: Array, allowed: Array, model: Model) -> Array:
@@ -83,9 +86,17 @@ def weights(params: Any, s: Array, allowed: Array, model: Model) -> Array:
 
 def stack(params: Any, x: Array, model: Model) -> Array:
     """Pre-norm blocks, and a norm: of parameters `layers_0`, `layers_1`, …, or stacked ones."""
+    kv = None
     for n in range(2):
-        block = part(params["layers"], n) if "layers" in params else params[f"layers_{n}"]
-        x = x + layer(block["attention"], oracle.layer_norm(block["attention_norm"], x), model)
+        if "layers" not in params:
+            block = params[f"layers_{n}"]
+        elif "block_0" in params["layers"]:
+            block = part(params["layers"][f"block_{n}"], 0)
+        else:
+            block = part(params["layers"], n)
+        normed = oracle.layer_norm(block["attention_norm"], x)
+        y, kv = layer(block["attention"], normed, model, kv if model.shared else None)
+        x = x + y
         x = x + oracle.mlp(block["mlp"], oracle.layer_norm(block["mlp_norm"], x))
     return oracle.layer_norm(params["norm"], x)
 

@@ -17,6 +17,9 @@ from tests.test_rope_scaling import llama, theta, yarn
 
 # Heads, their features, tokens, and the base of rotations.
 N, H, T, BASE = 8, 8, 12, 50.0
+NONE: Mapping[str, Any] = types.MappingProxyType({})
+# Of each block of 4 queries the blocks of 3 keys that it sees.
+CHOSEN = np.array([[0, 1], [1, 2], [3, 2]])
 
 
 def angles(of: Any, size: float = 1.0) -> Any:
@@ -68,14 +71,28 @@ def transformer_xl(
 
 
 class Part(NamedTuple):
-    """Fields of the layer, and the same of the model."""
+    """Fields of the layer, and the same of the model.
+
+    Attributes:
+      fields: of the layer.
+      model: of `layer_model.Model`.
+      stack: fields of the stack.
+      refuses: what it can't meet, by the value of a factor, and what the error says.
+    """
 
     fields: dict[str, Any]
-    model: Mapping[str, Any] = types.MappingProxyType({})
+    model: Mapping[str, Any] = NONE
+    stack: Mapping[str, Any] = NONE
+    refuses: Mapping[str, str] = NONE
 
 
 def rotary(scaling: Any, of: Any, size: float = 1.0) -> Part:
     return Part({"rotary": Rotary(BASE, scaling=scaling)}, {"turn": angles(of, size)})
+
+
+def normalized(name: str, **model: Any) -> Part:
+    words = f"'blockwise' can't run .* normalizer='{name}'"
+    return Part({"normalizer": name}, {"weigh": name} | model, refuses={"blockwise": words})
 
 
 def masked(mask: Any, allowed: Any) -> Part:
@@ -98,8 +115,8 @@ PARTS: dict[str, Part] = {
     "some biases": Part({"use_bias": ("query", "value", "out")}),
     "wide values": Part({"v_head_dim": 10}),
     "sinks": Part({"sinks": True}),
-    "sigmoid": Part({"normalizer": "sigmoid"}, {"weigh": "sigmoid", "keys": T}),
-    "softpick": Part({"normalizer": "softpick"}, {"weigh": "softpick"}),
+    "sigmoid": normalized("sigmoid", keys=T),
+    "softpick": normalized("softpick"),
     "a soft cap": Part(
         {"scores": (SoftCap(2.0),)}, {"score": (lambda _, s, *more: 2 * np.tanh(s / 2),)}
     ),
@@ -129,5 +146,9 @@ PARTS: dict[str, Part] = {
         masks.Neighborhood((3, 4), (2, 3)), np.vectorize(partial(near, (3, 4), (2, 3)))
     ),
     "dilated": masked(masks.Dilated(2), lambda i, j: (i - j) % 2 == 0),
+    "chosen blocks": masked(
+        masks.Chosen(CHOSEN, 4, 3), lambda i, j: (CHOSEN[i // 4] == j[..., None] // 3).any(-1)
+    )._replace(refuses={"steps": r"Chosen.blocks .* there are 2 blocks of 4 of the 7 queries"}),
+    "shared keys": Part({}, {"shared": True}, {"kv_from": (None, 0)}),
     "documents": masked(masks.Documents(np.array([3, 5])), lambda i, j: document(i) == document(j)),
 }  # fmt: skip
