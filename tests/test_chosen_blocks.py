@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import CacheConfig, Encoder, EncoderBlock, masks, sharding
+from flax_mha import CacheConfig, masks, sharding
 from flax_mha.positions import Rotary
 from flax_mha.variants import ChosenBlocksAttention
 from tests import oracle
 from tests.decoded import decoded
+from tests.every_layer import same_on_a_mesh, same_under_scan
 from tests.oracle import error, float64, random_like
 
 N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
@@ -89,37 +90,16 @@ def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
 @pytest.mark.parametrize("over", ["heads", "length"])
 def test_on_a_mesh(kind: str, over: str) -> None:
     x = np.concatenate([X, X[:, :2]], 1)
-    module = layer(num_kv_heads=4)
-    params = random_like(jax.eval_shape(module.init, KEY, x))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(module.apply(params, x)))
-
-    wanted = jax.jit(jax.grad(loss))(params, x)
     names = {"heads": None, "kv_heads": None, "length": None} | {over: "model"}
     names |= {"kv_heads": "model"} if over == "heads" else {}
     rules = [(name, names.get(name, axis)) for name, axis in sharding.RULES]
-    mesh = jax.make_mesh(
-        (2, 4), ("data", "model"), axis_types=(getattr(jax.sharding.AxisType, kind),) * 2
-    )
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        found = jax.jit(jax.grad(loss))(params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
 
 
 @pytest.mark.slow
 def test_in_a_stack() -> None:
     """In blocks, under scan and remat, with lengths."""
-    call = {"lengths": np.array([T, 5])}
-    loop, scan = (
-        Encoder(2, EncoderBlock(layer(), 24, remat=scan), scan=scan) for scan in (False, True)
-    )
-    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
-    layers = [params.pop(f"layers_{i}") for i in range(2)]
-    together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
-    apart = params | {f"layers_{i}": tree for i, tree in enumerate(layers)}
-    out = jax.jit(loop.apply)({"params": apart}, X, **call)
-    assert error(jax.jit(scan.apply)({"params": together}, X, **call), np.asarray(out)) < 1e-5
+    same_under_scan(layer(), X, lengths=np.array([T, 5]))
 
 
 def test_the_best_and_the_own() -> None:

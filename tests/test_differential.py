@@ -2,17 +2,16 @@
 
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import Encoder, EncoderBlock, masks, sharding
+from flax_mha import masks
 from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests import oracle
 from tests.decoded import decoded
+from tests.every_layer import same_on_a_mesh, same_under_scan
 from tests.oracle import error, float64, random_like
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -71,35 +70,15 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_heads_divided(kind: str) -> None:
-    module = layer(num_kv_heads=4)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(module.apply(params, x)))
-
-    wanted = jax.jit(jax.grad(loss))(params, X)
-    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(jax.grad(loss))(params, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+    same_on_a_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
 
 
 def test_in_a_stack() -> None:
     """In blocks, under scan and remat, with lengths and a head_mask."""
-    call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
-    loop, scan = (
-        Encoder(2, EncoderBlock(layer(), 24, remat=scan), scan=scan) for scan in (False, True)
-    )
-    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
-    layers = [params.pop(f"layers_{i}") for i in range(2)]
-    together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
-    apart = params | {f"layers_{i}": tree for i, tree in enumerate(layers)}
-    whole, scanned = (jax.jit(stack.apply) for stack in (loop, scan))
-    out = whole({"params": apart}, X, **call)
-    assert error(scanned({"params": together}, X, **call), np.asarray(out)) < 1e-5
-    assert np.isfinite(whole({"params": apart}, np.where(np.arange(T)[:, None] < 4, X, np.nan),
-                                  lengths=np.array([4, 4]))).all()  # fmt: skip
+    head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
+    whole, params = same_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
+    bad = np.where(np.arange(T)[:, None] < 4, X, np.nan)
+    assert np.isfinite(whole(params, bad, lengths=np.array([4, 4]))).all()
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,22 @@
 """Latent attention against its formula, and decoding from latents alone."""
 
-import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from flax_mha import (
     CacheConfig,
-    Decoder,
-    DecoderBlock,
-    LanguageModel,
     QKNorm,
-    generate,
     masks,
-    sharding,
 )
-from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests import oracle
-from tests.decoded import cache_of, decoded, greedy
+from tests.decoded import decoded
+from tests.every_layer import same_on_a_mesh, writes_as_the_whole
 from tests.oracle import error, float64, random_like
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
@@ -101,35 +93,13 @@ def test_gradients_and_options(cache: str) -> None:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_heads_divided(kind: str) -> None:
-    module = layer()
-    params = random_like(jax.eval_shape(module.init, KEY, X))
-    cached = module.clone(decode=True)
-    cache = cache_of(cached, X)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(module.apply(params, x)))
-
-    def step(params: Any, cache: Any, x: jax.Array) -> jax.Array:
-        return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
-
-    wanted = jax.jit(jax.grad(loss))(params, X), jax.jit(step)(params, cache, X)
-    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(jax.grad(loss))(params, X), jax.jit(step)(params, cache, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+    same_on_a_mesh(layer(), X, kind)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_in_a_model(scan: bool) -> None:
-    block = DecoderBlock(layer(mask=None), 24, norm="rmsnorm", gated=True, remat=scan)
-    model = LanguageModel(TokenEmbedding(40, D), Decoder(2, block, scan=scan))
-    tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
-    params = random_like(jax.eval_shape(model.init, KEY, tokens))
-    found = generate(model, params, tokens, max_new_tokens=4).tokens
-    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
-    np.testing.assert_array_equal(found, wanted)
+    writes_as_the_whole(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,16 @@ import pytest
 
 from flax_mha import (
     CacheConfig,
-    Decoder,
-    DecoderBlock,
-    LanguageModel,
     MultiHeadAttention,
-    generate,
     masks,
     sharding,
 )
-from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import TalkingHeadsAttention
 from tests import oracle
-from tests.decoded import cache_of, decoded, greedy
+from tests.decoded import decoded
+from tests.every_layer import same_on_a_mesh, writes_as_the_whole
 from tests.meshes import EIGHT
 from tests.oracle import einsum, error, float64, random_like
 
@@ -132,37 +128,14 @@ def test_decoding_is_the_whole(dtype: str) -> None:
 @pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_a_mesh(kind: str, rules: Any) -> None:
-    module = layer(num_kv_heads=4)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
-    cached = module.clone(decode=True)
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    cache = cache_of(cached, x)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(module.apply(params, x)))
-
-    def step(params: Any, cache: Any, x: jax.Array) -> jax.Array:
-        return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
-
-    wanted = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
-    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
-    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        found = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_in_a_model(scan: bool) -> None:
-    """Under scan and remat, and in `generate`."""
-    block = DecoderBlock(layer(rotary=Rotary()), 24, remat=scan)
-    model = LanguageModel(TokenEmbedding(40, D), Decoder(2, block, scan=scan))
-    tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
-    params = random_like(jax.eval_shape(model.init, KEY, tokens))
-    found = generate(model, params, tokens, max_new_tokens=4).tokens
-    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
-    np.testing.assert_array_equal(found, wanted)
+    writes_as_the_whole(layer(rotary=Rotary()), D, scan)
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ def test_tiles_hold_whole_blocks_or_parts_of_one(grain: Any, tiles: Any) -> None
 
 
 @pytest.mark.slow
-def test_time_and_memory_are_those_of_what_is_chosen(optimized: None) -> None:
-    """Twice the keys, and as many of them chosen: no more products, and no table of pairs."""
+def test_memory_is_that_of_what_is_chosen(optimized: None) -> None:
+    """Twice the tokens, as many keys chosen for each: twice the memory, and no table of pairs."""
 
     def compiled(T: int) -> Any:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> jax.Array:
