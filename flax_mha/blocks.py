@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     @mesh_axes.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls, return_kv: bool) -> Any:
-        """The attention layers, by the arguments of each, and the MLP; `return_kv` as in calls."""
+        """Runs the attention layers, each with its arguments in `calls`, and the MLP."""
         inputs.fields(self)
         shapes.check_features("x", x)
         own_norms = self.parallel == "own_norms" and self.pre_norm

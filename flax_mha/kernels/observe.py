@@ -44,7 +44,8 @@ Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
 # least so many queries at a time, for each block of them reads all keys.
 _SCORES = 2**21
 _QUERIES = 16
-# Of a mask that is known: under a causal one so many see 1/2 + 1/(2·parts) of the scores.
+# So many parts of the queries each leave out the keys that none of it sees: under a causal mask 3/8
+# of the scores are never computed.
 _PARTS = 4
 # exp(x) is 0 in float64 below.
 _LEAST = -800.0
@@ -205,7 +206,7 @@ def _by_block(
     summary: Callable[[jax.Array], tuple[jax.Array, ...]], q: jax.Array, k: jax.Array,
     spec: AttentionSpec, at: At, nan: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """What a summary of scores [*B, N, some, some S] gives, each [*B, N, T], a block at a time."""
+    """The summary of all scores, each result [*B, N, T], computed a block of queries at a time."""
     *rows, T, _ = q.shape
     size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
 
@@ -235,7 +236,7 @@ def _by_block(
 def _parts(
     spec: AttentionSpec, at: At, q: jax.Array, k: jax.Array, size: int
 ) -> list[tuple[np.ndarray, slice]]:
-    """The queries in a few parts, of each the keys that any may see, as far as that is known."""
+    """The queries in a few parts, each with the range of keys that some of them may see, if that is known."""
     *rows, T, _ = q.shape
     *_, S, H = k.shape
     if spec.mask is not None and size < T:
@@ -254,7 +255,7 @@ def _parts(
 
 
 def _keys(keys: slice, k: jax.Array, *parts: Any) -> list[Any]:
-    """K [*B, N, S, H], and whatever of the others lies over the scores, of some keys."""
+    """Takes a range of the keys: of k [*B, N, S, H], and of what lies over the scores in parts."""
 
     def some(x: Array) -> Array:
         return x[..., keys] if x.shape[-1] > 1 else x

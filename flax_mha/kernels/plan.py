@@ -108,8 +108,8 @@ _MASKED = 1.25
 _SOME, _ALL = 2**19, 2**20
 # Scores of one product, for they take memory: 8 MiB in float32.
 _MOST = 2**21
-# Smaller blocks of a mask's than the one share tiles of at least the other, larger ones than the
-# last are divided.
+# Of blocks that a mask names (see `finest`): those of fewer than _SMALL queries or keys share tiles
+# of at least _SHARED, and those of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
 # Each is compiled by itself.
 _STRIPES = 4
@@ -132,7 +132,7 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
             return plan, tables_of(verdict)
         stripes = _stripes(plan, verdict)
         choices.append((_cost_of_stripes(plan, stripes), plan._replace(stripes=stripes), verdict))
-        # Small tiles, those of a mask's blocks, are dear by their size alone.
+        # Beside its scores, a small tile costs less to visit than a large one.
         visit = min(_VISIT, 2 * plan.block_q * plan.block_k) if plan is fine else _VISIT
         choices.append((_cost_of_tiles(plan, verdict, visit), plan, verdict))
     _, plan, verdict = min(choices, key=lambda choice: choice[0])

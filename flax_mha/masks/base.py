@@ -192,10 +192,10 @@ class Dense(Mask):
 
 
 class Placed(Mask):
-    """A mask that is made into another once it is known where all queries and keys stand."""
+    """A mask that becomes another one once the positions of all queries and keys are known."""
 
     def placed(self, at: At) -> Mask:
-        """The bound mask that it is at those places, which are those of all scores of a call."""
+        """The bound mask that it becomes, given the places of all scores of a call."""
         raise NotImplementedError(f"{type(self).__name__} must define placed(at)")
 
     def allowed(self, at: At) -> Array:
@@ -204,7 +204,7 @@ class Placed(Mask):
 
 
 def placed(mask: Mask, at: At) -> Mask:
-    """A bound mask, its parts that go by where queries and keys stand made for those places."""
+    """The bound mask with each `Placed` part replaced by what it becomes at those places."""
 
     def is_one(x: Any) -> bool:
         return isinstance(x, Placed)
