@@ -236,7 +236,7 @@ def _by_block(
 def _parts(
     spec: AttentionSpec, at: At, q: jax.Array, k: jax.Array, size: int
 ) -> list[tuple[np.ndarray, slice]]:
-    """The queries in a few parts, each with the range of keys that some of them may see, if that is known."""
+    """The queries in parts, each with the range of keys that some may see, where that is known."""
     *rows, T, _ = q.shape
     *_, S, H = k.shape
     if spec.mask is not None and size < T:
