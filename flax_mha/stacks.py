@@ -164,9 +164,10 @@ class Stack(nn.Module):
         same = [None if n is None else n + start for n, start in zip(first, starts, strict=True)]
         if self.scan and found != tuple(same):
             raise ValueError(
-                f"under scan a layer takes from one of its own step, of {several} here, and all "
-                f"steps are alike, so kv_from must go on as it begins, {tuple(same)}, got {found}; "
-                f"give block= more blocks in turn, or scan=False"
+                f"under scan a layer can take keys and values only from a layer of the same step "
+                f"(each has {several} here), and in every step alike: by its beginning kv_from "
+                f"would be {tuple(same)}, got {found}; give block= more blocks in turn, or "
+                f"scan=False"
             )
         return found
 

@@ -185,7 +185,7 @@ class TransformerXL(ScoreMod):
         if kernel.shape[1:] != heads or len(kernel) % 2:
             raise ValueError(
                 f"TransformerXL.kernel must have shape [D, N, H] with (N, H) = {heads} and an even "
-                f"D, got {kernel.shape}"
+                f"D, got {kernel.shape}; of one that is learned, D is the field features"
             )
         return self.replace(content_bias=u, position_bias=v, kernel=jnp.moveaxis(kernel, 1, 0))
 
