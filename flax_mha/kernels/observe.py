@@ -136,17 +136,14 @@ def _look(
     # The observer must not change how the observed is compiled: nothing in common to fuse.
     q, k, lse = jax.lax.optimization_barrier((q, k, lse))
     q, k = reference.heads_first(q, k)
-    nan: tuple[jax.Array, ...] = ()
-    if spec.mask is not None:
-        q, (k,), nan = reference.isolate(q, k)
     # Whatever lies over the scores has heads and queries on the same two axes, or 1 there.
-    q, nan, lse, at, spec = _cut(lambda x: _pick(x, *chosen), (q, nan, lse[..., None], at, spec))
+    q, lse, at, spec = _cut(lambda x: _pick(x, *chosen), (q, lse[..., None], at, spec))
     k = _pick(k, chosen[0], None)
     if spec.sinks is not None and chosen[0] is not None:
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
     found: dict[Captured, jax.Array] = {"lse": lse[..., 0]}
     if "weights" in names:
-        score, allowed = reference.scores(q, k, spec, at, nan)
+        score, allowed = reference.scores(q, k, spec, at)
         shift = jnp.where(lse == -jnp.inf, 0.0, lse)
         weights = jnp.exp(score - shift)
         if allowed is not None:
@@ -155,10 +152,10 @@ def _look(
         found["weights"] = weights.astype(dtype)
     if "entropy" in names:
         summary = functools.partial(_summary, sinks=spec.sinks)
-        found["entropy"], found["max_logit"] = _by_block(summary, q, k, spec, at, nan)
+        found["entropy"], found["max_logit"] = _by_block(summary, q, k, spec, at)
     elif "max_logit" in names:
         # Alone it takes a third of the time, as exponentials do most of it.
-        (found["max_logit"],) = _by_block(_greatest, q, k, spec, at, nan)
+        (found["max_logit"],) = _by_block(_greatest, q, k, spec, at)
     return {name: found[name] for name in names}
 
 
@@ -189,9 +186,9 @@ def _within(name: str, chosen: Any, size: int) -> np.ndarray | None:
 
 def _cut(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Applies fn to whatever of those parts lies over the scores."""
-    q, nan, lse, at, spec = parts
-    q, nan, lse, at = jax.tree.map(fn, (q, nan, lse, at))
-    return q, nan, lse, at, map_grids(fn, spec)
+    q, lse, at, spec = parts
+    q, lse, at = jax.tree.map(fn, (q, lse, at))
+    return q, lse, at, map_grids(fn, spec)
 
 
 def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
@@ -204,22 +201,20 @@ def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
 
 def _by_block(
     summary: Callable[[jax.Array], tuple[jax.Array, ...]], q: jax.Array, k: jax.Array,
-    spec: AttentionSpec, at: At, nan: tuple[jax.Array, ...],
+    spec: AttentionSpec, at: At,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The summary of all scores, each result [*B, N, T], computed a block of queries at a time."""
     *rows, T, _ = q.shape
     size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
 
     def of_part(queries: np.ndarray, keys: slice) -> list[jax.Array]:
-        part_k, part_nan, part_at, part_spec = _keys(keys, k, nan, at, spec)
+        part_k, part_at, part_spec = _keys(keys, k, at, spec)
 
         @jax.checkpoint
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
             pick = functools.partial(_pick, heads=None, queries=indices)
-            some_q, some_nan, _, some_at, some_spec = _cut(
-                pick, (q, part_nan, (), part_at, part_spec)
-            )
-            score, allowed = reference.scores(some_q, part_k, some_spec, some_at, some_nan)
+            some_q, _, some_at, some_spec = _cut(pick, (q, (), part_at, part_spec))
+            score, allowed = reference.scores(some_q, part_k, some_spec, some_at)
             score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
             return summary(score)
 
@@ -254,14 +249,13 @@ def _parts(
     return [(np.arange(T), slice(None))]
 
 
-def _keys(keys: slice, k: jax.Array, *parts: Any) -> list[Any]:
-    """Takes a range of the keys: of k [*B, N, S, H], and of what lies over the scores in parts."""
+def _keys(keys: slice, k: jax.Array, at: At, spec: AttentionSpec) -> list[Any]:
+    """Takes a range of the keys: of k [*B, N, S, H], and of what lies over the scores."""
 
     def some(x: Array) -> Array:
         return x[..., keys] if x.shape[-1] > 1 else x
 
-    nan, at, spec = parts
-    return [k[..., keys, :], jax.tree.map(some, nan), jax.tree.map(some, at), map_grids(some, spec)]
+    return [k[..., keys, :], jax.tree.map(some, at), map_grids(some, spec)]
 
 
 def _greatest(score: jax.Array) -> tuple[jax.Array]:

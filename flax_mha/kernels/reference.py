@@ -4,7 +4,6 @@ Memory grows with T·S. Gradients of any order come from JAX.
 """
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -12,10 +11,13 @@ import jax.numpy as jnp
 
 from flax_mha import shapes
 from flax_mha.grid import At
-from flax_mha.kernels.finite import finite, least, poison
+from flax_mha.kernels.finite import finite, guard, least
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered
+
+# Its inverse squared, which gradients take, is finite.
+_LEAST_TOTAL = 1e-15
 
 
 def lower(
@@ -45,31 +47,17 @@ def attend(
     """
     at = spec.at(shapes.attention_dims(q, k, v))
     q, k, v = heads_first(q, k, v)
-    nan: tuple[jax.Array, ...] = ()
     if spec.mask is not None:
-        q, (k, v), nan = isolate(q, k, v)
-    logits, allowed = scores(q, k, spec, at, nan)
+        k, v = guard(k, v)
+    logits, allowed = scores(q, k, spec, at)
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed)
         out = _product(weights, v, spec, at, logits.dtype)
         return jnp.swapaxes(out, -3, -2).astype(q.dtype), jnp.full(out.shape[:-1], jnp.nan)
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=least(logits.dtype))
-    if spec.sinks is not None:
-        sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
-        top = jnp.maximum(top, sinks)
-    # Any shift gives the same weights. The barrier keeps XLA:CPU from fusing what follows with the
-    # product or not, by whether lse is asked for: outputs would differ in their last bit.
-    top = jax.lax.optimization_barrier(jax.lax.stop_gradient(top))
-    weights = jnp.exp(logits - top)
-    if allowed is not None:
-        # Not even the gradient of a masked weight may count, for it may be infinite.
-        weights = jnp.where(allowed, weights, 0.0)
-    seen = jnp.sum(weights, axis=-1, keepdims=True)
-    total = seen if spec.sinks is None else seen + jnp.exp(sinks - top)
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-
+    weights, _, total = _exponentials(logits, allowed, spec)
+    if allowed is not None or spec.scores or 0 in logits.shape:
+        # Of a query that sees nothing it is 0; of any other at least 1, but for rounding.
+        total = jnp.maximum(total, _LEAST_TOTAL)
     rounds = v.dtype != total.dtype
     if rounds:
         # Divided before it is rounded: else the rounded gradient of the exponentials would not
@@ -79,9 +67,43 @@ def attend(
     out = _product(weights, v, spec, at, total.dtype)
     # After the product there is less to divide.
     out = out if rounds else out / total
-    # Nor may what is asked of a query that sees nothing.
-    out = jnp.where(seen == 0, 0.0, out)
-    return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse[..., 0]
+    # Nor may what is asked of a query that sees nothing. (A sum that is read twice is not fused;
+    # where scores can't be −∞, the mask knows as well.)
+    if spec.scores:
+        out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
+    elif allowed is not None:
+        out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
+    return jnp.swapaxes(out, -3, -2).astype(q.dtype), _lse(q, k, spec, at)
+
+
+def _exponentials(
+    logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """exp(logits − top), 0 where masked; top [*B, N, T, 1], the greatest; and their sum."""
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=least(logits.dtype))
+    if spec.sinks is not None:
+        sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
+        top = jnp.maximum(top, sinks)
+    # Any shift gives the same weights.
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(logits - top)
+    if allowed is not None:
+        # A product: XLA:CPU fuses it, unlike a select, with the products of matrices.
+        weights = weights * allowed.astype(weights.dtype)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, top, total if spec.sinks is None else total + jnp.exp(sinks - top)
+
+
+def _lse(q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At) -> jax.Array:
+    """The lse [*B, N, T], from scores of its own.
+
+    From those of the output, it would change how they are compiled where it is read, and so the
+    output's last bits.
+    """
+    q, k = jax.lax.optimization_barrier((q, k))
+    _, top, total = _exponentials(*scores(q, k, spec, at), spec)
+    empty = total == 0
+    return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
 
 
 def _product(
@@ -110,7 +132,7 @@ def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
 
 
 def scores(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At, nan: tuple[jax.Array, ...] = ()
+    q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At
 ) -> tuple[jax.Array, jax.Array | None]:
     """The scores [*B, N, T, S] in float32 at least, and where the mask allows (None: everywhere).
 
@@ -121,35 +143,40 @@ def scores(
       k: [*B, N, S, H].
       spec: of the call.
       at: where its grids stand.
-      nan: of `isolate`.
     """
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
-    logits = jnp.matmul(
-        q, jnp.swapaxes(k, -1, -2), precision=spec.precision, preferred_element_type=dtype
-    )
+    product = multiplied if spec.mask is None else isolated
+    logits = product(q, k, spec.precision, dtype)
     if q.dtype != dtype:
         # Half precision would round q once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
-    if nan:
-        column, row = nan
-        logits = logits + (column + row).astype(dtype)
     vectors = None
     if spec.vectors:
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
+        wide, k = (x if spec.mask is None else finite(x) for x in (wide, k))
         vectors = wide, k.astype(dtype)
     return spec.apply(logits, at, least(dtype), vectors)
 
 
-def isolate(
-    q: jax.Array, *keyed: jax.Array
-) -> tuple[jax.Array, list[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Keeps what a masked pair holds from leaking through 0·NaN in the matrix products.
+def multiplied(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
+    """q·kᵀ [*B, N, T, S] in that dtype."""
+    return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision, preferred_element_type=dtype)
 
-    Non-finite entries become 0, and their NaN moves into the scores, as a column [*B, N, T, 1] and
-    a row [*B, N, 1, S] to be added: where the mask allows the pair it spreads as it should,
-    elsewhere the mask removes it.
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def isolated(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
+    """As `multiplied`, with a derivative that takes what is not finite in q and k for 0.
+
+    The gradient of a masked score is 0, and 0·NaN is NaN.
     """
-    row = functools.reduce(operator.add, map(poison, keyed))
-    return finite(q), [finite(x) for x in keyed], (poison(q)[..., None], row[..., None, :])
+    return multiplied(q, k, precision, dtype)
+
+
+@isolated.defjvp
+def _(precision: Any, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (q, k), (dq, dk) = primals, tangents
+    tangent = multiplied(dq, finite(k), precision, dtype)
+    tangent += multiplied(finite(q), dk, precision, dtype)
+    return isolated(q, k, precision, dtype), tangent
