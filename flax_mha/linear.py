@@ -53,16 +53,16 @@ class Linear(struct.PyTreeNode):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps [*B, T, *in] to [*B, T, *features]."""
         x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
+        multiply = functools.partial(jnp.tensordot, axes=self.contracted, precision=self.precision)
+        if jax.sharding.get_abstract_mesh().empty:
+            return _plus(multiply(x, kernel), bias)
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            multiply = functools.partial(
-                jnp.tensordot, axes=self.contracted, precision=self.precision
-            )
             kernel = sharding.constrain(kernel, gathered(self.names))
             y = _columns(multiply, x, [self], kernel) if self.contracted == 1 else None
             y = _rows(multiply, x, self, kernel) if y is None else y
             y = multiply(x, kernel) if y is None else y
-            return y if bias is None else y + shapes.lead(bias, y.ndim)
+            return _plus(y, bias)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
 
@@ -115,10 +115,13 @@ def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.
         parts = _columns(multiply, x, projections, *constrained)
         if parts is None:
             parts = multiply(x, *constrained)
-        pairs = zip(parts, biases, strict=True)
-        return [y if b is None else y + shapes.lead(b, y.ndim) for y, b in pairs]
+        return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
 
     return sharding.auto(product, [p.names_of_result for p in projections], x, *promoted)
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + shapes.lead(bias, y.ndim)
 
 
 def _columns(

@@ -36,6 +36,12 @@ class Dims(NamedTuple):
     H: int
     Hv: int
 
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any) -> "Dims":
+        """Those of q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv], which fit together."""
+        *B, T, N, H = q.shape
+        return cls(tuple(B), T, k.shape[-3], N, k.shape[-2], H, v.shape[-1])
+
     @property
     def G(self) -> int:
         """Query heads per key/value head."""
@@ -48,7 +54,7 @@ class Dims(NamedTuple):
 
 
 def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
-    """Reads the dimensions off q [*B, T, N, H], k [*B, S, K, H], v [*B, S, K, Hv].
+    """Checks that q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv] fit; gives their sizes.
 
     Raises:
       ValueError: if the shapes do not fit together.
@@ -68,19 +74,17 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
         raise ValueError(
             f"q, k and v must have the same batch dimensions, {came}; broadcast them first"
         )
-    *B, T, N, H = q.shape
-    S, K, Hv = k.shape[-3], k.shape[-2], v.shape[-1]
-    if v.shape[-3:-1] != (S, K):
+    if v.shape[-3:-1] != k.shape[-3:-1]:
         raise ValueError(
             f"k and v must agree in length and heads, [*B, S, K, ·], {came}; "
             f"give every key its value"
         )
-    if k.shape[-1] != H:
+    if k.shape[-1] != q.shape[-1]:
         raise ValueError(
             f"q and k must have the same head features H, {came}; project them to one size"
         )
-    check_kv_heads(N, K)
-    return Dims(tuple(B), T, S, N, K, H, Hv)
+    check_kv_heads(q.shape[-2], k.shape[-2])
+    return Dims.of(q, k, v)
 
 
 def resolve_inputs(

@@ -250,7 +250,7 @@ def explain(
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Told:
         q, k, v, spec = prepare(q, k, v, **call)
-        dims = shapes.attention_dims(q, k, v)
+        dims = shapes.Dims.of(q, k, v)
         if capture:
             capture.chosen(dims)
         division = shards.Division.of(q, k)

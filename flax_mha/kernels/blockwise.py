@@ -73,7 +73,7 @@ def attend(
     No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
     JAX can't reverse loops of unknown length.
     """
-    dims, dtype = shapes.attention_dims(q, k, v), q.dtype
+    dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
         return tiling.nothing(dims, dtype, spec.sinks)

@@ -52,13 +52,13 @@ def lower(
 def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform) -> Result:
     """See `reference.attend`; keys and values may be `Stored`. No forward mode."""
     if 0 in q.shape or k.shape[-3] == 0:
-        return nothing(shapes.attention_dims(q, k, v), q.dtype, spec.sinks)
+        return nothing(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
     return _core(platform.name, q, k, v, spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     args = _rows(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
     out, lse = _run(platform, dims, False, *args)
     if spec.mask is not None:

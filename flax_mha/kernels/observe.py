@@ -117,7 +117,7 @@ def observe(
       ValueError: if an index is out of range.
     """
     names = tuple(capture.what)
-    chosen = capture.chosen(shapes.attention_dims(q, k, k))
+    chosen = capture.chosen(shapes.Dims.of(q, k, k))
     look = functools.partial(_look, names=names, chosen=chosen)
     rows = ("batch", "heads" if capture.heads is None else None, None)
     layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
@@ -132,7 +132,7 @@ def _look(
     if not set(names) - {"lse"}:
         return {name: _pick(lse[..., None], *chosen)[..., 0] for name in names}
     dtype = q.dtype
-    at = spec.at(shapes.attention_dims(q, k, k))
+    at = spec.at(shapes.Dims.of(q, k, k))
     # The observer must not change how the observed is compiled: nothing in common to fuse.
     q, k, lse = jax.lax.optimization_barrier((q, k, lse))
     q, k = reference.heads_first(q, k)

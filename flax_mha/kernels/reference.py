@@ -45,7 +45,7 @@ def attend(
       (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
       exponentials of the scores, −∞ where no key is seen; NaN without a softmax).
     """
-    at = spec.at(shapes.attention_dims(q, k, v))
+    at = spec.at(shapes.Dims.of(q, k, v))
     q, k, v = heads_first(q, k, v)
     if spec.mask is not None:
         k, v = guard(k, v)

@@ -24,7 +24,7 @@ BLOCKS = {256: 512, 512: 256}
 
 def refuses(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
     """The reason why none of them can run a call, or None."""
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {q.dtype}"
     if not (dims.T and dims.S and math.prod(dims.B)):

@@ -50,7 +50,7 @@ def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
     """The call made ready, or the reason why this kernel can't run it."""
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     if reason := _lacks(q, spec, dims, platform):
         return Refusal(reason)
     band = bands.lower(spec, dims)
@@ -115,7 +115,7 @@ def _attend(
     that is an array, not a number, is multiplied to the queries, in their own dtype. A bias below
     −2⁴¹ counts as −∞.
     """
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     rows = math.prod(dims.B)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):

@@ -52,7 +52,7 @@ def lower(
         return Refusal(reason)
     if spec.precision not in _PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
-    traced = trace(spec, shapes.attention_dims(q, k, v))
+    traced = trace(spec, shapes.Dims.of(q, k, v))
     if isinstance(traced, str):
         return Refusal(traced)
     if platform.undivided:
@@ -76,7 +76,7 @@ def _attend(
 
     Arguments of masks and scores arrive in float32, int32, uint32 or bool.
     """
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     call, arrays = traced.call, traced.arrays()
     verdict = _verdict(spec, dims, call.plan)
     if known(verdict):

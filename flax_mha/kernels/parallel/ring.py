@@ -219,7 +219,7 @@ def _core(
 
         return ring.where_seen(step, see, merged, *blocks), ()
 
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     out, lse = nothing(dims, shapes.wide(q.dtype), None)
     (out, lse), _ = ring.go(ring.steps, visit, (out, lse), (k, v))
     return out.astype(q.dtype), lse

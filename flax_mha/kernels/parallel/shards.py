@@ -140,7 +140,7 @@ def run(
       spec: the rest of the call.
       choose: gives one of `WAYS` for a sequence that is divided.
     """
-    division, dims = Division.of(q, k), shapes.attention_dims(q, k, v)
+    division, dims = Division.of(q, k), shapes.Dims.of(q, k, v)
     if division is None:
         return attend(q, k, v, spec)
     if 0 in q.shape or not dims.S:
@@ -184,7 +184,7 @@ def _on_shards(
     v: Any, spec: AttentionSpec,
 ) -> Any:  # fmt: skip
     """local(ring or None, q, k, v, spec), each device on its own shard."""
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     over_keys = division.length if by_ring else None
     circle = ring.Ring.of(over_keys, division.devices, spec, dims) if by_ring else None
     sinks = spec.sinks

@@ -43,7 +43,7 @@ def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
     """The call made ready, or the reason why this kernel can't run it."""
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     if reason := tpu.refuses(q, k, v) or _lacks(spec):
         return Refusal(reason)
     blocks = Blocks(*tpu.blocks(dims))
@@ -74,7 +74,7 @@ def _attend(
     blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`. First derivatives only."""
-    dims = shapes.attention_dims(q, k, v)
+    dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
         q = finite(q) + poison(q)[..., None]
