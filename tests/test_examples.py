@@ -16,12 +16,8 @@ import pytest
 import flax_mha
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, interop
 from tests.test_reference import directives, found
+from tests.test_security import CONFIG
 
-CONFIG = {
-    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8,
-    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6,
-}  # fmt: skip
 EXAMPLES = {
     name: examples
     for _, name in directives()
