@@ -113,12 +113,12 @@ def attention(
     """Attends from x_q to x_k and x_v.
 
     Args:
-      weights: see there.
-      settings: see there.
+      weights: see `Weights`.
+      settings: see `Settings`.
       x_q: [*B, T, D].
       x_k: [*B, S, D']; x_q in self-attention; None to attend to what the cache holds.
       x_v: [*B, S, D''], or None likewise.
-      call: see there.
+      call: see `Call`.
       cache: of the tokens before these, which are appended; or an encoder's, or keys and values of
         another layer, to attend to. Of a `CacheConfig` one is made: in self-attention with room for
         as many tokens as these, of which it keeps none; in cross-attention with these keys and
@@ -197,21 +197,21 @@ def attend(
 
     Args:
       weights: of which only sinks, scale and out are read.
-      settings: see there.
+      settings: see `Settings`.
       q: [*B, T, N, H].
       k: [*B, S, K, H], or None, to attend to what the cache holds.
       v: [*B, S, K, Hv], likewise.
-      call: see there.
+      call: see `Call`.
       cache: see `attention`.
       gate: what the heads' outputs are scaled by, before the sigmoid.
       order: see `Call`.
       itself: whether keys are of the queries' tokens.
       kernel: computes attention, called as `dot_product_attention` is; keys and values of a cache
         are `Stored`.
-      dropout_rng: see `attention`, as all that follow.
-      return_weights: see there.
-      capture: see there.
-      sower: see there.
+      dropout_rng: see `attention`.
+      return_weights: see `attention`.
+      capture: see `attention`.
+      sower: see `attention`.
     """
     q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
     if k is not None:

@@ -5,8 +5,6 @@ Arora et al., "Zoology: Measuring and Improving Recall in Efficient Language Mod
 a fact is one token, so that one layer is enough.
 """
 
-import re
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -17,6 +15,7 @@ import pytest
 
 from flax_mha import MultiHeadAttention, QKNorm, masks
 from flax_mha.variants import ChosenBlocksAttention
+from tests import pages
 
 KEYS, VALUES, FACTS, ASKED = 32, 8, 24, 8
 FIELDS: dict[str, Any] = {"num_heads": 2, "head_dim": 32, "qk_norm": QKNorm("rmsnorm")}
@@ -80,8 +79,7 @@ def accuracy(attention: nn.Module) -> float:
 
 def sparse() -> nn.Module:
     """The layer of the page of recipes, with 8 of the 32 tokens."""
-    page = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    blocks = pages.blocks("python", pages.read("docs/recipes.md"))
     scope: dict[str, Any] = {"jax": jax, "jnp": jnp, "nn": nn, "masks": masks}
     scope |= {"MultiHeadAttention": MultiHeadAttention, "rng": jax.random.key(0)}
     exec(next(code for code in blocks if "class SparseAttention" in code), scope)

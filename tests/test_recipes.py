@@ -1,7 +1,5 @@
 """The page of recipes runs, and each of its systems gives the numbers of its definition."""
 
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,8 +9,9 @@ import oracle
 import pytest
 from oracle import error, float64
 
+from tests import pages
+
 Scope = dict[str, Any]
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 # Float32 rounds at 6e-8; the sums here have up to 512 terms.
 OUTPUT = 5e-6
 
@@ -20,14 +19,9 @@ OUTPUT = 5e-6
 @pytest.fixture(scope="module")
 def page() -> Scope:
     """The variables that the page's code leaves."""
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 13
-    scope: Scope = {"__name__": "recipes"}
     # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
     with jax.default_prng_impl("unsafe_rbg"):
-        for block in blocks:
-            exec(compile(block, PAGE.name, "exec"), scope)
-    return scope
+        return pages.run("docs/recipes.md")
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

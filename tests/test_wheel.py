@@ -59,8 +59,9 @@ def test_the_sdist(dist: Path) -> None:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     tops = {name.partition("/")[0] for name in names}
     assert tops == {
-        ".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "PKG-INFO", "README.md",
-        "configs", "docs", "experiments", "flax_mha", "pyproject.toml", "tests",
+        ".ci", ".github", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md",
+        "LICENSE", "PKG-INFO", "README.md", "SECURITY.md", "configs", "docs", "experiments",
+        "flax_mha", "pyproject.toml", "tests",
     }  # fmt: skip
     assert not [name for name in names if name.endswith(".pyc")]
     assert {"flax_mha/py.typed", "tests/oracle.py", "configs/digits.py"} <= names

@@ -1,0 +1,135 @@
+"""The site: `python -m sphinx -W --keep-going docs build/site`, with the extra `docs`.
+
+Pages are Markdown that reads as well where it lies; the notebooks are run while the site is built.
+"""
+
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))  # This tree, whatever is installed; of notebooks too.
+os.environ["PYTHONPATH"] = str(ROOT)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import flax_mha  # noqa: E402
+
+project = "flax_mha"
+author = "the flax_mha authors"
+release = flax_mha.__version__
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+html_theme = "furo"
+html_title = f"flax_mha {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
+exclude_patterns = ["conf.py"]
+
+myst_heading_anchors = 3  # So that links such as sharding.md#long-sequences are checked.
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+
+autodoc_default_options = {"members": True, "special-members": "__call__"}
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "none"  # Docstrings say shapes and dtypes, which types do not.
+maximum_signature_line_length = 88
+napoleon_attr_annotations = False
+napoleon_custom_sections = [("Attributes", "params_style")]
+napoleon_use_rtype = False
+copybutton_prompt_text = ">>> "
+
+SHORTER = (
+    (r"(\w+)\(\s+# attributes[^)]*\)", r"\1(…)"),
+    (r", parent=<.*?>, name=None", ""),
+    (r"<function (\w+)[^,]*>", r"\1"),
+    (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
+)
+SPAN = re.compile(r"(`[^`]+`)")
+NAME = re.compile(r"`[A-Za-z_][\w.]*`")
+
+
+def read_page(app: Sphinx, name: str, source: list[str]) -> None:
+    """The README is the front page here."""
+    source[0] = source[0].replace("](../README.md", "](index.md")
+
+
+def as_rst(line: str) -> str:
+    """A line of Markdown: names in backticks become links where they are documented."""
+    parts = SPAN.split(line)
+    for i, part in enumerate(parts):
+        if NAME.fullmatch(part):
+            parts[i] = f":py:obj:{part}"
+        elif SPAN.fullmatch(part):
+            parts[i] = f"`{part}`"
+        else:
+            parts[i] = re.sub(r"(?<!^)[*|]|_(?=\W|$)|(?<=: \w)\.$", r"\\\g<0>", part)
+    return "".join(parts)
+
+
+def as_table(rows: list[str]) -> list[str]:
+    """A table of Markdown."""
+    lines = ["", ".. list-table::", "   :header-rows: 1", ""]
+    for row in (rows[0], *rows[2:]):
+        for i, cell in enumerate(row.strip("| ").split(" | ")):
+            lines.append(f"   {'  ' if i else '* '}- {as_rst(cell)}")
+    return [*lines, ""]
+
+
+def read_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
+    """Docstrings are Google's sections of Markdown: to reStructuredText, before napoleon reads."""
+    found: list[str] = []
+    rows: list[str] = []
+    code, above = False, ""
+    for line in [*lines, ""]:
+        if rows and not line.startswith("|"):
+            found += as_table(rows)
+            rows = []
+        if line.startswith("    ") and not above.strip() and not code:  # Equations.
+            found += ["::", ""]
+            code = True
+        elif line.strip() and not line.startswith("    "):
+            code = False
+        if line.startswith("|"):
+            rows.append(line)
+        else:
+            example = code or line.lstrip().startswith((">>>", "..."))
+            found.append(line if example else as_rst(line))
+        above = line
+    lines[:] = found
+
+
+def shorten(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: Any
+) -> tuple[str, Any] | None:
+    """Names functions and types as one writes them; leaves out what all modules of linen have."""
+    if signature is None:
+        return None
+    for pattern, by in SHORTER:
+        signature = re.sub(pattern, by, signature)
+    return signature, returned
+
+
+def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
+    """Of classes keeps methods of ours that say more than their base's."""
+    if what != "class":
+        return None
+    method = obj.fget if isinstance(obj, property) else obj
+    ours = inspect.isroutine(method) and (method.__module__ or "").startswith("flax_mha")
+    return None if ours and not (method.__doc__ or "").startswith("See `") else True
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.connect("source-read", read_page)
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)
+    app.connect("autodoc-process-signature", shorten)
+    app.connect("autodoc-skip-member", skip)
