@@ -1,5 +1,6 @@
 """Arrays of files to devices, with no more in the host's memory than one of their parts."""
 
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,8 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flax_mha.shapes import Shape
+
 # So many bytes of a file are looked at before its pages are given back.
 _AT_ONCE = 2**22
+# Bytes. Where one were too few, arrays would be copied, which a test of memory would see.
+_ALIGNMENT = 64
 
 
 class Joined:
@@ -47,11 +52,19 @@ def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
 def _read(x: Any, index: Any, dtype: Any) -> np.ndarray:
     views = [*x.views(index)] if isinstance(x, Joined) else [x[index]]
     rows = (sum(map(len, views)),) if x.shape else ()
-    out, at = np.empty((*rows, *views[0].shape[1:]), dtype), 0
+    out, at = _aligned((*rows, *views[0].shape[1:]), dtype), 0
     for view in views:
         _fill(out[at : at + len(view)] if rows else out, view)
         at += len(view) if rows else 0
     return out
+
+
+def _aligned(shape: Shape, dtype: Any) -> np.ndarray:
+    """An array that begins where a CPU device takes it as it is, and makes no copy."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(size + _ALIGNMENT, np.uint8)
+    skip = -room.__array_interface__["data"][0] % _ALIGNMENT
+    return room[skip : skip + size].view(dtype).reshape(shape)
 
 
 def _fill(out: np.ndarray, source: np.ndarray) -> None:

@@ -70,8 +70,8 @@ def test_axes_are_read_both_ways(row: Row, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        Row("", ("x", "y")), Row("", ("x", "y", "z"), split=1), Row("", ("x", "y"), split=1, heads=3),
-        Row("", ("x", "y"), alternate=True),
+        Row("", ("x", "y")), Row("", ("x", "y", "z"), split=1),
+        Row("", ("x", "y"), split=1, heads=3), Row("", ("x", "y"), alternate=True),
     ],
     ids=["in rows", "in columns", "in each head", "in turn"],
 )  # fmt: skip
