@@ -70,6 +70,7 @@ LAYERS = [
         "interop.gpt_neox",
         "interop.llama",
         "interop.t5",
+        "interop.vit_pytorch",
         "interop.whisper",
     },
     {"interop.moe", "interop.swapping", "interop.torch_layers", "interop.vit"},

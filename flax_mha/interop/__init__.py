@@ -21,7 +21,20 @@ import jax
 from flax.typing import Dtype
 
 from flax_mha import inputs
-from flax_mha.interop import bert, dino, files, gpt2, gpt_neox, llama, moe, t5, timm, vit, whisper
+from flax_mha.interop import (
+    bert,
+    dino,
+    files,
+    gpt2,
+    gpt_neox,
+    llama,
+    moe,
+    t5,
+    timm,
+    vit,
+    vit_pytorch,
+    whisper,
+)
 from flax_mha.interop.config import Config
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
@@ -41,7 +54,7 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
     "gpt_oss": moe.gpt_oss, "mixtral": moe.mixtral, "qwen3_moe": moe.qwen3_moe,
     "t5": t5.t5,
     "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,
-    "timm_vit": timm.timm_vit,
+    "timm_vit": timm.timm_vit, "vit_pytorch": vit_pytorch.vit_pytorch,
     "clip": vit.clip, "siglip": vit.siglip,
     "whisper": whisper.whisper,
 }  # fmt: skip
