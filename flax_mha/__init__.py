@@ -18,6 +18,7 @@ __all__ = [
     "DecoderBlock",
     "Encoder",
     "EncoderBlock",
+    "Experts",
     "Explanation",
     "Generated",
     "KVCache",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from flax_mha.blocks import EncoderBlock as EncoderBlock
     from flax_mha.cache import CacheConfig as CacheConfig
     from flax_mha.cache import KVCache as KVCache
+    from flax_mha.experts import Experts as Experts
     from flax_mha.flax_functions import attention_fn as attention_fn
     from flax_mha.generation import Generated as Generated
     from flax_mha.generation import generate as generate
@@ -80,6 +82,7 @@ else:  # A type checker would believe that this function knows every name.
         "attention": ("MultiHeadAttention", "MultiHeadDotProductAttention"),
         "blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
+        "experts": ("Experts",),
         "flax_functions": ("attention_fn",),
         "generation": ("Generated", "generate"),
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),

@@ -34,7 +34,7 @@ class Block(nn.Module):
       attention: the layer of self-attention, with all its options. Dtypes, precision, initializers,
         biases and partitioning of the MLP are those of the layer, and so are the dtypes of the
         norms, which keep a scale, and a LayerNorm its bias, whatever `use_bias` says.
-      mlp_dim: hidden features of the MLP.
+      mlp_dim: hidden features of the MLP; None where `mlp` is given.
       norm: "layernorm", "rmsnorm", or a module of which each norm is a copy, such as
         `nn.LayerNorm(use_bias=False)`.
       pre_norm: whether a branch is given its input normed (see above).
@@ -51,6 +51,7 @@ class Block(nn.Module):
         by "own_norms", each by its own (GPT-NeoX).
       layer_scale: the initial value of a learned scale [D] of what each branch gives (CaiT,
         DINOv2); None for no scale.
+      mlp: a module in place of the MLP, called as it is, such as `Experts`.
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
@@ -58,7 +59,7 @@ class Block(nn.Module):
     """
 
     attention: MultiHeadAttention
-    mlp_dim: int
+    mlp_dim: int | None = None
     norm: str | nn.Module = "layernorm"
     pre_norm: bool = True
     activation: str | Activation = "gelu"
@@ -70,6 +71,7 @@ class Block(nn.Module):
     branch_norm: bool = False
     parallel: bool | Literal["own_norms"] = False
     layer_scale: float | None = None
+    mlp: nn.Module | None = None
 
     @property
     def post_norm(self) -> bool:
@@ -116,19 +118,11 @@ class Block(nn.Module):
         kv, branches = None, dict[str, Callable[[jax.Array], Any]]()
         for name, call in calls.items():
             layer = getattr(self, name)
-            check_module(name, layer, MultiHeadAttention)
+            fields.check_module(name, layer, MultiHeadAttention)
             # A layer whose own field is set keeps to that.
             own = deterministic if layer.deterministic is None else None
             branches[name] = functools.partial(layer, deterministic=own, **call)
-        like = self.attention
-        biased = self.mlp_bias
-        use_bias = fields.has_bias(like.use_bias, "out") if biased is None else biased
-        mlp = MLP(
-            self.mlp_dim, self.activation, self.gated, self.dropout_rate, use_bias,
-            like.kernel_init, like.bias_init, like.dtype, like.param_dtype, like.precision,
-            like.partitioned, name="mlp",
-        )  # fmt: skip
-        branches["mlp"] = functools.partial(mlp, deterministic=deterministic)
+        branches["mlp"] = functools.partial(self._mlp(), deterministic=deterministic)
         x = sharding.constrain(x, ("batch", "norm_length", None))
         each = [[row] for row in branches.items()]
         for together in [[*branches.items()]] if self.parallel else each:
@@ -145,6 +139,23 @@ class Block(nn.Module):
                 x = self.make_norm(first)(x)
             x = sharding.constrain(x, ("batch", "norm_length", None))
         return x, kv
+
+    def _mlp(self) -> nn.Module:
+        if isinstance(self.mlp, nn.Module) and self.mlp_dim is None:
+            return self.mlp
+        if self.mlp is not None:
+            raise ValueError(
+                f"mlp must be a module, and mlp_dim is not for it, got {inputs.came(self.mlp)} and "
+                f"mlp_dim={self.mlp_dim}; give one of the two"
+            )
+        like, biased = self.attention, self.mlp_bias
+        biased = fields.has_bias(like.use_bias, "out") if biased is None else biased
+        hidden = inputs.integer("mlp_dim", self.mlp_dim, 1)
+        return MLP(
+            hidden, self.activation, self.gated, self.dropout_rate, biased, like.kernel_init,
+            like.bias_init, like.dtype, like.param_dtype, like.precision, like.partitioned,
+            name="mlp",
+        )  # fmt: skip
 
     def _added(
         self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
@@ -257,7 +268,7 @@ class DecoderBlock(Block):
         """
         cross = self.cross_attention
         if cross is not None:
-            check_module("cross_attention", cross, MultiHeadAttention)
+            fields.check_module("cross_attention", cross, MultiHeadAttention)
         if cross is self.attention:
             raise ValueError(
                 "attention and cross_attention must be two modules, got one that would share its "
@@ -287,12 +298,3 @@ class DecoderBlock(Block):
                 options["dropout_rng"], of_both["dropout_rng"] = jax.random.split(key)
             calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **of_both}
         return self.run(x, deterministic, calls, return_kv)
-
-
-def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:
-    """The field of that name must be a module of that kind, whose own fields are read."""
-    if not isinstance(module, kind):
-        raise TypeError(
-            f"{name} must be a flax_mha.{kind.__name__}, got {type(module).__name__}; "
-            f"build one with the options of yours"
-        )

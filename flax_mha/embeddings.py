@@ -92,6 +92,8 @@ class PatchEmbedding(nn.Module):
       param_dtype: of the parameters.
       partitioned: box the parameters with their logical axis names.
       use_bias: whether the projection has a bias.
+      norm_epsilon: that of two LayerNorms, of patches before the projection and of features after
+        it, as in vit-pytorch; None for no norms.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
@@ -103,6 +105,7 @@ class PatchEmbedding(nn.Module):
     param_dtype: Dtype = jnp.float32
     partitioned: bool = False
     use_bias: bool = True
+    norm_epsilon: float | None = None
 
     @nn.compact
     def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
@@ -132,9 +135,16 @@ class PatchEmbedding(nn.Module):
             return patches.reshape(*B, (height // h) * (width // w), h * w * channels)
 
         patches = sharding.auto(cut, ("batch", "norm_length", None), images)
-        patches = padding.cleared(patches, lengths)
-        return Projection(
+        patches = self._norm("patches_norm", padding.cleared(patches, lengths))
+        x = Projection(
             (self.features,), (None, "embed"), kernel_init=self.kernel_init, dtype=self.dtype,
             param_dtype=self.param_dtype, partitioned=self.partitioned, name="patches",
             rows=("batch", "norm_length"), bias_init=default_bias_init if self.use_bias else None,
         )(patches)  # fmt: skip
+        return self._norm("norm", x)
+
+    def _norm(self, name: str, x: jax.Array) -> jax.Array:
+        if self.norm_epsilon is None:
+            return x
+        epsilon = inputs.number("norm_epsilon", self.norm_epsilon)
+        return nn.LayerNorm(epsilon, dtype=self.dtype, param_dtype=self.param_dtype, name=name)(x)

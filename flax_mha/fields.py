@@ -1,7 +1,9 @@
-"""What fields of a layer say that linen and nnx read in the same way."""
+"""What fields of modules say, read in the same way wherever they stand."""
 
 from collections.abc import Sequence
 from typing import Any
+
+import flax.linen as nn
 
 from flax_mha import inputs, shapes
 
@@ -32,3 +34,12 @@ def gate_features(kind: str | None, N: int, Hv: int) -> shapes.Shape:
     if kind is None:
         return ()
     return inputs.choose("gate", kind, {"head": (N, 1), "feature": (N, Hv)})
+
+
+def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:
+    """The field of that name must be a module of that kind, whose own fields are read."""
+    if not isinstance(module, kind):
+        raise TypeError(
+            f"{name} must be a flax_mha.{kind.__name__}, got {type(module).__name__}; "
+            f"build one with the options of yours"
+        )

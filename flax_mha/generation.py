@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import inputs, search, shapes
-from flax_mha.blocks import check_module
 from flax_mha.cache.variables import free
 from flax_mha.embeddings import TokenEmbedding
+from flax_mha.fields import check_module
 from flax_mha.models import Translator
 from flax_mha.sampling import Sampling
 from flax_mha.search import Model, Own, Request, decoding

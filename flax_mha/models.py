@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from flax_mha import masks, mesh_axes, shapes, sharding
 from flax_mha.attention import LayerOptions
-from flax_mha.blocks import check_module
 from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
+from flax_mha.fields import check_module
 from flax_mha.inputs import choose, fields, integer, number, optional
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding

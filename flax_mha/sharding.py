@@ -10,7 +10,7 @@ Arrays are described by logical names; one table of rules says which mesh axis e
 | `embed` | model features of a parameter (shard it for FSDP) |
 | `heads`, `kv_heads` | query heads, key/value heads |
 | `head_dim` | features within a head |
-| `mlp` | hidden features of the MLP |
+| `mlp`, `experts` | hidden features of the MLP, experts |
 | `vocab` | rows of the token embedding, columns of the logits |
 | `layers` | blocks stacked by scan |
 
@@ -43,6 +43,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("heads", "model"),  # tensor parallel: each device computes whole heads
     ("kv_heads", "model"),
     ("mlp", "model"),
+    ("experts", None),  # expert parallel: a mesh axis that divides no tokens
     ("vocab", "model"),
     ("embed", None),  # FSDP: the name of a mesh axis here spreads every parameter over it
     ("length", None),
@@ -286,10 +287,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`model.init`, with every shard born on its device.
-
-    Without an ambient mesh this is `jax.jit(model.init)`.
-    """
+    """`model.init`, every shard born on its device; without a mesh `jax.jit(model.init)`."""
 
     def create(rngs: Any, *args: Any) -> Any:
         with _initializing(True):

@@ -11,7 +11,8 @@ from flax.typing import Dtype
 
 from flax_mha import inputs, masks, mesh_axes, shapes, sharding
 from flax_mha.attention import LayerOptions, with_parameters
-from flax_mha.blocks import Block, DecoderBlock, EncoderBlock, check_module
+from flax_mha.blocks import Block, DecoderBlock, EncoderBlock
+from flax_mha.fields import check_module
 from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.shared import Shared
 

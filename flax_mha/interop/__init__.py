@@ -18,16 +18,28 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax.typing import Dtype
 
 from flax_mha import inputs
-from flax_mha.interop import bert, dino, files, gpt2, gpt_neox, llama, t5, timm, vit, whisper
+from flax_mha.interop import (
+    bert,
+    dino,
+    files,
+    gpt2,
+    gpt_neox,
+    llama,
+    moe,
+    t5,
+    timm,
+    vit,
+    vit_pytorch,
+    whisper,
+)
 from flax_mha.interop.config import Config
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
+from flax_mha.interop.placing import Joined, place
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
 from flax_mha.interop.torch_layers import from_torch as from_torch
@@ -39,9 +51,10 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
     "gpt2": gpt2.gpt2, "gpt_neox": gpt_neox.gpt_neox,
     "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
     "gemma2": llama.gemma, "gemma3_text": llama.gemma,
+    "gpt_oss": moe.gpt_oss, "mixtral": moe.mixtral, "qwen3_moe": moe.qwen3_moe,
     "t5": t5.t5,
     "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,
-    "timm_vit": timm.timm_vit,
+    "timm_vit": timm.timm_vit, "vit_pytorch": vit_pytorch.vit_pytorch,
     "clip": vit.clip, "siglip": vit.siglip,
     "whisper": whisper.whisper,
 }  # fmt: skip
@@ -58,6 +71,12 @@ def family(config: Config) -> Family:
         raise ValueError(
             f"the config's model_type must be one of {sorted(FAMILIES)}, got {kind!r}; "
             f"docs/interop.md shows how to write a table"
+        )
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "an unknown method")
+        raise ValueError(
+            f"weights must be in a floating dtype, by the config's quantization_config they are "
+            f"{method}; have transformers load them with dequantize=True, and save them"
         )
     try:
         return FAMILIES[kind](config)
@@ -89,31 +108,14 @@ def load(
     folder = Path(path).expanduser()
     found = family(files.read_json(folder / "config.json"))
     tensors = files.read_folder(folder)
-    variables = from_tensors(found, tensors)
     kind = None if dtype is None else inputs.dtype("dtype", dtype)
     if shardings is None and kind is None:
-        return found.module, variables
+        return found.module, from_tensors(found, tensors)
+    variables = from_tensors(found, tensors, join=Joined)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
-    place = functools.partial(_placed, kind)
-    return found.module, jax.tree.map(place, variables, shardings, is_leaf=lambda x: x is None)
-
-
-def _placed(dtype: Any, x: np.ndarray, sharding: Any) -> Any:
-    def part(index: Any) -> np.ndarray:
-        here = np.asarray(x[index])
-        cast = dtype is not None and jnp.issubdtype(here.dtype, jnp.floating)
-        return np.ascontiguousarray(here.astype(dtype) if cast else here).reshape(here.shape)
-
-    if sharding is None:
-        return part(...)
-    # One device after another, so that no more than one part is in the host's memory.
-    places = sharding.addressable_devices_indices_map(x.shape)
-    parts = [
-        jax.block_until_ready(jax.device_put(part(index), device))
-        for device, index in places.items()
-    ]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+    placed = functools.partial(place, kind)
+    return found.module, jax.tree.map(placed, variables, shardings, is_leaf=lambda x: x is None)
 
 
 def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:

@@ -1,5 +1,6 @@
 """Llama, Mistral, Qwen and Gemma: decoders of text with rotary positions and gated MLPs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,26 +21,39 @@ HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def llama(config: Config) -> Family:
     """Of `LlamaForCausalLM`, Mistral's, Qwen2's and Qwen3's."""
-    return _family(config, gemma=False)
+    return family(config)
 
 
 def gemma(config: Config) -> Family:
     """Of `Gemma2ForCausalLM` and `Gemma3ForCausalLM`."""
-    return _family(config, gemma=True)
+    return family(config, gemma=True)
 
 
-def _family(config: Config, gemma: bool) -> Family:
+def family(
+    config: Config,
+    gemma: bool = False,
+    change: Callable[[DecoderBlock], DecoderBlock] = lambda block: block,
+    own: list[Row] | None = None,
+) -> Family:
+    """A decoder of that kind.
+
+    Args:
+      config: of the model.
+      gemma: whether it is a Gemma.
+      change: what its blocks have of their own.
+      own: rows of each layer in place of those of the MLP.
+    """
     D, layers = config["hidden_size"], config["num_hidden_layers"]
     kinds = _kinds(config)
     model = LanguageModel(
         TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if gemma else 1.0),
-        Decoder(layers, tuple(_block(config, kind, gemma) for kind in in_turn(kinds))),
+        Decoder(layers, tuple(change(_block(config, kind, gemma)) for kind in in_turn(kinds))),
         tied=_tied(config),
         logits_cap=config.get("final_logit_softcapping"),
     )
     ignored = ("lm_head.weight", "*.rotary_emb.inv_freq")
     example = (np.zeros((1, 1), np.int32),)
-    return Family(model, example, _rows(config, gemma), ignored, prefix="model.")
+    return Family(model, example, _rows(config, gemma, own), ignored, prefix="model.")
 
 
 def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:
@@ -63,13 +77,14 @@ def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:
     )  # fmt: skip
 
 
-def _rows(config: Config, gemma: bool) -> list[Row]:
+def _rows(config: Config, gemma: bool, own: list[Row] | None) -> list[Row]:
     theirs, ours = "model.layers.{}", "decoder/layers_{}"
     biased = _biased(config)
     biases: Any = tuple(name in biased for name in ("query", "key", "value", "out"))
     scale: dict[str, Any] = {"bias": False, "offset": 1.0 if gemma else 0.0}
     rows = attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
-    for name in ("gate", "up", "down"):
+    rows += own or []
+    for name in ("gate", "up", "down") if own is None else ():
         at = (f"{theirs}.mlp.{name}_proj", f"{ours}/mlp/{name}")
         rows += linear(*at, config.get("mlp_bias", False))
     names = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
@@ -103,7 +118,9 @@ def _kinds(config: Config) -> list[str]:
         return ["full_attention"] * layers
     if kind.startswith("qwen"):
         refuse(config, use_sliding_window=False)
-    every = {"gemma2": 2, "gemma3_text": config.get("sliding_window_pattern", 6)}.get(kind)
+    every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": config.get("sliding_window_pattern", 6)}.get(
+        kind
+    )
     is_full = [every is not None and (i + 1) % every == 0 for i in range(layers)]
     return ["full_attention" if full else "sliding_attention" for full in is_full]
 
@@ -115,8 +132,9 @@ def _tied(config: Config) -> bool:
 def _biased(config: Config) -> tuple[str, ...]:
     if config["model_type"] == "qwen2":
         return ("query", "key", "value")
-    return ("query", "key", "value", "out") if config.get("attention_bias") else ()
+    biased = config.get("attention_bias", config["model_type"] == "gpt_oss")
+    return ("query", "key", "value", "out") if biased else ()
 
 
 def _has_norm(config: Config) -> bool:
-    return config["model_type"] in ("qwen3", "gemma3", "gemma3_text")
+    return config["model_type"] in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")

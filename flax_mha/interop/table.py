@@ -62,6 +62,11 @@ def plus(offset: float) -> Axes:
     return Axes(lambda x, shape: x.reshape(shape) + offset, lambda x: x - offset)
 
 
+def one_of_many() -> Axes:
+    """[out, in] of one of several Linears, which ours has on an axis before [in, out]."""
+    return Axes(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
+
+
 class Row(NamedTuple):
     """One tensor of the checkpoint.
 
@@ -74,6 +79,7 @@ class Row(NamedTuple):
         is then two, that of heads and axis 1, on which they are split.
       part: from where to where it reaches on the first axis of ours, if several tensors, in rows
         one after another, make up that (default: it is all of it).
+      alternate: whether several lie in turn on its last axis, instead of one after another.
     """
 
     theirs: str
@@ -82,6 +88,7 @@ class Row(NamedTuple):
     split: int = 0
     heads: int | None = None
     part: tuple[int, int] | None = None
+    alternate: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -96,10 +103,14 @@ class Row(NamedTuple):
         """What lies in a tensor, one for each path."""
         if self.heads is not None:
             x = x.reshape(self.heads, -1, *x.shape[1:])
+        if self.alternate:
+            return [x[..., i :: len(self.paths)] for i in range(len(self.paths))]
         return np.split(x, len(self.paths), self.split) if len(self.paths) > 1 else [x]
 
     def together(self, parts: list[np.ndarray]) -> np.ndarray:
         """The tensor in which they lie."""
+        if self.alternate:
+            return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
         x = np.concatenate(parts, self.split) if len(parts) > 1 else parts[0]
         return x if self.heads is None else x.reshape(-1, *x.shape[2:])
 
@@ -156,8 +167,15 @@ class Family(NamedTuple):
         return found, heads, surplus
 
 
-def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
+def from_tensors(
+    family: Family, tensors: Tensors, join: Callable[[list[Any]], Any] = np.concatenate
+) -> dict[str, Any]:
     """Our variables from the tensors of a checkpoint, each in its dtype.
+
+    Args:
+      family: the table.
+      tensors: by name.
+      join: what makes one parameter of several arrays, one after another on the first axis.
 
     Raises:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
@@ -187,7 +205,7 @@ def from_tensors(family: Family, tensors: Tensors) -> dict[str, Any]:
             f"left out, as they stand on top of this {type(family.module).__name__}: "
             f"{', '.join(sorted(heads))}", stacklevel=3,
         )  # fmt: skip
-    whole = {path: x[0] if len(x) == 1 else np.concatenate(x) for path, x in found.items()}
+    whole = {path: x[0] if len(x) == 1 else join(x) for path, x in found.items()}
     return {"params": unflatten_dict(whole, sep="/")}
 
 
@@ -206,7 +224,12 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
 
 def _shape(row: Row, ours: list[Shape]) -> Shape:
     """That of a tensor, by those of ours."""
-    return row.together([row.axes.theirs(np.empty(shape, np.bool_)) for shape in ours]).shape
+    # No memory stands behind these arrays.
+    one = row.axes.theirs(np.broadcast_to(np.False_, ours[0])).shape
+    sizes = [*one]
+    if len(ours) > 1:
+        sizes[-1 if row.alternate else row.split] *= len(ours)
+    return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
 
 
 def _matrix(x: Any, inputs: int) -> Any:

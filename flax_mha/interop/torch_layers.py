@@ -36,7 +36,7 @@ LAYER = (
     "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
     "attention_fn", "project_out",
 )  # fmt: skip
-_BLOCK = ("gated", "branch_norm", "parallel", "layer_scale")
+_BLOCK = ("gated", "branch_norm", "parallel", "layer_scale", "mlp")
 _STACK = ("scores", "input_norm", "kv_from")
 
 

@@ -1,7 +1,6 @@
-"""Models with experts, their parameters copied by hand: of each as much as has no experts.
+"""Models that no table loads, their parameters copied by hand.
 
-gpt-oss has one expert here, which is a gated MLP: (up + 1)·gate·σ(1.702·gate), of which the 1 goes
-into a bias. DeepSeek-V3 has its first, dense layers, and Qwen3-Next those with softmax attention.
+DeepSeek-V3 has its first, dense layers here, and Qwen3-Next those with softmax attention.
 """
 
 from typing import Any
@@ -16,7 +15,6 @@ from flax_mha import (
     MultiHeadAttention,
     QKNorm,
     masks,
-    positions,
 )
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
@@ -27,29 +25,17 @@ N, K, H = 4, 2, 16
 Tensors = dict[str, np.ndarray]
 
 
-def projections(w: Tensors, names: dict[str, tuple[str, int]], bias: bool) -> dict[str, Any]:
-    """Kernels [D, n, ·] (out: [n, ·, D]) and biases, of so many heads."""
+def projections(w: Tensors, names: dict[str, tuple[str, int]]) -> dict[str, Any]:
+    """Kernels [D, n, ·] (out: [n, ·, D]), of so many heads."""
     found = {}
     for name, (theirs, count) in names.items():
         kernel = w[f"{theirs}.weight"].T
         shape = (count, -1, kernel.shape[1]) if name == "out" else (kernel.shape[0], count, -1)
         found[name] = {"kernel": kernel.reshape(shape)}
-        if bias:
-            x = w[f"{theirs}.bias"]
-            found[name]["bias"] = x if name == "out" else x.reshape(count, -1)
     return found
 
 
 QKVO = {"query": ("q_proj", N), "key": ("k_proj", K), "value": ("v_proj", K), "out": ("o_proj", N)}
-
-
-def gpt_oss(config: Any, w: Tensors) -> tuple[Any, Any]:
-    yarn = positions.Yarn(8.0, 8, truncate=False)
-    layer = MultiHeadAttention(
-        N, num_kv_heads=K, head_dim=H, sinks=True, rotary=Rotary(100.0, scaling=yarn),
-        mask=masks.Causal() & masks.Window(2, 0),
-    )  # fmt: skip
-    return layer, projections(w, QKVO, bias=True) | {"sinks": w["sinks"]}
 
 
 def qwen3_next(config: Any, w: Tensors) -> tuple[Any, Any]:
@@ -60,7 +46,7 @@ def qwen3_next(config: Any, w: Tensors) -> tuple[Any, Any]:
     # Each head has its queries, then its gates.
     q, gate = np.split(w["q_proj.weight"].reshape(N, 2, H, -1), 2, 1)
     w = w | {"q_proj.weight": q.reshape(N * H, -1), "gate.weight": gate.reshape(N * H, -1)}
-    params = projections(w, QKVO | {"output_gate": ("gate", N)}, bias=False)
+    params = projections(w, QKVO | {"output_gate": ("gate", N)})
     for name, theirs in (("query_ln", "q_norm"), ("key_ln", "k_norm")):
         params[name] = {"scale": 1 + w[f"{theirs}.weight"]}
     return layer, params
@@ -81,7 +67,7 @@ def deepseek_v3(config: Any, w: Tensors) -> tuple[Any, Any]:
         "key": {"kernel": both[..., :nope]}, "value": {"kernel": both[..., nope:]},
     }  # fmt: skip
     names = {"query": ("q_b_proj", N), "out": ("o_proj", N)}
-    return layer, params | projections(w, names, bias=False)
+    return layer, params | projections(w, names)
 
 
 def part(w: Tensors, prefix: str) -> Tensors:
@@ -91,28 +77,19 @@ def part(w: Tensors, prefix: str) -> Tensors:
 
 def mlp_of(w: Tensors) -> dict[str, Any]:
     """A gated MLP's parameters."""
-    if "experts.gate_up_proj" not in w:
-        return {x: {"kernel": w[f"{x}_proj.weight"].T} for x in ("gate", "up", "down")}
-    both, bias = w["experts.gate_up_proj"][0], w["experts.gate_up_proj_bias"][0]
-    return {
-        "gate": {"kernel": both[:, ::2], "bias": bias[::2]},
-        "up": {"kernel": both[:, 1::2], "bias": 1 + bias[1::2]},
-        "down": {"kernel": w["experts.down_proj"][0], "bias": w["experts.down_proj_bias"][0]},
-    }
+    return {x: {"kernel": w[f"{x}_proj.weight"].T} for x in ("gate", "up", "down")}
 
 
-def whole(layer_of: Any, activation: str, config: Any, w: Tensors, offset: float) -> Any:
+def whole(layer_of: Any, config: Any, w: Tensors, offset: float) -> Any:
     """The language model of such layers, and its parameters."""
     blocks, params = [], {}
     for i in range(config.num_hidden_layers):
         below = part(w, f"model.layers.{i}.")
         layer, attention = layer_of(config, part(below, "self_attn."))
-        if getattr(config, "layer_types", ["sliding"] * (i + 1))[i] == "full_attention":
-            layer = layer.clone(mask=None)
         mlp = mlp_of(part(below, "mlp."))
         block = DecoderBlock(
             layer, config.intermediate_size, norm="rmsnorm", norm_epsilon=config.rms_norm_eps,
-            activation=activation, gated=True, mlp_bias="bias" in mlp["up"],
+            activation="silu", gated=True, mlp_bias=False,
         )  # fmt: skip
         blocks.append(block)
         params[f"layers_{i}"] = {
@@ -130,16 +107,7 @@ def whole(layer_of: Any, activation: str, config: Any, w: Tensors, offset: float
     return module, {"params": {"embedding": table, "decoder": params, "head": head}}
 
 
-YARN = {
-    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "truncate": False,
-    "original_max_position_embeddings": 8, "beta_fast": 32.0, "beta_slow": 1.0,
-}  # fmt: skip
 LAYERS: dict[str, tuple[Any, Any, Any]] = {
-    "gpt-oss": (gpt_oss, hf.GptOssForCausalLM, hf.GptOssConfig(
-        **DECODER, num_local_experts=1, num_experts_per_tok=1, sliding_window=3,
-        rope_parameters=YARN, swiglu_limit=1e4,
-        layer_types=["full_attention", "sliding_attention", "full_attention"],
-    )),
     "qwen3-next": (qwen3_next, hf.Qwen3NextForCausalLM, hf.Qwen3NextConfig(
         **DECODER, layer_types=["full_attention"] * 3, num_experts=0, linear_num_value_heads=4,
         linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
@@ -153,16 +121,13 @@ LAYERS: dict[str, tuple[Any, Any, Any]] = {
 }  # fmt: skip
 
 
-def by_hand(name: str, activation: str = "silu", offset: float = 0.0) -> Case:
+def by_hand(name: str, offset: float = 0.0) -> Case:
     """A case of `families`, whose parameters are copied here."""
     layer_of, model, config = LAYERS[name]
-    return text(model, config)._replace(
-        by_hand=lambda w: whole(layer_of, activation, config, w, offset)
-    )
+    return text(model, config)._replace(by_hand=lambda w: whole(layer_of, config, w, offset))
 
 
 CASES = {
-    "gpt-oss": by_hand("gpt-oss", "quick_gelu"),
     "qwen3-next": by_hand("qwen3-next", offset=1.0),
     "deepseek-v3": by_hand("deepseek-v3"),
 }

@@ -24,6 +24,7 @@ LLAMA3 = {
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8
 }  # fmt: skip
+EXPERTS = DECODER | {"num_local_experts": 8, "num_experts_per_tok": 3}
 LOCAL = {
     "sliding_window": 3, "query_pre_attn_scalar": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -126,6 +127,14 @@ CASES = {
     )),
     "gemma3": text(hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(
         **DECODER, **LOCAL, rope_parameters=BOTH
+    )),
+    # A limit that many features reach.
+    "gpt-oss": text(hf.GptOssForCausalLM, hf.GptOssConfig(
+        **EXPERTS, sliding_window=3, swiglu_limit=0.5, rope_parameters=YARN | {"truncate": False}
+    )),
+    "mixtral": text(hf.MixtralForCausalLM, hf.MixtralConfig(**EXPERTS)),
+    "qwen3-moe": text(hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(
+        **DECODER, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20
     )),
 }  # fmt: skip
 

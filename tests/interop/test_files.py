@@ -13,8 +13,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha import interop
-from flax_mha.interop import files
-from flax_mha.interop.table import FLAT, Row, patches, plus, straight, transposed, wrapped
+from flax_mha.interop import files, placing, table
+from flax_mha.interop.table import (
+    FLAT,
+    Row,
+    one_of_many,
+    patches,
+    plus,
+    straight,
+    transposed,
+    wrapped,
+)
 from tests.oracle import random_like
 
 CONFIG: dict[str, Any] = {
@@ -47,6 +56,7 @@ def folder(tmp_path: Path) -> Path:
         (Row("", "x", wrapped(2)), (1, 4)),
         (Row("", "x", patches(2, 3)), (24, 5)),
         (Row("", "x", plus(1.0)), (4,)),
+        (Row("", "x", one_of_many()), (1, 3, 4)),
     ],
     ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) and not isinstance(x, Row) else "",
 )
@@ -55,6 +65,23 @@ def test_axes_are_read_both_ways(row: Row, shape: tuple[int, ...]) -> None:
     theirs = row.axes.theirs(x)
     assert theirs.size == x.size
     np.testing.assert_array_equal(row.axes.ours(theirs, shape), x)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row("", ("x", "y")), Row("", ("x", "y", "z"), split=1),
+        Row("", ("x", "y"), split=1, heads=3), Row("", ("x", "y"), alternate=True),
+    ],
+    ids=["in rows", "in columns", "in each head", "in turn"],
+)  # fmt: skip
+def test_several_in_one_tensor(row: Row) -> None:
+    parts = [np.arange(24).reshape(3, 2, 4) + 100 * i for i in range(len(row.paths))]
+    whole = row.together(parts)
+    assert whole.shape == table._shape(row, [x.shape for x in parts])
+    for part, found in zip(parts, row.apart(whole), strict=True):
+        np.testing.assert_array_equal(found, part)
+        assert np.shares_memory(found, whole)
 
 
 def test_saved_and_loaded(folder: Path) -> None:
@@ -103,13 +130,13 @@ def test_each_device_reads_its_part(folder: Path, monkeypatch: pytest.MonkeyPatc
         return whole
 
     read: list[int] = []
-    given = np.ascontiguousarray
+    given = placing._fill
 
-    def counted(x: Any) -> Any:
-        read.append(np.size(x))
-        return given(x)
+    def counted(out: np.ndarray, source: np.ndarray) -> None:
+        read.append(source.size)
+        given(out, source)
 
-    monkeypatch.setattr(np, "ascontiguousarray", counted)
+    monkeypatch.setattr(placing, "_fill", counted)
     wanted = variables()
     _, found = interop.load(folder, shardings=jax.tree.map(sharding, wanted), dtype=jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -160,6 +187,9 @@ def test_damaged_files(folder: Path) -> None:
     ("change", "words"),
     [
         ({"model_type": "mamba"}, "model_type must be one of"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "they are mxfp4; have transformers"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers must be"),
         ({"hidden_act": "swish9"}, "activation must be one of"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be"),
         ({"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
@@ -200,6 +230,15 @@ WINDOWS = ("sliding_attention", "full_attention")
         ({"model_type": "mistral", "sliding_window": 4}, "4 4 4 4 4 4"),
         ({"model_type": "mistral", "sliding_window": None}, "no no no no no no"),
         ({"model_type": "gemma2", "sliding_window": 4}, "4 no 4 no 4 no"),
+        (
+            {
+                "model_type": "gpt_oss",
+                "sliding_window": 4,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+            },
+            "4 no 4 no 4 no",
+        ),
         ({"model_type": "gemma3_text", "sliding_window": 4}, "4 4 4 4 4 no"),
         ({"layer_types": [*WINDOWS[:1], *WINDOWS] * 2, "sliding_window": 4}, "4 4 no 4 4 no"),
     ],

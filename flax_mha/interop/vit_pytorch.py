@@ -1,0 +1,61 @@
+"""The ViT of vit-pytorch, whose config is its arguments."""
+
+import numpy as np
+
+from flax_mha.attention import MultiHeadAttention
+from flax_mha.blocks import EncoderBlock
+from flax_mha.embeddings import PatchEmbedding
+from flax_mha.interop.config import Config
+from flax_mha.interop.table import Family, Row, each, linear, norm, transposed
+from flax_mha.models import Classifier
+from flax_mha.stacks import Encoder
+
+
+def vit_pytorch(config: Config) -> Family:
+    """Of `vit_pytorch.ViT`, by its arguments under their names and with their defaults.
+
+    With num_classes=0 the features of all tokens.
+    """
+    given = {"pool": "cls", "channels": 3, "dim_head": 64, **config}
+    D, heads, is_first = given["dim"], given["heads"], given["pool"] == "cls"
+    if given["pool"] not in ("cls", "mean"):
+        raise ValueError(f"the config's pool must be 'cls' or 'mean', got {given['pool']!r}")
+    if heads == 1 and given["dim_head"] == D:
+        raise ValueError(
+            f"the config's heads=1 with dim_head={D} leaves out the projection of what heads give, "
+            f"and ours always has it; give more heads, or another dim_head"
+        )
+    sizes = (given["image_size"], given["patch_size"])
+    height, width, h, w = (n for size in sizes for n in np.broadcast_to(size, 2).tolist())
+    block = EncoderBlock(
+        MultiHeadAttention(heads, head_dim=given["dim_head"], use_bias=("out",)), given["mlp_dim"],
+        activation="gelu_exact", norm_epsilon=1e-5,
+    )  # fmt: skip
+    module = Classifier(
+        PatchEmbedding((h, w), D, norm_epsilon=1e-5), Encoder(given["depth"], block),
+        given["num_classes"] or None, class_tokens=int(is_first),
+        pooling="first" if is_first else "mean",
+    )  # fmt: skip
+    patch, theirs, ours = "to_patch_embedding", "transformer.layers.{}", "encoder/layers_{}"
+    qkv = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "key", "value"))
+    rows = [
+        *norm(f"{patch}.1", "embedding/patches_norm"),
+        *linear(f"{patch}.2", "embedding/patches"),
+        *norm(f"{patch}.3", "embedding/norm"),
+        *[Row("cls_token", "class_tokens")] * is_first,
+        Row("pos_embedding", "positions/embedding"),
+        *each(given["depth"], [
+            *norm(f"{theirs}.0.norm", f"{ours}/attention_norm"),
+            Row(f"{theirs}.0.to_qkv.weight", qkv, transposed()),
+            *linear(f"{theirs}.0.to_out.0", f"{ours}/attention/out", inputs=2),
+            *norm(f"{theirs}.1.net.0", f"{ours}/mlp_norm"),
+            *linear(f"{theirs}.1.net.1", f"{ours}/mlp/up"),
+            *linear(f"{theirs}.1.net.4", f"{ours}/mlp/down"),
+        ]),
+        *norm("transformer.norm", "encoder/norm"),
+        *(linear("mlp_head", "head") if given["num_classes"] else ()),
+    ]  # fmt: skip
+    # With pool="mean" theirs is empty.
+    ignored = () if is_first else ("cls_token",)
+    image = np.zeros((1, height, width, given["channels"]), np.float32)
+    return Family(module, (image,), rows, ignored)

@@ -1,0 +1,73 @@
+"""A folder read onto devices by a process of its own, which says what it took.
+
+python -m tests.interop.loader FOLDER CAST DIVIDED [ADDRESS PROCESS], with the number of devices in
+XLA_FLAGS; CAST is a dtype or "", DIVIDED the axis that is, or "". Of two processes, each reads for
+its half of the devices.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.benchmark.fresh import growth
+from flax_mha import interop
+from flax_mha.interop import placing
+
+
+def shardings(folder: Path, axis: str) -> Any:
+    """Every matrix divided on that axis over all devices; None for arrays of NumPy."""
+    if not axis:
+        return None
+    mesh = jax.make_mesh((jax.device_count(),), ("all",))
+
+    def one(x: Any) -> NamedSharding:
+        at, names = int(axis), [None] * x.ndim
+        if x.ndim > 1 and x.shape[at] % mesh.size == 0:
+            names[at] = "all"
+        return NamedSharding(mesh, PartitionSpec(*names))
+
+    found = interop.family(json.loads((folder / "config.json").read_text()))
+    return jax.tree.map(one, jax.eval_shape(found.module.init, jax.random.key(0), *found.example))
+
+
+def main(folder: str, cast: str, axis: str, address: str = "", process: str = "") -> None:
+    """Prints what was held beyond the result, the largest slice, bytes read, and sums."""
+    if address:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, 2, int(process))
+    places = shardings(Path(folder), axis)
+    # Loads code, which would count as memory of the call.
+    small = Path(folder) / "small"
+    interop.load(small, dtype=cast or None, shardings=shardings(small, axis))
+    read, given = [0], placing._let_go
+
+    def counted(x: np.ndarray, size: int) -> None:
+        read[0] += x.nbytes
+        given(x, size)
+
+    placing._let_go = counted
+    kept: list[Any] = []
+    grown = growth(
+        lambda: kept.append(interop.load(folder, dtype=cast or None, shardings=places)[1])
+    )
+    arrays = jax.tree.leaves(kept)
+    parts = [
+        [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+        for x in arrays
+    ]
+    slices = [x.nbytes for of_one in parts for x in of_one]
+    says = {"beyond": grown - sum(slices), "largest": max(slices), "read": read[0]}
+    if address:
+        # What is in the shards of both, by programs that run on both.
+        sums = jax.jit(lambda xs: [(x.astype("float32") ** 2).sum() for x in xs])(arrays)
+        says["sums"] = [float(x) for x in sums]
+    print(json.dumps(says))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

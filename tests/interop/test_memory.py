@@ -1,0 +1,107 @@
+"""What loading takes of a host, in fresh processes: memory, and what is read of the files."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flax_mha import interop
+from tests.interop.test_files import CONFIG
+
+ROOT = Path(__file__).parent.parent.parent
+DEVICES = 4
+PATIENCE = 240  # seconds
+LARGE = CONFIG | {"vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 8192}
+EXPERTS = CONFIG | {
+    "model_type": "mixtral", "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 1,
+    "num_local_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def written(folder: Path, config: dict[str, Any], dtype: Any) -> Path:
+    """A folder of such a model, and in it a small one of the same family."""
+    small = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
+    rng = np.random.default_rng(0)
+    for path, sizes in ((folder, config), (folder / "small", config | small)):
+        family = interop.family(sizes)
+        shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
+        values = jax.tree.map(
+            lambda x: rng.standard_normal(x.shape, np.float32).astype(dtype), shapes
+        )
+        interop.save(sizes, values, path)
+    return folder
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    env = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.interop.loader", *arguments],
+        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def said(*processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """The last line of each, when they are through."""
+    try:
+        told = [process.communicate(timeout=PATIENCE) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, told, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+
+
+CASES = {
+    "rows": (LARGE, np.float32, "", "0"),
+    "rows, cast up": (LARGE, ml_dtypes.bfloat16, "float32", "0"),
+    "columns, cast up": (LARGE, ml_dtypes.bfloat16, "float32", "1"),
+    "columns, cast down": (LARGE, np.float32, "bfloat16", "1"),
+    "NumPy, cast up": (LARGE, ml_dtypes.bfloat16, "float32", ""),
+    "experts, cast up": (EXPERTS, ml_dtypes.bfloat16, "float32", "0"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads a high-water mark of Linux")
+@pytest.mark.parametrize("name", CASES)
+def test_memory_beyond_the_shards(name: str, tmp_path: Path) -> None:
+    config, dtype, *arguments = CASES[name]
+    (found,) = said(start(str(written(tmp_path, config, dtype)), *arguments))
+    print(name, found["beyond"] / found["largest"])
+    assert found["largest"] >= 2**25
+    assert found["beyond"] <= 1.2 * found["largest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["0", "1"])
+def test_two_hosts_read_half_each(axis: str, tmp_path: Path) -> None:
+    """Over a mesh of both, straight into shards; what is not divided is read by every device."""
+    config = CONFIG | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
+    folder = written(tmp_path, config, np.float32)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    both = said(*(start(str(folder), "", axis, address, str(i)) for i in range(2)))
+    variables = jax.tree.leaves(interop.load(folder)[1])
+    count = 2 * DEVICES
+    divided = [x.ndim > 1 and x.shape[int(axis)] % count == 0 for x in variables]
+    assert sum(x.nbytes for x, d in zip(variables, divided, strict=True) if d) > 2**18
+    wanted = sum(
+        x.nbytes // 2 if d else DEVICES * x.nbytes for x, d in zip(variables, divided, strict=True)
+    )
+    for found in both:
+        assert found["read"] == wanted
+        np.testing.assert_allclose(
+            found["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
+        )

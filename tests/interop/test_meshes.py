@@ -1,0 +1,69 @@
+"""Folders loaded onto a mesh: what the model then gives, and the folder that it gives back."""
+
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import generate, interop, sharding
+from flax_mha.models import LanguageModel
+from tests.interop.test_published import BERT
+from tests.meshes import FORWARD, KINDS, changed, on
+from tests.oracle import error, random_like
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+}  # fmt: skip
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 3
+}  # fmt: skip
+FSDP = changed(embed="data")
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "llama": (LLAMA, FSDP),
+    "gpt-oss": (GPT_OSS, changed(experts="model", mlp=None, embed="data")),
+    # Its table of two segments divides over no four devices.
+    "bert": (
+        BERT | {"hidden_size": 32, "num_attention_heads": 8}, changed(embed="data", vocab=None)
+    ),
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, 24, (4, 6))
+
+
+def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
+    """Its output, and what a language model writes."""
+    out = jax.jit(module.apply)(variables, TOKENS)
+    if not isinstance(module, LanguageModel):
+        return out, None
+    return out, generate(module, variables, jnp.asarray(TOKENS), max_new_tokens=5).tokens
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_end_to_end(name: str, kind: str, tmp_path: Path) -> None:
+    config, rules = CASES[name]
+    family = interop.family(config)
+    shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
+    interop.save(config, random_like(shapes), tmp_path / "theirs")
+    module, variables = interop.load(tmp_path / "theirs")
+    wanted, written = results(module, variables)
+    mesh, leave = on(kind, rules)
+    try:
+        places = sharding.of(module.init, jax.random.key(0), *family.example)
+        _, spread = interop.load(tmp_path / "theirs", shardings=places)
+        found, tokens = jax.device_get(results(module, spread))
+        interop.save(config, spread, tmp_path / "ours")
+    finally:
+        leave()
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(spread))
+    assert held < sum(x.nbytes for x in jax.tree.leaves(variables)) / (mesh.size / 2)
+    assert error(found, wanted) < FORWARD
+    np.testing.assert_array_equal(tokens, written)
+    file = "model.safetensors"
+    assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
