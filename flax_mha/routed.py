@@ -17,7 +17,9 @@ def in_turn(
 ) -> jax.Array:  # fmt: skip
     """All tokens through one expert after another, but for experts that none of them is sent to.
 
-    For CPUs, where `lax.ragged_dot` computes every expert for every token, all at once.
+    For CPUs, where `lax.ragged_dot` computes every expert for every token, all at once: of 1,024
+    tokens with 2 of 8 experts a gradient takes 1.7 times as long by rows, and 7 times the memory;
+    with 4 of 32 it takes 4 and 49 times (two cores, 256 features, 512 hidden).
 
     Args:
       expert: see `Experts._expert`.
