@@ -11,6 +11,9 @@ with the same --workdir, on a file system that all of them see, and
 
     --distributed                                      # SLURM, Cloud TPU, …: JAX finds the others
     --distributed --coordinator_address=HOST:PORT --num_processes=N --process_id=I
+
+The exit status is 0 of a finished run, 75 (EX_TEMPFAIL) of one that SIGTERM or SIGINT stopped after
+a checkpoint, which the same command goes on with, and another of one that failed.
 """
 
 import sys
@@ -24,7 +27,7 @@ from ml_collections import config_flags
 
 from experiments import data, plots
 from experiments.failures import RunError
-from experiments.training import hosts, log, loop, program, runs, settings, speedup
+from experiments.training import hosts, keys, log, loop, program, runs, settings, signals, speedup
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
@@ -82,13 +85,24 @@ def _run() -> None:
         result = loop.train(built, run.path)
     except RunError as error:
         sys.exit(f"error: {error}")
+    except signals.Stopped as stopped:
+        if jax.process_index() == 0:
+            print(stopped, file=sys.stderr, flush=True)
+        raise
     report(built, run.path, result)
 
 
 def _prepare() -> tuple[runs.Run, program.Program]:
     run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
-    built = loop.build(run.config, data.make(run.config))
+    try:
+        built = loop.build(run.config, data.make(run.config))
+    except Exception as error:
+        if not run.resumed or isinstance(error, ValueError):
+            raise
+        # Its config may be anybody's.
+        first = (str(error).splitlines() or [""])[0]
+        raise RunError(f"{run.path} can't be trained: {type(error).__name__}: {first}") from error
     if forced and jax.default_backend() == "cpu":
         _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     return run, built
@@ -138,7 +152,7 @@ def _overrides() -> dict[str, object]:
     flag = flags.FLAGS["config"]
     chosen = config_flags.get_config_filename(flag) != str(DEFAULT)
     named = CONFIG.value.to_dict() if chosen else {}
-    return runs.flatten(named) | config_flags.get_override_values(flag)
+    return keys.flatten(named) | config_flags.get_override_values(flag)
 
 
 def _parse(argv: list[str]) -> list[str]:
