@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -31,6 +32,7 @@ class RunError(ValueError):
 def install() -> None:
     """Lets the program say what the machine lacks, from its imports on."""
     sys.excepthook, sys.unraisablehook = say, unraisable
+    threading.excepthook = in_thread
 
 
 def reason(error: BaseException) -> str | None:
@@ -63,6 +65,16 @@ def say(kind: type[BaseException], error: BaseException, traceback: TracebackTyp
     sys.stdout.flush()
     print(f"error: {line}", file=sys.stderr, flush=True)
     os._exit(1)  # At once: what is half written would complain while Python is taken down.
+
+
+def in_thread(args: "threading.ExceptHookArgs") -> None:
+    """For `threading.excepthook`: what the machine lacks ends the program from any thread.
+
+    Others might wait for that thread for ever, as TensorBoard's writer is waited for.
+    """
+    if args.exc_value is not None and reason(args.exc_value) is not None:
+        say(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.__excepthook__(args)
 
 
 def unraisable(args: "sys.UnraisableHookArgs") -> None:

@@ -14,7 +14,7 @@ _held: dict[Path, int] = {}  # Open as long as the process lives: closing the fi
 
 
 def hold(folder: Path) -> bool:
-    """Locks a folder until this process ends, however it ends.
+    """Locks a folder until `release`, or this process's end, however it ends.
 
     It is a lock of POSIX, which NFS (4, and 3 with its lock daemon) passes on to other hosts. It
     does not part the threads of one process.
@@ -44,3 +44,9 @@ def hold(folder: Path) -> bool:
     os.write(handle, f"{socket.gethostname()} {os.getpid()}\n".encode())
     _held[folder] = handle
     return True
+
+
+def release(folder: Path) -> None:
+    """Lets another run have the folder."""
+    if (handle := _held.pop(folder, None)) is not None:
+        os.close(handle)

@@ -69,7 +69,10 @@ class Log:
         hosts.all_begin(refused)
         if jax.process_index() == 0:
             files.write(self._file, text)
-            self._events = SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
+            # Names go by seconds, in which two starts may fall.
+            self._events = SummaryWriter(
+                str(path / "tensorboard"), purge_step=step + 1, filename_suffix=f".{step}"
+            )
 
     def __enter__(self) -> "Log":
         return self

@@ -149,8 +149,8 @@ def find_run(
     for key, value in flatten(found).items():
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(
-                f"{path} was trained on the file {value!r:.300}, and only its owner can say that it "
-                f"be read: name it again (--config.{key}, or --data of experiments.generate)"
+                f"{path} was trained on the file {value!r:.300}, and only its owner can say that "
+                f"it be read: name it again (--config.{key}, or --data of experiments.generate)"
             )
     return Run(path, ConfigDict(found), resumed=True)
 

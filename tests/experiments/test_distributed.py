@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from experiments import data
 from experiments.failures import RunError
-from experiments.training import hosts, loop, program, runs, signals
+from experiments.training import hosts, lock, loop, program, runs, signals
 from tests.experiments.checked import flat, restored
 from tests.experiments.launch import settings, together
 
@@ -27,7 +27,10 @@ def alone(config: ConfigDict, workdir: Path) -> loop.Result:
     run = runs.open_run(workdir, config, {})
     task = data.make(config)
     run.begin(task.fingerprint())
-    return loop.train(loop.build(config, task), run.path)
+    try:
+        return loop.train(loop.build(config, task), run.path)
+    finally:
+        lock.release(run.path)
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
