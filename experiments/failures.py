@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 # What the extra `experiments` brings, by the names of its modules.
@@ -25,6 +26,9 @@ REMEDIES = {
 }  # fmt: skip
 
 
+_needed: list[Path] = []  # files of folders that the program works in
+
+
 class RunError(ValueError):
     """A mistake that its message explains; no traceback needed."""
 
@@ -35,8 +39,15 @@ def install() -> None:
     threading.excepthook = in_thread
 
 
+def needs(path: Path) -> None:
+    """From now on an error counts as that of a folder that is gone, if this file of it is."""
+    _needed.append(path)
+
+
 def reason(error: BaseException) -> str | None:
     """The line that says what the machine lacks, or None for an error that is not of that kind."""
+    if gone := [path.parent for path in _needed if not path.exists()]:
+        return f"{gone[0]} was removed or unmounted while it was written to; nothing more is saved"
     chain = list(_chain(error))
     for each in chain:
         if isinstance(each, ModuleNotFoundError) and each.name:

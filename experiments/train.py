@@ -3,6 +3,7 @@
     python -m experiments.train
     python -m experiments.train --config.seeds=5 --config.optimizer.learning_rate=0.001
     python -m experiments.train --workdir=runs/mine    # again: resumes
+    python -m experiments.train --profile=10:15         # a trace of these steps, for xprof
     python -m experiments.train --config=configs/digits_sharded.py
     python -m experiments.train --config=configs/pydoc_lm.py --config.data.path=FILE
 
@@ -25,15 +26,29 @@ from absl import app, flags
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-from experiments import data, plots
+from experiments import data, failures, plots
 from experiments.failures import RunError
-from experiments.training import hosts, keys, log, loop, program, runs, settings, signals, speedup
+from experiments.training import (
+    hosts,
+    keys,
+    log,
+    loop,
+    profile,
+    program,
+    runs,
+    settings,
+    signals,
+    speedup,
+)
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
 CONFIG = config_flags.DEFINE_config_file("config", None, f"What to train; unless said, {DEFAULT}.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Train over several processes.")
+PROFILE = flags.DEFINE_string(
+    "profile", None, "Leaves a trace of some steps in the folder: a number of them, or FIRST:LAST."
+)
 ADDRESS = flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 listens.")
 PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
@@ -81,8 +96,9 @@ def _run() -> None:
     try:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
         run.begin(built.task.fingerprint())
+        failures.needs(run.path / runs.MARK)
         _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
-        result = loop.train(built, run.path)
+        result = loop.train(built, run.path, PROFILE.value)
     except RunError as error:
         sys.exit(f"error: {error}")
     except signals.Stopped as stopped:
@@ -94,6 +110,8 @@ def _run() -> None:
 
 def _prepare() -> tuple[runs.Run, program.Program]:
     run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
+    if PROFILE.value is not None:
+        profile.parse(PROFILE.value, 0)
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
     try:
         built = loop.build(run.config, data.make(run.config))

@@ -115,8 +115,7 @@ class Log:
             self._series(step)
         if self._events is not None:
             self._events.flush()
-            with self._file.open("a") as file:
-                os.fsync(file.fileno())
+            self._append("")
         pending = [{name: x.tolist() for name, x in each.items()} for each in self._fetched]
         return {"rows": list(self.rows), "pending": pending}
 
@@ -127,12 +126,26 @@ class Log:
         self.rows.append(row)
         if self._events is None:
             return
-        with self._file.open("a") as file:
-            file.write(_line(row))
+        self._append(_line(row))
         for name, x in metrics.items():
             self._events.add_scalar(f"{split}/{name}", float(x.mean()), step)
             for i, value in enumerate(x if x.size > 1 else ()):
                 self._events.add_scalar(f"{split}/{name}/{i}", float(value), step)
+
+    def _append(self, line: str) -> None:
+        """Adds a line; an empty one only sees that what is there is on the disk."""
+        try:
+            with self._file.open("r+") as file:  # which makes no new one, as "a" does
+                file.seek(0, os.SEEK_END)
+                file.write(line)
+                file.flush()
+                if not line:
+                    os.fsync(file.fileno())
+        except FileNotFoundError:
+            raise RunError(
+                f"{self._file} was removed while it was written; the same command goes on from the "
+                f"last checkpoint, if that is still there"
+            ) from None
 
     def _series(self, step: int) -> dict[str, np.ndarray]:
         """All that is gathered, [steps, seeds]."""

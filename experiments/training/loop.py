@@ -22,6 +22,7 @@ from experiments.training.clock import Clock
 from experiments.training.log import Log, Row
 from experiments.training.optimizer import make_optimizer
 from experiments.training.program import Metrics, Program
+from experiments.training.profile import tracing
 from experiments.training.progress import Speed, shown
 
 
@@ -78,8 +79,13 @@ def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None =
     return program.build(config, task, *one_model(config, task), devices)
 
 
-def train(program: Program, workdir: Path) -> Result:
+def train(program: Program, workdir: Path, profile: str | None = None) -> Result:
     """Trains from the folder's latest checkpoint, or from the start, to config.steps.
+
+    Args:
+      program: of the run.
+      workdir: its folder.
+      profile: of which steps to leave a trace, see `tracing`.
 
     Raises:
       RunError: if too many steps in a row are not finite, or no checkpoint is whole.
@@ -96,9 +102,11 @@ def train(program: Program, workdir: Path) -> Result:
             Log(workdir, config, saved) as log,
             shown(config.steps, start) as show,
             signals.stoppable() as stop,
+            tracing(workdir / "profile", profile, start) as trace,
         ):
             clock, text, speed = Clock(start), "", None
             for step in range(start + 1, config.steps + 1):
+                trace(step)
                 batch = program.put(next(data))
                 speed = speed or Speed(program, state, batch)
                 state, metrics = program.step(state, batch)
@@ -125,6 +133,7 @@ def train(program: Program, workdir: Path) -> Result:
                     checkpoints.wait()
                     raise signals.Stopped(f"stopped at step {step}; to go on: --workdir={workdir}")
             seconds = clock.stop(state)
+            trace(config.steps + 1)
             tested = evaluate(program, state.params, tests)
             return Result(state, tested, log.rows, start, *seconds)
 

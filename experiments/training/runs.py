@@ -203,9 +203,7 @@ def _read_mark(path: Path) -> dict[str, Any]:
         )
     for name in ("data", "config"):
         if not re.fullmatch(r"[\x20-\x7e]{1,200}", str(mark.get(name, ""))):
-            raise RunError(
-                f"{path / MARK} has no hash of the {name}; choose a new --workdir"
-            )
+            raise RunError(f"{path / MARK} has no hash of the {name}; choose a new --workdir")
     return mark
 
 
