@@ -21,8 +21,8 @@ from experiments.training.checkpoints import Checkpoints
 from experiments.training.clock import Clock
 from experiments.training.log import Log, Row
 from experiments.training.optimizer import make_optimizer
-from experiments.training.program import Metrics, Program
 from experiments.training.profile import tracing
+from experiments.training.program import Metrics, Program
 from experiments.training.progress import Speed, shown
 
 

@@ -1,5 +1,6 @@
 """A run's folder is data of strangers: in any state it goes on, starts, or is refused in a line."""
 
+import errno
 import json
 import os
 import subprocess
@@ -55,10 +56,11 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 CONTENTS = [
-    "", " ", "{", "[]", "null", "7", '"text"', "{}", "NaN", '{"a": NaN}', '{"program": 1}', "\0" * 90,
+    "", " ", "{", "[]", "null", "7", '"text"', "{}", "NaN", '{"a": NaN}', "\0" * 90,
     "[" * 100_000, '{"a": ' * 100_000, "1" * 5000, '{"program": "experiments.train"}', "\ud800x",
     "import os; os.system('false')", '{"program": ["experiments.train"]}', "x" * (files.MOST + 9),
-    '{"program": "experiments.train", "format": 1}', '{"program": "experiments.train", "format": 2}',
+    '{"program": 1}', '{"program": "experiments.train", "format": 1}',
+    '{"program": "experiments.train", "format": 2}',
     '{"program": "experiments.train", "format": 2, "data": "\\n", "config": []}',
 ]  # fmt: skip
 
@@ -148,12 +150,18 @@ def test_a_start_that_was_cut_off_starts_anew(
     assert runs.open_run(run, config, {}).resumed
 
 
+def half(path: Path) -> None:
+    """Begins to write, and meets a full disk."""
+    with files.replacing(path) as aside:
+        aside.write_text("half")
+        raise OSError(errno.ENOSPC, "No space")
+
+
 def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     files.write(path, "first")
-    with pytest.raises(ZeroDivisionError), files.replacing(path) as aside:
-        aside.write_text("half")
-        assert 1 / 0
+    with pytest.raises(OSError, match="No space"):
+        half(path)
     assert path.read_text() == "first"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     with pytest.raises(ValueError, match="JSON compliant"):
