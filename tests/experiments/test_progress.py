@@ -8,6 +8,7 @@ from experiments.plan import compiled
 from experiments.training import loop, progress
 
 
+@pytest.mark.slow
 def test_speed_counts_the_operations_of_the_compiled_step(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
