@@ -33,6 +33,9 @@ def get_config() -> ConfigDict:
     config.log_every = 50
     config.evaluate_every = 300
     config.checkpoint_every = 300
+    config.keep_last = 2
+    config.keep_best = 1
+    config.max_skipped = 5
 
     config.mesh = digits.get_config().mesh
 

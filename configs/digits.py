@@ -24,6 +24,9 @@ def get_config() -> ConfigDict:
     config.log_every = 50  # steps; each waits for the device
     config.evaluate_every = 250
     config.checkpoint_every = 500
+    config.keep_last = 2  # checkpoints; older ones are deleted,
+    config.keep_best = 1  # save so many of the least test loss, among those saved when it was taken
+    config.max_skipped = 5  # steps in a row that are left out, not being finite, end the run
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # devices along the batch; -1: all that are left

@@ -27,6 +27,9 @@ def get_config() -> ConfigDict:
     config.log_every = 50  # steps; each waits for the device
     config.evaluate_every = 200
     config.checkpoint_every = 300
+    config.keep_last = 2
+    config.keep_best = 1
+    config.max_skipped = 5
 
     config.mesh = base.mesh
 

@@ -31,6 +31,9 @@ def get_config() -> ConfigDict:
     config.log_every = 50
     config.evaluate_every = 600
     config.checkpoint_every = 600
+    config.keep_last = 2
+    config.keep_best = 1
+    config.max_skipped = 5
 
     config.mesh = digits.get_config().mesh
 

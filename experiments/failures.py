@@ -7,7 +7,9 @@ import errno
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 # What the extra `experiments` brings, by the names of its modules.
@@ -24,6 +26,9 @@ REMEDIES = {
 }  # fmt: skip
 
 
+_needed: list[Path] = []  # files of folders that the program works in
+
+
 class RunError(ValueError):
     """A mistake that its message explains; no traceback needed."""
 
@@ -31,10 +36,18 @@ class RunError(ValueError):
 def install() -> None:
     """Lets the program say what the machine lacks, from its imports on."""
     sys.excepthook, sys.unraisablehook = say, unraisable
+    threading.excepthook = in_thread
+
+
+def needs(path: Path) -> None:
+    """From now on an error counts as that of a folder that is gone, if this file of it is."""
+    _needed.append(path)
 
 
 def reason(error: BaseException) -> str | None:
     """The line that says what the machine lacks, or None for an error that is not of that kind."""
+    if gone := [path.parent for path in _needed if not path.exists()]:
+        return f"{gone[0]} was removed or unmounted while it was written to; nothing more is saved"
     chain = list(_chain(error))
     for each in chain:
         if isinstance(each, ModuleNotFoundError) and each.name:
@@ -63,6 +76,16 @@ def say(kind: type[BaseException], error: BaseException, traceback: TracebackTyp
     sys.stdout.flush()
     print(f"error: {line}", file=sys.stderr, flush=True)
     os._exit(1)  # At once: what is half written would complain while Python is taken down.
+
+
+def in_thread(args: "threading.ExceptHookArgs") -> None:
+    """For `threading.excepthook`: what the machine lacks ends the program from any thread.
+
+    Others might wait for that thread for ever, as TensorBoard's writer is waited for.
+    """
+    if args.exc_value is not None and reason(args.exc_value) is not None:
+        say(args.exc_type, args.exc_value, args.exc_traceback)
+    threading.__excepthook__(args)
 
 
 def unraisable(args: "sys.UnraisableHookArgs") -> None:

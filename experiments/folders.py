@@ -1,6 +1,7 @@
 """Where results go."""
 
 import datetime
+import re
 from pathlib import Path
 
 from experiments.failures import RunError
@@ -15,6 +16,24 @@ def new_folder(task: str) -> Path:
     return path
 
 
+def local(workdir: str | Path, flag: str = "--workdir") -> Path:
+    """The folder that a flag names, with ~ for a home.
+
+    Raises:
+      RunError: if it is none of a file system.
+    """
+    # Of a Path the slashes are one already.
+    if found := re.match(r"([A-Za-z][\w+.-]+):/", str(workdir)):
+        raise RunError(
+            f"{flag} must be a folder of a file system, and {found[1]}:// is none, got "
+            f"{str(workdir)!r}; mount the bucket (gcsfuse, s3fs), and give its path"
+        )
+    try:
+        return Path(workdir).expanduser().absolute()
+    except RuntimeError:
+        raise RunError(f"{flag} names the home of a user who is not here: {workdir}") from None
+
+
 def result_folder(workdir: str | Path | None, name: str, flag: str = "--workdir") -> Path:
     """The folder for results that are written once: the given one, new or empty, or a new one.
 
@@ -23,7 +42,7 @@ def result_folder(workdir: str | Path | None, name: str, flag: str = "--workdir"
     """
     if workdir is None:
         return new_folder(name)
-    path = Path(workdir).absolute()
+    path = local(workdir, flag)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(f"{flag} must be a new or empty folder, and {path} is not; choose another")
     return path

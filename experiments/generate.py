@@ -2,10 +2,12 @@
 
     python -m experiments.generate --workdir=runs/text-… --prompt="The import statement"
     python -m experiments.generate --workdir=runs/translation-… --prompt="samedi 3 mars 2012"
+    python -m experiments.generate --workdir=runs/text-… --data=FILE --prompt="To be"
     python -m experiments.generate --model=path/to/Qwen3-0.6B --prompt="The capital of France is"
 
-Of a run its own config and its latest checkpoint are used, on one device; of a model the
-`config.json`, safetensors and `tokenizer.json` of a Hugging Face folder.
+Of a run its own config and its latest checkpoint are used, on one device. The file that it was
+trained on, if it was one, is read if --data names it. Of a model the `config.json`, safetensors and
+`tokenizer.json` of a Hugging Face folder are used.
 """
 
 import sys
@@ -22,6 +24,7 @@ from experiments.failures import RunError
 from experiments.training import checkpoints, log, loop, program, runs
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
+DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
 MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
         }  # fmt: skip
         workdir, model = WORKDIR.value, MODEL.value
         if workdir is not None and model is None:
-            speak(workdir, PROMPT.value, **options)
+            speak(workdir, PROMPT.value, DATA.value, **options)
         elif model is not None and workdir is None:
             given = {name: value for name, value in options.items() if value is not None}
             pretrained.respond(model, PROMPT.value, _say, **given)
@@ -56,18 +59,19 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def speak(workdir: str | Path, prompt: str, **options: Any) -> None:
+def speak(workdir: str | Path, prompt: str, path: str | None = None, **options: Any) -> None:
     """Restores the run in a folder, and prints what it makes of the prompt.
 
     Args:
       workdir: the folder.
       prompt: a text.
+      path: of the file that it was trained on, if it was one.
       **options: of `flax_mha.generate`; None for the task's own.
 
     Raises:
       ValueError: if there is no such run, or it can't do that.
     """
-    run = runs.find_run(workdir)
+    run = runs.find_run(workdir, {"data.path": path})
     for axis in program.AXES:
         run.config.mesh[axis] = 1
     task = data.make(run.config)

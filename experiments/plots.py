@@ -19,6 +19,8 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
+from experiments import files
+
 COLORS = {"train": "tab:blue", "test": "tab:orange"}
 SHARES = ("accuracy", "exact", "exact_unseen")  # metrics from 0 to 1
 
@@ -59,12 +61,19 @@ def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective:
             widen(axes)
         axes.grid(alpha=0.3, which="both")
         axes.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, 120)
+
+
+def save(figure: Figure, path: Path, dpi: int) -> None:
+    """Writes a picture, in place of one that may be there."""
+    with files.replacing(path) as aside:
+        figure.savefig(aside, dpi=dpi)
 
 
 def _curve(axes: Axes, rows: Sequence[dict[str, Any]], name: str, color: str, label: str) -> None:
     steps = [row["step"] for row in rows]
-    values = np.asarray([np.atleast_1d(row[name]) for row in rows])
+    # None, where a value is not finite, leaves a gap.
+    values = np.asarray([np.atleast_1d(np.asarray(row[name], float)) for row in rows])
     if values.shape[-1] > 1:
         axes.plot(steps, values, color=color, linewidth=0.6, alpha=0.5)
     marked = label == "test" or len(rows) < 3  # A line needs two points to be seen.
@@ -123,7 +132,7 @@ def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Seque
     shown = ListedColormap(1 + _opacity(np.linspace(0, 1, 256))[:, None] * (reds - 1))
     bar = figure.colorbar(ScalarMappable(norm, shown), figure.add_axes((0.945, 0.2, 0.012, 0.6)))
     bar.set_label("weight of a patch, mean over all queries (1: an even spread)", fontsize=9)
-    figure.savefig(path, dpi=110)
+    save(figure, path, 110)
 
 
 def _opacity(share: np.ndarray) -> np.ndarray:
@@ -164,7 +173,7 @@ def alignment(
         verdict = "right" if output == target else f"wrong, true is {readable(target)}"
         axes.set_title(f"read as {readable(output) or 'nothing'}: {verdict}", fontsize=10)
         figure.colorbar(image, ax=axes, label=weighed)
-    figure.savefig(path, dpi=110)
+    save(figure, path, 110)
 
 
 def drawable(text: str) -> bool:
@@ -205,7 +214,7 @@ def by_distance(path: Path, weights: np.ndarray) -> None:
         axes.grid(alpha=0.3)
     grid[0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     grid[-1].set_xlabel("bytes from the query to the key (negative: before it)")
-    figure.savefig(path, dpi=110)
+    save(figure, path, 110)
 
 
 def by_place(path: Path, bits: np.ndarray) -> None:
@@ -220,4 +229,4 @@ def by_place(path: Path, bits: np.ndarray) -> None:
     axes.plot(np.arange(len(bits)), bits, color=COLORS["test"])
     axes.set(xlabel="bytes before in the window", ylabel="bits per byte, held-out text")
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    save(figure, path, 120)

@@ -3,6 +3,7 @@
     python -m experiments.train
     python -m experiments.train --config.seeds=5 --config.optimizer.learning_rate=0.001
     python -m experiments.train --workdir=runs/mine    # again: resumes
+    python -m experiments.train --profile=10:15         # a trace of these steps, for xprof
     python -m experiments.train --config=configs/digits_sharded.py
     python -m experiments.train --config=configs/pydoc_lm.py --config.data.path=FILE
 
@@ -11,6 +12,9 @@ with the same --workdir, on a file system that all of them see, and
 
     --distributed                                      # SLURM, Cloud TPU, …: JAX finds the others
     --distributed --coordinator_address=HOST:PORT --num_processes=N --process_id=I
+
+The exit status is 0 of a finished run, 75 (EX_TEMPFAIL) of one that SIGTERM or SIGINT stopped after
+a checkpoint, which the same command goes on with, and another of one that failed.
 """
 
 import sys
@@ -22,15 +26,29 @@ from absl import app, flags
 from jax.experimental import multihost_utils
 from ml_collections import config_flags
 
-from experiments import data, plots
+from experiments import data, failures, plots
 from experiments.failures import RunError
-from experiments.training import hosts, log, loop, program, runs, settings, speedup
+from experiments.training import (
+    hosts,
+    keys,
+    log,
+    loop,
+    profile,
+    program,
+    runs,
+    settings,
+    signals,
+    speedup,
+)
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 # No default: ml_collections would parse the overrides now, with messages of its own.
 CONFIG = config_flags.DEFINE_config_file("config", None, f"What to train; unless said, {DEFAULT}.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Train over several processes.")
+PROFILE = flags.DEFINE_string(
+    "profile", None, "Leaves a trace of some steps in the folder: a number of them, or FIRST:LAST."
+)
 ADDRESS = flags.DEFINE_string("coordinator_address", None, "HOST:PORT where process 0 listens.")
 PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes there are.")
 PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
@@ -78,17 +96,31 @@ def _run() -> None:
     try:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
         run.begin(built.task.fingerprint())
+        failures.needs(run.path / runs.MARK)
         _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
-        result = loop.train(built, run.path)
+        result = loop.train(built, run.path, PROFILE.value)
     except RunError as error:
         sys.exit(f"error: {error}")
+    except signals.Stopped as stopped:
+        if jax.process_index() == 0:
+            print(stopped, file=sys.stderr, flush=True)
+        raise
     report(built, run.path, result)
 
 
 def _prepare() -> tuple[runs.Run, program.Program]:
     run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
+    if PROFILE.value is not None:
+        profile.parse(PROFILE.value, 0)
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
-    built = loop.build(run.config, data.make(run.config))
+    try:
+        built = loop.build(run.config, data.make(run.config))
+    except Exception as error:
+        if not run.resumed or isinstance(error, ValueError):
+            raise
+        # Its config may be anybody's.
+        first = (str(error).splitlines() or [""])[0]
+        raise RunError(f"{run.path} can't be trained: {type(error).__name__}: {first}") from error
     if forced and jax.default_backend() == "cpu":
         _say(f"this host's cores serve as {forced} devices, as config.mesh.force_host_devices says")
     return run, built
@@ -138,7 +170,7 @@ def _overrides() -> dict[str, object]:
     flag = flags.FLAGS["config"]
     chosen = config_flags.get_config_filename(flag) != str(DEFAULT)
     named = CONFIG.value.to_dict() if chosen else {}
-    return runs.flatten(named) | config_flags.get_override_values(flag)
+    return keys.flatten(named) | config_flags.get_override_values(flag)
 
 
 def _parse(argv: list[str]) -> list[str]:

@@ -165,11 +165,13 @@ def projected(
     whole = isinstance(cache, KV) or (x_k is x_q and cache is None)
     order = ordered(call.order, whole, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
-    q, k, v, gate = project(weights, x_q, x_k, x_v)
+    with jax.named_scope("project"):  # These names are what profiles show.
+        q, k, v, gate = project(weights, x_q, x_k, x_v)
     norm = settings.qk_norm
     if norm is not None and not norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
-    q, k = turned(settings.rotary, q, k, call.positions, order, cache)
+    with jax.named_scope("rotate"):
+        q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
     return Projected(x_q, q, k, v, gate, order)
@@ -239,12 +241,15 @@ def attend(
         kv = KV(k, v, call.lengths if itself else None, order is not None)
     if isinstance(cache, CacheConfig):
         cache = cache.empty(k, v, settings.mask)
-    found = kv.attend(q, lengths=call.lengths, order=order, **rest)
+    with jax.named_scope("kernel"):
+        found = kv.attend(q, lengths=call.lengths, order=order, **rest)
     x, *extras = found if isinstance(found, tuple) else (found,)
     x = x if gate is None else x * jax.nn.sigmoid(gate).astype(x.dtype)
     x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
     seen = extras[-1] if capture else {}
-    return Output(merged(weights.out, x), extras[0] if return_weights else None, seen, cache, kv)
+    with jax.named_scope("merge"):
+        out = merged(weights.out, x)
+    return Output(out, extras[0] if return_weights else None, seen, cache, kv)
 
 
 def returned(found: Output, return_weights: bool, return_kv: bool) -> Any:

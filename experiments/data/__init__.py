@@ -4,6 +4,10 @@ from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
+import configs.dates
+import configs.digits
+import configs.masked
+import configs.pydoc_lm
 from experiments.data import digits, masked, text, translation
 from experiments.data.task import Task
 from experiments.failures import RunError
@@ -14,6 +18,13 @@ TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "masked": masked.Masked,
     "text": text.Text,
     "translation": translation.Translation,
+}
+# What the config of each has.
+EXAMPLES: dict[str, Callable[[], ConfigDict]] = {
+    "digits": configs.digits.get_config,
+    "masked": configs.masked.get_config,
+    "text": configs.pydoc_lm.get_config,
+    "translation": configs.dates.get_config,
 }
 
 

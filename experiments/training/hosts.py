@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from experiments import failures
 from experiments.failures import RunError
-from experiments.training.runs import flatten
+from experiments.training.keys import flatten
 
 _MARGIN = 60  # seconds that JAX, whose own timeout kills without a word for users, waits longer
 
@@ -162,6 +162,21 @@ def agree(prepared: dict[str, object] | None) -> None:
                 f"{first.get(differ[0])!r} at process 0 and {other.get(differ[0])!r} at process "
                 f"{i}; give all the same flags, save --process_id"
             )
+
+
+def all_begin(refused: str | None) -> None:
+    """Waits for all processes, and sees that each may begin.
+
+    Args:
+      refused: why this one may not.
+
+    Raises:
+      RunError: on all of them, if one may not.
+    """
+    reasons = [refused or ""] if jax.process_count() == 1 else _gather(refused or "")
+    for reason in reasons:
+        if reason:
+            raise RunError(refused or reason)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,15 @@
-"""What a run says: metrics in files, progress on a terminal."""
+"""What a run says of itself: metrics in files.
+
+Metrics of steps are gathered, and written as means at certain steps. What was written and what is
+still gathered is part of each checkpoint: a run that was cut off has the log of one that was not.
+"""
 
 import contextlib
 import json
 import logging
+import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +17,25 @@ import jax
 import numpy as np
 from absl import logging as absl_logging
 from ml_collections import ConfigDict
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
 
-from experiments import failures
+from experiments import failures, files
 from experiments.failures import RunError
+from experiments.training import hosts
+from experiments.training.checkpoints import Saved
 from experiments.training.program import Metrics
 from experiments.training.runs import METRICS
 
 Row = dict[str, Any]
+MOST = 2**28  # bytes of a log that is read
 
 
 def hush() -> None:
     """Keeps Orbax from telling much, and from a traceback for what ends the run with one line."""
     absl_logging.set_verbosity(absl_logging.WARNING)
     logging.getLogger("absl").addFilter(failures.said_later)
+    # Of reads that fail at once Orbax awaits one.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
 class Log:
@@ -36,22 +43,36 @@ class Log:
 
     Args:
       path: the run's folder.
-      step: the step that the run starts from; rows beyond it, left by a run that was cut off,
-        are dropped.
+      config: of the run.
+      saved: the checkpoint that it starts from, if any; rows beyond it, left by a run that was cut
+        off, are dropped.
+
+    Raises:
+      RunError: if there is no checkpoint, and the file shows that there was one.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
-        self._file = path / METRICS
-        self._writes = jax.process_index() == 0
-        self.rows: list[Row] = []
-        # Others might read what process 0 is writing.
-        if self._writes and self._file.exists():
-            rows = [json.loads(line) for line in self._file.read_text().splitlines()]
-            self.rows = [row for row in rows if row["step"] <= step]
+    def __init__(self, path: Path, config: ConfigDict, saved: Saved | None) -> None:
+        self._file, self._config = path / METRICS, config
+        step, log = (saved.step, saved.log) if saved else (0, {"rows": [], "pending": []})
+        self.rows: list[Row] = list(log["rows"])
+        self.skipping = False  # Whether a seed's last step was left out.
+        # Of each step [seeds], as they come from the device, and as float64.
+        self._pending: list[Metrics] = []
+        self._fetched: list[dict[str, np.ndarray]] = [
+            {name: np.asarray(x, np.float64) for name, x in each.items()} for each in log["pending"]
+        ]
         self._events: SummaryWriter | None = None
-        if self._writes:
-            self._file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-            self._events = SummaryWriter(str(path / "tensorboard"), purge_step=step + 1)
+        refused = None
+        if jax.process_index() == 0:
+            text = "".join(_line(row) for row in self.rows)
+            refused = _differs(self._file, text, config.checkpoint_every if not saved else 0)
+        hosts.all_begin(refused)
+        if jax.process_index() == 0:
+            files.write(self._file, text)
+            # Names go by seconds, in which two starts may fall.
+            self._events = SummaryWriter(
+                str(path / "tensorboard"), purge_step=step + 1, filename_suffix=f".{step}"
+            )
 
     def __enter__(self) -> "Log":
         return self
@@ -60,53 +81,147 @@ class Log:
         if self._events is not None:
             self._events.close()
 
+    def add(self, metrics: Metrics) -> None:
+        """Gathers those of a step, without waiting for the device."""
+        self._pending.append(metrics)
+
+    def means(self, step: int) -> Metrics:
+        """Means [seeds] over the steps since the last row, as a row for training.
+
+        Raises:
+          RunError: if too many in a row were left out.
+        """
+        series = self._series(step)  # [steps, seeds]
+        self._fetched = []
+        taken = series.pop("skipped") == 0
+        found = {
+            name: np.divide(
+                np.where(taken, x, 0).sum(0), taken.sum(0),
+                out=np.full(taken.shape[1], np.nan), where=taken.any(0),
+            )
+            for name, x in series.items()
+        }  # fmt: skip
+        found["skipped"] = (~taken).sum(0).astype(np.float64)
+        self.write(step, "train", found)
+        return found
+
+    def saved(self, step: int) -> Mapping[str, Any]:
+        """What a checkpoint keeps of the log, which is on the disk afterwards.
+
+        Raises:
+          RunError: if too many steps in a row were left out.
+        """
+        if self._pending or self._fetched:
+            self._series(step)
+        if self._events is not None:
+            self._events.flush()
+            self._append("")
+        pending = [{name: x.tolist() for name, x in each.items()} for each in self._fetched]
+        return {"rows": list(self.rows), "pending": pending}
+
     def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
         """Adds a row; values have shape [seeds], and a single seed's is written as a number."""
-        values = {name: float(x[0]) if x.size == 1 else x.tolist() for name, x in metrics.items()}
+        values = {name: _plain(x) for name, x in metrics.items()}
         row = {"step": step, "split": split, **values}
         self.rows.append(row)
         if self._events is None:
             return
-        with self._file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append(_line(row))
         for name, x in metrics.items():
             self._events.add_scalar(f"{split}/{name}", float(x.mean()), step)
             for i, value in enumerate(x if x.size > 1 else ()):
                 self._events.add_scalar(f"{split}/{name}/{i}", float(value), step)
 
+    def _append(self, line: str) -> None:
+        """Adds a line; an empty one only sees that what is there is on the disk."""
+        try:
+            with self._file.open("r+") as file:  # which makes no new one, as "a" does
+                file.seek(0, os.SEEK_END)
+                file.write(line)
+                file.flush()
+                if not line:
+                    os.fsync(file.fileno())
+        except FileNotFoundError:
+            raise RunError(
+                f"{self._file} was removed while it was written; the same command goes on from the "
+                f"last checkpoint, if that is still there"
+            ) from None
 
-@contextlib.contextmanager
-def progress(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
-    """A live bar on a terminal; elsewhere, a line for each evaluation.
+    def _series(self, step: int) -> dict[str, np.ndarray]:
+        """All that is gathered, [steps, seeds]."""
+        for each in jax.device_get(self._pending):
+            self._fetched.append(
+                {name: np.atleast_1d(x).astype(np.float64) for name, x in each.items()}
+            )
+        self._pending = []
+        series = {name: np.stack([e[name] for e in self._fetched]) for name in self._fetched[0]}
+        self._check(series, step)
+        self.skipping = bool(series["skipped"][-1].any())
+        return series
 
-    Yields:
-      A function of the step, of a short text for the bar, and of a line (or "").
-    """
-    if jax.process_index() > 0:
-        yield lambda step, short, line: None
-    elif not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        yield lambda step, short, line: print(line, flush=True) if line else None
-    else:
-        columns = (
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=steps, completed=start)
-            yield lambda step, short, line: bar.update(task, completed=step, description=short)
-
-
-def means(pending: list[Metrics], step: int, config: ConfigDict) -> Metrics:
-    """Means [seeds] over the steps up to this one, which must all be finite."""
-    fetched = jax.device_get(pending)
-    series = jax.tree.map(lambda *x: np.stack(x).reshape(len(x), -1), *fetched)  # [steps, seeds]
-    bad = np.argwhere(~np.isfinite(series["loss"] + series["gradient_norm"]))
-    if len(bad):
+    def _check(self, series: Mapping[str, np.ndarray], step: int) -> None:
+        bad = np.argwhere(series["skipped"] >= self._config.max_skipped)
+        if not len(bad):
+            return
         at, seed = bad[0]
+        count = int(series["skipped"][at, seed])
+        first = step - len(series["skipped"]) + 1 + at - count + 1
         raise RunError(
-            f"not finite at step {step - len(pending) + 1 + at} of seed {config.seed + seed}: "
-            f"loss {series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
-            f"nothing after it was saved; try a smaller config.optimizer.learning_rate or a "
-            f"longer config.optimizer.warmup"
+            f"not finite at step {first} of seed {self._config.seed + seed}, nor at any of the "
+            f"{count} steps from there (config.max_skipped), which were left out: loss "
+            f"{series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
+            f"nothing of them was saved; try a smaller config.optimizer.learning_rate or a longer "
+            f"config.optimizer.warmup"
         )
-    return {name: x.mean(0) for name, x in series.items()}
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _plain(x: np.ndarray) -> Any:
+    """Numbers for JSON, which has none that are not finite."""
+    values = [float(v) if math.isfinite(v) else None for v in x]
+    return values[0] if len(values) == 1 else values
+
+
+def _differs(path: Path, text: str, first: int) -> str | None:
+    """Why a log that is there forbids to go on; says where it only differs from what it should be.
+
+    Args:
+      path: of the log.
+      text: what the checkpoint knows of it; more may have come after.
+      first: if there is no checkpoint, the step of the first.
+    """
+    try:
+        found = files.read(path, MOST)
+    except FileNotFoundError:
+        found = b""
+    except OSError as error:
+        return f"{path} must be a file of its own ({error}); remove it"
+    if not first:
+        if not found.startswith(text.encode()):
+            print(f"{path.name} was damaged, and is written anew from the checkpoint", flush=True)
+        return None
+    rows = _rows(found)
+    reached = max((row["step"] for row in rows), default=0)
+    # The second save waits for the end of the first; steps left out put both off.
+    if reached > 2 * first and not any(row.get("skipped") for row in rows):
+        return (
+            f"{path.parent} has no checkpoint, and its log reaches step {reached}; restore its "
+            f"checkpoints, or choose a new --workdir"
+        )
+    if found:
+        print(f"{path.parent} has no checkpoint yet: it starts anew at step 1", flush=True)
+    return None
+
+
+def _rows(found: bytes) -> list[Row]:
+    """Those of a log in any state that can be read."""
+    rows = []
+    for line in found.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows

@@ -16,12 +16,14 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.data.task import Batch, Params, Task
-from experiments.training import program, runs
+from experiments.training import program, signals
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.clock import Clock
-from experiments.training.log import Log, Row, means, progress
+from experiments.training.log import Log, Row
 from experiments.training.optimizer import make_optimizer
+from experiments.training.profile import tracing
 from experiments.training.program import Metrics, Program
+from experiments.training.progress import Speed, shown
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -57,12 +59,16 @@ def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Calla
         key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(task.loss, has_aux=True)
         (loss, metrics), grads = gradient(state.params, batch, key)
+        norm = optax.tree.norm(grads)
+        # A loss that is not finite may have a gradient that is.
+        grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(loss), g, jnp.nan), grads)
         # Optax raises floats to integer powers, which strict promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             rate = jnp.asarray(schedule(state.step), jnp.float32)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads), "learning_rate": rate}
+        metrics |= {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+        metrics["skipped"] = opt_state.notfinite_count  # steps in a row, up to this one
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     return create, step
@@ -73,50 +79,61 @@ def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None =
     return program.build(config, task, *one_model(config, task), devices)
 
 
-def train(program: Program, workdir: Path) -> Result:
+def train(program: Program, workdir: Path, profile: str | None = None) -> Result:
     """Trains from the folder's latest checkpoint, or from the start, to config.steps.
 
+    Args:
+      program: of the run.
+      workdir: its folder.
+      profile: of which steps to leave a trace, see `tracing`.
+
     Raises:
-      RunError: if the loss is not finite.
-      SystemExit: after a checkpoint, if SIGINT or SIGTERM asks to stop.
+      RunError: if too many steps in a row are not finite, or no checkpoint is whole.
+      Stopped: after a checkpoint, if SIGINT or SIGTERM asks to stop.
     """
     config, task = program.config, program.task
     data = program.batches()
-    with program.on_mesh(), Checkpoints(workdir) as checkpoints:
-        start = checkpoints.latest_step()
-        create = program.create
-        state = checkpoints.restore(program, data) if start else create(program.seeds)
+    keep = (workdir, config.keep_last, config.keep_best)
+    with program.on_mesh(), Checkpoints(*keep) as checkpoints:
+        saved = checkpoints.restore(program, data)
+        start, state = (saved.step, saved.state) if saved else (0, program.create(program.seeds))
         tests = [program.put_test(batch) for batch in task.test_batches()]
         with (
-            Log(workdir, start) as log,
-            progress(config.steps, start) as show,
-            runs.stoppable() as stop,
+            Log(workdir, config, saved) as log,
+            shown(config.steps, start) as show,
+            signals.stoppable() as stop,
+            tracing(workdir / "profile", profile, start) as trace,
         ):
-            clock, pending, text = Clock(), [], ""
+            clock, text, speed = Clock(start), "", None
             for step in range(start + 1, config.steps + 1):
-                state, metrics = program.step(state, program.put(next(data)))
-                pending.append(metrics)
+                trace(step)
+                batch = program.put(next(data))
+                speed = speed or Speed(program, state, batch)
+                state, metrics = program.step(state, batch)
+                log.add(metrics)
                 if step == start + 1:
-                    clock.first(metrics)
+                    clock.first(step, metrics)
                 last, stopping = step == config.steps, stop(step) and step < config.steps
                 test = last or step % config.evaluate_every == 0
-                save = last or step % config.checkpoint_every == 0 or stopping
+                save = last or step % config.checkpoint_every == 0
                 if test or save or step % config.log_every == 0:
-                    found = means(pending, step, config)
-                    pending = []
-                    log.write(step, "train", found)
-                    text = f"loss {found['loss'].mean():.4f}"
+                    found = log.means(step)
+                    rate = speed.text(clock.lap(step), config.steps - step)
+                    text = f"loss {found['loss'].mean():.4f}{rate}"
                 with clock.aside():
                     if test:
                         tested = evaluate(program, state.params, tests)
                         log.write(step, "test", tested)
                         text += f", {task.headline(tested)}"
-                    if save:
-                        checkpoints.save(step, state, data)
+                    # While steps are left out, the last good checkpoint stays.
+                    if stopping or last or (save and not log.skipping):
+                        checkpoints.save(step, state, data, log.saved(step))
                 show(step, text, f"step {step}/{config.steps}: {text}" if test else "")
                 if stopping:
-                    checkpoints.end(step, workdir)
+                    checkpoints.wait()
+                    raise signals.Stopped(f"stopped at step {step}; to go on: --workdir={workdir}")
             seconds = clock.stop(state)
+            trace(config.steps + 1)
             tested = evaluate(program, state.params, tests)
             return Result(state, tested, log.rows, start, *seconds)
 

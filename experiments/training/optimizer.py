@@ -6,9 +6,14 @@ from ml_collections import ConfigDict
 
 from experiments.data.task import Params
 
+_NEVER = 2**31 - 1
+
 
 def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients; the learning rate warms up linearly, then falls as a cosine."""
+    """AdamW with clipped gradients; the learning rate warms up linearly, then falls as a cosine.
+
+    A gradient that is not finite changes neither parameters nor moments; the state counts them.
+    """
     o = config.optimizer
     warmup = min(round(o.warmup * config.steps), config.steps - 1)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -22,4 +27,6 @@ def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, op
         )
 
     adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=kernels)
-    return optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw), schedule
+    chain = optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw)
+    # Optax would take them after so many in a row; the log ends the run long before.
+    return optax.apply_if_finite(chain, _NEVER), schedule

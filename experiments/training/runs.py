@@ -1,27 +1,26 @@
-"""A run's folder: its config, whose it is, and the way to stop it."""
+"""A run's folder: its config, whose it is, and what may be done with it."""
 
-import contextlib
 import dataclasses
 import datetime
-import difflib
-import json
-import signal
+import re
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from experiments import folders
+from experiments import data as tasks
+from experiments import files, folders
 from experiments.failures import RunError
+from experiments.training import hosts, lock
+from experiments.training.integrity import digest
+from experiments.training.keys import check_values, flatten
 
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
+FORMAT = 2  # of the folder; checkpoints of the first had no checksums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,32 +32,54 @@ class Run:
     resumed: bool
 
     def begin(self, data: str) -> None:
-        """Makes a new run's folder ours, with its data's fingerprint; checks that of an old one."""
-        if self.resumed:
-            self.check_data(data)
-        _wait_for_all("workdir read")
-        if not self.resumed and jax.process_index() == 0:
-            self.path.mkdir(parents=True, exist_ok=True)
-            _write_json(self.path / CONFIG, self.config.to_dict())
-            mark = {
-                "program": PROGRAM,
-                "command": sys.argv,
-                "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-                "jax": jax.__version__,
-                "devices": [device.device_kind for device in jax.devices()],
-                "data": data,
-            }
-            _write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
-        _wait_for_all("workdir written")
+        """Locks the folder, and makes a new one ours, with its data's fingerprint.
+
+        Raises:
+          RunError: on all processes, if it is in use, or of other data.
+        """
+        refused = None
+        try:
+            if self.resumed:
+                self.check_data(data)
+            if jax.process_index() == 0:
+                self._claim(data)
+        except RunError as error:
+            refused = str(error)
+        hosts.all_begin(refused)
 
     def check_data(self, data: str) -> None:
         """Raises a RunError unless the run was begun with the data of this fingerprint."""
-        had = json.loads((self.path / MARK).read_text()).get("data", data)
+        had = _read_mark(self.path)["data"]
         if had != data:
             raise RunError(
                 f"the data of {self.path} have the SHA-256 {had}, those found now {data}; go on "
                 f"with the files and the versions of Python and packages that it was begun with"
             )
+
+    def _claim(self, data: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not lock.hold(self.path):
+            print(
+                f"the file system of {self.path} has no locks: see to it that no other run uses it",
+                flush=True,
+            )
+        if self.resumed:
+            return
+        if (self.path / MARK).exists():
+            raise RunError(f"another run has just begun in {self.path}; choose another --workdir")
+        config = self.config.to_dict()
+        mark = {
+            "program": PROGRAM,
+            "format": FORMAT,
+            "command": sys.argv,
+            "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "jax": jax.__version__,
+            "devices": [device.device_kind for device in jax.devices()],
+            "data": data,
+            "config": digest(config),
+        }
+        files.write_json(self.path / CONFIG, config)
+        files.write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
 
 
 def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
@@ -78,10 +99,11 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
             raise RunError("--distributed needs one folder for all: give each the same --workdir")
         path = folders.new_folder(config.task)
     else:
-        path = Path(workdir).absolute()
-    resumed = _is_ours(path)
+        path = folders.local(workdir)
+    resumed = _is_ours(path, config)
     if resumed:
-        saved = find_run(path).config
+        named = {key: value for key, value in flatten(overrides).items() if _names_file(key)}
+        saved = find_run(path, named, config).config
         _check_agrees(path, saved, overrides)
         asked = {
             key.removeprefix("mesh."): value
@@ -93,76 +115,101 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
     return Run(path, config, resumed)
 
 
-def find_run(workdir: str | Path) -> Run:
-    """The run in a folder.
+def find_run(
+    workdir: str | Path, named: Mapping[str, Any] | None = None, own: ConfigDict | None = None
+) -> Run:
+    """The run in a folder, whose files are taken for data of strangers.
+
+    Args:
+      workdir: the folder.
+      named: files that the caller names, by dotted key: no others are read.
+      own: a config that may have keys beyond those of the task's own.
 
     Raises:
-      RunError: if there is none.
+      RunError: if there is none, or it isn't what it was when it began.
     """
-    path = Path(workdir).absolute()
+    path = folders.local(workdir)
     if not _is_ours(path):
         raise RunError(f"--workdir must be the folder of a run, and there is none in {path}")
-    return Run(path, ConfigDict(json.loads((path / CONFIG).read_text())), resumed=True)
+    mark, found = _read_mark(path), files.read_json(path / CONFIG)
+    if digest(found) != mark["config"]:
+        raise RunError(
+            f"{path / CONFIG} is not what the run began with; restore it, or choose a new --workdir"
+        )
+    task = found.get("task")
+    if not isinstance(task, str) or task not in tasks.TASKS:
+        raise RunError(f"{path / CONFIG} names no task of {sorted(tasks.TASKS)}: {task!r:.100}")
+    schema = flatten(tasks.EXAMPLES[task]().to_dict())
+    if own is not None and own.task == task:
+        schema = flatten(own.to_dict()) | schema
+    try:
+        check_values(flatten(found), schema)
+    except RunError as error:
+        raise RunError(f"{path / CONFIG} is no config of {task}: {error}") from None
+    for key, value in flatten(found).items():
+        if _names_file(key) and value and (named or {}).get(key) != value:
+            raise RunError(
+                f"{path} was trained on the file {value!r:.300}, and only its owner can say that "
+                f"it be read: name it again (--config.{key}, or --data of experiments.generate)"
+            )
+    return Run(path, ConfigDict(found), resumed=True)
 
 
-def check_key(key: str, config: ConfigDict) -> None:
-    """Raises a RunError that names the nearest key, unless config has this one."""
-    known = [*flatten(config.to_dict()), *(k for k, v in config.items() if hasattr(v, "items"))]
-    if key in known:
-        return
-
-    # By the last word first: `learning_rat` means `optimizer.learning_rate`.
-    def likeness(name: str) -> float:
-        full = difflib.SequenceMatcher(None, key, name).ratio()
-        last = difflib.SequenceMatcher(None, key.split(".")[-1], name.split(".")[-1]).ratio()
-        return full + last
-
-    nearest = max(known, key=likeness)
-    raise RunError(f"the config has no key {key!r}; the nearest is {nearest!r}")
+def _names_file(key: str) -> bool:
+    return key.split(".")[-1] == "path"
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:
+    """Whether there is a run; a folder that is missing or empty can become one.
 
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether there is a run; a folder that is missing or empty can become one."""
+    Args:
+      path: of the folder.
+      config: that it may have of a start that was cut off, and nothing else.
+    """
     if not path.exists():
         return False
     if not path.is_dir():
         raise RunError(f"--workdir must be a folder, and {path} is a file; choose another")
-    if not any(path.iterdir()):
+    names = {each.name for each in path.iterdir() if not each.name.startswith(files.ASIDE)}
+    names.discard(lock.NAME)
+    if not names:
         return False
+    if config is not None and names == {CONFIG}:
+        try:
+            if files.read_json(path / CONFIG) == config.to_dict():
+                print(f"the start of {path} was cut off; it starts anew", flush=True)
+                return False
+        except RunError:
+            pass
     try:
-        if json.loads((path / MARK).read_text())["program"] == PROGRAM:
+        if files.read_json(path / MARK).get("program") == PROGRAM:
             return True
-    except (OSError, ValueError, TypeError, KeyError):
-        pass
+        reason = f"{MARK} is not of {PROGRAM}"
+    except RunError as error:
+        reason = str(error)
     raise RunError(
-        f"{path} is not empty and not a run of {PROGRAM}; "
+        f"{path} is not empty and not a run of {PROGRAM} ({reason}); "
         f"nothing was touched; choose a new --workdir"
     )
 
 
+def _read_mark(path: Path) -> dict[str, Any]:
+    """What was written when the run began."""
+    mark = files.read_json(path / MARK)
+    if mark.get("format") != FORMAT:
+        raise RunError(
+            f"{path} is a run of another version of {PROGRAM}, of format {mark.get('format')!r:.50}"
+            f" and not {FORMAT}; go on with that version, or choose a new --workdir"
+        )
+    for name in ("data", "config"):
+        if not re.fullmatch(r"[\x20-\x7e]{1,200}", str(mark.get(name, ""))):
+            raise RunError(f"{path / MARK} has no hash of the {name}; choose a new --workdir")
+    return mark
+
+
 def _check_agrees(path: Path, saved: ConfigDict, overrides: Mapping[str, Any]) -> None:
     had = flatten(saved.to_dict())
-    wanted = flatten(json.loads(json.dumps(dict(overrides), default=lambda c: c.to_dict())))
+    wanted = flatten({k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in overrides.items()})
     differ = [
         f"{key} is {had.get(key)!r} there, and {value!r} was asked for"
         for key, value in wanted.items()
@@ -173,43 +220,3 @@ def _check_agrees(path: Path, saved: ConfigDict, overrides: Mapping[str, Any]) -
             f"{path} holds a run with its own config, and a run keeps it to the end: "
             f"{'; '.join(differ)}; drop the override, or choose a new --workdir"
         )
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[Callable[[int], bool]]:
-    """Turns the first SIGINT or SIGTERM into a question that the loop can ask; the second kills.
-
-    With several processes, a signal to one stops all of them, after the same step; more signals
-    change nothing there, save SIGKILL.
-
-    Yields:
-      A function that says whether to stop after a step; to be asked after each.
-    """
-    asked = threading.Event()
-
-    def stop(step: int) -> bool:
-        return asked.is_set() or multihost_utils.reached_preemption_sync_point(step)
-
-    together = jax.distributed.is_initialized()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop  # Only the main thread may handle signals.
-        return
-    # JAX itself listens to SIGTERM where processes run together, and tells the others.
-    signals = (signal.SIGINT,) if together else (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in signals}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if together:
-            signal.raise_signal(signal.SIGTERM)
-        else:
-            asked.set()
-        for each in signals:
-            signal.signal(each, signal.SIG_DFL)
-
-    for number in signals:
-        signal.signal(number, ask)
-    try:
-        yield stop
-    finally:
-        for number in signals:
-            signal.signal(number, before[number])

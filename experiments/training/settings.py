@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.failures import RunError
-from experiments.training.runs import check_key
+from experiments.training.keys import check_key
 
 
 def checked(argv: Sequence[str], default: Path) -> list[str]:

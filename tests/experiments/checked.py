@@ -28,23 +28,25 @@ def flat(state: Any) -> dict[str, jax.Array]:
 def restored(built: program.Program, folder: Path) -> tuple[loop.TrainState, Any]:
     """State and data of a run's latest checkpoint."""
     stream = built.batches()
-    with built.on_mesh(), Checkpoints(folder) as saved:
-        return saved.restore(built, stream), stream
+    with built.on_mesh(), Checkpoints(folder, read_only=True) as checkpoints:
+        saved = checkpoints.restore(built, stream)
+        assert saved is not None
+        return saved.state, stream
 
 
 class Checked(Checkpoints):
     """Checkpoints, compared as they are restored."""
 
     def restore(self, *args: Any) -> Any:
-        state = super().restore(*args)
+        saved = super().restore(*args)
         expected = np.load(os.environ["EXPECTED"])
-        found = flat(state)
+        found = flat(saved.state)
         assert set(found) == set(expected)
         for name, x in found.items():
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[name][shard.index])
         print(f"process {jax.process_index()} restored {len(found)} arrays to the bit", flush=True)
-        return state
+        return saved
 
 
 if __name__ == "__main__":

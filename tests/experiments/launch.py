@@ -13,7 +13,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments.training import runs
+from experiments.training import keys
 
 ROOT = Path(__file__).parent.parent.parent
 DEVICES = 2  # of each process
@@ -22,10 +22,10 @@ PATIENCE = 240  # seconds; a quiet machine needs some 20
 
 def settings(config: ConfigDict) -> list[str]:
     """The flags that make the default config this one."""
-    default = runs.flatten(digits.get_config().to_dict())
+    default = keys.flatten(digits.get_config().to_dict())
     return [
         f"--config.{key}={value}"
-        for key, value in runs.flatten(config.to_dict()).items()
+        for key, value in keys.flatten(config.to_dict()).items()
         if value != default[key]
     ]
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from experiments import data
 from experiments.failures import RunError
-from experiments.training import hosts, loop, program, runs
+from experiments.training import hosts, lock, loop, program, runs, signals
 from tests.experiments.checked import flat, restored
 from tests.experiments.launch import settings, together
 
@@ -27,7 +27,10 @@ def alone(config: ConfigDict, workdir: Path) -> loop.Result:
     run = runs.open_run(workdir, config, {})
     task = data.make(config)
     run.begin(task.fingerprint())
-    return loop.train(loop.build(config, task), run.path)
+    try:
+        return loop.train(loop.build(config, task), run.path)
+    finally:
+        lock.release(run.path)
 
 
 def rows(workdir: Path) -> list[dict[str, Any]]:
@@ -61,7 +64,7 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
     with together(2, tmp_path / "2", *flags, f"--workdir={parts}") as processes:
         processes.until((parts / "run.json").exists)  # They know each other now, and compile.
         processes.all[1].send_signal(signal.SIGTERM)
-        assert processes.wait() == [1, 1], processes.said(0) + processes.said(1)
+        assert processes.wait() == [75, 75], processes.said(0) + processes.said(1)
         assert "stopped at step" in processes.said(0)
         assert f"to go on: --workdir={parts}" in processes.said(0)
     stopped = rows(parts)[-1]["step"]
@@ -87,7 +90,7 @@ def test_four_processes_go_on_where_eight_devices_stopped(
     whole = alone(config, tmp_path / "whole")
     half = tmp_path / "half"
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
+        patch.setattr(signals, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
         with pytest.raises(SystemExit, match="stopped at step 3"):
             alone(config, half)
     built = loop.build(config, data.make(config))

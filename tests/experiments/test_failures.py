@@ -123,6 +123,37 @@ def test_what_the_machine_lacks(error: Exception, line: str | None) -> None:
         assert re.match(line, found)
 
 
+def test_a_folder_that_is_gone_is_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_needed", [])
+    (tmp_path / "run.json").touch()
+    failures.needs(tmp_path / "run.json")
+    assert failures.reason(ValueError("a bug")) is None
+    (tmp_path / "run.json").unlink()
+    line = failures.reason(ValueError("No ArrayMetadata found"))
+    assert (
+        line
+        == f"{tmp_path} was removed or unmounted while it was written to; nothing more is saved"
+    )
+
+
+def test_a_full_disk_in_any_thread_ends_the_program() -> None:
+    program = (
+        "import errno, threading, time\n"
+        "from experiments import failures\n"
+        "failures.install()\n"
+        "def full(): raise OSError(errno.ENOSPC, '')\n"
+        "threading.Thread(target=full).start()\n"
+        "time.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False,
+        timeout=50,
+    )  # fmt: skip
+    assert said(done) == "error: No space left on device; make room, or give a --workdir elsewhere"
+
+
 @pytest.mark.slow
 def test_a_file_among_the_parents(tmp_path: Path) -> None:
     (tmp_path / "file").touch()

@@ -1,20 +1,24 @@
 import contextlib
+import json
 import math
 import re
+import struct
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
+from tensorboardX.proto.event_pb2 import Event
 
 from experiments import data
 from experiments.failures import RunError
-from experiments.training import loop, program, runs
+from experiments.training import loop, program, signals
 
 
 def train(config: ConfigDict, workdir: Path) -> loop.Result:
@@ -45,7 +49,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     whole = train(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "stoppable", stop_after(4))
+        patch.setattr(signals, "stoppable", stop_after(4))
         with pytest.raises(SystemExit, match="stopped at step 4; to go on: --workdir="):
             train(config, tmp_path / "parts")
     resumed = train(config, tmp_path / "parts")
@@ -98,7 +102,7 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
         hlo = built.step.lower(state, batch).compile().as_text()
     lead = (None,) * (seeds > 1)
     copies = (seeds,) * (seeds > 1)
-    moments = state.opt_state[1][0]
+    moments = state.opt_state.inner_state[1][0]
     for params in (state.params, moments.mu, moments.nu):
         attention = params["encoder"]["layers_0"]["attention"]
         for name in ("query", "key", "value"):
@@ -126,7 +130,7 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         batch = built.put(next(built.batches()))
         hlo = built.step.lower(state, batch).compile().as_text()
     assert batch["image"].sharding.spec == P(("data", "fsdp"))
-    moments = state.opt_state[1][0]
+    moments = state.opt_state.inner_state[1][0]
     for params in (state.params, moments.mu, moments.nu):
         block = params["encoder"]["layers_0"]
         assert block["attention"]["query"]["kernel"].sharding.spec == P("fsdp", "model", None)
@@ -189,6 +193,103 @@ def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run(config: ConfigDict, tmp_path: Path) -> None:
     config.optimizer.learning_rate, config.optimizer.warmup = 1e30, 0.0
-    with pytest.raises(RunError, match=r"not finite at step 2 of seed 0: .*learning_rate"):
+    with pytest.raises(
+        RunError, match=r"not finite at step 2 of seed 0, nor .* the 5 steps .*learning_rate"
+    ):
         train(config, tmp_path)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+class Killed(BaseException):
+    """What ends a run at once."""
+
+
+def ending(at: dict[int, type[BaseException] | None]) -> Any:
+    """Signals that ask to stop after some steps (None), or end the run there."""
+
+    @contextlib.contextmanager
+    def stoppable() -> Iterator[Any]:
+        def stop(step: int) -> bool:
+            if step not in at:
+                return False
+            if error := at.pop(step):
+                raise error
+            return True
+
+        yield stop
+
+    return stoppable
+
+
+def points(folder: Path) -> list[tuple[int, str, float]]:
+    """What TensorBoard shows of a run: all points, save those that a later start purged."""
+    found: list[tuple[int, str, float]] = []
+    for path in sorted(folder.glob("tensorboard/*"), key=lambda p: p.stat().st_mtime_ns):
+        raw = path.read_bytes()
+        while raw:
+            (size,) = struct.unpack("<Q", raw[:8])
+            event = Event.FromString(raw[12 : 12 + size])
+            raw = raw[size + 16 :]
+            if event.HasField("session_log"):
+                found = [point for point in found if point[0] < event.step]
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+    return sorted(found)
+
+
+@pytest.mark.slow
+def test_the_log_of_a_run_in_pieces_is_that_of_a_whole_one(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.steps, config.log_every, config.evaluate_every, config.checkpoint_every = 40, 7, 10, 6
+    built = loop.build(config, data.make(config))
+    whole = loop.train(built, tmp_path / "whole")
+    parts = tmp_path / "parts"
+    ends = {2: None, 5: None, 9: Killed, 13: Killed, 17: None, 18: None, 26: None, 33: Killed}
+    monkeypatch.setattr(signals, "stoppable", ending(dict(ends)))
+    for expected in ends.values():
+        with pytest.raises(expected or signals.Stopped):
+            loop.train(built, parts)
+    result = loop.train(built, parts)
+    assert result.start == 30
+    logs = [(path / "metrics.jsonl").read_bytes() for path in (parts, tmp_path / "whole")]
+    assert logs[0] == logs[1]
+    assert points(parts) == points(tmp_path / "whole")
+    assert_equal(result.state.params, whole.state.params)
+    assert_equal(result.state.opt_state, whole.state.opt_state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_a_step_that_is_not_finite_is_left_out(
+    config: ConfigDict, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.seeds, config.max_skipped, config.checkpoint_every = seeds, 2, 1
+    task = data.make(config)
+    loss = task.loss
+
+    def spoiled(params: Any, batch: Any, key: jax.Array) -> Any:
+        value, metrics = loss(params, batch, key)
+        # A sum of integers, so that it is the same however it is added up.
+        bad = (batch["label"].sum() == broken) if broken >= 0 else False
+        return jnp.where(bad, jnp.nan, value), metrics
+
+    broken = -1
+    stream = loop.build(config, task).batches()
+    batches = [next(stream) for _ in range(config.steps)]
+    labels = np.stack([np.atleast_2d(b["label"]).sum(-1) for b in batches])  # [steps, seeds]
+    (sums, counts) = np.unique(labels, return_counts=True)
+    at, seed = next((i, s) for i, s in np.argwhere(np.isin(labels, sums[counts == 1])) if i > 1)
+    broken = int(labels[at, seed])
+    monkeypatch.setattr(task, "loss", spoiled)
+    result = loop.train(loop.build(config, task), tmp_path)
+    rows = [row for row in result.rows if row["split"] == "train"]
+    skipped = np.asarray([np.atleast_1d(row["skipped"]) for row in rows])
+    assert np.argwhere(skipped).tolist() == [[at, seed]]
+    assert np.atleast_1d(np.asarray(rows[at]["loss"], object))[seed] is None
+    state = result.state.opt_state
+    assert np.atleast_1d(state.total_notfinite)[seed] == 1
+    counts = np.atleast_1d(state.inner_state[1][0].count)
+    assert counts.tolist() == [config.steps - (i == seed) for i in range(seeds)]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(result.state.params))
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)

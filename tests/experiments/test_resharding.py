@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from configs import digits
 from experiments import data
-from experiments.training import loop, program, runs
+from experiments.training import loop, program, signals
 from tests.experiments.checked import flat, restored
 
 AT, END = 3, 6
@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, d
     built = build(2, 2, 2)
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "stoppable", lambda: contextlib.nullcontext(lambda step: step == AT))
+        patch.setattr(signals, "stoppable", lambda: contextlib.nullcontext(lambda step: step == AT))
         with pytest.raises(SystemExit):
             loop.train(built, folder / "stopped")
     state, _ = restored(built, folder / "stopped")

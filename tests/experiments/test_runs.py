@@ -9,8 +9,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments.failures import RunError
-from experiments.training import runs
-from experiments.training.log import Log, progress
+from experiments.training import keys, runs, signals
+from experiments.training.checkpoints import Saved
+from experiments.training.log import Log
+from experiments.training.progress import shown
 
 
 @pytest.mark.parametrize(
@@ -25,12 +27,12 @@ from experiments.training.log import Log, progress
 )
 def test_a_mistyped_key_is_told_the_nearest(config: ConfigDict, key: str, nearest: str) -> None:
     with pytest.raises(RunError, match=f"no key '{key}'; the nearest is '{nearest}'"):
-        runs.check_key(key, config)
+        keys.check_key(key, config)
 
 
 def test_keys_that_exist_pass(config: ConfigDict) -> None:
-    for key in (*runs.flatten(config.to_dict()), "model"):
-        runs.check_key(key, config)
+    for key in (*keys.flatten(config.to_dict()), "model"):
+        keys.check_key(key, config)
 
 
 def begin(*arguments: Any) -> runs.Run:
@@ -94,26 +96,83 @@ def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path
     assert runs.open_run(tmp_path, config, {}).config.mesh.data == 2
     run = runs.open_run(tmp_path, config, {"mesh.data": 8})
     assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
-    # A run of a time when there were fewer keys.
-    saved = json.loads((tmp_path / "config.json").read_text())
-    del saved["mesh"]["fsdp"]
-    (tmp_path / "config.json").write_text(json.dumps(saved))
+
+
+def test_a_run_of_a_time_when_meshes_had_fewer_axes(config: ConfigDict, tmp_path: Path) -> None:
+    old = config.copy_and_resolve_references()
+    del old.mesh["fsdp"]
+    begin(tmp_path, old, {})
     assert runs.open_run(tmp_path, config, {}).config.mesh.fsdp == 1
 
 
-def test_the_log_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    with Log(tmp_path, 0) as log:
-        for step in (1, 2, 3):
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_log_forgets_what_came_after_the_checkpoint(config: ConfigDict, tmp_path: Path) -> None:
+    with Log(tmp_path, config, None) as log:
+        for step in (1, 2):
             log.write(step, "train", {"loss": np.asarray([step / 2])})
-    with Log(tmp_path, 2) as log:
-        log.write(3, "train", {"loss": np.asarray([0.25, 0.75])})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["loss"] for row in rows] == [0.5, 1.0, [0.25, 0.75]]
+        saved = Saved(2, None, log.saved(2))
+        log.write(3, "train", {"loss": np.asarray([7.0])})
+    with Log(tmp_path, config, saved) as log:
+        log.write(3, "train", {"loss": np.asarray([0.25, np.nan])})
+    rows = logged(tmp_path)
+    assert [row["loss"] for row in rows] == [0.5, 1.0, [0.25, None]]
     assert rows == log.rows
 
 
+STATES = {
+    "a partial last row": lambda good: good[:-9],
+    "a blank line": lambda good: good + b"\n",
+    "a blank line between": lambda good: good.replace(b"\n", b"\n\n", 1),
+    "zeros": lambda good: good[:-20] + bytes(20),
+    "bad UTF-8": lambda good: good[:-5] + b"\xff\xfe",
+    "empty": lambda good: b"",
+    "NaN": lambda good: good.replace(b"0.5", b"NaN"),
+    "nested": lambda good: b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_log_in_any_state_is_that_of_the_checkpoint(
+    config: ConfigDict, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Log(tmp_path, config, None) as log:
+        for step in (1, 2):
+            log.write(step, "train", {"loss": np.asarray([step / 2])})
+        saved = Saved(2, None, log.saved(2))
+    good = path.read_bytes()
+    path.write_bytes(STATES[name](good))
+    with Log(tmp_path, config, saved):
+        assert path.read_bytes() == good
+    # What comes after the checkpoint's rows is what every run leaves that is cut off.
+    expected = "" if name == "a blank line" else "metrics.jsonl was damaged, and is written anew"
+    assert capsys.readouterr().out.startswith(expected)
+    path.write_bytes(STATES[name](good))
+    with Log(tmp_path, config, None):  # Before the first checkpoint.
+        assert path.read_bytes() == b""
+
+
+def test_a_log_beyond_the_first_checkpoints_without_one_is_refused(
+    config: ConfigDict, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 3}\n{"step": 6}\n')
+    with Log(tmp_path, config, None):
+        pass
+    path.write_text('{"step": 3}\n{"step": 7}\n')
+    with pytest.raises(RunError, match="no checkpoint, and its log reaches step 7; restore"):
+        Log(tmp_path, config, None)
+    os.remove(path)
+    os.mkfifo(path)
+    with pytest.raises(RunError, match="must be a file of its own"):
+        Log(tmp_path, config, None)
+
+
 def test_without_a_terminal_progress_is_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress(10, 0) as show:
+    with shown(10, 0) as show:
         show(1, "loss 1", "")
         show(2, "loss 0.5", "step 2: loss 0.5")
     assert capfd.readouterr() == ("step 2: loss 0.5\n", "")
@@ -121,7 +180,7 @@ def test_without_a_terminal_progress_is_plain_lines(capfd: pytest.CaptureFixture
 
 def test_a_signal_asks_before_it_kills() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with runs.stoppable() as stop:
+    with signals.stoppable() as stop:
         assert not stop(1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop(2)

@@ -127,13 +127,15 @@ def test_a_translator_from_training_to_an_answer(
     prompt = task.split.test[1][0]
     wanted = task.vocabulary.decode(found[1])
     for options in ({}, {"beams": 2}):
-        generate.speak(tmp_path / "run", prompt, **options)
+        generate.speak(tmp_path / "run", prompt, config.data.path, **options)
         answer = capsys.readouterr().out.removesuffix("\n")
         assert options or answer == wanted
     with pytest.raises(RunError, match=r"must have 1 to 6 characters.*got 7"):
-        generate.speak(tmp_path / "run", "1234567")
+        generate.speak(tmp_path / "run", "1234567", config.data.path)
     Path(config.data.path).write_text("".join(f"{i} ten\t{i}\n" for i in range(40)))
     with pytest.raises(RunError, match=r"the data of .* have the SHA-256"):
+        generate.speak(tmp_path / "run", prompt, config.data.path)
+    with pytest.raises(RunError, match="only its owner can say that it be read"):
         generate.speak(tmp_path / "run", prompt)
 
 
@@ -154,11 +156,13 @@ def test_a_language_model_from_training_to_a_text(
     call = {"temperature": 1.0, "max_new_tokens": 8, "top_k": 40}
     texts = []
     for seed in (0, 0, 1):
-        generate.speak(tmp_path / "run", "to be", rng=jax.random.key(seed), **call)
+        generate.speak(
+            tmp_path / "run", "to be", config.data.path, rng=jax.random.key(seed), **call
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     with pytest.raises(RunError, match=r"must be in 1 … 11: .* got 12"):
-        generate.speak(tmp_path / "run", "to be", max_new_tokens=12)
+        generate.speak(tmp_path / "run", "to be", config.data.path, max_new_tokens=12)
 
 
 @pytest.mark.slow

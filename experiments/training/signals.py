@@ -1,0 +1,60 @@
+"""Signals that ask a run to stop, after a step and with all of it saved."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+STOPPED = 75  # the exit status: EX_TEMPFAIL of sysexits.h, "try again later"
+
+
+class Stopped(SystemExit):
+    """A run that was asked to stop, and has saved all it knows."""
+
+    def __init__(self, line: str) -> None:
+        super().__init__(line)
+        self.code = STOPPED
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[int], bool]]:
+    """Turns the first SIGINT or SIGTERM into a question that the loop can ask; the second kills.
+
+    With several processes, a signal to one stops all of them, after the same step; more signals
+    change nothing there, save SIGKILL.
+
+    Yields:
+      A function that says whether to stop after a step; to be asked after each.
+    """
+    asked = threading.Event()
+
+    def stop(step: int) -> bool:
+        return asked.is_set() or multihost_utils.reached_preemption_sync_point(step)
+
+    together = jax.distributed.is_initialized()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # Only the main thread may handle signals.
+        return
+    # JAX itself listens to SIGTERM where processes run together, and tells the others.
+    signals = (signal.SIGINT,) if together else (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in signals}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if together:
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            asked.set()
+        for each in signals:
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in signals:
+        signal.signal(number, ask)
+    try:
+        yield stop
+    finally:
+        for number in signals:
+            signal.signal(number, before[number])

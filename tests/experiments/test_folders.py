@@ -1,0 +1,221 @@
+"""A run's folder is data of strangers: in any state it goes on, starts, or is refused in a line."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import ConfigDict
+
+from experiments import data, files, folders
+from experiments.failures import RunError
+from experiments.training import integrity, keys, lock, runs
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def run(config: ConfigDict, tmp_path: Path) -> Iterator[Path]:
+    """A run that has begun."""
+    runs.open_run(tmp_path / "run", config, {}).begin("hash")
+    yield tmp_path / "run"
+    lock.release(tmp_path / "run")
+
+
+def refused(path: Path, config: ConfigDict, overrides: dict[str, Any] | None = None) -> str:
+    """The one line that refuses a folder, in which nothing has changed."""
+    before = {p.name: os.lstat(p).st_mtime_ns for p in path.iterdir()}
+    with pytest.raises(RunError) as caught:
+        runs.open_run(path, config, overrides or {})
+    assert before == {p.name: os.lstat(p).st_mtime_ns for p in path.iterdir()}
+    (line,) = str(caught.value).splitlines()
+    assert len(line) < 1000
+    assert line.isprintable()
+    return line
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Edits a run's config, and makes its mark agree."""
+    config, mark = (json.loads((path / name).read_text()) for name in ("config.json", "run.json"))
+    config = change(config) or config
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "run.json").write_text(json.dumps(mark | {"config": integrity.digest(config)}))
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the value of a dotted key."""
+    *parents, last = key.split(".")
+    for name in parents:
+        tree = tree[name]
+    tree[last] = value
+
+
+CONTENTS = [
+    "", " ", "{", "[]", "null", "7", '"text"', "{}", "NaN", '{"a": NaN}', "\0" * 90,
+    "[" * 100_000, '{"a": ' * 100_000, "1" * 5000, '{"program": "experiments.train"}', "\ud800x",
+    "import os; os.system('false')", '{"program": ["experiments.train"]}', "x" * (files.MOST + 9),
+    '{"program": 1}', '{"program": "experiments.train", "format": 1}',
+    '{"program": "experiments.train", "format": 2}',
+    '{"program": "experiments.train", "format": 2, "data": "\\n", "config": []}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.json"])
+def test_a_file_that_is_not_ours_is_refused(config: ConfigDict, run: Path, name: str) -> None:
+    for content in CONTENTS:
+        (run / name).write_bytes(content.encode(errors="surrogatepass"))
+        assert str(run) in refused(run, config), content[:40]
+    (run / name).unlink()
+    (run / name).mkdir()
+    assert name in refused(run, config)
+    (run / name).rmdir()
+    os.mkfifo(run / name)  # which a reader waits at
+    assert name in refused(run, config)
+    (run / name).unlink()
+    (run / "elsewhere").write_text("{}")
+    (run / name).symlink_to(run / "elsewhere")
+    assert name in refused(run, config)
+
+
+def test_an_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
+    for key in keys.flatten(config.to_dict()):
+        edited = config.to_dict()
+        put(edited, key, [])
+        (run / "config.json").write_text(json.dumps(edited))
+        assert "is not what the run began with" in refused(run, config)
+    (run / "config.json").unlink()
+    assert "config.json can't be read: No such file" in refused(run, config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("task", "__import__('os')", "names no task"),
+        ("task", ["digits"], "names no task"),
+        ("task", "text", "is no config of text"),
+        ("steps", "9", "steps must be int, such as 1000, got '9'"),
+        ("steps", True, "steps must be int"),
+        ("steps", 1.5, "steps must be int"),
+        ("steps", None, "steps must be int"),
+        ("optimizer", 3, "no such key as 'optimizer'"),
+        ("optimizer.b1", "0.9", "optimizer.b1 must be float"),
+        ("model.kernel", 1, "model.kernel must be str"),
+        ("model.kernel", {"a": 1}, "model.kernel is missing"),
+        ("model.extra", 1, "no such key as 'model.extra'"),
+        ("mesh.data", "x", "mesh.data must be int"),
+    ],
+)
+def test_a_forged_config_is_held_against_the_tasks_own(
+    config: ConfigDict, run: Path, key: str, value: Any, message: str
+) -> None:
+    forge(run, lambda found: put(found, key, value))
+    assert message in refused(run, config)
+
+
+def test_a_key_that_is_missing_is_named(config: ConfigDict, run: Path) -> None:
+    forge(run, lambda found: found["optimizer"].pop("b1") and None)
+    assert "optimizer.b1 is missing" in refused(run, config)
+
+
+def test_a_file_that_only_the_folder_names_is_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("something long enough to train on " * 100)
+    config = data.EXAMPLES["text"]()
+    run = tmp_path / "run"
+    runs.open_run(run, config, {}).begin(data.make(config).fingerprint())
+    lock.release(run)
+    forge(run, lambda found: found["data"].update(path=str(secret)))
+    assert "only its owner can say that it be read" in refused(run, config)
+    with pytest.raises(RunError, match="only its owner"):
+        runs.find_run(run)
+    named = {"data.path": str(secret)}
+    assert runs.open_run(run, config, named).config.data.path == str(secret)
+    assert runs.find_run(run, named).resumed
+
+
+def test_a_start_that_was_cut_off_starts_anew(
+    config: ConfigDict, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "run.json").unlink()
+    (run / (files.ASIDE + "run.json")).write_text("{")
+    found = runs.open_run(run, config, {})
+    assert not found.resumed
+    assert "the start of" in capsys.readouterr().out
+    found.begin("hash")
+    assert runs.open_run(run, config, {}).resumed
+
+
+def half(path: Path) -> None:
+    """Begins to write, and meets a full disk."""
+    with files.replacing(path) as aside:
+        aside.write_text("half")
+        raise OSError(errno.ENOSPC, "No space")
+
+
+def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    files.write(path, "first")
+    with pytest.raises(OSError, match="No space"):
+        half(path)
+    assert path.read_text() == "first"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(ValueError, match="JSON compliant"):
+        files.write_json(path, {"a": float("nan")})
+    assert path.read_text() == "first"
+
+
+@pytest.mark.parametrize(
+    "name", ["gs://bucket/run", "s3://bucket/run", "gs:/bucket", "file:///tmp/run"]
+)
+def test_a_bucket_is_no_folder(config: ConfigDict, name: str) -> None:
+    with pytest.raises(RunError, match=r"must be a folder of a file system, and \w+:// is none"):
+        runs.open_run(name, config, {})
+    with pytest.raises(RunError, match="is none"):
+        folders.result_folder(name, "plan")
+
+
+def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folders.local("~/run") == tmp_path / "run"
+    assert folders.result_folder("~/run", "plan") == tmp_path / "run"
+    with pytest.raises(RunError, match="a user who is not here"):
+        folders.local("~nobody-of-that-name/run")
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from experiments.training import lock
+assert lock.hold(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_has_one_run_and_is_free_when_it_dies(config: ConfigDict, run: Path) -> None:
+    lock.release(run)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert holder.stdout.readline() == "held\n"
+        found = runs.open_run(run, config, {})
+        with pytest.raises(RunError, match=f"is being trained by process {holder.pid} on .*; wait"):
+            found.begin("hash")
+    finally:
+        holder.kill()
+        holder.communicate()
+    found.begin("hash")
+
+
+def test_of_two_starts_in_a_new_folder_one_is_refused(config: ConfigDict, tmp_path: Path) -> None:
+    first, second = (runs.open_run(tmp_path / "run", config, {}) for _ in range(2))
+    first.begin("hash")
+    with pytest.raises(RunError, match="another run has just begun in"):
+        second.begin("hash")
