@@ -142,7 +142,16 @@ class Checkpoints:
                 f"{theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here; go on "
                 f"with the versions of this program and its packages that it was begun with"
             )
-        state = self._restore(step, state=ocp.args.StandardRestore(abstract))["state"]
+        try:
+            state = self._restore(step, state=ocp.args.StandardRestore(abstract))["state"]
+        except _DamagedError as error:
+            if jax.process_count() > 1:
+                # Others may have read their parts, and would wait for this one.
+                hosts.end(
+                    f"the checkpoint of step {step} is damaged: {error}; all processes end; start "
+                    f"the command once on one process, which sets it aside"
+                )
+            raise
         found = checksums(state).arrays
         if wrong := [name for name, text in run["arrays"].items() if found[name] != text]:
             raise _DamagedError(

@@ -203,7 +203,7 @@ def ending_together() -> Iterator[None]:
         else:
             traceback.print_exc()
             line = f"{place} failed, and the others will end too"
-        _end(f"{line}; to go on from the last checkpoint, start all with the same --workdir")
+        end(f"{line}; to go on from the last checkpoint, start all with the same --workdir")
 
 
 def _gather(text: str) -> list[str]:
@@ -231,7 +231,7 @@ def _check_free(address: str) -> None:
 
 def _give_up(cluster: Cluster) -> None:
     who = "its processes" if cluster.processes is None else f"{cluster.processes} processes"
-    _end(
+    end(
         f"no run of {who} came together"
         f"{f' at {cluster.address}' if cluster.address else ''} within "
         f"{cluster.start_timeout} s (--start_timeout); check that all of them were started, each "
@@ -239,7 +239,8 @@ def _give_up(cluster: Cluster) -> None:
     )
 
 
-def _end(message: str) -> None:
+def end(message: str) -> None:
+    """Ends this process at once, whatever the others wait for: its absence ends them too."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

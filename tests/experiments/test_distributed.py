@@ -112,6 +112,26 @@ def test_four_processes_go_on_where_eight_devices_stopped(
 
 
 @pytest.mark.slow
+def test_damage_that_one_process_reads_ends_all(config: ConfigDict, tmp_path: Path) -> None:
+    config.steps, config.checkpoint_every, config.mesh.data, config.mesh.fsdp = 6, 2, 1, 4
+    run, heartbeat = tmp_path / "run", f"--heartbeat_timeout={HEARTBEAT}"
+    with together(2, tmp_path / "1", *settings(config), f"--workdir={run}") as processes:
+        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+    (path,) = (run / "checkpoints/6/state/d").iterdir()
+    content = bytearray(path.read_bytes())
+    content[4000:4016] = bytes(16)  # In an array's chunk, of which another process may have none.
+    path.write_bytes(content)
+    with together(2, tmp_path / "2", f"--workdir={run}", heartbeat) as processes:
+        assert 0 not in processes.wait(), processes.said(0) + processes.said(1)
+        said = processes.said(0) + processes.said(1)
+    assert "the checkpoint of step 6 is damaged" in said
+    assert "start the command once on one process" in said
+    config.mesh.fsdp = 1
+    assert alone(config, run).start < 6
+    assert (run / "checkpoints.damaged" / "6").is_dir()
+
+
+@pytest.mark.slow
 def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.mesh.data = 100_000, -1
     config.evaluate_every = config.checkpoint_every = 100_000
