@@ -27,6 +27,7 @@ def get_config() -> ConfigDict:
     config.keep_last = 2  # checkpoints; older ones are deleted,
     config.keep_best = 1  # save so many of the least test loss, among those saved when it was taken
     config.max_skipped = 5  # steps in a row that are left out, not being finite, end the run
+    config.report_to = ""  # "wandb", "mlflow" or both, beside TensorBoard
 
     config.mesh = ConfigDict()
     config.mesh.data = -1  # devices along the batch; -1: all that are left

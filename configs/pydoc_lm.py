@@ -34,6 +34,7 @@ def get_config() -> ConfigDict:
     config.keep_last = 2
     config.keep_best = 1
     config.max_skipped = 5
+    config.report_to = ""
 
     config.mesh = digits.get_config().mesh
 

@@ -17,11 +17,10 @@ import jax
 import numpy as np
 from absl import logging as absl_logging
 from ml_collections import ConfigDict
-from tensorboardX import SummaryWriter
 
 from experiments import failures, files
 from experiments.failures import RunError
-from experiments.training import hosts
+from experiments.training import hosts, writers
 from experiments.training.checkpoints import Saved
 from experiments.training.program import Metrics
 from experiments.training.runs import METRICS
@@ -48,7 +47,8 @@ class Log:
         off, are dropped.
 
     Raises:
-      RunError: if there is no checkpoint, and the file shows that there was one.
+      RunError: if there is no checkpoint, and the file shows that there was one; or if
+        config.report_to names what is not there.
     """
 
     def __init__(self, path: Path, config: ConfigDict, saved: Saved | None) -> None:
@@ -61,25 +61,27 @@ class Log:
         self._fetched: list[dict[str, np.ndarray]] = [
             {name: np.asarray(x, np.float64) for name, x in each.items()} for each in log["pending"]
         ]
-        self._events: SummaryWriter | None = None
+        self._events: writers.TensorBoard | None = None
+        self._others: list[writers.Writer] = []
         refused = None
         if jax.process_index() == 0:
             text = "".join(_line(row) for row in self.rows)
             refused = _differs(self._file, text, config.checkpoint_every if not saved else 0)
+            try:
+                self._others = [] if refused else writers.others(path, config)
+            except RunError as error:
+                refused = str(error)
         hosts.all_begin(refused)
         if jax.process_index() == 0:
             files.write(self._file, text)
-            # Names go by seconds, in which two starts may fall.
-            self._events = SummaryWriter(
-                str(path / "tensorboard"), purge_step=step + 1, filename_suffix=f".{step}"
-            )
+            self._events = writers.TensorBoard(path / "tensorboard", step)
 
     def __enter__(self) -> "Log":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._events is not None:
-            self._events.close()
+        for writer in self._writers:
+            writer.close()
 
     def add(self, metrics: Metrics) -> None:
         """Gathers those of a step, without waiting for the device."""
@@ -128,9 +130,14 @@ class Log:
             return
         self._append(_line(row))
         for name, x in metrics.items():
-            self._events.add_scalar(f"{split}/{name}", float(x.mean()), step)
-            for i, value in enumerate(x if x.size > 1 else ()):
-                self._events.add_scalar(f"{split}/{name}/{i}", float(value), step)
+            each = [(f"{name}/{i}", value) for i, value in enumerate(x if x.size > 1 else ())]
+            for event, value in [(name, x.mean()), *each]:
+                for writer in self._writers:
+                    writer.log_scalar(f"{split}/{event}", float(value), step=step)
+
+    @property
+    def _writers(self) -> list[writers.Writer]:
+        return [*self._others] if self._events is None else [self._events, *self._others]
 
     def _append(self, line: str) -> None:
         """Adds a line; an empty one only sees that what is there is on the disk."""

@@ -1,0 +1,98 @@
+"""Metrics beside TensorBoard: wandb and mlflow, by stand-ins of the parts of them that are used."""
+
+import importlib
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from experiments.failures import RunError
+from experiments.training import writers
+from experiments.training.checkpoints import Saved
+from experiments.training.log import Log
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """What each was told, with modules of their names in their place."""
+    told: dict[str, list[Any]] = {"wandb": [], "mlflow": []}
+
+    class Backend:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            told["wandb"].append((args, kwargs))
+
+        def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
+            told["wandb"].append((event, value, kwargs))
+
+        def close(self) -> None:
+            told["wandb"].append("closed")
+
+    mlflow = types.SimpleNamespace(
+        set_experiment=lambda name: None,
+        search_runs=lambda **kwargs: [
+            types.SimpleNamespace(info=types.SimpleNamespace(run_id="found"))
+            for _ in told["mlflow"][:1]
+        ],
+        start_run=lambda **kwargs: told["mlflow"].append(kwargs),
+        log_metric=lambda *args, **kwargs: told["mlflow"].append((*args, kwargs)),
+        end_run=lambda: told["mlflow"].append("closed"),
+    )
+    stand_ins = {
+        "wandb": types.SimpleNamespace(), "mlflow": mlflow,
+        "metrax.logging": types.SimpleNamespace(WandbBackend=Backend),
+    }  # fmt: skip
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name: stand_ins.get(name) or real(name))
+    return told
+
+
+def test_both_are_told_what_the_log_says(
+    told: dict[str, list[Any]], config: ConfigDict, tmp_path: Path
+) -> None:
+    config.report_to = "wandb, mlflow"
+    for saved in (None, Saved(3, None, {"rows": [], "pending": []})):
+        with Log(tmp_path, config, saved) as log:
+            log.write(3, "test", {"loss": np.array([0.5]), "accuracy": np.array([0.25, 0.75])})
+    numbers = [
+        ("test/loss", 0.5), ("test/accuracy", 0.5), ("test/accuracy/0", 0.25),
+        ("test/accuracy/1", 0.75),
+    ]  # fmt: skip
+    wanted = [(*number, {"step": 3}) for number in numbers]
+    (args, kwargs), *rows = told["wandb"]
+    assert args == ("flax_mha", tmp_path.name)
+    assert kwargs["config"] == config.to_dict()
+    assert kwargs["resume"] == "allow"
+    assert rows == [*wanted, "closed", (args, kwargs), *wanted, "closed"]  # The same id again.
+    begun, *rows = told["mlflow"]
+    assert begun["run_id"] is None
+    again = rows[len(wanted) + 1]
+    assert again == {**begun, "run_id": "found"}
+    assert rows == [*wanted, "closed", again, *wanted, "closed"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_none_unless_asked(config: ConfigDict, tmp_path: Path) -> None:
+    with Log(tmp_path, config, None):
+        pass
+    assert not {"wandb", "mlflow", "metrax"} & {*sys.modules}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [("tensorflow", r"may name \['mlflow', 'wandb'\], got 'tensorflow'"),
+     ("wandb", "needs the package wandb: pip install wandb")],
+)  # fmt: skip
+def test_what_is_not_there(
+    asked: str, message: str, config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Then its import fails.
+    config.report_to = asked
+    with pytest.raises(RunError, match=message):
+        writers.others(tmp_path, config)
+    with pytest.raises(RunError, match=message):
+        Log(tmp_path, config, None)
+    assert not (tmp_path / "metrics.jsonl").exists()
