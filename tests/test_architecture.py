@@ -63,6 +63,7 @@ LAYERS = [
     {"search"},
     {"generation"},
     {"interop.config", "interop.files", "interop.placing", "interop.table"},
+    {"interop.classes"},
     {
         "interop.bert",
         "interop.dino",

@@ -10,6 +10,7 @@ import numpy as np
 from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import TokenEmbedding
+from flax_mha.interop.classes import classified
 from flax_mha.interop.config import Config, activation, refuse
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
 from flax_mha.positions import PositionEmbedding
@@ -50,7 +51,7 @@ class Bert(nn.Module):
 
 
 def bert(config: Config) -> Family:
-    """Of `BertModel` and `RobertaModel`."""
+    """Of `BertModel` and `RobertaModel`, and of both `…ForSequenceClassification`."""
     refuse(config, position_embedding_type="absolute", is_decoder=False)
     D, layers = config["hidden_size"], config["num_hidden_layers"]
     layer = MultiHeadAttention(config["num_attention_heads"])
@@ -80,11 +81,15 @@ def bert(config: Config) -> Family:
             *norm(f"{theirs}.output.LayerNorm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    return Family(module, _EXAMPLE, rows, POOLER, HEADS, config["model_type"] + ".")
+    kind = config["model_type"]
+    family = Family(module, _EXAMPLE, rows, POOLER, HEADS, f"{kind}.")
+    if kind == "roberta":
+        return classified(config, family, "classifier.dense", "classifier.out_proj")
+    return classified(config, family, "bert.pooler.dense")
 
 
 def distilbert(config: Config) -> Family:
-    """Of `DistilBertModel`."""
+    """Of `DistilBertModel` and `DistilBertForSequenceClassification`."""
     D, layers = config["dim"], config["n_layers"]
     block = EncoderBlock(
         MultiHeadAttention(config["n_heads"]), config["hidden_dim"],
@@ -109,4 +114,5 @@ def distilbert(config: Config) -> Family:
             *norm(f"{theirs}.output_layer_norm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    return Family(module, _EXAMPLE, rows, POOLER, HEADS, "distilbert.")
+    family = Family(module, _EXAMPLE, rows, POOLER, HEADS, "distilbert.")
+    return classified(config, family, "pre_classifier", by=nn.relu)

@@ -12,6 +12,7 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding, TokenEmbedding
 from flax_mha.interop.bert import POOLER, Bert
+from flax_mha.interop.classes import classified
 from flax_mha.interop.config import Config, activation
 from flax_mha.interop.table import (
     FLAT,
@@ -101,11 +102,14 @@ class AttentionPool(nn.Module):
 
 
 def vit(config: Config) -> Family:
-    """Of `ViTModel`, and of `DeiTModel`, which has one more token, of distillation."""
+    """Of `ViTModel`, and of `DeiTModel`, which has one more token, of distillation.
+
+    Both `…ForImageClassification` too.
+    """
     kind = config["model_type"]
     biased = config.get("qkv_bias", True)
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
-    heads = ("attention.query", "attention.key", "attention.value", "output.dense")
+    own = ("attention.query", "attention.key", "attention.value", "output.dense")
     biases = (biased, biased, biased, True)
     size = config["patch_size"]
     rows = [
@@ -115,7 +119,7 @@ def vit(config: Config) -> Family:
         Row("embeddings.position_embeddings", "positions/embedding", wrapped(1)),
         *_patches("embeddings.patch_embeddings.projection", "embedding/patches", size),
         *each(config["num_hidden_layers"], [
-            *attention(f"{theirs}.attention", f"{ours}/attention", heads, biases),
+            *attention(f"{theirs}.attention", f"{ours}/attention", own, biases),
             *norm(f"{theirs}.layernorm_before", f"{ours}/attention_norm"),
             *norm(f"{theirs}.layernorm_after", f"{ours}/mlp_norm"),
             *linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up"),
@@ -125,7 +129,9 @@ def vit(config: Config) -> Family:
     ]  # fmt: skip
     module = _image(config, class_tokens=1 + (kind == "deit"), biased=biased)
     ignored = (*POOLER, "embeddings.mask_token")
-    return Family(module, (_example(config),), rows, ignored, ("*classifier.*",), f"{kind}.")
+    heads = ("*classifier.*",)
+    family = Family(module, (_example(config),), rows, ignored, heads, f"{kind}.")
+    return classified(config, family)
 
 
 def clip(config: Config) -> Family:

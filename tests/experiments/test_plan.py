@@ -208,8 +208,8 @@ def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) ->
     (done,) = [layout for layout in layouts if layout.found]
     assert len(layouts) == len(list(search.splits(8))) == 20
     memory, rows = done.found.memory, config.batch_size // done.sizes["data"] // done.sizes["fsdp"]
-    # Beside state: images of 8×8 and labels, four bytes each; the step and a random key. Whether the
-    # last step was finite is state that a step only writes: its byte is no argument.
+    # Beside state: images of 8×8 and labels, four bytes each; the step and a random key. Whether
+    # the last step was finite is state that a step only writes: its byte is no argument.
     assert memory.batch == 4 * rows * 65 + 4 + 8 - 1
     facts = search.Facts.of(config)
     shards = done.sizes["fsdp"] * done.sizes["model"]

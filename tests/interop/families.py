@@ -76,6 +76,26 @@ CASES = {
     "distilbert": text(hf.DistilBertModel, hf.DistilBertConfig(
         vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=64
     )),
+    "bert classifies": text(
+        hf.BertForSequenceClassification, hf.BertConfig(**TEXT, num_labels=3)
+    ),
+    "roberta classifies": text(
+        hf.RobertaForSequenceClassification, hf.RobertaConfig(**TEXT, num_labels=2)
+    ),
+    "distilbert classifies": text(
+        hf.DistilBertForSequenceClassification, hf.DistilBertConfig(
+            vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, num_labels=5,
+            max_position_embeddings=64,
+        ),
+    ),
+    "vit classifies": Case(
+        hf.ViTForImageClassification, hf.ViTConfig(**TOWER, num_labels=7),
+        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    ),
+    "deit classifies": Case(
+        hf.DeiTForImageClassification, hf.DeiTConfig(**TOWER, num_labels=2),
+        {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),),
+    ),
     "vit": Case(hf.ViTModel, hf.ViTConfig(**TOWER), {"pixel_values": IMAGES},
                 (IMAGES.transpose(0, 2, 3, 1),)),
     "deit": Case(hf.DeiTModel, hf.DeiTConfig(**TOWER), {"pixel_values": IMAGES},
