@@ -20,6 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 _SEEDS = (0x243F6A88, 0x85A308D3)  # digits of π
+# Elements. Of so few it takes less time to fetch them than to compile a program for their shape.
+_SMALL = 2**18
 
 
 class Sums(NamedTuple):
@@ -38,7 +40,7 @@ def checksums(tree: Any) -> Sums:
     """The sums of arrays that lie on any mesh."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-    found = jax.device_get([_on_mesh(x.sharding)(x) for x in named.values()])
+    found = jax.device_get([_of(x) for x in named.values()])
     sums = dict(zip(named, found, strict=True))
     return Sums(
         {name: f"{c[0]:08x}{c[1]:08x} {described(named[name])}" for name, c in sums.items()},
@@ -66,28 +68,44 @@ def digest(value: Any) -> str:
 
 def checksum(x: jax.Array) -> jax.Array:
     """The two sums c of an array's elements, and whether all are finite: uint32 [3]. Traced."""
-    words = _words(x)
-    index = jnp.zeros(words.shape, jnp.uint32)
-    for axis in range(words.ndim):
-        stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
-        index += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * stride
-    place = index * np.uint32(0x9E3779B9)
-    lanes = [jnp.sum(_mix(words ^ _mix(place + np.uint32(s))), dtype=jnp.uint32) for s in _SEEDS]
-    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    finite = jnp.isfinite(x).all() if inexact else jnp.bool_(True)
-    return jnp.stack([*lanes, finite.astype(jnp.uint32)])
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of each element as uint32; of wide ones several, along another axis."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], -1)
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint32)
+    x = _plain(x)
     narrow = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    return jax.lax.bitcast_convert_type(x, narrow).astype(jnp.uint32)
+    words = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, narrow)
+    return _sums(jnp, x, words)
+
+
+@np.errstate(over="ignore")  # Words of no axis are scalars to NumPy, which warns of them.
+def _on_host(x: jax.Array) -> Any:
+    """The same, with nothing to compile."""
+    values = np.asarray(_plain(x))
+    if values.dtype == np.bool_:
+        return _sums(np, values, values)
+    size = values.dtype.itemsize
+    words = np.ascontiguousarray(values).reshape(-1).view(f"u{min(size, 4)}")
+    return _sums(np, values, words.reshape((*values.shape, size // 4)[: values.ndim + (size > 4)]))
+
+
+def _sums(xp: Any, x: Any, words: Any) -> Any:
+    """Of an array whose bits are these words: of wide elements several, along another axis."""
+    words = words.astype(np.uint32)
+    index = xp.zeros(words.shape, np.uint32)
+    for axis, length in enumerate(words.shape):
+        stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
+        along = [length if other == axis else 1 for other in range(words.ndim)]
+        index += (xp.arange(length, dtype=np.uint32) * stride).reshape(along)
+    place = index * np.uint32(0x9E3779B9)
+    lanes = [xp.sum(_mix(words ^ _mix(place + np.uint32(s))), dtype=np.uint32) for s in _SEEDS]
+    finite = xp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else np.bool_(True)
+    return xp.stack([*lanes, finite.astype(np.uint32)])
+
+
+def _plain(x: jax.Array) -> jax.Array:
+    """An array of numbers: the words of keys, the parts of complex ones."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.stack([x.real, x.imag], -1)
+    return x
 
 
 def _mix(h: jax.Array) -> jax.Array:
@@ -95,6 +113,11 @@ def _mix(h: jax.Array) -> jax.Array:
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return h ^ (h >> np.uint32(16))
+
+
+def _of(x: jax.Array) -> Any:
+    small = x.size <= _SMALL and x.is_fully_addressable
+    return _on_host(x) if small else _on_mesh(x.sharding)(x)
 
 
 @functools.cache
