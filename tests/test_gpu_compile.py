@@ -65,6 +65,28 @@ def test_cudnn_is_called_and_the_formula_holds(
     assert links.seconds(over_heads[0]) == over_heads[0].sent / links.chip.link
 
 
+CUDNN = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+@pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
+@pytest.mark.parametrize("window", [None, 64])
+def test_packed_documents(optimized: None, chip: str, calls: list[str], window: int | None) -> None:
+    """In cuDNN's ragged layout from Hopper on, rows and grouped heads divided; with sinks."""
+    mask = masks.Causal() & masks.Documents(np.array([200, 1, 311]))
+    mask = mask if window is None else mask & masks.Window(window)
+    layer = MultiHeadAttention(
+        N, head_dim=H, num_kv_heads=N // 2, mask=mask, sinks=True, dtype=jnp.bfloat16
+    )
+    mesh = Mesh(np.array(gpus.of(chip, 4)).reshape(2, 2), ("data", "model"))
+    gradient = layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
+    text, _ = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == calls
+    found = re.findall(r'"max_seg_per_batch":"?(\d+)', text)
+    assert found == ["3"] * len(calls)
+    # The lse of each run of each of the two rows, of half of the heads.
+    assert (f"f32[6,{N // 2},{T}]" in text) == bool(calls)
+
+
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])
 def test_other_kernels_compile(optimized: None, kernel: str) -> None:
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)

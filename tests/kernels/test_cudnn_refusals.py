@@ -39,7 +39,6 @@ REFUSED = {
     "features": (r"at most 256 features here, got 264", {"features": 257}),
     "dropout": (r"no dropout", {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}),
     "precision": (r"no precision setting, got highest", {"precision": "highest"}),
-    "sinks": (r"no sinks", {"sinks": jnp.zeros(N)}),
     "alibi": (r"one Bias only, got Alibi", {"scores": (Alibi(),)}),
     "cap": (r"one Bias only, got SoftCap, Bias", {"scores": (SoftCap(2.0),), "bias": HALF}),
     "two biases": (r"one Bias only, got Bias, Bias", {"scores": (Bias(HALF),), "bias": HALF}),
@@ -176,8 +175,9 @@ def test_a_mesh_without_rules(hopper) -> None:
 @pytest.mark.parametrize(("t", "call", "chosen"), [
     (16, {"mask": Causal()}, "cudnn"),
     (8192, {"mask": Causal()}, "cudnn"),
-    (2048, {"sinks": jnp.zeros(N)}, "reference"),
-    (2049, {"sinks": jnp.zeros(N)}, "blockwise"),
+    (2049, {"sinks": jnp.zeros(N)}, "cudnn"),
+    (2048, {"mask": Prefix(3)}, "reference"),
+    (2049, {"mask": Prefix(3)}, "blockwise"),
 ])  # fmt: skip
 def test_auto_on_a_gpu(hopper, t: int, call: dict, chosen: str) -> None:
     assert explain(*half(t, t), **call).chosen == chosen

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha import private
@@ -107,14 +108,17 @@ def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
 
     Args:
       kind: what to compute.
-      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, and the
-        lengths of queries and keys, int32 [rows], at least 1.
+      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, the
+        lengths of queries and keys, int32 [rows], at least 1, and None. Or, of rows that are cut
+        into runs, lengths [rows, runs] and offsets [rows, runs + 1], see `ragged`: then the lse is
+        [rows, runs, N, T].
     """
 
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
         settings = kind.settings(args[3] is not None) | {"is_training": True}
-        return tuple(_bind("fwd", kind.divisible, _operands(args), settings))
+        out, lse = _bind("fwd", kind.divisible, _operands(args), settings)
+        return out, lse if args[6] is None else lse.reshape(len(out), -1, *lse.shape[1:])
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -139,7 +143,9 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
 
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
-        operands = *_operands(args[:6]), *args[6:]
+        operands = [*_operands(args[:7]), *args[7:]]
+        if args[6] is not None:
+            operands[10] = args[7].reshape(-1, *args[7].shape[2:])
         gradients = _bind("bwd", kind.divisible, operands, kind.settings(args[3] is not None))
         return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
 
@@ -169,10 +175,17 @@ def _bind(way: str, divisible: bool, operands: Sequence[Any], settings: dict[str
 
 
 def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of `forward`, and what packed and paged layouts would need."""
-    q, k, v, bias, *lengths = args
+    """Those of `forward` in the primitives' order, and what paged layouts would need."""
+    q, k, v, bias, *lengths, offsets = args
     unused = jnp.zeros(0, q.dtype)
-    return q, k, v, unused if bias is None else bias, *lengths, *(unused,) * 4
+    if offsets is None:
+        offsets = unused
+    elif max(q.size, k.size) > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"kernel='cudnn' counts numbers of packed documents in int32, got queries {q.shape} "
+            f"and keys {k.shape} on a device; map over fewer rows, or divide them over a mesh"
+        )
+    return q, k, v, unused if bias is None else bias, *lengths, offsets, offsets, unused, unused
 
 
 def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
