@@ -15,6 +15,7 @@ from experiments.plan import compiled, gpus, roofline, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, masks
+from flax_mha.scores import SoftCap
 from tests import layers
 from tests.meshes import KINDS
 
@@ -85,6 +86,26 @@ def test_packed_documents(optimized: None, chip: str, calls: list[str], window: 
     assert found == ["3"] * len(calls)
     # The lse of each run of each of the two rows, of half of the heads.
     assert (f"f32[6,{N // 2},{T}]" in text) == bool(calls)
+
+
+@pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
+def test_soft_caps(optimized: None, chip: str, calls: list[str]) -> None:
+    """As a function of the scores, in operations of which XLA makes cuDNN's.
+
+    At a difference whose first operand is a number it would end the process.
+    """
+    layer = MultiHeadAttention(
+        N, head_dim=H, mask=masks.Causal(), scores=(SoftCap(30.0),), dtype=jnp.bfloat16
+    )
+    mesh = Mesh(np.array(gpus.of(chip, 1)).reshape(1, 1), ("data", "model"))
+    gradient = layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
+    text, _ = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == calls
+    bodies = re.findall(r"^%soft_cap\S* \(.*?\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    assert len(bodies) == len(calls)
+    used = [set(re.findall(r"= \S+ (\w+)\(", body)) for body in bodies]
+    plain = {"constant", "broadcast", "parameter", "multiply", "tanh"}
+    assert used == [plain, plain | {"add"}][: len(calls)]
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])

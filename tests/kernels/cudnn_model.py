@@ -7,13 +7,14 @@ In the ragged layout each run is a sequence of its own, as in XLA's graph: q, k,
 gradients by offsets, the lse a line for each run. What no run covers is not written, and NaN here.
 """
 
+import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 MASKS = {fused.MaskType.PADDING: False, fused.MaskType.PADDING_CAUSAL: True}
 
 
-def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window):
+def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window, score_mod):
     """Float32 [rows, N, T, S]: −∞ where masked."""
     (rows, T, N, F), (_, S, K, _) = q.shape, k.shape
     has_bias, has_dbias = variadic_args
@@ -27,6 +28,8 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     assert q_length.dtype == k_length.dtype == jnp.int32
     k = jnp.repeat(k, N // K, 2)
     x = jnp.einsum("btnf,bsnf->bnts", q, k, preferred_element_type=jnp.float32) * scale
+    if score_mod is not None:
+        x = score_mod(x)
     if has_bias:
         assert bias.shape[-2:] == (T, S)
         assert bias.shape[0] in (1, rows)
@@ -58,10 +61,10 @@ def forward(
 ):  # fmt: skip
     """Rows without a key are NaN, and so is what stands behind a row's length."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
-    assert (score_mod_args, score_mod) == ((), None)
+    assert score_mod_args == ()
     check((page_table_k, page_table_v), seed, dropout_rate, layout)
     assert is_training
-    settings = scale, variadic_args, mask_type, sliding_window_length
+    settings = scale, variadic_args, mask_type, sliding_window_length, score_mod
     if q_offsets.size:
         q, k, v, *lengths, covered, _ = cut(q, k, v, q_length, k_length, q_offsets, kv_offsets)
         out, lse = of_rows(q, k, v, bias, *lengths, *settings)
@@ -88,13 +91,13 @@ def backward(
 ):  # fmt: skip
     """From lse, out and dout as they are given."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
-    assert (score_mod_args, score_mod) == ((), None)
+    assert score_mod_args == ()
     lse, out, dout = activation, fwd_output, grad_output
     check((page_table_k, page_table_v), seed, dropout_rate, layout)
     assert lse.dtype == jnp.float32
     assert out.dtype == dout.dtype == q.dtype
     assert out.shape == dout.shape == q.shape
-    settings = scale, variadic_args, mask_type, sliding_window_length
+    settings = scale, variadic_args, mask_type, sliding_window_length, score_mod
     if q_offsets.size:
         q, k, v, *lengths, covered_q, covered_k = cut(
             q, k, v, q_length, k_length, q_offsets, kv_offsets
@@ -115,8 +118,14 @@ def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):
     dp = jnp.einsum("btnf,bsnf->bnts", dout.astype(jnp.float32), wide[1])
     delta = jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
     ds = p * (dp - delta[..., None])
-    dq = jnp.einsum("bnts,bsnf->btnf", ds, wide[0]) * scale
-    dk = jnp.einsum("bnts,btnf->bsnf", ds, q.astype(jnp.float32)) * scale
+    slope = ds
+    if settings[-1] is not None:
+        # As JAX gives it to XLA, of the scores before it.
+        plain = jnp.einsum("btnf,bsnf->bnts", q, wide[0].astype(q.dtype),
+                           preferred_element_type=jnp.float32) * scale  # fmt: skip
+        (slope,) = jax.vjp(settings[-1], plain)[1](ds)
+    dq = jnp.einsum("bnts,bsnf->btnf", slope, wide[0]) * scale
+    dk = jnp.einsum("bnts,btnf->bsnf", slope, q.astype(jnp.float32)) * scale
     dv = jnp.einsum("bnts,btnf->bsnf", p, dout.astype(jnp.float32))
     dk, dv = (x.reshape(*k.shape[:3], groups, -1).sum(3) for x in (dk, dv))
     found = [x.astype(q.dtype) for x in (dq, dk, dv)]

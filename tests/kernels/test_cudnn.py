@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mha import private
 from flax_mha.grid import whole
 from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
+from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 from tests import oracle
 from tests.kernels import cudnn_model
@@ -80,6 +82,26 @@ def test_sinks(nvidia, mask: str, biased: bool, K: int) -> None:
     known = {"allowed": table(MASKS[mask], T, S)} | learned
     call = lambda learned: {"mask": MASKS[mask]} | learned  # noqa: E731
     check("cudnn", arrays(T, S, K, "bfloat16"), known, call, learned)
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("mask", ["none", "window", "empty windows"])
+@pytest.mark.parametrize("K", [2, 4])
+def test_soft_caps(nvidia, monkeypatch, mask: str, K: int) -> None:
+    """Near enough to the scores to bend them; the lse too, whose gradient is a pass of its own."""
+    monkeypatch.setattr(fused, "takes_caps", lambda device: True)
+    monkeypatch.setattr(private, "takes", lambda function, argument: True)
+    known = {"allowed": table(MASKS[mask], T, S), "cap": 1.5}
+    call = lambda _: {"mask": MASKS[mask], "scores": (SoftCap(1.5),)}  # noqa: E731
+    operands = arrays(T, S, K, "bfloat16")
+    check("cudnn", operands, known, call, {})
+
+    def loss(qkv, kernel):
+        lse = run(*qkv, kernel, **call(None))[1]
+        return jnp.where(lse == -jnp.inf, 0, jnp.sin(lse)).sum()
+
+    got, want = (jax.grad(loss)(operands[:3], kernel) for kernel in ("cudnn", "reference"))
+    jax.tree.map(close, got, want)
 
 
 POSITIONS = {

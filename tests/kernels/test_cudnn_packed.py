@@ -17,6 +17,7 @@ from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.cudnn.ragged import Runs
 from flax_mha.kernels.parallel import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
+from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 from tests.kernels.near import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
@@ -190,8 +191,9 @@ REFUSED = {
                   {"q_positions": jnp.arange(T)}),
     "other keys": (r"tokens that are queries and keys alike", Documents(LENGTHS),
                    {"q_positions": 3}),
-    "a bias": (r"no bias of packed documents", Documents(LENGTHS),
+    "a bias": (r"no Bias of packed documents", Documents(LENGTHS),
                {"bias": jnp.zeros((T, T), jnp.bfloat16)}),
+    "a cap": (r"no SoftCap of packed documents", Documents(LENGTHS), {"scores": (SoftCap(9.0),)}),
     "ampere": (r"packed documents from compute capability 9.0 on, got \(8, 0\)",
                Documents(LENGTHS), {"capability": (8, 0)}),
     "wide heads": (r"heads of at most 128 features, got 136", Documents(LENGTHS), {"H": 136}),
@@ -208,6 +210,7 @@ def test_refusals(hopper, monkeypatch, name: str) -> None:
     call = {"capability": (9, 0), "groups": True, "T": T, "H": 64, "K": 4} | call
     gpu = fused.Gpu(call.pop("capability"), (9, 20, 0))
     monkeypatch.setattr(fused, "gpu", lambda platform: gpu)
+    monkeypatch.setattr(fused, "takes_caps", lambda device: True)
     monkeypatch.setattr(private, "PACKED_GROUPS", call.pop("groups"))
     length, features, heads = (call.pop(x) for x in "THK")
     q, k = (jax.ShapeDtypeStruct((B, length, n, features), jnp.bfloat16) for n in (N, heads))

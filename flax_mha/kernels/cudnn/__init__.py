@@ -1,6 +1,6 @@
 """cuDNN's flash attention for NVIDIA GPUs, the one behind `jax.nn.dot_product_attention`.
 
-    out = softmax(q·kᵀ·scale + bias, over a band of keys, and the sink)·v
+    out = softmax(cap(q·kᵀ·scale) + bias, over a band of keys, and the sink)·v
 
 Memory is O(T + S), beside a bias that is given, and times the number of packed documents for the
 lse. Masks are native ones, never tables: causality, windows that end at the query, lengths (see
@@ -34,7 +34,7 @@ from flax_mha.kernels.cudnn.band import Band
 from flax_mha.kernels.cudnn.fused import Kind
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
-from flax_mha.scores import Bias
+from flax_mha.scores import Bias, SoftCap
 from flax_mha.shapes import Dims
 
 # Before 9.10.2 windows take no bias and single queries no mask; 9.10.0 and 9.10.1 are broken.
@@ -51,7 +51,10 @@ def lower(
     band = bands.lower(spec, dims)
     if isinstance(band, str):
         return Refusal(band)
-    if reason := _refuses_scores(q, spec, dims) or _refuses_runs(q, k, spec, band, platform):
+    device = fused.gpu(platform)
+    if reason := _refuses_scores(q, spec, dims, device) or _refuses_runs(
+        q, k, spec, band, platform
+    ):
         return Refusal(reason)
     return functools.partial(_attend, q, k, v, spec, band, platform.spread)
 
@@ -80,12 +83,16 @@ def _lacks(q: jax.Array, spec: AttentionSpec, dims: Dims, platform: Platform) ->
     return None if platform.spread else platform.undivided
 
 
-def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims) -> str | None:
+def _refuses_scores(
+    q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused.Gpu | str
+) -> str | None:
     if not spec.scores:
         return None
+    if len(spec.scores) == 1 and type(spec.scores[0]) is SoftCap:
+        return _refuses_cap(dims, device)
     if len(spec.scores) > 1 or type(spec.scores[0]) is not Bias:
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
-        return f"changes scores by one Bias only, got {names}"
+        return f"changes scores by one Bias or one SoftCap only, got {names}"
     array = spec.scores[0].array.array
     if not array.dtype == q.dtype == jnp.bfloat16:
         return f"adds a bfloat16 bias to bfloat16 scores, got {array.dtype} to {q.dtype}"
@@ -96,6 +103,17 @@ def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims) -> str | None
         )
     if dims.T % 2 or dims.S % 2:
         return f"takes a bias for even T and S, got {dims.T} and {dims.S}"
+    return None
+
+
+def _refuses_cap(dims: Dims, device: fused.Gpu | str) -> str | None:
+    if isinstance(device, str) or not fused.takes_caps(device):
+        return (
+            f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
+            f"{jax.__version__} and {device}"
+        )
+    if _features(dims) > 128:
+        return f"has SoftCap for at most 128 features, got {_features(dims)}"
     return None
 
 
@@ -117,7 +135,7 @@ def _refuses_runs(
     if _features(dims) > 128:
         return f"takes packed documents in heads of at most 128 features, got {_features(dims)}"
     if spec.scores:
-        return "takes no bias of packed documents"
+        return f"takes no {type(spec.scores[0]).__name__} of packed documents"
     if platform.spread:
         return "packed documents on several devices need a mesh that says how to divide them"
     numbers = math.prod(dims.B) * dims.T * dims.N * _features(dims)
@@ -141,14 +159,16 @@ def _attend(
     if not isinstance(scale, int | float | np.number):
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
     q, k, v = (_filled(x.reshape(rows, *x.shape[-3:]), _features(dims)) for x in (q, k, v))
+    # One of either is all that `lower` lets pass.
+    (mod,) = spec.scores or (None,)
+    cap = mod.cap if isinstance(mod, SoftCap) else None
     bias = None
-    if spec.scores:
-        # One Bias is all that `lower` lets pass.
-        bias = jnp.asarray(flat_batch(spec.scores[0].array.array, dims))  # type: ignore[attr-defined]
+    if isinstance(mod, Bias):
+        bias = jnp.asarray(flat_batch(mod.array.array, dims))
         bias = jnp.maximum(bias, jnp.asarray(settled.NOTHING, bias.dtype))
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
     # Without a mesh XLA divides it: JAX tells it how.
-    kind = Kind(float(scale), band.causal, band.left, spread)
+    kind = Kind(float(scale), band.causal, band.left, spread, cap)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
     out, lse = settled.attend(kind, spec.mask is not None, q, k, v, bias, sinks, band)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)

@@ -3,6 +3,7 @@
 JAX's own batching of them, before 0.11, takes no operand that is shared by the batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -78,12 +79,14 @@ class Kind(NamedTuple):
       causal: whether the query of index i sees the keys j ≤ i alone.
       left: and those of i − left ≤ j alone; None for all.
       divisible: whether XLA may divide it between devices.
+      cap: c of c·tanh(score/c), before the mask; None for none.
     """
 
     scale: float
     causal: bool
     left: int | None
     divisible: bool
+    cap: float | None = None
 
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """The parameters of both primitives.
@@ -117,7 +120,7 @@ def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
         settings = kind.settings(args[3] is not None) | {"is_training": True}
-        out, lse = _bind("fwd", kind.divisible, _operands(args), settings)
+        out, lse = _bind("fwd", kind, _operands(args), settings)
         return out, lse if args[6] is None else lse.reshape(len(out), -1, *lse.shape[1:])
 
     @call.def_vmap
@@ -146,7 +149,7 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
         operands = [*_operands(args[:7]), *args[7:]]
         if args[6] is not None:
             operands[10] = args[7].reshape(-1, *args[7].shape[2:])
-        gradients = _bind("bwd", kind.divisible, operands, kind.settings(args[3] is not None))
+        gradients = _bind("bwd", kind, operands, kind.settings(args[3] is not None))
         return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
 
     @call.def_vmap
@@ -161,13 +164,45 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
     return call(*args)
 
 
-def _bind(way: str, divisible: bool, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
+def takes_caps(device: Gpu) -> bool:
+    """Whether this JAX and that GPU have functions of the scores."""
+    forward = fused._dot_product_attention_fwd_impl
+    newer = device.capability >= (9, 0) and device.cudnn >= (9, 13, 0)
+    return newer and private.takes(forward, "score_mod")
+
+
+@functools.cache
+def capped(cap: float) -> Any:
+    """The function of the scores that XLA turns into operations of cuDNN's.
+
+    Its gradient is written without 1 − tanh²: XLA ends the process at a difference whose first
+    operand is a number.
+    """
+
+    @jax.custom_vjp
+    def soft_cap(score: jax.Array) -> jax.Array:
+        return jnp.tanh(score * (1 / cap)) * cap
+
+    def forward(score: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return soft_cap(score), score
+
+    def backward(score: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+        share = jnp.tanh(score * (1 / cap))
+        return (grad * (share * share + -1.0) * -1.0,)
+
+    soft_cap.defvjp(forward, backward)
+    return soft_cap
+
+
+def _bind(way: str, kind: Kind, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
     """Calls cuDNN, the primitive itself or that which XLA may divide between devices."""
+    divisible = kind.divisible
     whole = getattr(fused, f"_dot_product_attention_{way}_impl")
     if private.takes(whole, "score_mod"):
-        # From JAX 0.11 on, for a function of the scores; we give none.
-        settings = settings | {"score_mod": None}
+        # From JAX 0.11 on, for a function of the scores.
+        settings = settings | {"score_mod": None if kind.cap is None else capped(kind.cap)}
         if not divisible:
+            # JAX loses the gradients of its arguments, so it has none.
             settings = settings | {"score_mod_args": ()}
     if divisible:
         whole = getattr(fused, f"_dot_product_attention_{way}_p_wrapper").bind
