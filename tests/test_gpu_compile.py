@@ -6,15 +6,18 @@ test_tpu_collectives.py and docs/sharding.md.
 
 import re
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.plan import compiled, gpus, roofline, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
-from flax_mha import MultiHeadAttention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.scores import SoftCap
 from tests import layers
 from tests.meshes import KINDS
@@ -106,6 +109,26 @@ def test_soft_caps(optimized: None, chip: str, calls: list[str]) -> None:
     used = [set(re.findall(r"= \S+ (\w+)\(", body)) for body in bodies]
     plain = {"constant", "broadcast", "parameter", "multiply", "tanh"}
     assert used == [plain, plain | {"add"}][: len(calls)]
+
+
+@pytest.mark.parametrize(("chip", "length"), [("a100", 2), ("h200", 4), ("b200", 4)])
+def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
+    """Each step calls cuDNN: the own block with its causal mask, the others without any."""
+    mesh = Mesh(np.array(gpus.of(chip, length)), ("length",))
+    rules = [("length", "length"), ("heads", None), ("kv_heads", None), ("batch", None)]
+    shape = (1, 128 * length, N, H)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length")))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring")
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        text, _ = compiled.dumped(jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x))
+    kinds = re.findall(r'"__cudnn\$(\w+)".*?"mask_type":"(\w+)"', text)
+    assert {kind for kind, _ in kinds} == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
+    assert {mask for _, mask in kinds} == {"PADDING", "PADDING_CAUSAL"}
+    assert {one.kind for one in read(text, length)} == {"collective-permute"}
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])
