@@ -74,8 +74,8 @@ class Segments(Mask):
       runs: whether the tokens of a segment stand together, one segment after another. An id that
         comes again after others is then a new segment; `kv` is q. Some kernels take runs alone;
         of ids that are known before tracing they see by themselves whether they are.
-      at_most: how many runs a row has at most (default: T), which bounds the memory of kernels
-        that need it. The outputs of queries in later ones are NaN.
+      at_most: how many runs a row has at most, which kernels need whose memory grows with it. The
+        outputs of queries in later ones are NaN.
       invalid: of a bound mask, where those are: bool [*B|1, 1, T, 1]; None if there are none.
     """
 

@@ -99,6 +99,8 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
         elif type(mask) is Lengths and mask.kv.array.shape[-2] == 1:
             lengths.append(mask)
         elif type(mask) is Segments and mask.runs and not packed:
+            if mask.at_most is None:
+                return "needs at_most of Segments in runs: memory for each of them"
             packed.append(mask)
         else:
             return (
@@ -154,8 +156,8 @@ class _Reach(NamedTuple):
 
 def _runs(packed: list[Segments], dims: Dims) -> Runs | None:
     """Those of a mask that may have more than one."""
-    most = max((mask.at_most or dims.T for mask in packed), default=1)
-    if most == 1:
+    most = packed[0].at_most if packed else None
+    if most in (None, 1):
         return None
     index = jnp.asarray(flat_batch(packed[0].q.array, dims), jnp.int32)
     return Runs(index.reshape(-1, dims.T), most)
