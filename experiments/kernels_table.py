@@ -80,6 +80,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "… for each query": {"mask": Lengths(jnp.zeros((B, T), int))},
     "`Segments`, traced": {"mask": Segments(jnp.asarray(IDS))},
     "`Causal() & Segments`": {"mask": Causal() & Segments(jnp.asarray(IDS))},
+    "… of runs: `runs=True`": {"mask": Causal() & Segments(jnp.asarray(IDS), None, True, 8)},
     "`Documents`, traced": {"mask": Documents(jnp.full((B, 4), T // 4))},
     "`Dilated`": {"mask": Dilated(4)},
     "`Neighborhood`": {"mask": Neighborhood((16, 16), 5)},

@@ -6,15 +6,19 @@ test_tpu_collectives.py and docs/sharding.md.
 
 import re
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.plan import compiled, gpus, roofline, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
-from flax_mha import MultiHeadAttention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
+from flax_mha.scores import SoftCap
 from tests import layers
 from tests.meshes import KINDS
 
@@ -63,6 +67,68 @@ def test_cudnn_is_called_and_the_formula_holds(
     assert memory.temp_size_in_bytes > 4 * BTD
     links = roofline.network(list(mesh.devices.flat))
     assert links.seconds(over_heads[0]) == over_heads[0].sent / links.chip.link
+
+
+CUDNN = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+@pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
+@pytest.mark.parametrize("window", [None, 64])
+def test_packed_documents(optimized: None, chip: str, calls: list[str], window: int | None) -> None:
+    """In cuDNN's ragged layout from Hopper on, rows and grouped heads divided; with sinks."""
+    mask = masks.Causal() & masks.Documents(np.array([200, 1, 311]))
+    mask = mask if window is None else mask & masks.Window(window)
+    layer = MultiHeadAttention(
+        N, head_dim=H, num_kv_heads=N // 2, mask=mask, sinks=True, dtype=jnp.bfloat16
+    )
+    mesh = Mesh(np.array(gpus.of(chip, 4)).reshape(2, 2), ("data", "model"))
+    gradient = layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
+    text, _ = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == calls
+    found = re.findall(r'"max_seg_per_batch":"?(\d+)', text)
+    assert found == ["3"] * len(calls)
+    # The lse of each run of each of the two rows, of half of the heads.
+    assert (f"f32[6,{N // 2},{T}]" in text) == bool(calls)
+
+
+@pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
+def test_soft_caps(optimized: None, chip: str, calls: list[str]) -> None:
+    """As a function of the scores, in operations of which XLA makes cuDNN's.
+
+    At a difference whose first operand is a number it would end the process.
+    """
+    layer = MultiHeadAttention(
+        N, head_dim=H, mask=masks.Causal(), scores=(SoftCap(30.0),), dtype=jnp.bfloat16
+    )
+    mesh = Mesh(np.array(gpus.of(chip, 1)).reshape(1, 1), ("data", "model"))
+    gradient = layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
+    text, _ = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == calls
+    bodies = re.findall(r"^%soft_cap\S* \(.*?\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    assert len(bodies) == len(calls)
+    used = [set(re.findall(r"= \S+ (\w+)\(", body)) for body in bodies]
+    plain = {"constant", "broadcast", "parameter", "multiply", "tanh"}
+    assert used == [plain, plain | {"add"}][: len(calls)]
+
+
+@pytest.mark.parametrize(("chip", "length"), [("a100", 2), ("h200", 4), ("b200", 4)])
+def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
+    """Each step calls cuDNN: the own block with its causal mask, the others without any."""
+    mesh = Mesh(np.array(gpus.of(chip, length)), ("length",))
+    rules = [("length", "length"), ("heads", None), ("kv_heads", None), ("batch", None)]
+    shape = (1, 128 * length, N, H)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length")))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring")
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        text, _ = compiled.dumped(jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x))
+    kinds = re.findall(r'"__cudnn\$(\w+)".*?"mask_type":"(\w+)"', text)
+    assert {kind for kind, _ in kinds} == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
+    assert {mask for _, mask in kinds} == {"PADDING", "PADDING_CAUSAL"}
+    assert {one.kind for one in read(text, length)} == {"collective-permute"}
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])

@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
 def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[str, Any]) -> None:
     """Measures steps at each size, and a prompt at the first."""
     rows: list[report.Row] = []
-    started, found = time.perf_counter(), list(decoding.sizes(machine.free_bytes()))
+    started, found = time.perf_counter(), list(decoding.sizes(machine.free_bytes(), flags))
     for size in found:
         if time.perf_counter() - started > flags["total"]:
             break
@@ -154,11 +154,14 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     add("--decode", action="store_true", help="steps against a cache, instead of layer and core")
     add("--parts", type=_among(cases.PARTS), help="layer, core")
     add("--passes", type=_among(cases.PASSES), help="forward, backward (forward and backward)")
-    add("--masks", type=_among(cases.MASKS), help="causal, full")
-    add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16")
+    add("--masks", type=_among(cases.MASKS), help="causal, full, packed (causal, and documents)")
+    add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16, float16")
     add("--contestants", type=_among(contestants.names()), help=", ".join(contestants.names()))
-    add("--lengths", type=_counts, help="tokens of a sequence, such as 128,1024")
-    add("--batch", type=_count, help="sequences; unless said, for 2,048 tokens")
+    add("--lengths", type=_counts, help="tokens of a sequence, such as 128,1024; slots of a cache")
+    add("--batch", type=_count, help="sequences; unless said, for --tokens")
+    add("--tokens", type=_count, help="of a batch, 2,048 unless said")
+    add("--documents", type=_count, help="packed into a sequence, 8 unless said")
+    add("--kv_heads", type=_count, help="key/value heads of cores; as many as heads unless said")
     add("--heads", type=_count, help="8 unless said")
     add("--features", type=_count, help="512 unless said")
     add("--window", type=_count, help="a query sees so many tokens near it")
@@ -177,6 +180,16 @@ def _check(settings: races.Settings) -> None:
         raise RunError(
             f"--features must be a multiple of --heads, got {settings.features} and "
             f"{settings.heads}; choose another number of heads"
+        )
+    if settings.kv_heads and ("layer" in settings.parts or settings.heads % settings.kv_heads):
+        raise RunError(
+            f"--kv_heads is of --parts=core, and divides --heads, got {settings.kv_heads} of "
+            f"{settings.heads} and --parts={','.join(settings.parts)}"
+        )
+    if "packed" in settings.masks and min(settings.lengths) < settings.documents:
+        raise RunError(
+            f"--lengths must be at least --documents={settings.documents}, got "
+            f"{min(settings.lengths)}; give longer ones, or fewer documents"
         )
     known = dict.fromkeys(n for part in settings.parts for n in contestants.CONTESTANTS[part])
     if not known.keys() & set(settings.contestants or known):

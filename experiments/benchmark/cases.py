@@ -8,8 +8,8 @@ import numpy as np
 
 PARTS = ("layer", "core")
 PASSES = ("forward", "backward")
-MASKS = ("causal", "full")
-DTYPES = ("float32", "bfloat16")
+MASKS = ("causal", "full", "packed")
+DTYPES = ("float32", "bfloat16", "float16")
 Parameters = Mapping[str, Mapping[str, np.ndarray]]
 
 
@@ -24,6 +24,8 @@ class Case:
       dtype: of inputs and parameters.
       window: a query sees the nearest `window` tokens, itself included, on each side that it may
         see; 0 for all.
+      documents: how many are packed into each sequence, of which none sees another; 0 for one.
+      K: key/value heads of a core; 0 for N.
     """
 
     part: str
@@ -35,6 +37,8 @@ class Case:
     N: int = 8
     D: int = 512
     window: int = 0
+    documents: int = 0
+    K: int = 0
 
     @property
     def H(self) -> int:
@@ -50,18 +54,25 @@ class Case:
     def mask(self) -> str:
         """The name of what a query may see."""
         name = MASKS[not self.causal]
+        name = f"{name}, {self.documents} documents" if self.documents else name
         return f"{name} window {self.window}" if self.window else name
 
     def __str__(self) -> str:
         what = "forward + backward" if self.backward else "forward"
-        return f"{self.part}, {what}, {self.mask}, {self.dtype}, B={self.B} T={self.T}"
+        groups = f" K={self.K}" if self.K else ""
+        return f"{self.part}, {what}, {self.mask}, {self.dtype}, B={self.B} T={self.T}{groups}"
+
+    def lengths(self) -> np.ndarray:
+        """How many tokens each document has, int [documents]; the same in all sequences."""
+        cuts = np.random.default_rng(4).permutation(self.T - 1)[: max(0, self.documents - 1)] + 1
+        return np.diff(np.sort([0, *cuts, self.T]))
 
     def inputs(self) -> tuple[np.ndarray, ...]:
-        """Of a layer, x [B, T, D]; of a core, q, k, v [B, T, N, H]."""
+        """Of a layer, x [B, T, D]; of a core, q, k, v [B, T, N or K, H]."""
         rng = np.random.default_rng(1)
-        layer = self.part == "layer"
-        shape = (self.B, self.T, self.D) if layer else (self.B, self.T, self.N, self.H)
-        return tuple(rng.standard_normal(shape, np.float32) for _ in range(1 if layer else 3))
+        sizes = [(n, self.H) for n in (self.N, self.K or self.N, self.K or self.N)]
+        last: list[tuple[int, ...]] = [(self.D,)] if self.part == "layer" else [*sizes]
+        return tuple(rng.standard_normal((self.B, self.T, *x), np.float32) for x in last)
 
     def cotangent(self) -> np.ndarray:
         """Of the output, which has the shape of an input."""
@@ -86,11 +97,13 @@ class Case:
         A product and a sum count as two. Backward needs twice the products of the projections,
         and 2.5 times those of the attention, with the scores computed again.
         """
-        reach = min(self.window or self.T, self.T)
         ahead = 0 if self.causal else 1
-        # Row i sees min(i + 1, reach) tokens up to itself, and as many beyond in mirror image.
-        upto = reach * (reach + 1) // 2 + (self.T - reach) * reach
-        seen = upto + ahead * (upto - self.T)
+        seen = 0
+        for T in self.lengths().tolist():
+            reach = min(self.window or T, T)
+            # Row i sees min(i + 1, reach) tokens up to itself, and as many beyond in mirror image.
+            upto = reach * (reach + 1) // 2 + (T - reach) * reach
+            seen += upto + ahead * (upto - T)
         core = 4.0 * self.B * seen * self.D * (3.5 if self.backward else 1.0)
         if self.part == "core":
             return core
@@ -105,6 +118,6 @@ class Case:
         return 4 * self.B * self.N * self.T**2 * (8 if self.backward else 3)
 
 
-def batch_for(T: int) -> int:
-    """About 2,048 tokens, in 8 sequences at most."""
-    return max(1, min(8, 2048 // T))
+def batch_for(T: int, tokens: int | None = None) -> int:
+    """About so many tokens; unless said 2,048, in 8 sequences at most."""
+    return max(1, min(8, 2048 // T) if tokens is None else tokens // T)

@@ -54,6 +54,7 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
         "jax-cudnn": Contestant(functools.partial(cores.jax_nn, implementation="cudnn")),
         "linen": Contestant(cores.linen, keeps_scores="anywhere"),
         "torch-sdpa": Contestant(torch_peers.core, module="torch"),
+        "torch-flex": Contestant(torch_peers.flex, module="torch"),
         "tokamax": Contestant(cores.tokamax, keeps_scores="cpu", module="tokamax"),
     },
 }

@@ -17,9 +17,8 @@ def ours(case: Case, kernel: str = "auto") -> Work:
     """`flax_mha.dot_product_attention`, by a named kernel unless it refuses."""
     mask = our_mask(case)
     if kernel != "auto":
-        shape = (case.B, case.T, case.N, case.H)
-        like = jax.ShapeDtypeStruct(shape, jax.numpy.dtype(case.dtype))
-        refused = flax_mha.explain(like, like, like, kernel=kernel, mask=mask).refused
+        like = [jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(case.dtype)) for x in case.inputs()]
+        refused = flax_mha.explain(*like, kernel=kernel, mask=mask).refused
         if kernel in refused:
             raise RefusalError(refused[kernel])
 
@@ -37,6 +36,9 @@ def jax_nn(case: Case, implementation: Literal["xla", "cudnn"]) -> Work:
     reach = case.window - 1
 
     def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if case.documents:
+            mask = _table(case)
+            return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation=implementation)
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=case.causal, implementation=implementation,
             local_window_size=(reach, 0 if case.causal else reach) if case.window else None,
@@ -47,10 +49,11 @@ def jax_nn(case: Case, implementation: Literal["xla", "cudnn"]) -> Work:
 
 def linen(case: Case) -> Work:
     """`flax.linen.dot_product_attention`."""
+    if case.K not in (0, case.N):
+        raise RefusalError("has as many key/value heads as query heads")
 
     def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        mask = visible(case)
-        return nn.dot_product_attention(q, k, v, mask=None if mask is None else mask[None, None])
+        return nn.dot_product_attention(q, k, v, mask=_table(case))
 
     return jitted(case, apply)
 
@@ -67,7 +70,7 @@ def tokamax(case: Case) -> Work:
         attend = functools.partial(attend, local_window_size=(reach, 0 if case.causal else reach))
 
     def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out: jax.Array = attend(q, k, v)
+        out: jax.Array = attend(q, k, v, mask=_table(case) if case.documents else None)
         return out
 
     return jitted(case, apply)
@@ -77,4 +80,10 @@ def our_mask(case: Case) -> masks.Mask | None:
     """What a query may see, as a value."""
     reach = case.window - 1
     window = masks.Window(reach, None if case.causal else reach) if case.window else None
-    return masks.combine(masks.Causal() if case.causal else None, window)
+    packed = masks.Documents(case.lengths()) if case.documents else None
+    return masks.combine(masks.Causal() if case.causal else None, window, packed)
+
+
+def _table(case: Case) -> jax.Array | None:
+    mask = visible(case)
+    return None if mask is None else mask[None, None]

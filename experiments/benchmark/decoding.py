@@ -10,7 +10,7 @@ installed, with a static cache under `scaled_dot_product_attention`.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -60,8 +60,14 @@ class Entry(NamedTuple):
     stored: str | None = None
 
 
-def sizes(free: int | None) -> Iterator[Size]:
-    """Those that suit the device."""
+def sizes(free: int | None, flags: Mapping[str, Any]) -> Iterator[Size]:
+    """Those that suit the device, or that the flags say."""
+    if "lengths" in flags:
+        heads, features = flags.get("heads", 8), flags.get("features", 512)
+        dtype = flags.get("dtypes", ("float32",))[0]
+        for S in flags["lengths"]:
+            yield Size(flags.get("batch", 8), S, heads, features, dtype)
+        return
     if jax.default_backend() == "cpu":
         yield Size(8, 2048, 8, 512, "float32")
         return
@@ -140,6 +146,7 @@ def prefill(size: Size, seconds: float) -> dict[str, Any]:
 
     Steps are timed 32 at a time, after no token, a quarter, a half and three quarters of them.
     """
+    prompt = min(PROMPT, size.S // 2)
     layers = {"ours": _layer(size, None), "linen": _linen_layer(size)}
     steps = {name: _step(layer, params) for name, (layer, params, _) in layers.items()}
 
@@ -153,15 +160,15 @@ def prefill(size: Size, seconds: float) -> dict[str, Any]:
         return (time.perf_counter() - start) / calls
 
     def by_token(name: str) -> float:
-        return PROMPT / 4 * sum(mean(name, 1, 32, n * PROMPT // 4) for n in range(4))
+        return prompt / 4 * sum(mean(name, 1, 32, n * prompt // 4) for n in range(4))
 
-    mean("ours", PROMPT, 1, 0), mean("ours", 1, 1, 0), mean("linen", 1, 1, 0)  # compiles
+    mean("ours", prompt, 1, 0), mean("ours", 1, 1, 0), mean("linen", 1, 1, 0)  # compiles
     samples: list[tuple[float, float, float]] = []
     end = time.perf_counter() + seconds
     while not samples or time.perf_counter() < end:
-        samples.append((mean("ours", PROMPT, 1, 0), by_token("ours"), by_token("linen")))
+        samples.append((mean("ours", prompt, 1, 0), by_token("ours"), by_token("linen")))
     once, ours, linen = (timing.summary(list(x)).median for x in zip(*samples, strict=True))
-    found = {"tokens": PROMPT, "seconds": once, "token_by_token": ours, "linen": linen}
+    found = {"tokens": prompt, "seconds": once, "token_by_token": ours, "linen": linen}
     return {**found, "ratio": ours / once, **size._asdict()}
 
 

@@ -112,7 +112,7 @@ def keras(case: Case) -> Work:
     rest = [variable.value for variable in layer.non_trainable_variables]
 
     def apply(params: Any, x: jax.Array) -> jax.Array:
-        mask = visible(case) if case.window else None
+        mask = visible(case) if case.window or case.documents else None
         out, _ = layer.stateless_call(
             params, rest, x, x, use_causal_mask=case.causal,
             attention_mask=None if mask is None else mask[None],

@@ -20,7 +20,8 @@ class Settings:
     Attributes:
       parts: see `cases`; likewise masks, passes and dtypes.
       lengths: T.
-      batch: B; None for about 2,048 tokens.
+      batch: B; None for about so many tokens.
+      tokens: of a batch; None for 2,048.
       contestants: who takes part, by part.
       memory: the lengths at which peak memory and compile time are measured.
       quick: attention alone only where it weighs, and memory only of whole layers' backward.
@@ -29,13 +30,16 @@ class Settings:
 
     parts: Sequence[str] = cases.PARTS
     passes: Sequence[str] = cases.PASSES
-    masks: Sequence[str] = cases.MASKS
-    dtypes: Sequence[str] = cases.DTYPES
+    masks: Sequence[str] = ("causal", "full")
+    dtypes: Sequence[str] = ("float32", "bfloat16")
     lengths: Sequence[int] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     batch: int | None = None
+    tokens: int | None = None
     heads: int = 8
     features: int = 512
     window: int = 0
+    documents: int = 8
+    kv_heads: int = 0
     contestants: Sequence[str] | None = None
     memory: Sequence[int] = (128, 1024, 4096, 16384)
     quick: bool = False
@@ -109,13 +113,15 @@ def _case(
     return Case(
         part=part,
         backward=passes == "backward",
-        causal=mask == "causal",
-        B=settings.batch or cases.batch_for(T),
+        causal=mask != "full",
+        B=settings.batch or cases.batch_for(T, settings.tokens),
         T=T,
         dtype=dtype,
         N=settings.heads,
         D=settings.features,
         window=settings.window if window is None else window,
+        documents=settings.documents if mask == "packed" else 0,
+        K=settings.kv_heads,
     )
 
 
@@ -132,7 +138,7 @@ def _extras(settings: Settings) -> list[Race]:
         for T in CANONICAL:
             entries = tuple(
                 Entry(dtype, "ours", _case(settings, "layer", passes, T, dtype=dtype, window=0))
-                for dtype in cases.DTYPES
+                for dtype in ("float32", "bfloat16")
             )
             races.append(_extra("ours in bfloat16", entries))
     case = _case(settings, "core", "forward", 8 * longest, window=0)

@@ -37,7 +37,8 @@ def rows(
         row: Row = {
             "race": race.title, "extra": race.extra, "label": label, "contestant": contestant,
             "part": case.part, "passes": case.passes, "mask": case.mask, "dtype": case.dtype,
-            "B": case.B, "T": case.T, "N": case.N, "D": case.D, "window": case.window,
+            "B": case.B, "T": case.T, "N": case.N, "K": case.K or case.N, "D": case.D,
+            "window": case.window, "documents": case.documents,
             "status": "skipped", "reason": skipped.get(label), "seconds": None, "ratio": None,
             "flops_per_second": None, "of_ceiling": None, "memory_bytes": None,
             "compile_seconds": None, "memory_reason": None,

@@ -25,6 +25,32 @@ def core(case: Case) -> Work:
     )  # fmt: skip
 
 
+def flex(case: Case) -> Work:
+    """`flex_attention` under a block mask, compiled."""
+    torch, device = _torch()
+    if device == "cpu":
+        raise RefusalError("flex_attention is compiled for GPUs; this is a CPU")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v, cotangent = (
+        torch.from_numpy(x).to(device, getattr(torch, case.dtype)).transpose(1, 2).contiguous()
+        for x in (*case.inputs(), case.cotangent())
+    )
+    mask = _mask(case, torch, device)
+    if mask is None and case.causal:
+        mask = torch.ones(case.T, case.T, dtype=torch.bool, device=device).tril()
+    blocks = None
+    if mask is not None:
+        rule = lambda b, n, i, j: mask[i, j]  # noqa: E731
+        blocks = create_block_mask(rule, None, None, case.T, case.T, device=device)
+    attend = torch.compile(flex_attention)
+    gqa = q.shape[1] != k.shape[1]
+    return _work(
+        case, torch, lambda: attend(q, k, v, block_mask=blocks, enable_gqa=gqa), [q, k, v], [],
+        cotangent, lambda x: x.transpose(1, 2),
+    )  # fmt: skip
+
+
 def linear_sdpa(case: Case) -> Work:
     """Four `Linear` around `scaled_dot_product_attention`."""
     torch, device = _torch()
@@ -75,7 +101,7 @@ def multihead_attention(case: Case) -> Work:
     def forward() -> Any:
         return layer(
             x, x, x, need_weights=False, attn_mask=hidden,
-            is_causal=case.causal and not case.window,
+            is_causal=case.causal and not (case.window or case.documents),
         )[0]  # fmt: skip
 
     return _work(case, torch, forward, [x], list(layer.parameters()), cotangent)
@@ -134,18 +160,23 @@ def _layer_arrays(case: Case, torch: Any, device: str) -> tuple[Any, Any]:
 
 
 def _mask(case: Case, torch: Any, device: str) -> Any:
-    """A window as bool [T, T]; None where `is_causal` says it all."""
-    if not case.window:
+    """A window and documents as bool [T, T]; None where `is_causal` says it all."""
+    if not (case.window or case.documents):
         return None
     ones = torch.ones(case.T, case.T, dtype=torch.bool, device=device)
-    reach = case.window - 1
-    return ones.tril(0 if case.causal else reach).triu(-reach)
+    reach = (case.window or case.T) - 1
+    seen = ones.tril(0 if case.causal else reach).triu(-reach)
+    if case.documents:
+        lengths = torch.from_numpy(case.lengths()).to(device)
+        document = torch.repeat_interleave(lengths)
+        seen &= document[:, None] == document[None]
+    return seen
 
 
 def _sdpa(case: Case, torch: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
     causal = case.causal and mask is None
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, attn_mask=mask, is_causal=causal)
+    return attend(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def _work(

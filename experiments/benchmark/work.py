@@ -105,9 +105,12 @@ def norm(arrays: Sequence[np.ndarray]) -> float:
 
 def visible(case: Case) -> jax.Array | None:
     """What queries (rows) may see, as bool [T, T]; None where they may see all. Traced."""
-    if not (case.causal or case.window):
+    if not (case.causal or case.window or case.documents):
         return None
     q, k = jnp.arange(case.T)[:, None], jnp.arange(case.T)[None]
     reach = case.window or case.T
     seen = k > q - reach
+    if case.documents:
+        document = jnp.asarray(np.repeat(np.arange(case.documents), case.lengths()))
+        seen &= document[:, None] == document[None]
     return seen & (k <= q if case.causal else k < q + reach)

@@ -245,7 +245,7 @@ def explain(
 
     def ask(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
         on = shards.here() if platform is None else platform
-        found = choice.decide(kernel, q, k, v, spec, on, ask_all=True)
+        found = choice.decide(kernel, q, k, v, spec.replace(invalid=None), on, ask_all=True)
         return Told(found.kernel, tuple(found.refused.items()))
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Told:

@@ -80,7 +80,9 @@ def of_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
 def merge(one: Result, other: Result) -> Result:
     """Attention to two sets of keys at once, from out and lse of each."""
     lse = jnp.logaddexp(one[1], other[1])
-    first, second = (x * shapes.by_query(share(part, lse)) for x, part in (one, other))
+    first, second = (
+        x.astype(lse.dtype) * shapes.by_query(share(part, lse)) for x, part in (one, other)
+    )
     return first + second, lse
 
 
@@ -96,8 +98,11 @@ def cotangents_of_part(part: Result, whole: Result, dout: jax.Array, dlse: jax.A
     """
     (out, lse), weight = part, share(part[1], whole[1])
     wide = lse.dtype
-    gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), out.astype(wide) - whole[0])
-    return (dout * shapes.by_query(weight)).astype(out.dtype), weight * (dlse + gain)
+    gain = jnp.einsum(
+        "...tnh,...tnh->...nt", dout.astype(wide), out.astype(wide) - whole[0].astype(wide)
+    )
+    dout = dout.astype(wide) * shapes.by_query(weight)
+    return dout.astype(out.dtype), weight * (dlse + gain)
 
 
 def of_rows(

@@ -12,6 +12,7 @@ A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed 
 | `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
 | `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
+| `Segments(ids, runs=True, at_most=n)` | they are of one run of equal ids |
 | `Documents(lengths)` | they are of one document, of several in a row |
 | `Prefix(length)` | j < length or j ≤ i |
 | `Dilated(step)` | (i − j) mod step = 0 |

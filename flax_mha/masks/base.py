@@ -231,17 +231,19 @@ def seen(mask: Mask, at: At) -> Array:
 
 
 def validated(mask: Mask) -> tuple[Mask, Array | None]:
-    """A bound mask, and which queries its tables say of what is neither 0 nor 1.
+    """A bound mask, and which queries its tables say of what is neither 0 nor 1, and the like.
 
     Returns:
-      (the mask, without `Dense.invalid`; bool [*B|1, N|1, T|1, 1], or None if there are none).
+      (the mask, without `invalid` in its parts; bool [*B|1, N|1, T|1, 1], or None if there are
+      none).
     """
-    nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: isinstance(x, Dense))
-    found = [x.invalid for x in nodes if isinstance(x, Dense) and x.invalid is not None]
-    if not found:
+    nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
+    invalid = [getattr(x, "invalid", None) for x in nodes]
+    if all(x is None for x in invalid):
         return mask, None
-    nodes = [x.replace(invalid=None) if isinstance(x, Dense) else x for x in nodes]
-    return jax.tree.unflatten(tree, nodes), functools.reduce(operator.or_, found)
+    nodes = [x.replace(invalid=None) if hasattr(x, "invalid") else x for x in nodes]
+    found = functools.reduce(operator.or_, (x for x in invalid if x is not None))
+    return jax.tree.unflatten(tree, nodes), found
 
 
 def as_mask(mask: MaskLike) -> Mask:

@@ -4,6 +4,7 @@ from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles
@@ -70,16 +71,59 @@ class Segments(Mask):
     Attributes:
       q: int [*B, T] (or [T]), the segment of each query.
       kv: int [*B, S] (or [S]), the segment of each key (default: q).
+      runs: whether the tokens of a segment stand together, one segment after another. An id that
+        comes again after others is then a new segment; `kv` is q. Some kernels take runs alone;
+        of ids that are known before tracing they see by themselves whether they are.
+      at_most: how many runs a row has at most, which kernels need whose memory grows with it. The
+        outputs of queries in later ones are NaN.
+      invalid: of a bound mask, where those are: bool [*B|1, 1, T, 1]; None if there are none.
     """
 
     q: Any
     kv: Any = None
+    runs: bool = struct.field(pytree_node=False, default=False)
+    at_most: int | None = struct.field(pytree_node=False, default=None)
+    invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
         q = _per_token("Segments.q", self.q, dims.T, dims)
         kv = _per_token("Segments.kv", self.q if self.kv is None else self.kv, dims.S, dims)
-        return self.replace(q=Grid(q[..., None, :, None]), kv=Grid(kv[..., None, None, :]))
+        if self.runs or self.at_most is not None:
+            self._check()
+            q = kv = _runs(q)
+            bound = self._bounded(q)
+        elif most := _found_runs(q, kv):
+            q = kv = _runs(q)
+            bound = self.replace(runs=True, at_most=most)
+        else:
+            bound = self
+        return bound.replace(q=Grid(q[..., None, :, None]), kv=Grid(kv[..., None, None, :]))
+
+    def _check(self) -> None:
+        if self.at_most is not None:
+            inputs.positive(**{"Segments.at_most": self.at_most})
+        if not self.runs:
+            raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")
+        if self.kv is not None:
+            raise ValueError(
+                "Segments.runs is of tokens that are queries and keys alike, got kv; leave kv out"
+            )
+
+    def _bounded(self, index: Array) -> Self:
+        """With how many runs there are, if that is known, and where there are more than said."""
+        found = int(index.max(initial=0)) + 1 if known(index) else None
+        most = self.at_most or found
+        if most is None:
+            return self
+        if found is None:
+            return self.replace(invalid=(index >= most)[..., None, :, None])
+        if found > most:
+            raise ValueError(
+                f"Segments.at_most = {most} must not be less than the runs of a row, got {found}; "
+                f"give at_most={found}"
+            )
+        return self.replace(at_most=found)
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
@@ -127,7 +171,8 @@ class Documents(Placed):
         else:
             ends = (ends if known(ends, at.row) else jnp.asarray(ends))[at.row]
         q, k = ((x[..., None] >= ends).sum(-1, dtype=np.int32) for x in (at.q, at.k))
-        return Segments(Grid(q), Grid(k))
+        most = int(q.max(initial=0)) if known(q) else ends.shape[-1]
+        return Segments(Grid(q), Grid(k), runs=True, at_most=most + 1)
 
 
 class Prefix(Mask):
@@ -171,6 +216,23 @@ def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Gr
         f"{name} must have shape [*B] = {dims.B}{or_per_query}, got {lengths.shape}; "
         f"give one length for each row of the batch"
     )
+
+
+def _found_runs(q: Array, kv: Array) -> int | None:
+    """How many runs a row has at most, if ids are known, alike, and stand so; else None."""
+    if not known(q, kv) or not q.size or not np.array_equal(q, kv):
+        return None
+    rows = q.reshape(-1, q.shape[-1])
+    most = _runs(rows)[:, -1] + 1
+    return int(most.max()) if [len(np.unique(row)) for row in rows] == most.tolist() else None
+
+
+def _runs(ids: Array) -> Array:
+    """The number of each token's run, from 0 on, int32 [..., L] as ids."""
+    xp: Any = np if known(ids) else jnp
+    new = ids[..., 1:] != ids[..., :-1]
+    first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))
+    return xp.cumsum(xp.concatenate([first, new], -1), -1, dtype=np.int32)
 
 
 def _per_token(name: str, ids: Any, length: int, dims: Dims) -> Array:

@@ -16,7 +16,7 @@ import pytest
 from oracle import error
 
 from experiments.benchmark import __main__ as benchmark
-from experiments.benchmark import contestants, decoding, fresh, races, timing, torch_peers
+from experiments.benchmark import contestants, fresh, races, timing
 from experiments.benchmark.cases import Case
 from experiments.benchmark.contestants import CONTESTANTS, Contestant
 from experiments.benchmark.work import Outcome, RefusalError, Work, visible
@@ -119,10 +119,32 @@ def test_contestants_agree(part: str, name: str, causal: bool, window: int, dtyp
         assert forward.grads == ()
 
 
+@pytest.mark.parametrize("name", CONTESTANTS["core"])
+def test_contestants_agree_on_packed_documents_and_groups(name: str) -> None:
+    """Of different lengths; and forward, that of every other kernel of ours."""
+    module = CONTESTANTS["core"][name].module
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed")
+    case = dataclasses.replace(SMALL, part="core", documents=3, N=4, K=2)
+    assert len(set(case.lengths())) > 1
+    try:
+        actual = outcome(name, case)
+    except RefusalError as refusal:
+        pytest.skip(str(refusal))
+    expected = outcome("ours-reference", case)
+    for one, other in zip(actual[:1] + actual.grads, expected[:1] + expected.grads, strict=True):
+        assert error(one, other) < 1e-5
+
+
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("documents", [0, 1, 4])
 @pytest.mark.parametrize("window", [0, 1, 5, 12, 20])
-def test_flops_are_those_of_the_scores_that_are_seen(causal: bool, window: int) -> None:
-    case = dataclasses.replace(SMALL, part="core", backward=False, causal=causal, window=window)
+def test_flops_are_those_of_the_scores_that_are_seen(
+    causal: bool, documents: int, window: int
+) -> None:
+    case = dataclasses.replace(
+        SMALL, part="core", backward=False, causal=causal, window=window, documents=documents
+    )
     mask = visible(case)
     seen = 12 * 12 if mask is None else int(np.asarray(mask).sum())
     assert case.flops() == 4 * 2 * seen * 16
@@ -189,6 +211,14 @@ def test_without_time_nothing_is_begun() -> None:
         (["--contestants=our"], "must be among ours, linen, .* got 'our'"),
         (["--seconds=-1"], "--seconds: must be a number of seconds above 0, got '-1'"),
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
+        (
+            ["--parts=core", "--kv_heads=3"],
+            "--kv_heads is of --parts=core, and div",
+        ),
+        (
+            ["--masks=packed", "--lengths=4"],
+            "--lengths must be at least --documents=8",
+        ),
         (["--parts=core", "--contestants=keras"], "--contestants must name one that takes part"),
         (["--workdir=tests"], "must be a new or empty folder, and .*tests is not; choose another"),
         (["--length=16"], "unrecognized arguments: --length=16"),
@@ -267,32 +297,3 @@ def test_a_fresh_process_weighs_and_compiles() -> None:
     assert fresh.weigh("linen", case, 1, 120.0) == timing.Failure(
         "RefusalError: needs about 0 GiB, 0 are free"
     )
-
-
-@pytest.mark.slow
-def test_decoding_leaves_a_table_and_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decoding, "sizes", lambda free: [decoding.Size(2, 64, 2, 8, "float32")])
-    monkeypatch.setattr(decoding, "PROMPT", 16)
-    benchmark.main(["--decode", "--seconds=0.02", f"--workdir={tmp_path / 'results'}"])
-    assert "16 tokens" in capsys.readouterr().out
-    result = json.loads((tmp_path / "results" / "results.json").read_text())
-    rows = {row["label"]: row for row in result["rows"]}
-    for name in ("linen", "ours", "ours, nearly empty", "ours, int8"):
-        assert rows[name]["status"] == "ok"
-        assert rows[name]["bytes_per_second"] > 0
-    # Keys and values of 48 tokens, and four projections.
-    assert rows["ours"]["bytes"] == (2 * 2 * 48 * 8 + 4 * 8 * 8) * 4
-    assert result["prefill"]["ratio"] > 0
-
-
-def test_torch_decodes_as_we_do() -> None:
-    """From the same empty cache: with no token before, every output is its own value's."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
-    size = decoding.Size(2, 64, 2, 8, "float32")
-    work = torch_peers.decoding(size, 0)
-    first = work.outcome(work.call()).out
-    # The same token again: attention to two equal keys gives the same.
-    np.testing.assert_allclose(work.outcome(work.call()).out, first, atol=1e-5)

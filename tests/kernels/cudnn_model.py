@@ -2,15 +2,19 @@
 
 It stands in for them on machines without a GPU. Written from the graph that XLA builds of them
 (scale, bias, masks that select, softmax; backward from lse and Σ dout·out), not from our kernel.
+
+In the ragged layout each run is a sequence of its own, as in XLA's graph: q, k, v, out and their
+gradients by offsets, the lse a line for each run. What no run covers is not written, and NaN here.
 """
 
+import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 MASKS = {fused.MaskType.PADDING: False, fused.MaskType.PADDING_CAUSAL: True}
 
 
-def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window):
+def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window, score_mod):
     """Float32 [rows, N, T, S]: −∞ where masked."""
     (rows, T, N, F), (_, S, K, _) = q.shape, k.shape
     has_bias, has_dbias = variadic_args
@@ -24,6 +28,8 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     assert q_length.dtype == k_length.dtype == jnp.int32
     k = jnp.repeat(k, N // K, 2)
     x = jnp.einsum("btnf,bsnf->bnts", q, k, preferred_element_type=jnp.float32) * scale
+    if score_mod is not None:
+        x = score_mod(x)
     if has_bias:
         assert bias.shape[-2:] == (T, S)
         assert bias.shape[0] in (1, rows)
@@ -43,8 +49,8 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     return jnp.where(seen[:, None], x, -jnp.inf)
 
 
-def check(packed, seed, dropout_rate, layout):
-    assert all(x.shape == (0,) for x in packed)
+def check(paged, seed, dropout_rate, layout):
+    assert all(x.shape == (0,) for x in paged)
     assert (seed, dropout_rate, layout) == (0, 0.0, fused.AttentionLayout.BTNH.value)
 
 
@@ -55,14 +61,20 @@ def forward(
 ):  # fmt: skip
     """Rows without a key are NaN, and so is what stands behind a row's length."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
-    assert (score_mod_args, score_mod) == ((), None)
-    packed = q_offsets, kv_offsets, page_table_k, page_table_v
-    check(packed, seed, dropout_rate, layout)
+    assert score_mod_args == ()
+    check((page_table_k, page_table_v), seed, dropout_rate, layout)
     assert is_training
+    settings = scale, variadic_args, mask_type, sliding_window_length, score_mod
+    if q_offsets.size:
+        q, k, v, *lengths, covered, _ = cut(q, k, v, q_length, k_length, q_offsets, kv_offsets)
+        out, lse = of_rows(q, k, v, bias, *lengths, *settings)
+        return joined(out, covered, query.shape), lse
+    return of_rows(q, k, v, bias, q_length, k_length, *settings)
+
+
+def of_rows(q, k, v, bias, q_length, k_length, *settings):
     assert q.shape[-1] == v.shape[-1]
-    x = scores(
-        q, k, bias, q_length, k_length, scale, variadic_args, mask_type, sliding_window_length
-    )
+    x = scores(q, k, bias, q_length, k_length, *settings)
     top = x.max(-1, keepdims=True)
     p = jnp.exp(x - top)
     total = p.sum(-1, keepdims=True)
@@ -79,28 +91,81 @@ def backward(
 ):  # fmt: skip
     """From lse, out and dout as they are given."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
-    assert (score_mod_args, score_mod) == ((), None)
-    packed = q_offsets, kv_offsets, page_table_k, page_table_v
+    assert score_mod_args == ()
     lse, out, dout = activation, fwd_output, grad_output
-    check(packed, seed, dropout_rate, layout)
+    check((page_table_k, page_table_v), seed, dropout_rate, layout)
     assert lse.dtype == jnp.float32
     assert out.dtype == dout.dtype == q.dtype
     assert out.shape == dout.shape == q.shape
+    settings = scale, variadic_args, mask_type, sliding_window_length, score_mod
+    if q_offsets.size:
+        q, k, v, *lengths, covered_q, covered_k = cut(
+            q, k, v, q_length, k_length, q_offsets, kv_offsets
+        )
+        out, dout = (taken(x, covered_q) for x in (out, dout))
+        dq, dk, dv = gradients(q, k, v, bias, *lengths, lse, out, dout, *settings)
+        places = (covered_q, query.shape), (covered_k, key.shape), (covered_k, key.shape)
+        return [joined(x, *place) for x, place in zip((dq, dk, dv), places, strict=True)]
+    return gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings)
+
+
+def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):
+    scale = settings[0]
     groups = q.shape[2] // k.shape[2]
-    x = scores(
-        q, k, bias, q_length, k_length, scale, variadic_args, mask_type, sliding_window_length
-    )
+    x = scores(q, k, bias, q_length, k_length, *settings)
     p = jnp.exp(x - lse[..., None])
     wide = [jnp.repeat(x, groups, 2).astype(jnp.float32) for x in (k, v)]
     dp = jnp.einsum("btnf,bsnf->bnts", dout.astype(jnp.float32), wide[1])
     delta = jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
     ds = p * (dp - delta[..., None])
-    dq = jnp.einsum("bnts,bsnf->btnf", ds, wide[0]) * scale
-    dk = jnp.einsum("bnts,btnf->bsnf", ds, q.astype(jnp.float32)) * scale
+    slope = ds
+    if settings[-1] is not None:
+        # As JAX gives it to XLA, of the scores before it.
+        plain = jnp.einsum("btnf,bsnf->bnts", q, wide[0].astype(q.dtype),
+                           preferred_element_type=jnp.float32) * scale  # fmt: skip
+        (slope,) = jax.vjp(settings[-1], plain)[1](ds)
+    dq = jnp.einsum("bnts,bsnf->btnf", slope, wide[0]) * scale
+    dk = jnp.einsum("bnts,btnf->bsnf", slope, q.astype(jnp.float32)) * scale
     dv = jnp.einsum("bnts,btnf->bsnf", p, dout.astype(jnp.float32))
     dk, dv = (x.reshape(*k.shape[:3], groups, -1).sum(3) for x in (dk, dv))
-    gradients = [x.astype(q.dtype) for x in (dq, dk, dv)]
+    found = [x.astype(q.dtype) for x in (dq, dk, dv)]
     if bias.size:
         axes = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
-        gradients.append(ds.sum(axes, keepdims=True).astype(bias.dtype))
-    return gradients
+        found.append(ds.sum(axes, keepdims=True).astype(bias.dtype))
+    return found
+
+
+def cut(q, k, v, q_lengths, k_lengths, q_offsets, k_offsets):
+    """The runs as rows, their lengths, and the places of their tokens among all [runs, L].
+
+    As JAX says it of lengths [rows, runs] and offsets [rows, runs + 1] in which −1 is nothing: what
+    is not −1 moves to the front, and the n-th length is that of the n-th offset.
+    """
+    places = []
+    for x, lengths, offsets in ((q, q_lengths, q_offsets), (k, k_lengths, k_offsets)):
+        rows, L = x.shape[:2]
+        assert lengths.shape == (rows, offsets.shape[1] - 1)
+        assert lengths.shape[1] > 1, "one run a row is no ragged layout"
+        assert lengths.dtype == offsets.dtype == jnp.int32
+        offsets = jnp.where(offsets < 0, -1, offsets + L * jnp.arange(rows)[:, None])
+        count = lengths.size
+        (order,) = jnp.nonzero(offsets.reshape(-1) >= 0, size=count, fill_value=offsets.size)
+        begin = jnp.take(offsets.reshape(-1), order, fill_value=rows * L)[:, None]
+        (order,) = jnp.nonzero(lengths.reshape(-1) >= 0, size=count, fill_value=count)
+        length = jnp.take(lengths.reshape(-1), order, fill_value=0)
+        place = begin + jnp.arange(L)[None]
+        # Beyond its length stands what follows; nobody promises what it is.
+        places.append((jnp.where(jnp.arange(L)[None] < length[:, None], place, rows * L), length))
+    (of_q, q_length), (of_k, k_length) = places
+    return taken(q, of_q), taken(k, of_k), taken(v, of_k), q_length, k_length, of_q, of_k
+
+
+def taken(x, places):
+    """Tokens [runs, L, …] of x [rows, L, …], 1 where there are none."""
+    return jnp.take(x.reshape(-1, *x.shape[2:]), places, 0, mode="fill", fill_value=1)
+
+
+def joined(x, places, shape):
+    """The other way, with NaN where nothing is written."""
+    empty = jnp.full((shape[0] * shape[1], *shape[2:]), jnp.nan, x.dtype)
+    return empty.at[places].set(x, mode="drop").reshape(shape)

@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mha import private
 from flax_mha.grid import whole
 from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
+from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 from tests import oracle
 from tests.kernels import cudnn_model
@@ -66,6 +68,42 @@ def test_sizes(nvidia, t: int, s: int) -> None:
         check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
 
 
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("mask", ["none", "window", "lengths of queries", "empty windows"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("K", [2, 4])
+def test_sinks(nvidia, mask: str, biased: bool, K: int) -> None:
+    """Their share of the output, the lse with them, and their gradients."""
+    learned = {"sinks": jnp.array([-100.0, -1.0, 0.5, 90.0])}
+    if biased:
+        rng = np.random.default_rng(0)
+        bias = np.where(rng.random((N, T, S)) < 0.2, -np.inf, rng.normal(size=(N, T, S)))
+        learned["bias"] = jnp.asarray(bias, jnp.bfloat16)
+    known = {"allowed": table(MASKS[mask], T, S)} | learned
+    call = lambda learned: {"mask": MASKS[mask]} | learned  # noqa: E731
+    check("cudnn", arrays(T, S, K, "bfloat16"), known, call, learned)
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("mask", ["none", "window", "empty windows"])
+@pytest.mark.parametrize("K", [2, 4])
+def test_soft_caps(nvidia, monkeypatch, mask: str, K: int) -> None:
+    """Near enough to the scores to bend them; the lse too, whose gradient is a pass of its own."""
+    monkeypatch.setattr(fused, "takes_caps", lambda device: True)
+    monkeypatch.setattr(private, "takes", lambda function, argument: True)
+    known = {"allowed": table(MASKS[mask], T, S), "cap": 1.5}
+    call = lambda _: {"mask": MASKS[mask], "scores": (SoftCap(1.5),)}  # noqa: E731
+    operands = arrays(T, S, K, "bfloat16")
+    check("cudnn", operands, known, call, {})
+
+    def loss(qkv, kernel):
+        lse = run(*qkv, kernel, **call(None))[1]
+        return jnp.where(lse == -jnp.inf, 0, jnp.sin(lse)).sum()
+
+    got, want = (jax.grad(loss)(operands[:3], kernel) for kernel in ("cudnn", "reference"))
+    jax.tree.map(close, got, want)
+
+
 POSITIONS = {
     "equal": (9, 9, Causal() & Window(8) & Lengths(np.array([40, 12]))),
     "numbers": (30, 30 + np.arange(S), Causal() & Lengths(np.array([50, 0]), np.array([60, 33]))),
@@ -97,26 +135,28 @@ def test_positions(nvidia, name: str) -> None:
 @pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("with_out", [False, True])
-def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, with_out: bool) -> None:
+def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with_out: bool) -> None:
     """Alone, and together with those of out."""
     *qkv, cotangent = arrays(T, S, 2, "bfloat16")
     rng = np.random.default_rng(0)
     dlse = jnp.asarray(rng.normal(size=(B, N, T)), jnp.float32)
     bias = jnp.asarray(rng.normal(size=(N, T, S)), jnp.bfloat16) if biased else None
+    sinks = jnp.array([-2.0, 0.0, 1.0, 5.0]) if sunk else None
     cotangent = cotangent if with_out else None
 
     @jax.jit
-    def loss(qkv, bias):
-        out, lse = run(*qkv, mask=MASKS[mask], bias=bias)
+    def loss(qkv, bias, sinks):
+        out, lse = run(*qkv, mask=MASKS[mask], bias=bias, sinks=sinks)
         total = jnp.where(lse == -jnp.inf, 0, lse * dlse).sum()
         return total if cotangent is None else total + (out * cotangent).sum(dtype=jnp.float32)
 
-    argnums = (0, 1) if biased else 0
-    got = jax.tree.leaves(jax.grad(loss, argnums)(qkv, bias))
+    argnums = (0, *(i for i, x in ((1, bias), (2, sinks)) if x is not None))
+    got = jax.tree.leaves(jax.grad(loss, argnums)(qkv, bias, sinks))
     exact = oracle.attention_gradients(
         *qkv, cotangent=jnp.zeros((B, T, N, HV)) if cotangent is None else cotangent,
-        lse_cotangent=dlse, allowed=table(MASKS[mask], T, S), bias=bias,
+        lse_cotangent=dlse, allowed=table(MASKS[mask], T, S), bias=bias, sinks=sinks,
     )  # fmt: skip
     for one, other in zip(got, [x for x in exact if x is not None], strict=True):
         close(one, other)

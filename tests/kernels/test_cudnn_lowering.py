@@ -13,6 +13,7 @@ from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.parallel import shards
 from flax_mha.masks import Causal, Lengths, Window
+from flax_mha.scores import SoftCap
 from tests.kernels.near import run
 from tests.kernels.oracle_check import B, N, arrays, check, table
 
@@ -62,6 +63,22 @@ def test_calls_of_cudnn(hopper, monkeypatch, name: str, devices: int) -> None:
         assert bool(re.search(rf"{T}x{S}x", text)) == bool(bias)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_soft_cap_is_a_function_of_the_scores(hopper, monkeypatch, devices: int) -> None:
+    """Forward and backward, and mapped."""
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    *qkv, _ = arrays(T, S, 2, "bfloat16")
+
+    def loss(q, k, v):
+        return run(q, k, v, mask=Causal(), scores=(SoftCap(9.0),))[0].sum(dtype=jnp.float32)
+
+    for fn, *args in ((loss, *qkv), (jax.vmap(loss, (0, None, None)), qkv[0][None], *qkv[1:])):
+        text = lowered(jax.grad(lambda *x, fn=fn: fn(*x).sum(), (0, 1, 2)), *args)
+        called = re.findall(r"called_computations = \[@(\w+)\]", text)
+        assert called == ["soft_cap", "soft_cap_bwd"]
+
+
 def test_the_lse_is_a_second_backward(hopper) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
     text = lowered(jax.grad(lambda *x: run(*x)[1].sum(), (0, 1, 2)), *qkv)
@@ -96,6 +113,19 @@ def test_on_a_gpu(name: str, dtype: str, t: int, s: int) -> None:
         call.pop("bias")
     known = {"allowed": table(call.get("mask"), t, s)} | learned
     check("cudnn", arrays(t, s, 2, dtype), known, lambda learned: call | learned, learned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [None, Causal(), LENGTHS], ids=["full", "causal", "lengths"])
+@pytest.mark.parametrize("name", ["sinks", "cap"])
+def test_sinks_and_soft_caps_on_a_gpu(name: str, mask) -> None:
+    if name == "cap" and not fused.takes_caps(fused.gpu(shards.here())):
+        pytest.skip("this JAX, cuDNN or GPU has no soft caps")
+    learned = {"sinks": jnp.array([-1.0, 0.0, 1.0, 9.0])} if name == "sinks" else {}
+    scores = {} if name == "sinks" else {"scores": (SoftCap(1.5),)}
+    known = {"allowed": table(mask, T, S)} | (learned or {"cap": 1.5})
+    call = lambda learned: {"mask": mask} | scores | learned  # noqa: E731
+    check("cudnn", arrays(T, S, 2, "bfloat16"), known, call, learned)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """What the kernel for NVIDIA GPUs refuses, and in which words; what auto takes, where."""
 
 import functools
+import re
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments.kernels_table import traced
-from flax_mha import dot_product_attention, explain
+from flax_mha import dot_product_attention, explain, private
 from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, Bias, SoftCap
@@ -39,11 +40,10 @@ REFUSED = {
     "features": (r"at most 256 features here, got 264", {"features": 257}),
     "dropout": (r"no dropout", {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)}),
     "precision": (r"no precision setting, got highest", {"precision": "highest"}),
-    "sinks": (r"no sinks", {"sinks": jnp.zeros(N)}),
-    "alibi": (r"one Bias only, got Alibi", {"scores": (Alibi(),)}),
-    "cap": (r"one Bias only, got SoftCap, Bias", {"scores": (SoftCap(2.0),), "bias": HALF}),
-    "two biases": (r"one Bias only, got Bias, Bias", {"scores": (Bias(HALF),), "bias": HALF}),
-    "a subclass of Bias": (r"one Bias only, got Doubled", {"scores": (Doubled(HALF),)}),
+    "alibi": (r"one Bias or one SoftCap only, got Alibi", {"scores": (Alibi(),)}),
+    "cap": (r"one SoftCap only, got SoftCap, Bias", {"scores": (SoftCap(2.0),), "bias": HALF}),
+    "two biases": (r"one SoftCap only, got Bias, Bias", {"scores": (Bias(HALF),), "bias": HALF}),
+    "a subclass of Bias": (r"one SoftCap only, got Doubled", {"scores": (Doubled(HALF),)}),
     "a float32 bias": (r"got float32 to bfloat16", {"bias": jnp.zeros((T, S))}),
     "a bias in float16": (r"got float16 to float16",
                           {"bias": HALF.astype("float16"), "dtype": "float16"}),
@@ -149,6 +149,20 @@ def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | 
         raise ValueError(refused)
 
 
+@pytest.mark.parametrize(("device", "features", "newer", "reason"), [
+    (fused.Gpu((9, 0), (9, 13, 0)), 128, True, None),
+    (fused.Gpu((9, 0), (9, 20, 0)), 136, True, "SoftCap for at most 128 features, got 136"),
+    (fused.Gpu((8, 0), (9, 20, 0)), 64, True, r"SoftCap from .* got .*capability=\(8, 0\)"),
+    (fused.Gpu((10, 0), (9, 12, 0)), 64, True, r"SoftCap from .* got .*cudnn=\(9, 12, 0\)"),
+    (fused.Gpu((9, 0), (9, 20, 0)), 64, False, r"SoftCap from JAX 0.12, .* got \d"),
+])  # fmt: skip
+def test_soft_caps(hopper, monkeypatch, device, features: int, newer: bool, reason) -> None:
+    monkeypatch.setattr(fused, "gpu", lambda platform: device)
+    monkeypatch.setattr(private, "takes", lambda function, argument: newer)
+    refused = explain(*half(features=features), scores=(SoftCap(9.0),)).refused.get("cudnn")
+    assert (refused is None) if reason is None else re.search(reason, refused)
+
+
 def test_inside_a_shard_map(nvidia) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
@@ -176,8 +190,9 @@ def test_a_mesh_without_rules(hopper) -> None:
 @pytest.mark.parametrize(("t", "call", "chosen"), [
     (16, {"mask": Causal()}, "cudnn"),
     (8192, {"mask": Causal()}, "cudnn"),
-    (2048, {"sinks": jnp.zeros(N)}, "reference"),
-    (2049, {"sinks": jnp.zeros(N)}, "blockwise"),
+    (2049, {"sinks": jnp.zeros(N)}, "cudnn"),
+    (2048, {"mask": Prefix(3)}, "reference"),
+    (2049, {"mask": Prefix(3)}, "blockwise"),
 ])  # fmt: skip
 def test_auto_on_a_gpu(hopper, t: int, call: dict, chosen: str) -> None:
     assert explain(*half(t, t), **call).chosen == chosen

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention
+from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.registry import KERNELS
-from flax_mha.masks import Causal, Segments
+from flax_mha.masks import Causal, Segments, Window
 from flax_mha.scores import RelativeBias
+from tests.kernels.near import close as near
 from tests.kernels.test_flex import close
 
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
@@ -81,3 +82,31 @@ def test_the_backward_pass_computes_no_attention_again(
     # A kernel that can't go on from what is known computes it again.
     monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(recalls=False))
     assert forwards(kernel, n, monkeypatch) == 2 * blocks
+
+
+@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_cudnn_on_a_ring(nvidia, mask, sunk: bool) -> None:
+    """What a step needs is full, the diagonal, or nothing: no position is asked."""
+    rng = np.random.default_rng(4)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 64, n, 8)), jnp.bfloat16) for n in (4, 2, 2))
+    sinks = jnp.array([0.5, -1.0, 0.0, 1.0]) if sunk else None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pull(kernel, *qkv):
+        def loss(*qkv):
+            out, lse = dot_product_attention(
+                *qkv, mask=mask, sinks=sinks, kernel=kernel, return_residuals=True
+            )
+            return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
+
+        return jax.value_and_grad(loss, (0, 1, 2))(*qkv)
+
+    expected = pull("reference", q, k, v)
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        assert explain(q, k, v, mask=mask, sinks=sinks, kernel="ring").chosen == "cudnn"
+        jax.tree.map(near, pull("ring:cudnn", q, k, v), expected)
+        # Blocks that a window splits elsewhere than on the diagonal are not of one kind.
+        refused = explain(q, k, v, mask=Causal() & Window(20), kernel="ring").refused["cudnn"]
+        assert "q_positions do not count from one number" in refused

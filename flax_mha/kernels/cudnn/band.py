@@ -1,4 +1,4 @@
-"""Masks that are a band along the diagonal, within lengths: what cuDNN takes without a table."""
+"""Masks that are a band along the diagonal, within lengths and runs: those cuDNN takes natively."""
 
 from typing import Any, NamedTuple
 
@@ -8,27 +8,37 @@ import numpy as np
 from flax import struct
 
 from flax_mha.grid import Array, flat_batch, tiles_of
+from flax_mha.kernels.cudnn.ragged import Runs
 from flax_mha.kernels.ids import conjuncts
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import FULL, Causal, Lengths, Mask, Window
+from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
 
 class Band(struct.PyTreeNode):
-    """The query of index i < q sees the keys of indices j < k, i − left ≤ j ≤ i.
+    """The query of index i < q sees the keys of indices j < k, i − left ≤ j ≤ i, of its own run.
 
     Attributes:
       q: int32 [rows|1], 0 … T.
       k: int32 [rows|1], 0 … S.
       causal: whether j ≤ i is asked at all.
       left: how far back; None for all. Asked only with `causal`.
+      runs: of packed documents; None for one document a row.
     """
 
     q: Any
     k: Any
     causal: bool = struct.field(pytree_node=False)
     left: int | None = struct.field(pytree_node=False)
+    runs: Runs | None = None
+
+    def operands(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The lengths of queries and keys for cuDNN, at least 1, and where runs begin."""
+        if self.runs is None:
+            # Rows without any are settled by us.
+            return jnp.maximum(self.q, 1), jnp.maximum(self.k, 1), None
+        return self.runs.lengths(self.q), self.runs.lengths(self.k), self.runs.offsets()
 
     def keys(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
         """The first key that each query sees and the one after the last, int32 [rows|1, T]."""
@@ -36,6 +46,7 @@ class Band(struct.PyTreeNode):
         k = self.k[:, None]
         end = jnp.minimum(k, i + 1) if self.causal else jnp.broadcast_to(k, (len(self.k), T))
         start = jnp.zeros_like(i) if self.left is None else jnp.clip(i - self.left, 0, S)
+        start, end = self._of_run(start, end)
         return start, jnp.where(i < self.q[:, None], end, 0)
 
     def queries(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
@@ -46,7 +57,14 @@ class Band(struct.PyTreeNode):
         if self.left is not None:
             end = jnp.minimum(q, j + self.left + 1)
         start = jnp.minimum(j, T) if self.causal else jnp.zeros_like(j)
+        start, end = self._of_run(start, end)
         return start, jnp.where(j < self.k[:, None], end, 0)
+
+    def _of_run(self, start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.runs is None:
+            return start, end
+        first, last = self.runs.bounds()
+        return jnp.maximum(start, first), jnp.minimum(end, last)
 
 
 def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
@@ -69,6 +87,7 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
     at = spec.at(dims)
     reach = _Reach(None, None)
     lengths: list[Lengths] = []
+    packed: list[Segments] = []
     for mask in conjuncts(spec.mask):
         if _allows_all(mask, at.q, at.k, dims):
             continue
@@ -79,14 +98,21 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
             reach = reach.within(_Reach(mask.left, mask.right))
         elif type(mask) is Lengths and mask.kv.array.shape[-2] == 1:
             lengths.append(mask)
+        elif type(mask) is Segments and mask.runs and not packed:
+            if mask.at_most is None:
+                return "needs at_most of Segments in runs: memory for each of them"
+            packed.append(mask)
         else:
-            per_query = " of each query" if type(mask) is Lengths else ""
-            return f"takes Causal, Window and Lengths joined by &, got {_name(mask)}{per_query}"
+            return (
+                f"takes Causal, Window, Lengths and one Segments of runs joined by &, "
+                f"got {_name(mask)}"
+            )
     first = [_first(x) for x in (at.q, at.k)]
     banded = reach != _Reach(None, None)
+    of_pairs = banded or bool(packed)
     for name, x, asked in (
-        ("q_positions", first[0], banded or any(mask.q is not None for mask in lengths)),
-        ("kv_positions", first[1], banded or bool(lengths)),
+        ("q_positions", first[0], of_pairs or any(mask.q is not None for mask in lengths)),
+        ("kv_positions", first[1], of_pairs or bool(lengths)),
     ):
         if asked and x is None:
             return f"{name} do not count from one number that is known before tracing"
@@ -97,9 +123,11 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
             f"takes windows that end at the query's own index, 0 … {dims.T - 1}, here they reach "
             f"{_signed(reach.left, 'back')} and {_signed(reach.right, 'ahead')}"
         )
+    if packed and (dims.T, q0) != (dims.S, k0):
+        return "takes runs of tokens that are queries and keys alike, from one position on"
     q = _least([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
     k = _least([mask.kv.array - k0 for mask in lengths], dims.S, dims)
-    return Band(q, k, reach.right == 0, reach.left)
+    return Band(q, k, reach.right == 0, reach.left, _runs(packed, dims))
 
 
 class _Reach(NamedTuple):
@@ -124,6 +152,15 @@ class _Reach(NamedTuple):
         # A window has to end somewhere.
         idle = right is None or (left is None and right >= dims.S - 1)
         return _Reach(left, None if idle else right)
+
+
+def _runs(packed: list[Segments], dims: Dims) -> Runs | None:
+    """Those of a mask that may have more than one."""
+    most = packed[0].at_most if packed else None
+    if most in (None, 1):
+        return None
+    index = jnp.asarray(flat_batch(packed[0].q.array, dims), jnp.int32)
+    return Runs(index.reshape(-1, dims.T), most)
 
 
 def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:
@@ -152,7 +189,12 @@ def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
 
 
 def _name(mask: Mask) -> str:
-    return type(mask).__name__
+    """What a mask is called, and why it is not taken, where others of its kind are."""
+    of_kind = {
+        Lengths: " of each query",
+        Segments: ", not known to be runs (say runs=True, or give Documents)",
+    }
+    return type(mask).__name__ + of_kind.get(type(mask), "")
 
 
 def _signed(reach: int | None, where: str) -> str:

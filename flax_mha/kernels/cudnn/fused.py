@@ -3,11 +3,13 @@
 JAX's own batching of them, before 0.11, takes no operand that is shared by the batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha import private
@@ -77,12 +79,14 @@ class Kind(NamedTuple):
       causal: whether the query of index i sees the keys j ≤ i alone.
       left: and those of i − left ≤ j alone; None for all.
       divisible: whether XLA may divide it between devices.
+      cap: c of c·tanh(score/c), before the mask; None for none.
     """
 
     scale: float
     causal: bool
     left: int | None
     divisible: bool
+    cap: float | None = None
 
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """The parameters of both primitives.
@@ -107,14 +111,17 @@ def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
 
     Args:
       kind: what to compute.
-      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, and the
-        lengths of queries and keys, int32 [rows], at least 1.
+      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, the
+        lengths of queries and keys, int32 [rows], at least 1, and None. Or, of rows that are cut
+        into runs, lengths [rows, runs] and offsets [rows, runs + 1], see `ragged`: then the lse is
+        [rows, runs, N, T].
     """
 
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
         settings = kind.settings(args[3] is not None) | {"is_training": True}
-        return tuple(_bind("fwd", kind.divisible, _operands(args), settings))
+        out, lse = _bind("fwd", kind, _operands(args), settings)
+        return out, lse if args[6] is None else lse.reshape(len(out), -1, *lse.shape[1:])
 
     @call.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
@@ -139,8 +146,10 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
 
     @jax.custom_batching.custom_vmap
     def call(*args: Any) -> Any:
-        operands = *_operands(args[:6]), *args[6:]
-        gradients = _bind("bwd", kind.divisible, operands, kind.settings(args[3] is not None))
+        operands = [*_operands(args[:7]), *args[7:]]
+        if args[6] is not None:
+            operands[10] = args[7].reshape(-1, *args[7].shape[2:])
+        gradients = _bind("bwd", kind, operands, kind.settings(args[3] is not None))
         return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
 
     @call.def_vmap
@@ -155,13 +164,45 @@ def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
     return call(*args)
 
 
-def _bind(way: str, divisible: bool, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
+def takes_caps(device: Gpu) -> bool:
+    """Whether this JAX and that GPU have functions of the scores."""
+    forward = fused._dot_product_attention_fwd_impl
+    newer = device.capability >= (9, 0) and device.cudnn >= (9, 13, 0)
+    return newer and private.takes(forward, "score_mod")
+
+
+@functools.cache
+def capped(cap: float) -> Any:
+    """The function of the scores that XLA turns into operations of cuDNN's.
+
+    Its gradient is written without 1 − tanh²: XLA ends the process at a difference whose first
+    operand is a number.
+    """
+
+    @jax.custom_vjp
+    def soft_cap(score: jax.Array) -> jax.Array:
+        return jnp.tanh(score * (1 / cap)) * cap
+
+    def forward(score: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return soft_cap(score), score
+
+    def backward(score: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+        share = jnp.tanh(score * (1 / cap))
+        return (grad * (share * share + -1.0) * -1.0,)
+
+    soft_cap.defvjp(forward, backward)
+    return soft_cap
+
+
+def _bind(way: str, kind: Kind, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
     """Calls cuDNN, the primitive itself or that which XLA may divide between devices."""
+    divisible = kind.divisible
     whole = getattr(fused, f"_dot_product_attention_{way}_impl")
     if private.takes(whole, "score_mod"):
-        # From JAX 0.11 on, for a function of the scores; we give none.
-        settings = settings | {"score_mod": None}
+        # From JAX 0.11 on, for a function of the scores.
+        settings = settings | {"score_mod": None if kind.cap is None else capped(kind.cap)}
         if not divisible:
+            # JAX loses the gradients of its arguments, so it has none.
             settings = settings | {"score_mod_args": ()}
     if divisible:
         whole = getattr(fused, f"_dot_product_attention_{way}_p_wrapper").bind
@@ -169,10 +210,17 @@ def _bind(way: str, divisible: bool, operands: Sequence[Any], settings: dict[str
 
 
 def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of `forward`, and what packed and paged layouts would need."""
-    q, k, v, bias, *lengths = args
+    """Those of `forward` in the primitives' order, and what paged layouts would need."""
+    q, k, v, bias, *lengths, offsets = args
     unused = jnp.zeros(0, q.dtype)
-    return q, k, v, unused if bias is None else bias, *lengths, *(unused,) * 4
+    if offsets is None:
+        offsets = unused
+    elif max(q.size, k.size) > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"kernel='cudnn' counts numbers of packed documents in int32, got queries {q.shape} "
+            f"and keys {k.shape} on a device; map over fewer rows, or divide them over a mesh"
+        )
+    return q, k, v, unused if bias is None else bias, *lengths, offsets, offsets, unused, unused
 
 
 def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:

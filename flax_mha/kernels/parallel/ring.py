@@ -25,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 from flax_mha.grid import Array
 from flax_mha.kernels import softmax
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids, nothing
-from flax_mha.masks import EMPTY
+from flax_mha.masks import EMPTY, Causal
 from flax_mha.shapes import Dims
 
 # (q, k, v, spec, known) -> (out, lse): what a device does. It may take a known result to compute
@@ -47,24 +47,31 @@ class Ring(NamedTuple):
       seen: bool [n, n], whether the queries of a device may see the keys of another, if it is
         known.
       steps: how many places before it the blocks come from that a device computes with, ascending.
+      plain: whether a device's own block is masked alike on all of them, and every other one that
+        it sees is not masked: then kernels for GPUs need not know where blocks come from.
     """
 
     axes: Any
     seen: np.ndarray
     steps: tuple[int, ...]
+    plain: bool = False
 
     @classmethod
     def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims) -> "Ring":
         """The ring of n devices for a call, of which dims and spec are the whole."""
-        seen = np.ones((n, n), bool)
+        seen, plain = np.ones((n, n), bool), False
         where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
         # Arrays that are traced, or divided over devices, are not asked: nothing would be known.
         if not any(isinstance(x, jax.Array) for x in where):
             verdict = ask(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
             seen = np.asarray(verdict).max((0, 1)) > EMPTY
+            # Causality is the same at any place.
+            others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
+            plain = dims.T == dims.S and others == (None,) * 3 and sharding.platform() == "gpu"
+            plain &= spec.mask is None or type(spec.mask) is Causal
         here = np.arange(n)
         steps = (s for s in range(n) if seen[here, here - s].any())
-        return cls(axes, seen, tuple(steps))
+        return cls(axes, seen, tuple(steps), plain)
 
     def send(self, tree: Any, hop: int) -> Any:
         """Each device's arrays to the device so many places after it."""
@@ -150,8 +157,8 @@ def attend(
     out, lse = _core(call, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
-        share = shapes.by_query(jnp.exp(lse - total))
-        out, lse = _unless_empty(lse, (out * share).astype(out.dtype)), total
+        whole = out.astype(lse.dtype) * shapes.by_query(jnp.exp(lse - total))
+        out, lse = _unless_empty(lse, whole.astype(out.dtype)), total
     return out, lse
 
 
@@ -159,7 +166,7 @@ def first_block(ring: Ring, k: jax.Array, spec: AttentionSpec) -> AttentionSpec:
     """The spec of what this device computes first."""
     call, arrays = RingCall.of(ring, None, spec.replace(sinks=None))
     step = ring.steps[0] if ring.steps else 0
-    return jax.tree.unflatten(call.tree, call.block(arrays, k.shape[-3], step))
+    return call.of_block(call.block(arrays, k.shape[-3], step), step)
 
 
 class RingCall(NamedTuple):
@@ -205,6 +212,13 @@ class RingCall(NamedTuple):
 
         return jax.tree.leaves(map_grids(cut, self.spec(arrays)))
 
+    def of_block(self, leaves: list[Any], step: Any) -> AttentionSpec:
+        """The spec of those leaves, of a step; without a mask where everything is seen."""
+        spec = jax.tree.unflatten(self.tree, leaves)
+        own = isinstance(step, int) and step == 0
+        plain = spec.replace(mask=spec.mask if own else None, q_pos=None, k_pos=None)
+        return plain if self.ring.plain else spec
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(
@@ -214,7 +228,7 @@ def _core(
 
     def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
         def see(k: jax.Array, v: jax.Array) -> Result:
-            spec = jax.tree.unflatten(call.tree, call.block(arrays, S, step))
+            spec = call.of_block(call.block(arrays, S, step), step)
             return softmax.merge(merged, call.local(q, k, v, spec))
 
         return ring.where_seen(step, see, merged, *blocks), ()
@@ -251,7 +265,7 @@ def _backward(call: RingCall, residuals: Any, cotangents: Result) -> tuple[Any, 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Result:
             for n, x in zip(learned, floats, strict=True):
                 leaves[call.traced[n]] = x
-            return call.local(q, k, v, jax.tree.unflatten(call.tree, leaves), (out, lse))
+            return call.local(q, k, v, call.of_block(leaves, step), (out, lse))
 
         def see(k: jax.Array, v: jax.Array) -> Any:
             part, pull = jax.vjp(block, q, k, v, floats)

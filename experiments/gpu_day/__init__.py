@@ -1,0 +1,1 @@
+"""What there is to find out on a GPU, in one command."""

@@ -1,0 +1,193 @@
+"""Finds out on a GPU what can't be found out without: for whoever has one, and 25 minutes.
+
+    python -m experiments.gpu_day --workdir=runs/h100
+    python -m experiments.gpu_day --workdir=runs/h100    # again: what failed, or was not begun
+    python -m experiments.gpu_day --small                # a minute, anywhere: to try the command
+
+The kernels' tests against the float64 oracle, float32 products as such, not TF32; attention timed
+beside jax.nn, tokamax and PyTorch where those are installed (pip install -e '.[peers]'); decoding
+against the memory's bandwidth; the trainer's examples a second; and from the times, as a diff, the
+length up to which `auto` should take plain einsums. It takes pip install -e '.[test,cuda]'.
+
+Everything goes to --workdir: report.md, day.json, and a folder for each step. What fails is said in
+the report, and ends nothing else.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import folders
+from experiments.failures import RunError
+from experiments.gpu_day import results, steps
+from experiments.gpu_day.steps import Step
+
+TOTAL = 25 * 60.0
+_MACHINE = (
+    "import json; from experiments.benchmark import machine; print(json.dumps(machine.describe()))"
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs what has not been run, and writes the report after each step."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.gpu_day", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--workdir", type=Path, help="new, or of a day to go on with")
+    parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
+    parser.add_argument("--total", type=float, default=TOTAL, help="seconds; 1500 unless said")
+    flags = parser.parse_args(argv)
+    try:
+        folder = (flags.workdir or folders.new_folder("gpu-day")).absolute()
+        day = _opened(folder, flags.small)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+    end = time.perf_counter() + flags.total
+    for step in steps.plan(flags.small):
+        if day["steps"].get(step.name, {}).get("status") == "ok":
+            print(f"{step.name}: was done before")
+            continue
+        day["steps"][step.name] = found = run(step, folder, end - time.perf_counter())
+        _write(folder, day)
+        print(f"{step.name}: {found['status']}, {found['seconds']:.0f} s {found['reason']}")
+    _write(folder, day)
+    print(f"report.md and day.json are in {folder}")
+
+
+def _opened(folder: Path, small: bool) -> dict[str, Any]:
+    """The day so far, of this machine.
+
+    Raises:
+      RunError: if the folder holds something else, or there is no GPU.
+    """
+    machine = json.loads(_output([sys.executable, "-c", _MACHINE]))
+    if machine["platform"] != "gpu" and not small:
+        raise RunError(f"needs an NVIDIA GPU, this is {machine['platform']}; --small runs anywhere")
+    path = folder / "day.json"
+    if not path.exists():
+        folders.result_folder(folder, "gpu-day").mkdir(parents=True, exist_ok=True)
+        return {"machine": machine, "small": small, "steps": {}}
+    day: dict[str, Any] = json.loads(path.read_text())
+    if (day["machine"]["device"], day["small"]) != (machine["device"], small):
+        raise RunError(
+            f"--workdir={folder} is of {day['machine']['device']}, small={day['small']}, this is "
+            f"{machine['device']}, small={small}; choose another"
+        )
+    return day
+
+
+def run(step: Step, folder: Path, left: float) -> dict[str, Any]:
+    """Runs a step in a new folder, and reads what it has left, whatever became of it."""
+    if left < 1:
+        return {"status": "not begun", "seconds": 0.0, "reason": "no time left", "result": None}
+    place = folder / step.name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    seconds, start = min(step.seconds, left), time.perf_counter()
+    status, reason = _ended(step.command(place, seconds), place / "log.txt", seconds, step.precise)
+    said = (place / "log.txt").read_text(errors="replace")
+    try:
+        result = step.read(place, said)
+    except Exception as error:  # of what a command that was cut off has left: anything
+        result, status = None, "failed" if status == "ok" else status
+        reason = reason or f"{type(error).__name__}: {error}"
+    return {
+        "status": status, "seconds": time.perf_counter() - start, "reason": reason,
+        "result": result,
+    }  # fmt: skip
+
+
+def _ended(command: list[str], log: Path, seconds: float, precise: bool) -> tuple[str, str]:
+    """How a command ended, and why if not well."""
+    env = _environment() | ({"JAX_DEFAULT_MATMUL_PRECISION": "highest"} if precise else {})
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return "ended", f"took more than {seconds:.0f} s"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return ("ok", "") if code == 0 else ("failed", f"exit status {code}: {''.join(last)[:200]}")
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(
+        command, cwd=results.ROOT, env=_environment(), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = "".join(done.stderr.strip().splitlines()[-1:])
+        raise RunError(f"JAX does not start here: {last}")
+    return done.stdout.splitlines()[-1]
+
+
+def _environment() -> dict[str, str]:
+    """Steps leave the GPU's memory to each other, and to other libraries."""
+    return {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def _write(folder: Path, day: dict[str, Any]) -> None:
+    draft = folder / "day.part"
+    draft.write_text(json.dumps(day, indent=1) + "\n")
+    draft.replace(folder / "day.json")
+    (folder / "report.md").write_text(page(day))
+
+
+def page(day: dict[str, Any]) -> str:
+    """The report, of what there is so far."""
+    machine, found = day["machine"], day["steps"]
+    versions = ", ".join(f"{name} {x}" for name, x in machine["versions"].items() if x)
+    parts = [f"# {machine['device']}", f"{machine['cpu']}, Python {machine['python']}, {versions}."]
+    lines = ["| step | status | seconds | |", "|---|---|---|---|"]
+    for name, step in found.items():
+        reason = step["reason"].replace("|", "/")
+        lines.append(f"| {name} | {step['status']} | {step['seconds']:.0f} | {reason} |")
+    parts.append("\n".join(lines))
+    rows: list[Any] = []
+    for name, step in found.items():
+        result = step["result"]
+        if not result:
+            continue
+        if name == "contract":
+            counts = f"{result['passed']} passed, {result['skipped']} skipped"
+            parts += [f"## Contract\n\n{counts}, {len(result['failed'])} failed.",
+                      "\n".join(f"- {test}" for test in result["failed"])]  # fmt: skip
+        elif name == "train":
+            parts.append("## Trainer\n\n{examples_per_second:,.0f} examples/s.".format(**result))
+        elif name == "decode":
+            parts.append(f"## Decoding\n\n{results.decode_table(result)}")
+        else:
+            rows += result
+            parts.append(f"## {name}, milliseconds\n\n{results.core_table(result)}")
+    parts += ["## What `auto` should take", *_advice(rows)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _advice(rows: list[Any]) -> list[str]:
+    measured = results.limit(rows)
+    if measured is None:
+        return ["Not measured."]
+    where = f"up to T = {measured:,}" if measured else "at no length that was measured"
+    text = f"In float32 `reference` beats `blockwise` {where}."
+    diff = results.proposal(rows)
+    return [text, f"```diff\n{diff}```" if diff else "", *results.slower_cudnn(rows)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,112 @@
+"""What steps leave, as tables in Markdown, and what the kernels' times say about `auto`."""
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.benchmark import report
+
+ROOT = Path(__file__).parent.parent.parent
+# Where the least length from which `auto` prefers blockwise on GPUs stands, and how.
+LIMITS = {"flax_mha/kernels/choice.py": ("{}**2", "{:,}²"), "docs/kernels.md": ("{:,}²",)}
+LIMIT = 2048
+Row = Mapping[str, Any]
+
+
+def benchmark_rows(folder: Path, said: str) -> list[Row]:
+    """What `experiments.benchmark` has measured so far."""
+    del said
+    rows: list[Row] = json.loads((folder / "results" / "results.json").read_text())["rows"]
+    return rows
+
+
+def limit(rows: Sequence[Row]) -> int | None:
+    """The greatest measured T up to which `reference` is faster than `blockwise` in float32.
+
+    By the geometric mean over masks and passes; 0 if it never is, None if they were not measured.
+    """
+    ratios: dict[int, list[float]] = {}
+    for case in _cases(row for row in rows if row["dtype"] == "float32"):
+        one, other = (case.get(f"ours-{name}") for name in ("reference", "blockwise"))
+        if one and other and one["status"] == other["status"] == "ok":
+            log = math.log(one["seconds"]["median"] / other["seconds"]["median"])
+            ratios.setdefault(one["T"], []).append(log)
+    found = 0 if ratios else None
+    for T in sorted(ratios):
+        if sum(ratios[T]) > 0:
+            break
+        found = T
+    return found
+
+
+def proposal(rows: Sequence[Row]) -> str:
+    """A diff that sets the limit that was measured; "" if nothing would change."""
+    measured = limit(rows)
+    if not measured or measured == LIMIT:
+        return ""
+    lines: list[str] = []
+    for name, forms in LIMITS.items():
+        old = new = (ROOT / name).read_text()
+        for form in forms:
+            new = new.replace(form.format(LIMIT), form.format(measured))
+        before, after = (text.splitlines(keepends=True) for text in (old, new))
+        lines += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=1)
+    return "".join(lines)
+
+
+def slower_cudnn(rows: Sequence[Row]) -> list[str]:
+    """Cases in which `auto` takes cuDNN and plain einsums were faster."""
+    found = []
+    for case in _cases(rows):
+        one, other = (case.get(f"ours-{name}") for name in ("cudnn", "reference"))
+        if one and other and one["status"] == other["status"] == "ok":
+            ratio = one["seconds"]["median"] / other["seconds"]["median"]
+            if ratio > 1:
+                found.append(f"{one['race']}: cudnn takes {ratio:.2f} times as long as reference")
+    return found
+
+
+def core_table(rows: Sequence[Row]) -> str:
+    """A line for each case, a column for each contestant that ran, milliseconds."""
+    names = [
+        name for name in dict.fromkeys(row["label"] for row in rows)
+        if any(row["label"] == name and row["status"] == "ok" for row in rows)
+    ]  # fmt: skip
+    lines = ["| pass | mask | dtype | T (B) | N/K | " + " | ".join(names) + " | best peer/ours |",
+             "|---" * (len(names) + 6) + "|"]  # fmt: skip
+    for case in _cases(rows):
+        first = next(iter(case.values()))
+        times = {name: row["seconds"]["median"] for name, row in case.items() if row["seconds"]}
+        peers = [time for name, time in times.items() if not name.startswith("ours")]
+        ratio = f"{min(peers) / times['ours']:.2f}" if peers and "ours" in times else ""
+        cells = [f"{1e3 * times[name]:.3g}" if name in times else "" for name in names]
+        lines.append(
+            "| {passes} | {mask} | {dtype} | {T:,} ({B}) | {N}/{K} | ".format(**first)
+            + " | ".join([*cells, ratio]) + " |"
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def decode_table(rows: Sequence[Row]) -> str:
+    """A line for each contestant that ran at a size."""
+    lines = ["| B | S | | a step | tokens/s | of bandwidth |", "|---" * 6 + "|"]
+    for row in rows:
+        if row["seconds"]:
+            share = row["bytes_per_second"] / row["bandwidth"]
+            step = report.duration(row["seconds"]["median"])
+            lines.append(
+                f"| {row['B']} | {row['S']:,} | {row['label']} | {step} | "
+                f"{row['tokens_per_second']:,.0f} | {share:.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def _cases(rows: Any) -> list[dict[str, Row]]:
+    """The rows of each race, by label."""
+    races: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        races.setdefault(row["race"], {})[row["label"]] = row
+    return list(races.values())

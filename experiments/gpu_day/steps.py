@@ -1,0 +1,143 @@
+"""What is run, in which order, and for how long: each step a command of its own, most wanted first.
+
+A command that brings its process down, as CUDA's errors and XLA's checks do, ends one step alone.
+"""
+
+import re
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.gpu_day.results import benchmark_rows
+
+CONTRACT = (
+    "tests/kernels/test_cudnn_lowering.py", "tests/kernels/test_cudnn_packed.py",
+    "tests/kernels/test_contract.py", "tests/kernels/test_extremes.py",
+)  # fmt: skip
+PEERS = ("jax-xla", "jax-cudnn", "tokamax", "torch-sdpa", "torch-flex")
+OURS = ("ours", "ours-reference", "ours-blockwise")
+# 16 heads of 128 features, 16,384 tokens a batch.
+LARGE = ("--heads=16", "--features=2048", "--tokens=16384")
+SMALL = ("--heads=2", "--features=32", "--tokens=128")
+
+
+class Step(NamedTuple):
+    """One command.
+
+    Attributes:
+      name: of the step, and of its folder.
+      seconds: after which it is ended.
+      arguments: of the interpreter; FOLDER stands for its folder, and TOTAL for seconds that it
+        may take by its own account.
+      read: what came of it, of its folder and what it printed.
+      precise: whether float32 products are to be float32, not TF32.
+    """
+
+    name: str
+    seconds: float
+    arguments: tuple[str, ...]
+    read: Callable[[Path, str], Any]
+    precise: bool = False
+
+    def command(self, folder: Path, seconds: float) -> list[str]:
+        """The command, for that folder and so many seconds."""
+        total = max(1.0, 0.85 * seconds)
+        filled = (x.replace("FOLDER", str(folder)) for x in self.arguments)
+        return [sys.executable, *(x.replace("TOTAL", f"{total:.0f}") for x in filled)]
+
+
+def plan(small: bool) -> list[Step]:
+    """All steps, about 25 minutes together; small: a minute, to try the command."""
+    return _small() if small else _large()
+
+
+def _large() -> list[Step]:
+    found = [_contract(300, CONTRACT)]
+    long, every = "--lengths=1024,4096,16384", (*OURS, *PEERS)
+    for name, seconds, flags in (
+        ("causal", 200, ("--masks=causal", long)),
+        ("packed", 160, ("--masks=packed", "--lengths=4096,16384")),
+        ("window", 100, ("--masks=causal", "--window=1024", "--lengths=16384")),
+        ("groups", 80, ("--masks=causal", "--kv_heads=4", "--lengths=4096")),
+        ("full", 80, ("--masks=full", "--lengths=4096")),
+    ):
+        found.append(_race(name, seconds, every, *LARGE, *flags, "--dtypes=bfloat16"))
+    kernels, short = ("ours-reference", "ours-blockwise", "ours-cudnn"), "--lengths=256,512,1024"
+    found += [
+        _race("float32", 120, (*kernels, "jax-xla"), *LARGE, f"{short},2048,4096",
+              "--masks=causal,full", "--dtypes=float32"),
+        _race("short", 60, (*kernels, "jax-xla"), *LARGE, short, "--masks=causal",
+              "--dtypes=bfloat16"),
+        _race("float16", 60, ("ours", "jax-cudnn"), *LARGE, "--lengths=4096", "--masks=causal",
+              "--dtypes=float16"),
+        _race("long", 80, ("ours", "jax-cudnn", "torch-sdpa"), *LARGE, "--lengths=32768",
+              "--masks=causal", "--dtypes=bfloat16"),
+        _decode(180),
+        _train(120, "--config.steps=300", "--config.batch_size=64", "--config.length=512",
+               "--config.model.dtype=bfloat16"),
+    ]  # fmt: skip
+    return found
+
+
+def _small() -> list[Step]:
+    names = ("ours", "ours-reference", "ours-blockwise", "jax-xla", "jax-cudnn")
+    return [
+        _contract(120, ("tests/kernels/test_lowered.py",)),
+        _race("packed", 60, names, *SMALL, "--masks=packed", "--lengths=32", "--dtypes=bfloat16"),
+        _race("float32", 60, names, *SMALL, "--masks=causal", "--lengths=16,64",
+              "--dtypes=float32"),
+        _decode(60, "--lengths=64", "--batch=2", "--heads=2", "--features=8"),
+        _train(120, "--config.steps=4", "--config.batch_size=8", "--config.length=32",
+               "--config.model.num_layers=1", "--config.evaluate_every=4"),
+    ]  # fmt: skip
+
+
+def _contract(seconds: float, paths: tuple[str, ...]) -> Step:
+    arguments = ("-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "--maxfail=50",
+                 "--junitxml=FOLDER/tests.xml", *paths)  # fmt: skip
+    return Step("contract", seconds, arguments, _read_contract, precise=True)
+
+
+def _race(name: str, seconds: float, contestants: tuple[str, ...], *flags: str) -> Step:
+    common = ("-m", "experiments.benchmark", "--parts=core", "--memory=none", "--no-extras",
+              "--seconds=2", "--total=TOTAL", f"--contestants={','.join(contestants)}",
+              "--workdir=FOLDER/results")  # fmt: skip
+    return Step(name, seconds, (*common, *flags), benchmark_rows)
+
+
+def _decode(seconds: float, *flags: str) -> Step:
+    common = ("-m", "experiments.benchmark", "--decode", "--seconds=2", "--total=TOTAL",
+              "--workdir=FOLDER/results")  # fmt: skip
+    return Step("decode", seconds, (*common, *flags), benchmark_rows)
+
+
+def _train(seconds: float, *flags: str) -> Step:
+    arguments = ("-m", "experiments.train", "--config=configs/masked.py", "--workdir=FOLDER/run")
+    sizes = dict(x.removeprefix("--config.").split("=") for x in flags)
+    examples = (int(sizes["steps"]) - 1) * int(sizes["batch_size"])
+
+    def read(folder: Path, said: str) -> dict[str, float]:
+        del folder
+        found = re.search(r"([\d.]+) s to compile, ([\d.]+) s to run", said)
+        if found is None:
+            raise ValueError("the trainer did not say how long it took")
+        compiling, running = map(float, found.groups())
+        rate = examples / max(running, 1e-3)
+        return {"compile_seconds": compiling, "seconds": running, "examples_per_second": rate}
+
+    return Step("train", seconds, (*arguments, *flags), read)
+
+
+def _read_contract(folder: Path, said: str) -> dict[str, Any]:
+    """How many tests passed, and the names of those that did not."""
+    del said
+    suite = ET.parse(folder / "tests.xml").getroot()[0]
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}"
+        for case in suite.iter("testcase")
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
+    total, skipped = (int(suite.get(key, 0)) for key in ("tests", "skipped"))
+    return {"passed": total - skipped - len(failed), "skipped": skipped, "failed": failed}

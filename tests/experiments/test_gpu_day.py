@@ -1,0 +1,154 @@
+"""The command for a day on a GPU: its steps, how they end, and what is made of what they leave."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmark import __main__ as benchmark
+from experiments.benchmark import races
+from experiments.gpu_day import __main__ as day
+from experiments.gpu_day import results, steps
+from experiments.gpu_day.steps import Step
+from experiments.training import settings
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = {"platform": "gpu", "device": "a GPU", "cpu": "a CPU", "python": "3", "versions": {}}
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_every_step_is_a_command_that_there_is(small: bool, tmp_path: Path) -> None:
+    """Flags are parsed as they would be on a GPU, where nobody wants to find a misspelt one."""
+    plan = steps.plan(small)
+    assert len({step.name for step in plan}) == len(plan)
+    assert sum(step.seconds for step in plan) < 1.1 * day.TOTAL
+    for step in plan:
+        _, _, module, *rest = step.command(tmp_path, 100.0)
+        if module == "pytest":
+            assert all((ROOT / path).is_file() for path in rest if path.endswith(".py"))
+        elif module == "experiments.train":
+            argv = [x for x in rest if x.startswith("--config.")]
+            assert settings.checked(["train", *argv], ROOT / "configs" / "masked.py")
+        else:
+            assert module == "experiments.benchmark"
+            flags = benchmark.parse(rest)
+            assert flags["total"] == 85.0
+            if "decode" not in flags:
+                names = races.Settings.__dataclass_fields__.keys() & flags.keys()
+                found = races.Settings(**{name: flags[name] for name in names})
+                benchmark._check(found)
+                assert races.plan(found)
+
+
+def _step(name: str, code: str, seconds: float = 60.0) -> Step:
+    def read(folder: Path, said: str) -> dict[str, float]:
+        return {"examples_per_second": float((folder / "result").read_text()), "said": said}
+
+    return Step(name, seconds, ("-c", code, "FOLDER/result", "TOTAL"), read)
+
+
+GOOD = "import sys; open(sys.argv[1], 'w').write('7'); print('fine')"
+BAD = "import sys; print('half'); sys.exit('no kernel image')"
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
+LONG = "import sys, time; open(sys.argv[1], 'w').write('3'); time.sleep(60)"
+
+
+def test_what_fails_ends_nothing_else_and_is_tried_again(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(day, "_output", lambda command: json.dumps(MACHINE))
+    plan = [_step("train", GOOD), _step("bad", BAD), _step("killed", KILLED),
+            _step("long", LONG, 1.5), _step("empty", "pass")]  # fmt: skip
+    monkeypatch.setattr(steps, "plan", lambda small: plan)
+    # Their results are no rows.
+    monkeypatch.setattr(results, "core_table", lambda rows: "")
+    monkeypatch.setattr(day, "_advice", lambda rows: ["none"])
+    folder = tmp_path / "day"
+    day.main([f"--workdir={folder}"])
+    found = json.loads((folder / "day.json").read_text())["steps"]
+    assert {name: step["status"] for name, step in found.items()} == {
+        "train": "ok", "bad": "failed", "killed": "failed", "long": "ended", "empty": "failed",
+    }  # fmt: skip
+    assert found["train"]["result"] == {"examples_per_second": 7.0, "said": "fine\n"}
+    assert found["long"]["result"]["examples_per_second"] == 3.0
+    assert found["bad"]["reason"] == "exit status 1: no kernel image"
+    assert "exit status -6" in found["killed"]["reason"]
+    assert "No such file" in found["empty"]["reason"]
+    page = (folder / "report.md").read_text()
+    assert "7 examples/s" in page
+    assert "no kernel image" in page
+
+    plan[1:] = [_step("bad", GOOD)]
+    capsys.readouterr()
+    day.main([f"--workdir={folder}"])
+    shown = capsys.readouterr().out
+    assert "train: was done before" in shown
+    assert "bad: ok" in shown
+
+    day.main([f"--workdir={tmp_path / 'late'}", "--total=0"])
+    assert json.loads((tmp_path / "late" / "day.json").read_text())["steps"]["train"] == {
+        "status": "not begun", "seconds": 0.0, "reason": "no time left", "result": None,
+    }  # fmt: skip
+    monkeypatch.setattr(day, "_output", lambda command: json.dumps({**MACHINE, "device": "other"}))
+    with pytest.raises(SystemExit, match=r"is of a GPU, small=False, this is other, .* choose"):
+        day.main([f"--workdir={folder}"])
+    with pytest.raises(SystemExit, match="must be a new or empty folder"):
+        day.main([f"--workdir={tmp_path}"])
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(day, "_output", lambda command: json.dumps({**MACHINE, "platform": "cpu"}))
+    with pytest.raises(SystemExit, match="needs an NVIDIA GPU, this is cpu; --small runs anywhere"):
+        day.main([f"--workdir={tmp_path / 'day'}"])
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="JAX does not start here: broken"):
+        day._output([sys.executable, "-c", "import sys; sys.exit('broken')"])
+
+
+def _rows(times: dict[int, tuple[float, float]]) -> list[dict]:
+    return [
+        {"race": f"T={T}", "label": f"ours-{name}", "dtype": "float32", "T": T, "status": "ok",
+         "seconds": {"median": seconds}, "mask": "causal", "passes": "forward"}
+        for T, pair in times.items()
+        for name, seconds in zip(("reference", "blockwise"), pair, strict=True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("times", "limit"), [
+    ({256: (1, 2), 1024: (2, 3), 4096: (9, 3)}, 1024),
+    # Beyond a length at which it is slower, chance is no reason.
+    ({256: (1, 2), 1024: (3, 2), 4096: (2, 3)}, 256),
+    ({256: (2, 1)}, 0),
+    ({}, None),
+])  # fmt: skip
+def test_the_limit_of_plain_einsums(times, limit: int | None) -> None:
+    assert results.limit(_rows(times)) == limit
+
+
+def test_what_is_proposed_is_a_diff_of_the_lines_that_say_it() -> None:
+    lines = results.proposal(_rows({256: (1, 2), 1024: (1, 2)})).splitlines()
+    assert '-        first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]' in lines
+    assert '+        first = ["cudnn", "reference"] if scores <= 1024**2 else ["cudnn"]' in lines
+    old, new = ([x for x in lines if x[0] == sign and x[1] != sign] for sign in "-+")
+    assert len(old) == len(new) == 3
+    assert [x[1:].replace("2048", "1024").replace("2,048", "1,024") for x in old] == [
+        x[1:] for x in new
+    ]
+    assert results.proposal(_rows({256: (2, 1)})) == ""
+    assert results.proposal(_rows({2048: (1, 2)})) == ""
+
+
+def test_where_cudnn_loses_is_said() -> None:
+    rows = _rows({256: (1, 5), 512: (3, 1)})
+    for row in rows:
+        row["label"] = row["label"].replace("blockwise", "cudnn")
+    assert results.slower_cudnn(rows) == ["T=256: cudnn takes 5.00 times as long as reference"]
+
+
+@pytest.mark.slow
+def test_a_small_day_runs_anywhere(tmp_path: Path) -> None:
+    day.main(["--small", f"--workdir={tmp_path / 'day'}"])
+    found = json.loads((tmp_path / "day" / "day.json").read_text())["steps"]
+    assert {name: step["status"] for name, step in found.items()} == dict.fromkeys(found, "ok")
+    page = (tmp_path / "day" / "report.md").read_text()
+    for title in ("Contract", "packed, milliseconds", "Decoding", "Trainer", "should take"):
+        assert f"## {title}" in page or title in page

@@ -1,0 +1,276 @@
+"""Packed documents on NVIDIA GPUs: cuDNN's ragged layout, with a model of cuDNN in its place."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from experiments import kernels_table
+from flax_mha import explain, private, sharding
+from flax_mha.grid import whole
+from flax_mha.kernels.cudnn import fused
+from flax_mha.kernels.cudnn.ragged import Runs
+from flax_mha.kernels.parallel import shards
+from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
+from flax_mha.scores import SoftCap
+from flax_mha.shapes import Dims
+from tests.kernels.near import close, run
+from tests.kernels.oracle_check import B, N, arrays, check
+
+T = 40
+LENGTHS = np.array([[13, 1, 20, 6], [40, 0, 0, 0]])
+IDS = np.stack([np.repeat(np.arange(5), n) for n in ([13, 1, 20, 4, 2], [7, 0, 30, 3, 0])])
+GROUPS = pytest.mark.skipif(not private.PACKED_GROUPS, reason="this JAX has no such groups")
+
+MASKS: dict[str, Mask] = {
+    "known ids": Segments(IDS),
+    "known ids in any order": Causal() & Segments(7 - IDS[0]),
+    "windows": Causal() & Window(5) & Segments(IDS),
+    "promised runs": Causal() & Segments(IDS, runs=True, at_most=6),
+    "documents": Causal() & Documents(LENGTHS),
+    "documents and the rest": Causal() & Documents(np.array([[3, 9], [0, 40]])),
+    "more documents than tokens": Documents(np.array([0] * 50 + [11, 0, 29])),
+    "padding": Causal() & Documents(LENGTHS) & Lengths(np.array([15, 0])),
+    "padding of both": Documents(LENGTHS) & Lengths(np.array([39, 12]), np.array([5, 40])),
+}
+
+
+def traced(mask: Mask) -> Mask:
+    """With arrays of JAX, which are traced inside a jit."""
+    return jax.tree.map(jnp.asarray, mask)
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
+@pytest.mark.parametrize("name", MASKS)
+def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
+    """Forward and all gradients; known and, where that is no secret of the ids, traced."""
+    known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
+    masks = [MASKS[name]]
+    if not ("ids" in name or name == "windows"):
+        masks.append(traced(MASKS[name]))
+    for mask in masks:
+        check("cudnn", arrays(T, T, K, "bfloat16"), known, lambda _, m=mask: {"mask": m}, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MASKS)
+def test_on_a_gpu(name: str) -> None:
+    """Of the sizes that documents have there; below Hopper it is refused."""
+    capability = fused.gpu(shards.here()).capability
+    if capability < (9, 0):
+        pytest.skip("packed documents need compute capability 9.0")
+    known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
+    check("cudnn", arrays(T, T, 4, "bfloat16"), known, lambda _: {"mask": MASKS[name]}, {})
+
+
+def test_an_id_that_comes_again_is_a_new_segment() -> None:
+    ids = np.array([0, 0, 1, 0, 0, 1])
+    again = np.array([0, 0, 1, 2, 2, 3])
+    for given in (ids, jnp.asarray(ids)):
+        promised = Segments(given, runs=True)
+        np.testing.assert_array_equal(promised.dense(6), Segments(again).dense(6))
+        assert (np.asarray(Segments(given).dense(6)) != np.asarray(promised.dense(6))).any()
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "reference"])
+def test_more_runs_than_promised_are_nan(nvidia, kernel: str) -> None:
+    """And nothing else is, of known ids an error."""
+    *qkv, _ = arrays(T, T, 4, "bfloat16")
+
+    @jax.jit
+    def both(ids, qkv):
+        mask = Causal() & Segments(ids, runs=True, at_most=3)
+        return run(*qkv, kernel, mask=mask)
+
+    out, lse = both(IDS, qkv)
+    late = np.stack([np.arange(T) >= 34, np.zeros(T, bool)])
+    np.testing.assert_array_equal(np.isnan(out).all((2, 3)), late)
+    np.testing.assert_array_equal(np.isnan(out).any((2, 3)), late)
+    np.testing.assert_array_equal(np.isnan(lse).any(1), late)
+    with pytest.raises(ValueError, match=r"at_most = 3 must not be less than the runs .* got 5"):
+        run(*qkv, kernel, mask=Segments(IDS, runs=True, at_most=3))
+
+
+def test_no_document_sees_another(nvidia) -> None:
+    """What one holds, NaN too, changes no other's output or gradient, not by a bit."""
+    q, k, v, cotangent = arrays(T, T, 4, "bfloat16")
+    mask = Causal() & Documents(LENGTHS[0])
+
+    @jax.jit
+    def both(q, k, v):
+        results, pull = jax.vjp(lambda *qkv: run(*qkv, mask=mask), q, k, v)
+        return *results, *pull((cotangent, jnp.ones((B, N, T))))
+
+    clean = both(q, k, v)
+    one = slice(14, 34)
+    for poison in (3.0, np.nan):
+        dirty = both(*(x.at[:, one].set(poison) for x in (q, k, v)))
+        for got, want in zip(dirty, clean, strict=True):
+            axis = 2 if got.ndim == 3 else 1
+            others = np.delete(np.arange(T), np.r_[one])
+            np.testing.assert_array_equal(got.take(others, axis), want.take(others, axis))
+            assert not np.isnan(want).any()
+            changed = got.take(np.arange(14, 34), axis)
+            assert np.isnan(changed).all() == np.isnan(poison)
+
+
+@pytest.mark.parametrize("with_out", [False, True])
+def test_cotangents_of_the_lse_and_sinks(nvidia, with_out: bool) -> None:
+    *qkv, cotangent = arrays(T, T, 4, "bfloat16")
+    mask = Causal() & traced(Documents(LENGTHS)) & Lengths(jnp.array([33, 21]))
+    dlse = jnp.asarray(np.random.default_rng(0).normal(size=(B, N, T)), jnp.float32)
+    sinks = jnp.array([-1.0, 0.0, 0.5, 2.0])
+
+    def loss(kernel, qkv, sinks):
+        out, lse = run(*qkv, kernel, mask=mask, sinks=sinks)
+        total = (lse * dlse).sum()
+        return total + (out * cotangent).sum(dtype=jnp.float32) if with_out else total
+
+    got, want = (
+        jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)(kernel, qkv, sinks)
+        for kernel in ("cudnn", "reference")
+    )
+    jax.tree.map(close, got, want)
+
+
+def test_vmap(nvidia) -> None:
+    """Over documents, and over keys alone."""
+    *qkv, _ = arrays(T, T, 4, "bfloat16")
+    several = jnp.asarray(np.stack([LENGTHS, LENGTHS[::-1], LENGTHS[:, ::-1]]))
+
+    def gradients(lengths, k):
+        def loss(k):
+            out, lse = run(qkv[0], k, qkv[2], mask=Causal() & Documents(lengths))
+            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss)(k)
+
+    expected = [gradients(one, qkv[1]) for one in several]
+    got = jax.jit(jax.vmap(gradients, (0, None)))(several, qkv[1])
+    jax.tree.map(close, got, jax.tree.map(lambda *x: jnp.stack(x), *expected))
+    keys = jnp.stack([qkv[1], qkv[1] * 2])
+    got = jax.jit(jax.vmap(gradients, (None, 0)))(several[0], keys)
+    jax.tree.map(close, got, jax.tree.map(lambda *x: jnp.stack(x), *(
+        gradients(several[0], k) for k in keys
+    )))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_the_shards_of_a_mesh(nvidia, kind: str) -> None:
+    """Rows over one axis, heads over another: documents of a row go with it."""
+    qkv = arrays(T, T, 4, "bfloat16")[:3]
+    ids = jnp.asarray(IDS)
+
+    def both(qkv, ids):
+        def loss(qkv):
+            out, lse = run(*qkv, mask=Causal() & Segments(ids, runs=True, at_most=5))
+            return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
+
+        return jax.value_and_grad(loss)(qkv)
+
+    expected = jax.jit(both)(qkv, ids)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType[kind],) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        got = jax.jit(both)(qkv, ids)
+    jax.tree.map(lambda one, other: close(one, other, 2e-2), got, expected)
+
+
+REFUSED = {
+    "ids that are traced": (r"not known to be runs \(say runs=True",
+                            Segments(jnp.asarray(IDS)), {}),
+    "no number of runs": (r"needs at_most of Segments in runs",
+                          Segments(jnp.asarray(IDS), runs=True), {}),
+    "ids that come again": (r"not known to be runs", Segments(np.arange(T) % 3), {}),
+    "two kinds": (r"one Segments of runs joined by &, got Segments",
+                  Segments(IDS) & Documents(LENGTHS), {}),
+    "positions": (r"q_positions do not count from one number", Documents(LENGTHS),
+                  {"q_positions": jnp.arange(T)}),
+    "other keys": (r"tokens that are queries and keys alike", Documents(LENGTHS),
+                   {"q_positions": 3}),
+    "a bias": (r"no Bias of packed documents", Documents(LENGTHS),
+               {"bias": jnp.zeros((T, T), jnp.bfloat16)}),
+    "a cap": (r"no SoftCap of packed documents", Documents(LENGTHS), {"scores": (SoftCap(9.0),)}),
+    "ampere": (r"packed documents from compute capability 9.0 on, got \(8, 0\)",
+               Documents(LENGTHS), {"capability": (8, 0)}),
+    "wide heads": (r"heads of at most 128 features, got 136", Documents(LENGTHS), {"H": 136}),
+    "groups, before JAX 0.12": (r"as many key/value heads as query heads, got 2 and 4",
+                                Documents(LENGTHS), {"K": 2, "groups": False}),
+    "many numbers": (r"in int32, got 2,147,483,648", Documents(np.array([2**20, 2**20])),
+                     {"T": 2**21, "H": 128}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(hopper, monkeypatch, name: str) -> None:
+    reason, mask, call = REFUSED[name]
+    call = {"capability": (9, 0), "groups": True, "T": T, "H": 64, "K": 4} | call
+    gpu = fused.Gpu(call.pop("capability"), (9, 20, 0))
+    monkeypatch.setattr(fused, "gpu", lambda platform: gpu)
+    monkeypatch.setattr(fused, "takes_caps", lambda device: True)
+    monkeypatch.setattr(private, "PACKED_GROUPS", call.pop("groups"))
+    length, features, heads = (call.pop(x) for x in "THK")
+    q, k = (jax.ShapeDtypeStruct((B, length, n, features), jnp.bfloat16) for n in (N, heads))
+    ask = functools.partial(explain, q, k, k)
+    refused = kernels_table.traced(ask, call | {"mask": mask}).refused["cudnn"]
+    assert re.search(reason, refused), refused
+
+
+def test_several_devices_without_a_mesh_refuse(hopper, monkeypatch) -> None:
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    x = jax.ShapeDtypeStruct((B, T, N, 64), jnp.bfloat16)
+    assert "need a mesh" in explain(x, x, x, mask=Documents(LENGTHS)).refused["cudnn"]
+
+
+def test_one_run_a_row_needs_no_ragged_layout(hopper) -> None:
+    """JAX would take it for none."""
+    *qkv, _ = arrays(T, T, 4, "bfloat16")
+    for mask in (Segments(jnp.zeros(T, int), runs=True, at_most=1), Segments(np.zeros(T, int))):
+        text = lowered(lambda *x, m=mask: run(*x, mask=Causal() & m)[0], *qkv)
+        assert segments(text) == ["1"]
+
+
+def lowered(call, *args) -> str:
+    return jax.jit(call).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def segments(text: str) -> list[str]:
+    return re.findall(r"max_seg_per_batch\\22: (\d+)", text)
+
+
+def test_what_cudnn_is_called_with(hopper) -> None:
+    """One forward, one backward, in the ragged layout; no table of the mask."""
+    T = 128
+    *qkv, _ = arrays(T, T, 4, "bfloat16")
+
+    def loss(lengths, *qkv):
+        return run(*qkv, mask=Causal() & Documents(lengths))[0].sum(dtype=jnp.float32)
+
+    text = lowered(jax.grad(loss, (1, 2, 3)), jnp.array([[30, 98], [128, 0]]), *qkv)
+    calls = re.findall(r"__cudnn\$(\w+)", text)
+    assert calls == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
+    assert segments(text) == ["3", "3"]
+    assert not re.search(rf"{T}x{T}x", text)
+
+
+@GROUPS
+def test_what_jax_makes_of_offsets() -> None:
+    """In numbers, as cuDNN counts them: from the first of all rows, with heads of their own."""
+    q, k = (jnp.zeros((2, 10, n, 8), jnp.bfloat16) for n in (4, 2))
+    dims = Dims((2,), 10, 10, 4, 2, 8, 8)
+    ids = Documents(np.array([[3, 7], [10, 0]])).bind(dims).placed(whole(dims)).q.array
+    runs = Runs(jnp.asarray(ids).reshape(2, 10), 3)
+    lengths = runs.lengths(jnp.array([10, 10]))
+    offsets = runs.offsets()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        found = fused.fused._fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
+    tokens = np.array([0, 3, 10, 10, 20, 20])
+    for x, heads in zip(found[2:], (4, 2), strict=True):
+        np.testing.assert_array_equal(np.ravel(x)[:6], tokens * heads * 8)
+    for x in found[:2]:
+        np.testing.assert_array_equal(np.ravel(x), [3, 7, 0, 10, 0, 0])
