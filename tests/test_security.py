@@ -31,6 +31,7 @@ ALLOWED = {
     ("experiments/training/writers.py", "import_module"),  # two names that stand there
     ("experiments/training/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process
+    ("experiments/gpu_day/__main__.py", "subprocess"),  # tests, the benchmark and the trainer
 }
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
