@@ -52,12 +52,14 @@ def _names(module: str, names: str) -> tuple[Name, ...]:
 _QKV = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v"
 _RESULTS = "activation fwd_output grad_output"
 _SETTINGS = "scale seed dropout_rate variadic_args mask_type layout sliding_window_length"
-# Whether offsets of packed keys are counted in key/value heads, not in query heads (jax 39521).
-PACKED_GROUPS = jax.__version_info__ >= (0, 12)
-# From JAX 0.11 on a function of the scores, which we give none.
+# From JAX 0.11 on a function of the scores, and what it is given.
 _MOD = "score_mod_args score_mod"
 _TILE = "q k v segment_ids sinks logsumexp do di * bq bkv is_mqa mask_info mask_value \
     attn_logits_soft_cap q_layout k_layout v_layout mask_function interpret"
+
+# Before JAX 0.12 offsets of packed keys count query heads, where groups need key/value heads (jax
+# 39521).
+PACKED_GROUPS = jax.__version_info__ >= (0, 12)
 
 # By the part of this package that needs them.
 NAMES: dict[str, tuple[Name, ...]] = {

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import folders
+from experiments import files, folders
 from experiments.failures import RunError
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
@@ -143,10 +143,8 @@ def _environment() -> dict[str, str]:
 
 
 def _write(folder: Path, day: dict[str, Any]) -> None:
-    draft = folder / "day.part"
-    draft.write_text(json.dumps(day, indent=1) + "\n")
-    draft.replace(folder / "day.json")
-    (folder / "report.md").write_text(page(day))
+    files.write(folder / "day.json", json.dumps(day, indent=1) + "\n")
+    files.write(folder / "report.md", page(day))
 
 
 def page(day: dict[str, Any]) -> str:

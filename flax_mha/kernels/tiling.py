@@ -192,7 +192,7 @@ def score_of(
 
 
 def vary(x: Any, like: Any) -> Any:
-    """X as a value that varies over the mesh axes that any of those does.
+    """Marks x as varying over every mesh axis that `like` varies over.
 
     Inside `jax.shard_map` the carry of a loop must vary from the start over what it will.
     """
@@ -237,7 +237,7 @@ class TiledCall(NamedTuple):
         leaves, tree = jax.tree.flatten(spec)
         floating = (jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
         grids = jax.tree.leaves(map_grids(lambda _: True, spec, other=lambda _: False))
-        # Those that take parts of a grid of their own would look them up one by one.
+        # Grids of each row or head would become gathers, so these are not batched.
         own = any(g and x.shape[:2] != (1, 1) for x, g in zip(leaves, grids, strict=True))
         together = 1 if own else plan.together
         return cls(plan, tree, tuple(map(bool, floating)), tuple(grids), scale, together)

@@ -231,11 +231,12 @@ def seen(mask: Mask, at: At) -> Array:
 
 
 def validated(mask: Mask) -> tuple[Mask, Array | None]:
-    """A bound mask, and which queries its tables say of what is neither 0 nor 1, and the like.
+    """Takes out of a bound mask which queries it has no valid answer for.
+
+    Those are of tables with other numbers than 0 and 1, and of more runs than were said.
 
     Returns:
-      (the mask, without `invalid` in its parts; bool [*B|1, N|1, T|1, 1], or None if there are
-      none).
+      (the mask without `invalid`; bool [*B|1, N|1, T|1, 1], or None if there are none).
     """
     nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
     invalid = [getattr(x, "invalid", None) for x in nodes]

@@ -111,7 +111,7 @@ class Segments(Mask):
             )
 
     def _bounded(self, index: Array) -> Self:
-        """With how many runs there are, if that is known, and where there are more than said."""
+        """Adds the number of runs, if it is known; else marks queries of runs beyond at_most."""
         found = int(index.max(initial=0)) + 1 if known(index) else None
         most = self.at_most or found
         if most is None:

@@ -52,9 +52,10 @@ def lower(
     if isinstance(band, str):
         return Refusal(band)
     device = fused.gpu(platform)
-    if reason := _refuses_scores(q, spec, dims, device) or _refuses_runs(
-        q, k, spec, band, platform
-    ):
+    reason = _refuses_scores(q, spec, dims, device)
+    if band.runs is not None:
+        reason = reason or _refuses_runs(spec, dims, device, platform.spread)
+    if reason:
         return Refusal(reason)
     return functools.partial(_attend, q, k, v, spec, band, platform.spread)
 
@@ -118,13 +119,9 @@ def _refuses_cap(dims: Dims, device: fused.Gpu | str) -> str | None:
 
 
 def _refuses_runs(
-    q: jax.Array, k: jax.Array, spec: AttentionSpec, band: Band, platform: Platform
+    spec: AttentionSpec, dims: Dims, device: fused.Gpu | str, spread: bool
 ) -> str | None:
     """What packed documents need more."""
-    if band.runs is None:
-        return None
-    dims = shapes.attention_dims(q, k, k)
-    device = fused.gpu(platform)
     if isinstance(device, fused.Gpu) and device.capability < (9, 0):
         return f"takes packed documents from compute capability 9.0 on, got {device.capability}"
     if dims.N != dims.K and not private.PACKED_GROUPS:
@@ -136,7 +133,7 @@ def _refuses_runs(
         return f"takes packed documents in heads of at most 128 features, got {_features(dims)}"
     if spec.scores:
         return f"takes no {type(spec.scores[0]).__name__} of packed documents"
-    if platform.spread:
+    if spread:
         return "packed documents on several devices need a mesh that says how to divide them"
     numbers = math.prod(dims.B) * dims.T * dims.N * _features(dims)
     if numbers >= 2**31:

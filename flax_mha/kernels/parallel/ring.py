@@ -47,8 +47,8 @@ class Ring(NamedTuple):
       seen: bool [n, n], whether the queries of a device may see the keys of another, if it is
         known.
       steps: how many places before it the blocks come from that a device computes with, ascending.
-      plain: whether a device's own block is masked alike on all of them, and every other one that
-        it sees is not masked: then kernels for GPUs need not know where blocks come from.
+      plain: whether other devices' blocks are seen whole or not at all, as under a causal mask:
+        then a step needs no positions, and cuDNN, which takes none, can compute it.
     """
 
     axes: Any
@@ -65,7 +65,7 @@ class Ring(NamedTuple):
         if not any(isinstance(x, jax.Array) for x in where):
             verdict = ask(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
             seen = np.asarray(verdict).max((0, 1)) > EMPTY
-            # Causality is the same at any place.
+            # Only on GPUs: kernels for others take positions, and compute the same with them.
             others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
             plain = dims.T == dims.S and others == (None,) * 3 and sharding.platform() == "gpu"
             plain &= spec.mask is None or type(spec.mask) is Causal
@@ -74,7 +74,7 @@ class Ring(NamedTuple):
         return cls(axes, seen, tuple(steps), plain)
 
     def send(self, tree: Any, hop: int) -> Any:
-        """Each device's arrays to the device so many places after it."""
+        """Shifts arrays `hop` devices forward."""
         n = len(self.seen)
         if hop % n == 0:
             return tree

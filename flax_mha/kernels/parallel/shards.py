@@ -51,7 +51,7 @@ class Division(NamedTuple):
 
     @classmethod
     def of(cls, q: jax.Array, k: Any) -> "Division | None":
-        """How q and k are to be divided on the ambient mesh; None if that is not for us to say."""
+        """How q and k are to be divided on the ambient mesh; None: leave the layout alone."""
         by_rule = (
             sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
         )  # fmt: skip
@@ -227,7 +227,7 @@ def _with_positions(
 def _split(
     spec: AttentionSpec, division: Division
 ) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
-    """The arrays of a spec without sinks, their PartitionSpecs, and how to put it together of them.
+    """The arrays of a spec without sinks, their PartitionSpecs, and a function that rebuilds it.
 
     What is known before tracing and is the same for all stays known.
     """
