@@ -54,11 +54,20 @@ def attend(
         weights = OTHERS[spec.normalizer](logits, allowed)
         out = _product(weights, v, spec, at, logits.dtype)
         return jnp.swapaxes(out, -3, -2).astype(q.dtype), jnp.full(out.shape[:-1], jnp.nan)
-    weights, _, total = _exponentials(logits, allowed, spec)
+    rounds = v.dtype != logits.dtype
+    if rounds:
+        # From scores of its own, the lse's gradient would be rounded by itself before it is added.
+        weights, top, total = _exponentials(logits, allowed, spec, shared=True)
+        lse = _lse(top, total)
+    else:
+        # From those of the output, it would change how they are compiled where it is read, and so
+        # the output's last bits; and where it is not, XLA:CPU fuses them with both products.
+        same_q, same_k = jax.lax.optimization_barrier((q, k))
+        lse = _lse(*_exponentials(*scores(same_q, same_k, spec, at), spec)[1:])
+        weights, _, total = _exponentials(logits, allowed, spec)
     if allowed is not None or spec.scores or 0 in logits.shape:
         # Of a query that sees nothing it is 0; of any other at least 1, but for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)
-    rounds = v.dtype != total.dtype
     if rounds:
         # Divided before it is rounded: else the rounded gradient of the exponentials would not
         # cancel against that of their sum, which is exact, and where it matters they cancel.
@@ -73,19 +82,23 @@ def attend(
         out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
     elif allowed is not None:
         out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
-    return jnp.swapaxes(out, -3, -2).astype(q.dtype), _lse(q, k, spec, at)
+    return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse
 
 
 def _exponentials(
-    logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec
+    logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec, shared: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(logits − top), 0 where masked; top [*B, N, T, 1], the greatest; and their sum."""
+    """exp(logits − top), 0 where masked; top [*B, N, T, 1], the greatest; and their sum.
+
+    Shared by output and lse, they are compiled alike whether the lse is read or not.
+    """
     top = jnp.max(logits, axis=-1, keepdims=True, initial=least(logits.dtype))
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
         top = jnp.maximum(top, sinks)
     # Any shift gives the same weights.
     top = jax.lax.stop_gradient(top)
+    top = jax.lax.optimization_barrier(top) if shared else top
     weights = jnp.exp(logits - top)
     if allowed is not None:
         # A product: XLA:CPU fuses it, unlike a select, with the products of matrices.
@@ -94,14 +107,8 @@ def _exponentials(
     return weights, top, total if spec.sinks is None else total + jnp.exp(sinks - top)
 
 
-def _lse(q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At) -> jax.Array:
-    """The lse [*B, N, T], from scores of its own.
-
-    From those of the output, it would change how they are compiled where it is read, and so the
-    output's last bits.
-    """
-    q, k = jax.lax.optimization_barrier((q, k))
-    _, top, total = _exponentials(*scores(q, k, spec, at), spec)
+def _lse(top: jax.Array, total: jax.Array) -> jax.Array:
+    """[*B, N, T] of `_exponentials`."""
     empty = total == 0
     return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
 
