@@ -88,7 +88,7 @@ def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
         rotary=Rotary(50.0 if local else 1e4), mask=masks.Window(2, 0) if local else masks.Causal(),
     )  # fmt: skip
     names = {ours: row for ours, row in QKVO.items() if f"{row[0]}.weight" in w}
-    params = projections(w, names, bias=False)
+    params = projections(w, names)
     for ours, theirs in (("query_ln", "q_norm"), ("key_ln", "k_norm")):
         if f"{theirs}.weight" in w:
             params[ours] = {"scale": w[f"{theirs}.weight"]}
