@@ -58,10 +58,8 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
 
     Raises:
       ValueError: if the shapes do not fit together.
-      TypeError: if a dtype is not a real floating one.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        inputs.floating(name, x)
         if x.ndim < 3 or 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name} must have shape [*B, length, heads, features], got {x.shape}; "
@@ -104,8 +102,10 @@ def resolve_inputs(
 
 def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
-    for name, x in (("inputs_q", q), ("inputs_k", k), ("inputs_v", v)):
-        check_features(name, x)
+    named = {"inputs_q": q, "inputs_k": k, "inputs_v": v}
+    inputs.floats(**named)
+    for name, x in named.items():
+        _check_rank(name, x)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
         raise ValueError(
             f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
@@ -117,6 +117,10 @@ def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 def check_features(name: str, x: Any) -> None:
     """What goes through a model is [*B, length, features]."""
     inputs.floating(name, x)
+    _check_rank(name, x)
+
+
+def _check_rank(name: str, x: jax.Array) -> None:
     if x.ndim < 2 or not x.shape[-1]:
         raise ValueError(
             f"{name} must have shape [*B, length, features], got {x.shape}; "

@@ -151,7 +151,8 @@ def dot_product_attention(
         return choice.decide(kernel, q, k, v, spec, shards.here()).run(*recalled)
 
     take_way = functools.partial(choice.take_way, way, normalizer)
-    asked = spec.replace(invalid=None, exact_lse=return_residuals)
+    reads = return_weights or return_residuals or bool(capture)
+    asked = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
     out, lse = shards.run(attend, q, k, v, asked, take_way)
     out, lse = spec.spoil(out), spec.spoil_lse(lse)
     *B, T, N, _ = q.shape

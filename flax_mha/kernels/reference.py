@@ -55,16 +55,17 @@ def attend(
         out = _product(weights, v, spec, at, logits.dtype)
         return jnp.swapaxes(out, -3, -2).astype(q.dtype), jnp.full(out.shape[:-1], jnp.nan)
     rounds = v.dtype != logits.dtype
-    if rounds:
+    weights, top, total = _exponentials(logits, allowed, spec, shared=rounds)
+    if not spec.reads_lse:
+        lse = jnp.zeros(logits.shape[:-1], logits.dtype)
+    elif rounds:
         # From scores of its own, the lse's gradient would be rounded by itself before it is added.
-        weights, top, total = _exponentials(logits, allowed, spec, shared=True)
         lse = _lse(top, total)
     else:
-        # From those of the output, it would change how they are compiled where it is read, and so
-        # the output's last bits; and where it is not, XLA:CPU fuses them with both products.
+        # From those of the output, it would change the output's last bits: XLA:CPU fuses them with
+        # both products, but not where something else reads them.
         same_q, same_k = jax.lax.optimization_barrier((q, k))
         lse = _lse(*_exponentials(*scores(same_q, same_k, spec, at), spec)[1:])
-        weights, _, total = _exponentials(logits, allowed, spec)
     if allowed is not None or spec.scores or 0 in logits.shape:
         # Of a query that sees nothing it is 0; of any other at least 1, but for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)

@@ -51,7 +51,8 @@ class AttentionSpec(struct.PyTreeNode):
       invalid: queries whose mask has other numbers than 1 and 0, bool [*B|1, N|1, T|1, 1]; or
         None. Their q is NaN; no kernel reads this, see `spoil`.
       precision: of the matrix products, see `jax.lax.Precision`.
-      exact_lse: whether the caller reads the lse.
+      reads_lse: whether anyone reads the lse; if not, a kernel may give 0 in its place.
+      exact_lse: whether the caller does, who wants all its digits.
       normalizer: how scores become weights, see `normalizers`.
     """
 
@@ -66,6 +67,7 @@ class AttentionSpec(struct.PyTreeNode):
     heads: Grid | None = None
     invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
+    reads_lse: bool = struct.field(pytree_node=False, default=True)
     exact_lse: bool = struct.field(pytree_node=False, default=False)
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
 
@@ -164,14 +166,14 @@ def prepare(
     normalizer: str = SOFTMAX,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
-    q = jnp.asarray(inputs.floating("q", q))
+    inputs.floating("q", q)
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
-        dims = shapes.attention_dims(q, k, v)
-    else:
-        k, v = (jnp.asarray(inputs.floating(*x)) for x in (("k", k), ("v", v)))
-        dims = shapes.attention_dims(q, k, v)
-        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
+    inputs.floats(k=k, v=v)
+    dims = shapes.attention_dims(q, k, v)
+    q = jnp.asarray(q)
+    if not isinstance(k, Stored):
+        promoted: list[jax.Array] = promote_dtype(q, jnp.asarray(k), jnp.asarray(v), dtype=None)
         q, k, v = promoted
     scores = as_scores(scores)
     if bias is not None:

@@ -275,3 +275,14 @@ def test_of_no_rows() -> None:
     _, found = dot_product_attention(q, q, q, capture=Capture(NAMES))
     assert found["weights"].shape == (0, N, 4, 4)
     assert found["entropy"].shape == found["max_logit"].shape == (0, N, 4)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_lse_that_nobody_reads_is_not_traced(reads: bool) -> None:
+    """In float32 it has scores of its own, and so exponentials."""
+    q, k, v = (jnp.ones((1, 8, 2, 4)) for _ in range(3))
+    program = jax.make_jaxpr(
+        functools.partial(dot_product_attention, kernel="reference", return_residuals=reads)
+    )(q, k, v)
+    count = [eqn.primitive.name for eqn in program.jaxpr.eqns].count("exp")
+    assert count == (2 if reads else 1)

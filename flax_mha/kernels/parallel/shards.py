@@ -140,13 +140,13 @@ def run(
       spec: the rest of the call.
       choose: gives one of `WAYS` for a sequence that is divided.
     """
-    division, dims = Division.of(q, k), shapes.Dims.of(q, k, v)
+    division = Division.of(q, k)
     if division is None:
         return attend(q, k, v, spec)
-    if 0 in q.shape or not dims.S:
+    if 0 in q.shape or not k.shape[-3]:
         # There is nothing to divide, and XLA takes no shards of nothing.
         return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
-    way = choose(division, dims) if division.devices > 1 else None
+    way = choose(division, shapes.Dims.of(q, k, v)) if division.devices > 1 else None
 
     def local(circle: ring.Ring | None, *call: Any) -> Result:
         return attend(*call) if circle is None else ring.attend(circle, attend, *call)
@@ -188,8 +188,8 @@ def _on_shards(
     over_keys = division.length if by_ring else None
     circle = ring.Ring.of(over_keys, division.devices, spec, dims) if by_ring else None
     sinks = spec.sinks
-    positioned = _with_positions(spec.replace(sinks=None), dims, division, by_ring)
-    arrays, specs, join = _split(positioned, division)
+    rest = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
+    arrays, specs, join = _split(_with_positions(rest, dims, division, by_ring), division)
 
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Any:
         spec = join(arrays).replace(sinks=sinks)

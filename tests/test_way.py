@@ -1,0 +1,73 @@
+"""The way of one input through the layer, counted: what a reader has to follow."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+import flax_mha
+from flax_mha import MultiHeadAttention, masks
+
+ROOT = Path(flax_mha.__file__).parent
+
+
+def test_an_input_seldom_comes_back_to_a_file_it_has_left() -> None:
+    layer, x = MultiHeadAttention(8), jnp.ones((2, 17, 64))
+    variables = layer.init(jax.random.key(0), x)
+
+    def call(x: jax.Array) -> jax.Array:
+        return layer.apply(variables, x, mask=masks.Causal())
+
+    jax.make_jaxpr(call)(x[:, 1:])  # What is imported on the way is now there.
+    stays = _stays(call, x)
+    assert stays[:2] == ["mesh_axes.py", "attention.py"]
+    assert {"core.py", "linear.py", "kernels/choice.py", "kernels/reference.py"} <= set(stays)
+    assert len(stays) - len(set(stays)) <= 20, "\n".join(stays)
+
+
+def _stays(call: Any, x: jax.Array) -> list[str]:
+    """The files, one after the other, whose functions are given x or what was made of it."""
+    files: list[str] = []
+    inside: list[FrameType] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if inside:
+            if event == "return" and frame is inside[0]:
+                inside.clear()
+        elif event == "call" and code.co_filename.startswith(str(ROOT)):
+            if code.co_name == "initialize":
+                # Flax calls initializers for the shapes of parameters: no input goes there.
+                inside.append(frame)
+            elif any(_is_traced(frame.f_locals.get(name)) for name in _arguments(code)):
+                file = Path(code.co_filename).relative_to(ROOT).as_posix()
+                if files[-1:] != [file]:
+                    files.append(file)
+
+    sys.setprofile(look)
+    try:
+        jax.make_jaxpr(call)(x)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    count = code.co_argcount + code.co_kwonlyargcount
+    return code.co_varnames[: count + bool(code.co_flags & 4) + bool(code.co_flags & 8)]
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether it is a traced array, or holds one."""
+    if isinstance(x, dict):
+        return any(map(_is_traced, x.values()))
+    if isinstance(x, tuple | list):
+        return any(map(_is_traced, x))
+    if dataclasses.is_dataclass(x) and not isinstance(x, type | nn.Module):
+        return any(_is_traced(getattr(x, field.name, None)) for field in dataclasses.fields(x))
+    return isinstance(x, jax.core.Tracer)
