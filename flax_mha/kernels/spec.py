@@ -166,14 +166,15 @@ def prepare(
     normalizer: str = SOFTMAX,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
-    inputs.floating("q", q)
+    q = jnp.asarray(inputs.floating("q", q))
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
-    inputs.floats(k=k, v=v)
-    dims = shapes.attention_dims(q, k, v)
-    q = jnp.asarray(q)
-    if not isinstance(k, Stored):
-        promoted: list[jax.Array] = promote_dtype(q, jnp.asarray(k), jnp.asarray(v), dtype=None)
+        dims = shapes.attention_dims(q, k, v)
+    else:
+        inputs.floats(k=k, v=v)
+        k, v = jnp.asarray(k), jnp.asarray(v)
+        dims = shapes.attention_dims(q, k, v)
+        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
         q, k, v = promoted
     scores = as_scores(scores)
     if bias is not None:
