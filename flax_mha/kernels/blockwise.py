@@ -24,7 +24,7 @@ from jax import lax
 
 from flax_mha import shapes
 from flax_mha.grid import Array
-from flax_mha.kernels import softmax, tiling
+from flax_mha.kernels import softmax, tiling, traced
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.platform import Platform
@@ -34,17 +34,14 @@ from flax_mha.kernels.tiling import (
     Place,
     TiledCall,
     Tree,
-    by_key,
     by_rows,
     cut,
     dot,
     in_blocks,
     in_tiles,
-    key_sums,
     score_of,
     tile_gradient,
     tile_of,
-    tiled,
 )
 
 
@@ -88,7 +85,7 @@ def attend(
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
-    spec = tiled(spec.replace(scale=None, sinks=None), plan)
+    spec = tiling.tiled(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     learned, rest = static.split(spec)
     args = (
@@ -140,6 +137,7 @@ def _core(static: TiledCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     return _forward(static, *args)[0]
 
 
+@traced.once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
     sinks: jax.Array | None, rest: list[jax.Array], tables: Tables | None,
@@ -215,6 +213,7 @@ def _forward(static: TiledCall, *args: Any) -> tuple[Any, Any]:
     return (out, lse), (args, out, top, total)
 
 
+@traced.once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
     plan, spec, acc = static.plan, static.spec(learned, rest), total.dtype
@@ -256,7 +255,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
-        carry: Tree = (grads, *(tiling.vary(key_sums(plan, x, acc), q) for x in (k, v)))
+        carry: Tree = (grads, *(tiling.vary(tiling.key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for stripe in reversed(plan.parts):
@@ -265,7 +264,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk, dv = by_key(dkT).astype(k.dtype), by_key(spec.gain(dvT)).astype(v.dtype)
+        dk, dv = tiling.by_key(dkT).astype(k.dtype), tiling.by_key(spec.gain(dvT)).astype(v.dtype)
         return grads, (tiling.join(parts, plan), dk, dv)
 
     zeros = [tiling.vary(jnp.zeros(x.shape, acc), q) for x in learned]

@@ -171,8 +171,7 @@ def prepare(
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
         dims = shapes.attention_dims(q, k, v)
     else:
-        inputs.floats(k=k, v=v)
-        k, v = jnp.asarray(k), jnp.asarray(v)
+        k, v = (jnp.asarray(inputs.floating(name, x)) for name, x in (("k", k), ("v", v)))
         dims = shapes.attention_dims(q, k, v)
         promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
         q, k, v = promoted

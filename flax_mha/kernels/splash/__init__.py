@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha import shapes
 from flax_mha.grid import Array
-from flax_mha.kernels import tpu
+from flax_mha.kernels import tpu, traced
 from flax_mha.kernels.finite import finite, poison
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
@@ -158,7 +158,7 @@ def _rows(
     forms: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
     v: jax.Array, sinks: jax.Array, ids: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """All rows of the batch, one group of heads after the other; see `_row`."""
+    """All rows of the batch, one group of heads after the other; see `_call`."""
     parts = []
     for form, group in zip(forms, heads, strict=True):
         args = q, k, v, sinks
@@ -166,8 +166,7 @@ def _rows(
             n = np.array(group)
             shared = n // (q.shape[1] // k.shape[1])
             args = q[:, n], k[:, shared], v[:, shared], sinks[n]
-        row = functools.partial(_row, form)
-        parts.append(jax.vmap(row, (0, 0, 0, None, 0))(*args, ids))
+        parts.append(_call(form, *args, ids))
     if len(parts) == 1:
         return parts[0]
     order = np.argsort(np.concatenate(heads))
@@ -176,23 +175,31 @@ def _rows(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _row(
-    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array,
-    ids: Any,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """One row of the batch.
+def _call(
+    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
+) -> tuple[jax.Array, jax.Array]:
+    """A group of heads.
 
     Args:
       form: what is known.
-      q: [N, T, ·], see `_scaled`; T and S are multiples of the blocks.
-      k: [K, S, ·].
-      v: [K, S, Hv].
+      q: [B, N, T, ·], see `_scaled`; T and S are multiples of the blocks.
+      k: [B, K, S, ·].
+      v: [B, K, S, Hv].
       sinks: float32 [N], at least `_NOTHING`.
-      ids: splash's SegmentIds, int32 [T] and [S], or None.
+      ids: splash's SegmentIds, int32 [B, T] and [B, S], or None.
 
     Returns:
-      out [N, T, Hv], lse [N, T], which is `_NOTHING` where nothing weighs more.
+      out [B, N, T, Hv], lse [B, N, T], which is `_NOTHING` where nothing weighs more.
     """
+    return _outputs(form, q, k, v, sinks, ids)
+
+
+@traced.once
+@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
+def _outputs(
+    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
+) -> tuple[jax.Array, jax.Array]:
+    """`_call` of one row of the batch."""
     info, function = mask_info.process_mask(form.mask, tuple(form.blocks))
     out, (lse,) = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
@@ -205,13 +212,24 @@ def _row(
 
 
 def _forward(form: SplashCall, *args: Any) -> tuple[Any, Any]:
-    out, lse = _row(form, *args)
-    return (out, lse), (args, out, lse)
+    result = _outputs(form, *args)
+    return result, (args, result)
 
 
 def _backward(form: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, v, sinks, ids), out, lse = residuals
-    dout, dlse = cotangents
+    (*args, ids), result = residuals
+    dq, dk, dv, dsinks = _gradients(form, *args, ids, result, cotangents)
+    return dq, dk, dv, jnp.sum(dsinks, axis=0), None
+
+
+@traced.once
+@functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0, 0, 0))
+def _gradients(
+    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any,
+    result: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Those of q, k, v and sinks, of one row of the batch."""
+    (out, lse), (dout, dlse) = result, cotangents
     # What is asked of queries that see nothing, NaN included, must not meet their weights of 0.
     empty = lse <= _NOTHING
     dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
@@ -234,7 +252,7 @@ def _backward(form: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, .
     )
     # A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head.
     dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=1)
-    return dq, dk, dv, dsinks, None
+    return dq, dk, dv, dsinks
 
 
-_row.defvjp(_forward, _backward)
+_call.defvjp(_forward, _backward)

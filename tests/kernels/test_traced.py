@@ -1,0 +1,66 @@
+"""Layers that call a kernel alike share its trace."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
+from flax_mha.kernels import blockwise
+from tests import oracle
+
+
+class Layers(nn.Module):
+    count: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for i in range(self.count):
+            layer = MultiHeadAttention(
+                2, kernel="blockwise", mask=masks.Causal(), name=f"layer_{i}"
+            )
+            x = x + layer(x)
+        return x
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool) -> None:
+    calls: list[Any] = []
+    real = blockwise._visit
+    monkeypatch.setattr(blockwise, "_visit", lambda *args: calls.append(0) or real(*args))
+
+    def traced(count: int, T: int) -> int:
+        model, x = Layers(count), jnp.ones((1, T, 6))
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        calls.clear()
+
+        def call(variables: Any, x: jax.Array) -> jax.Array:
+            return model.apply(variables, x).sum()
+
+        jax.jit(jax.grad(call) if gradient else call).trace(variables, x[:, 1:])
+        return len(calls)
+
+    one, three = traced(1, 142), traced(3, 144)
+    assert one == three > 0
+
+
+class Strided:
+    """A function of a user's, which has no hash."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, b: Any, n: Any, i: Any, j: Any) -> Any:
+        return (i - j) % 3 == 0
+
+
+def test_what_has_no_hash_is_traced_as_ever() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 9, 2, 4)).astype(np.float32) for _ in range(3))
+    mask = masks.Predicate(Strided())
+    found = dot_product_attention(q, k, v, mask=mask, kernel="blockwise")
+    i, j = np.indices((9, 9))
+    expected = oracle.attention(q, k, v, allowed=(i - j) % 3 == 0)[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
