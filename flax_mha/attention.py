@@ -264,8 +264,8 @@ class MultiHeadAttention(nn.Module):
         return core.returned(found, return_weights, return_kv)
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: core.Settings, call: Call, cache: Any,
-        **more: Any,
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: core.Settings, call: Call, cache: core.Held, **more: Any,
     ) -> core.Output:  # fmt: skip
         """The layer on those inputs, with what the cache holds: what variants define anew.
 
@@ -282,7 +282,7 @@ class MultiHeadAttention(nn.Module):
         weights = self.weights(x_q, x_k, x_v)
         return core.attention(weights, settings, x_q, x_k, x_v, call, cache, **more)
 
-    def weights(self, x_q: jax.Array, x_k: Any, x_v: Any) -> core.Weights:
+    def weights(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> core.Weights:
         """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
         N, K, H, Hv = self.sizes(x_q.shape[-1])
         inputs.optional(out_features=self.out_features)

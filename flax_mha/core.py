@@ -159,8 +159,9 @@ class Projected(NamedTuple):
 
 
 def projected(
-    weights: Weights, settings: Settings, x_q: jax.Array, x_k: Any, x_v: Any, call: Call, cache: Any
-) -> Projected:
+    weights: Weights, settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
+    x_v: jax.Array | None, call: Call, cache: Held,
+) -> Projected:  # fmt: skip
     """The first half of `attention`, up to the cache; arguments as there."""
     whole = isinstance(cache, KV) or (x_k is x_q and cache is None)
     order = ordered(call.order, whole, x_q.shape[-2])

@@ -43,7 +43,7 @@ class Weights(struct.PyTreeNode):
 
 
 def project(
-    weights: Weights, x_q: jax.Array, x_k: Any, x_v: Any
+    weights: Weights, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None
 ) -> tuple[jax.Array, Any, Any, jax.Array | None]:
     """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], and gates.
 
@@ -52,7 +52,7 @@ def project(
     query, key, value = weights.query, weights.key, weights.value
     of_q = [query] if weights.gate is None else [query, weights.gate]
     N, H = query.features
-    if key is None or value is None or x_k is None:
+    if key is None or value is None or x_k is None or x_v is None:
         q, *gates = _several(x_q, of_q, N)
         return q, None, None, gates[0] if gates else None
     K, Hv = value.features

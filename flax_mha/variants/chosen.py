@@ -43,8 +43,8 @@ class ChosenBlocksAttention(MultiHeadAttention):
     query_block: int = 1
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
-        **more: Any,
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held, **more: Any,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v, call, cache)
@@ -82,7 +82,10 @@ class ChosenBlocksAttention(MultiHeadAttention):
             scores = jnp.broadcast_to(scores, (*scores.shape[:-3], N // K, *scores.shape[-2:]))
         return scores.reshape(*B, N, T, -1)
 
-    def _check(self, x_q: jax.Array, x_k: Any, x_v: Any, call: Call, cache: Any) -> None:
+    def _check(
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, call: Call,
+        cache: core.Held,
+    ) -> None:  # fmt: skip
         inputs.positive(block=self.block, count=self.count, query_block=self.query_block)
         if x_k is not x_q or x_v is not x_q:
             raise ValueError(

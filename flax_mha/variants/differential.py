@@ -38,8 +38,8 @@ class DifferentialAttention(MultiHeadAttention):
     norm_epsilon: float = 1e-5
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
-        **more: Any,
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held, **more: Any,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
@@ -82,7 +82,7 @@ class DifferentialAttention(MultiHeadAttention):
         norm = nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="norm")
         return lambda x: norm(x) * jnp.asarray(1 - self.offset, x.dtype)
 
-    def _check(self, x_q: jax.Array, x_k: Any, x_v: Any) -> None:
+    def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
         inputs.number("offset", self.offset)
         if x_k is not x_q or x_v is not x_q:
             raise ValueError(

@@ -40,8 +40,8 @@ class ForgettingAttention(MultiHeadAttention):
     """
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
-        **more: Any,
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held, **more: Any,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         without_vectors("forgetting attention", settings.scores, call.scores)
@@ -72,10 +72,11 @@ class ForgettingAttention(MultiHeadAttention):
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
         found = core.attend(weights, settings, q, k, v, call, None, gate=gate, order=order, **more)
+        made = None
         if isinstance(cache, CacheConfig):
             _check_dtype(cache.dtype or k.dtype)
-            cache = cache.empty(kept, v, self.mask)
-        return found._replace(cache=cache, kv=None)
+            made = cache.empty(kept, v, self.mask)
+        return found._replace(cache=made, kv=None)
 
 
 class _Forget(ScoreMod):

@@ -49,8 +49,8 @@ class MultiHeadLatentAttention(MultiHeadAttention):
     norm_epsilon: float = 1e-6
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
-        **more: Any,
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held, **more: Any,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
@@ -94,7 +94,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
     def _norm(self, name: str) -> nn.Module:
         return nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name=name)
 
-    def _check(self, x_q: jax.Array, x_k: Any, x_v: Any) -> None:
+    def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
         inputs.positive(head_dim=self.head_dim, kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         inputs.optional(q_rank=self.q_rank, v_head_dim=self.v_head_dim)
         if x_k is not x_q or x_v is not x_q:

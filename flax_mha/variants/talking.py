@@ -34,8 +34,8 @@ class TalkingHeadsAttention(MultiHeadAttention):
     """
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Settings, call: Call, cache: Any,
-        **more: Any,
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held, **more: Any,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         without_vectors("talking-heads attention", settings.scores, call.scores)
