@@ -248,14 +248,14 @@ class MultiHeadAttention(nn.Module):
         listened = self.is_mutable_collection("intermediates")
         features = inputs_q.shape[-1]
         settings = core.Settings.of(self, with_parameters(self, self.scores, self, features))
-        call = Call(mask, bias, scores, positions, head_mask, lengths, order)
-        found = self.compute(
-            inputs_q, inputs_k, inputs_v, settings, call, cache,
+        call = Call(
+            mask, bias, scores, positions, head_mask, lengths, order,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
             return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
         )  # fmt: skip
+        found = self.compute(inputs_q, inputs_k, inputs_v, settings, call, cache)
         if found.cache is not None and found.cache is not cache:
             name = "memory" if isinstance(found.cache, Memory) else "kv"
             self.put_variable("cache", name, variables.constrained(found.cache))
@@ -265,7 +265,7 @@ class MultiHeadAttention(nn.Module):
 
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: core.Settings, call: Call, cache: core.Held, **more: Any,
+        settings: core.Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """The layer on those inputs, with what the cache holds: what variants define anew.
 
@@ -277,10 +277,9 @@ class MultiHeadAttention(nn.Module):
           call: the other arguments.
           cache: of earlier calls, or the keys and values of another layer, or the `CacheConfig` of
             a cache that is to be made.
-          **more: for `core.attention`, or `core.attend`.
         """
         weights = self.weights(x_q, x_k, x_v)
-        return core.attention(weights, settings, x_q, x_k, x_v, call, cache, **more)
+        return core.attention(weights, settings, x_q, x_k, x_v, call, cache)
 
     def weights(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> core.Weights:
         """The parameters, for inputs of those features; of no inputs_k those of queries alone."""

@@ -1,4 +1,3 @@
-# Over 300 lines: half of them say what arguments and results mean.
 """The layer as functions of arrays: project → norm → position → cache → kernel → merge.
 
 There are no modules here, of linen or of nnx: weights are a tree, settings a frozen dataclass, and
@@ -66,7 +65,16 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one call says beside its inputs; see `MultiHeadAttention`."""
+    """What one call says beside its inputs; see `MultiHeadAttention` for the first seven.
+
+    Attributes:
+      kernel: computes attention, called as `dot_product_attention` is; keys and values of a cache
+        are `Stored` (default: `dot_product_attention`).
+      dropout_rng: a key, if there is to be dropout.
+      return_weights: whether to give the weights.
+      capture: what to look at.
+      sower: the module that an `attention_fn` sows weights into.
+    """
 
     mask: masks.MaskLike | None = None
     bias: jax.Array | None = None
@@ -75,6 +83,11 @@ class Call:
     head_mask: jax.Array | None = None
     lengths: jax.Array | None = None
     order: Array | None = None
+    kernel: Callable[..., Any] | None = None
+    dropout_rng: jax.Array | None = None
+    return_weights: bool = False
+    capture: Capture | None = None
+    sower: Any = None
 
 
 class Output(NamedTuple):
@@ -103,12 +116,6 @@ def attention(
     x_v: jax.Array | None,
     call: Call,
     cache: Held = None,
-    *,
-    kernel: Callable[..., Any] | None = None,
-    dropout_rng: jax.Array | None = None,
-    return_weights: bool = False,
-    capture: Capture | None = None,
-    sower: Any = None,
 ) -> Output:
     """Attends from x_q to x_k and x_v.
 
@@ -123,39 +130,29 @@ def attention(
         another layer, to attend to. Of a `CacheConfig` one is made: in self-attention with room for
         as many tokens as these, of which it keeps none; in cross-attention with these keys and
         values.
-      kernel: see `attend`.
-      dropout_rng: a key, if there is to be dropout.
-      return_weights: whether to give the weights.
-      capture: what to look at.
-      sower: the module that an `attention_fn` sows weights into.
     """
-    itself = x_k is x_q
-    _, q, k, v, gate, order = projected(weights, settings, x_q, x_k, x_v, call, cache)
-    return attend(
-        weights, settings, q, k, v, call, cache, gate=gate, order=order, itself=itself,
-        kernel=kernel, dropout_rng=dropout_rng, return_weights=return_weights, capture=capture,
-        sower=sower,
-    )  # fmt: skip
+    heads = projected(weights, settings, x_q, x_k, x_v, call, cache)
+    return attend(weights, settings, heads, call, cache)
 
 
 class Projected(NamedTuple):
     """What inputs become before attention.
 
     Attributes:
-      x: inputs_q, with 0 for tokens that are none.
       q: [*B, T, N, H], normed and turned.
-      k: [*B, S, K, H], or None, of a memory.
+      k: [*B, S, K, H], or None, to attend to what the cache holds.
       v: [*B, S, K, Hv], likewise.
       gate: what the heads' outputs are scaled by, before the sigmoid; or None.
       order: where the tokens stand, see `Call`.
+      itself: whether keys are of the queries' tokens.
     """
 
-    x: jax.Array
     q: jax.Array
     k: Any
     v: Any
-    gate: jax.Array | None
-    order: Array | None
+    gate: jax.Array | None = None
+    order: Array | None = None
+    itself: bool = True
 
 
 def projected(
@@ -163,7 +160,8 @@ def projected(
     x_v: jax.Array | None, call: Call, cache: Held,
 ) -> Projected:  # fmt: skip
     """The first half of `attention`, up to the cache; arguments as there."""
-    whole = isinstance(cache, KV) or (x_k is x_q and cache is None)
+    itself = x_k is x_q
+    whole = isinstance(cache, KV) or (itself and cache is None)
     order = ordered(call.order, whole, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     with jax.named_scope("project"):  # These names are what profiles show.
@@ -175,47 +173,22 @@ def projected(
         q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if norm is not None and norm.after_rotary:
         q, k = normed(norm, weights, q, k, settings.dtype)
-    return Projected(x_q, q, k, v, gate, order)
+    return Projected(q, k, v, gate, order, itself)
 
 
 def attend(
-    weights: Weights,
-    settings: Settings,
-    q: jax.Array,
-    k: Any,
-    v: Any,
-    call: Call,
-    cache: Held,
-    *,
-    gate: jax.Array | None = None,
-    order: Array | None = None,
-    itself: bool = True,
-    kernel: Callable[..., Any] | None = None,
-    dropout_rng: jax.Array | None = None,
-    return_weights: bool = False,
-    capture: Capture | None = None,
-    sower: Any = None,
+    weights: Weights, settings: Settings, heads: Projected, call: Call, cache: Held
 ) -> Output:
     """What follows the projections, in `attention` and in layers that have others.
 
     Args:
       weights: of which only sinks, scale and out are read.
       settings: see `Settings`.
-      q: [*B, T, N, H].
-      k: [*B, S, K, H], or None, to attend to what the cache holds.
-      v: [*B, S, K, Hv], likewise.
+      heads: see `Projected`.
       call: see `Call`.
       cache: see `attention`.
-      gate: what the heads' outputs are scaled by, before the sigmoid.
-      order: see `Call`.
-      itself: whether keys are of the queries' tokens.
-      kernel: computes attention, called as `dot_product_attention` is; keys and values of a cache
-        are `Stored`.
-      dropout_rng: see `attention`.
-      return_weights: see `attention`.
-      capture: see `attention`.
-      sower: see `attention`.
     """
+    q, k, v, gate, order, itself = heads
     q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
@@ -223,14 +196,7 @@ def attend(
         cache = cache.memory(k, v)
     if isinstance(cache, Memory):
         k, v = cache.stored()
-    rest = _arguments(weights, settings, call, sower)
-    rest |= {"capture": capture, "return_weights": return_weights}
-    rest |= {} if kernel is None else {"attention": kernel}
-    if dropout_rng is not None:
-        rest |= {
-            "dropout_rng": dropout_rng, "dropout_rate": settings.dropout_rate,
-            "broadcast_dropout": settings.broadcast_dropout,
-        }  # fmt: skip
+    rest = _arguments(weights, settings, call)
     kv: Shared
     if isinstance(cache, Shared):
         kv, cache = cache, None
@@ -247,10 +213,10 @@ def attend(
     x, *extras = found if isinstance(found, tuple) else (found,)
     x = x if gate is None else x * jax.nn.sigmoid(gate).astype(x.dtype)
     x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
-    seen = extras[-1] if capture else {}
+    seen = extras[-1] if call.capture else {}
     with jax.named_scope("merge"):
         out = merged(weights.out, x)
-    return Output(out, extras[0] if return_weights else None, seen, cache, kv)
+    return Output(out, extras[0] if call.return_weights else None, seen, cache, kv)
 
 
 def returned(found: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -290,7 +256,7 @@ def merged(out: Linear | None, x: jax.Array) -> jax.Array:
     return jax.lax.collapse(x, x.ndim - 2) if out is None else out(x)
 
 
-def _arguments(weights: Weights, settings: Settings, call: Call, sower: Any) -> dict[str, Any]:
+def _arguments(weights: Weights, settings: Settings, call: Call) -> dict[str, Any]:
     """What computes attention, and what it is given beside queries, keys and values."""
     found: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
@@ -299,15 +265,21 @@ def _arguments(weights: Weights, settings: Settings, call: Call, sower: Any) -> 
         "normalizer": settings.normalizer,
         # One that is learned is in the queries.
         "scale": settings.scale if weights.scale is None else 1.0,
+        "capture": call.capture, "return_weights": call.return_weights,
     }  # fmt: skip
-    if settings.attention_fn is None:
-        return found
-    return found | {
-        "attention": functools.partial(
+    if call.dropout_rng is not None:
+        found |= {
+            "dropout_rng": call.dropout_rng, "dropout_rate": settings.dropout_rate,
+            "broadcast_dropout": settings.broadcast_dropout,
+        }  # fmt: skip
+    if call.kernel is not None:
+        found["attention"] = call.kernel
+    elif settings.attention_fn is not None:
+        found["attention"] = functools.partial(
             flax_functions.run, settings.attention_fn, dtype=settings.dtype,
-            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=sower,
-        )
-    }  # fmt: skip
+            force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
+        )  # fmt: skip
+    return found
 
 
 def ordered(order: Array | None, whole: bool, length: int) -> Array | None:

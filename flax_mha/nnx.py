@@ -267,13 +267,14 @@ class MultiHeadAttention(nnx.Module):
             mask = masks.combine(masks.Causal(), mask)
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         listened = hasattr(self, "__captures__")
-        found = core.attention(
-            self._weights(), self._settings(), inputs_q, inputs_k, inputs_v,
-            Call(mask, bias, scores, positions, head_mask, lengths, order), cache,
+        call = Call(
+            mask, bias, scores, positions, head_mask, lengths, order,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
             capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
         )  # fmt: skip
+        weights, settings = self._weights(), self._settings()
+        found = core.attention(weights, settings, inputs_q, inputs_k, inputs_v, call, cache)
         if found.cache is not None and self.kv is not None:
             self.kv.set_value(found.cache)
         for name, x in found.captured.items():

@@ -73,9 +73,9 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     real = core.attention
 
-    def attention(weights, settings, x_q, x_k, x_v, call, cache=None, **more):
-        found.append(vars(call) | more | {"kv": cache})
-        return real(weights, settings, x_q, x_k, x_v, call, cache, **more)
+    def attention(weights, settings, x_q, x_k, x_v, call, cache=None):
+        found.append(vars(call) | {"kv": cache})
+        return real(weights, settings, x_q, x_k, x_v, call, cache)
 
     monkeypatch.setattr(core, "attention", attention)
     return found

@@ -1,5 +1,6 @@
 """Attention to the blocks of keys that each query chooses."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -44,12 +45,12 @@ class ChosenBlocksAttention(MultiHeadAttention):
 
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held, **more: Any,
+        settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v, call, cache)
-        more["kernel"] = self._attend
-        return super().compute(x_q, x_k, x_v, settings, call, cache, **more)
+        call = dataclasses.replace(call, kernel=self._attend)
+        return super().compute(x_q, x_k, x_v, settings, call, cache)
 
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
         """`dot_product_attention` to what is chosen."""

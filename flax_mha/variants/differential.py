@@ -1,5 +1,6 @@
 """Differential attention: what two maps of weights have in common cancels."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -39,7 +40,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held, **more: Any,
+        settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
@@ -56,10 +57,13 @@ class DifferentialAttention(MultiHeadAttention):
         )  # fmt: skip
         q, k = turned(settings.rotary, query(x), key(x), call.positions, order, cache)
         out = self._out((N, 2 * H), D) if self.project_out else None
-        more["kernel"] = _Difference(self._lambda(H), self._norm(2 * H), K)
-        weights = core.Weights(query, key, value, out)
-        found = core.attend(weights, settings, q, k, value(x), call, cache, order=order, **more)
-        return found._replace(kv=None)
+        kernel = _Difference(self._lambda(H), self._norm(2 * H), K)
+        weights, call = (
+            core.Weights(query, key, value, out),
+            dataclasses.replace(call, kernel=kernel),
+        )
+        heads = core.Projected(q, k, value(x), order=order)
+        return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
 
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """N, K, H and Hv, of one map."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import core, masks, shapes, sharding
+from flax_mha import core, masks, padding, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.core import Call, Settings
@@ -41,7 +41,7 @@ class ForgettingAttention(MultiHeadAttention):
 
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held, **more: Any,
+        settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         without_vectors("forgetting attention", settings.scores, call.scores)
@@ -52,9 +52,11 @@ class ForgettingAttention(MultiHeadAttention):
         if self.attention_fn:
             raise ValueError("forgetting attention has no attention_fn, got one; leave it out")
         weights = self.weights(x_q, x_q, x_q)
-        x, q, k, v, gate, order = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
-        names, heads = ("embed", "heads"), (self.num_heads,)
-        z = self.linear("forget_gate", x.shape[-1:], names, heads, bias_init=None)(x)
+        heads = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
+        q, k, v, order = heads.q, heads.k, heads.v, heads.order
+        names, features = ("embed", "heads"), (self.num_heads,)
+        forget = self.linear("forget_gate", x_q.shape[-1:], names, features, bias_init=None)
+        z = forget(padding.cleared(x_q, call.lengths, order))
         bias, last = self._of_heads("forget_bias", nn.initializers.zeros_init()), None
         if isinstance(cache, KVCache):
             last = sharding.auto(_last, ("batch", None, "heads"), cache.key, cache.length, z)
@@ -66,12 +68,11 @@ class ForgettingAttention(MultiHeadAttention):
             _check_dtype(cache.key.dtype)
             # As many features as the keys, 0 where those have c.
             q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
-            more["kernel"] = _Kernel(c)
-            found = core.attend(weights, settings, q, kept, v, call, cache, gate=gate, **more)
-            return found._replace(kv=None)
+            heads, call = heads._replace(q=q, k=kept), dataclasses.replace(call, kernel=_Kernel(c))
+            return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
-        found = core.attend(weights, settings, q, k, v, call, None, gate=gate, order=order, **more)
+        found = core.attend(weights, settings, heads, call, None)
         made = None
         if isinstance(cache, CacheConfig):
             _check_dtype(cache.dtype or k.dtype)

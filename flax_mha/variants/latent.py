@@ -50,7 +50,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held, **more: Any,
+        settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
@@ -83,11 +83,12 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             settings = dataclasses.replace(settings, scale=(H + R) ** -0.5)
         latent = c[..., None, :]
         if isinstance(cache, KVCache):
-            more["kernel"] = _Absorbed(q[..., :H], key, value)
-            found = core.attend(weights, settings, q_rope, r, latent, call, cache, **more)
-            return found._replace(kv=None)
+            call = dataclasses.replace(call, kernel=_Absorbed(q[..., :H], key, value))
+            kept = core.Projected(q_rope, r, latent)
+            return core.attend(weights, settings, kept, call, cache)._replace(kv=None)
         q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)
-        found = core.attend(weights, settings, q, k, value(c), call, None, order=order, **more)
+        heads = core.Projected(q, k, value(c), order=order)
+        found = core.attend(weights, settings, heads, call, None)
         made = cache.empty(r, latent, self.mask) if isinstance(cache, CacheConfig) else None
         return found._replace(cache=made, kv=None)
 

@@ -35,7 +35,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held, **more: Any,
+        settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         without_vectors("talking-heads attention", settings.scores, call.scores)
@@ -46,23 +46,20 @@ class TalkingHeadsAttention(MultiHeadAttention):
         if isinstance(self.scale, str):
             raise ValueError(f"talking-heads attention has a number for scale, got {self.scale!r}")
         weights = self.weights(x_q, x_k, x_v)
-        found = core.projected(weights, settings, x_q, x_k, x_v, call, cache)
+        heads = core.projected(weights, settings, x_q, x_k, x_v, call, cache)
         _, K, H, _ = self.sizes(x_q.shape[-1])
         if settings.scale is None:
             settings = dataclasses.replace(settings, scale=H**-0.5)
         mix = functools.partial(_mixed_queries, K, self.precision)
-        q = sharding.auto(mix, sharding.HEADS, found.q, self._mixing("mix_scores"))
+        q = sharding.auto(mix, sharding.HEADS, heads.q, self._mixing("mix_scores"))
         k, v = (
             None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
-            for x in (found.k, found.v)
+            for x in (heads.k, heads.v)
         )
-        more["kernel"] = _Mixed(self._mixing("mix_weights"), K, self.precision)
-        attended = core.attend(
-            weights, settings, q, k, v, call, cache, gate=found.gate, order=found.order,
-            itself=x_k is x_q, **more,
-        )  # fmt: skip
-        # They are in the form of this layer alone.
-        return attended._replace(kv=None)
+        kernel = _Mixed(self._mixing("mix_weights"), K, self.precision)
+        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, kernel=kernel)
+        # Keys and values are in the form of this layer alone.
+        return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
 
     def _mixing(self, name: str) -> jax.Array:
         """From each head to each."""

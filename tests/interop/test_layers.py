@@ -70,14 +70,14 @@ class Gemma3n(MultiHeadAttention):
     """Gemma 3n norms values, too."""
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Any, call: Any, cache: Any, **more: Any
+        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Any, call: Any, cache: Any
     ) -> core.Output:
         weights = self.weights(x_q, x_k, x_v)
         q, k, v, _ = heads.project(weights, x_q, x_k, x_v)
         v = v if v is None else nn.RMSNorm(use_scale=False)(v)
         q, k = heads.normed(settings.qk_norm, weights, q, k, settings.dtype)
         q, k = heads.turned(settings.rotary, q, k, call.positions, None, cache)
-        return core.attend(weights, settings, q, k, v, call, cache, **more)
+        return core.attend(weights, settings, core.Projected(q, k, v), call, cache)
 
 
 def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
