@@ -335,7 +335,7 @@ class MultiHeadAttention(nnx.Module):
         ):
             if x is not None and x.shape[-1] != features:
                 raise ValueError(
-                    f"inputs_{name} must have {features} features, as the layer was made for, got "
+                    f"{name} must have {features} features, as the layer was made for, got "
                     f"{x.shape}; change in_features or in_kv_features"
                 )
 
