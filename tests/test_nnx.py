@@ -234,7 +234,10 @@ def test_blocks_through_the_bridge() -> None:
 
 
 MISTAKES = {
-    "features": (lambda: MultiHeadAttention(4, D, rngs=nnx.Rngs(0))(Y), r"^inputs_q must have 16 f.*\(2, 8, 1"),
+    "features": (
+        lambda: MultiHeadAttention(4, D, rngs=nnx.Rngs(0))(Y),
+        r"^inputs_q must have 16 features.*\(2, 8, 1",
+    ),
     "key features": (
         lambda: MultiHeadAttention(4, D, rngs=nnx.Rngs(0))(X, Y), "^inputs_k must have 16 features",
     ),
