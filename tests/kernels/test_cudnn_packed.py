@@ -15,7 +15,7 @@ from flax_mha import explain, private, sharding
 from flax_mha.grid import whole
 from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.cudnn.ragged import Runs
-from flax_mha.kernels.parallel import shards
+from flax_mha.kernels.parallel import devices
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
@@ -62,7 +62,7 @@ def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu(name: str) -> None:
     """Of the sizes that documents have there; below Hopper it is refused."""
-    capability = fused.gpu(shards.here()).capability
+    capability = fused.gpu(devices.here()).capability
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}

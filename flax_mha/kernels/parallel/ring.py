@@ -25,10 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import shapes, sharding
+from flax_mha import shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import softmax
 from flax_mha.kernels.plan import Plan, ask
+from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids, nothing
 from flax_mha.masks import EMPTY, Causal
@@ -57,7 +58,7 @@ class Ring(NamedTuple):
     plain: bool = False
 
     @classmethod
-    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims) -> "Ring":
+    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims, platform: Platform) -> "Ring":
         """The ring of n devices for a call, of which dims and spec are the whole."""
         seen, plain = np.ones((n, n), bool), False
         where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
@@ -67,11 +68,10 @@ class Ring(NamedTuple):
             seen = np.asarray(verdict).max((0, 1)) > EMPTY
             # Only on GPUs: kernels for others take positions, and compute the same with them.
             others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
-            plain = dims.T == dims.S and others == (None,) * 3 and sharding.platform() == "gpu"
+            plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
             plain &= spec.mask is None or type(spec.mask) is Causal
         here = np.arange(n)
-        steps = (s for s in range(n) if seen[here, here - s].any())
-        return cls(axes, seen, tuple(steps), plain)
+        return cls(axes, seen, tuple(s for s in range(n) if seen[here, here - s].any()), plain)
 
     def send(self, tree: Any, hop: int) -> Any:
         """Shifts arrays `hop` devices forward."""
