@@ -1,5 +1,7 @@
 """PyTorch's attention, eager, with a thread for each core."""
 
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,6 +134,14 @@ def decoding(size: Any, filled: int) -> Work:
             torch.cuda.synchronize()
 
     return Work(call, wait, lambda result: Outcome(_float32(result), (), 0.0))
+
+
+def release() -> None:
+    """Gives back what torch keeps of a GPU's memory and does not use: JAX may want it next."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _torch() -> tuple[Any, str]:

@@ -162,6 +162,7 @@ def test_vmap(nvidia) -> None:
     )))  # fmt: skip
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_the_shards_of_a_mesh(nvidia, kind: str) -> None:
     """Rows over one axis, heads over another: documents of a row go with it."""
