@@ -85,8 +85,9 @@ def main(argv: Sequence[str]) -> None:
 def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[str, Any]) -> None:
     """Measures steps at each size, and a prompt at the first."""
     rows: list[report.Row] = []
-    started, found = time.perf_counter(), list(decoding.sizes(machine.free_bytes(), flags))
-    for size in found:
+    ran: list[decoding.Size] = []
+    started = time.perf_counter()
+    for size in decoding.sizes(machine.free_bytes(), flags):
         if time.perf_counter() - started > flags["total"]:
             break
         with console.status(f"B={size.B}, S={size.S}"):
@@ -100,13 +101,14 @@ def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[s
                 continue
             finally:
                 torch_peers.release()
+        ran.append(size)
         rows += [row | {"bandwidth": bandwidth} for row in here]
         console.print(decoding.table(here, bandwidth))
         report.write(folder / "results.json", header, rows)
-    if not rows or time.perf_counter() - started > flags["total"]:
+    if not ran or time.perf_counter() - started > flags["total"]:
         console.print("no time or no memory left for a prompt")
         return
-    header["prefill"] = decoding.prefill(found[0], flags["seconds"])
+    header["prefill"] = decoding.prefill(ran[0], flags["seconds"])
     text = (
         "a prompt of {tokens:,} tokens: {seconds:.3g} s in one call, {token_by_token:.3g} s token "
         "by token, {ratio:.1f} times as long; {linen:.3g} s by linen's steps"

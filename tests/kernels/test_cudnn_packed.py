@@ -226,8 +226,7 @@ def test_refusals(hopper, monkeypatch, name: str) -> None:
 @pytest.mark.parametrize("given", ["traced", "known"])
 def test_a_layer_may_turn_each_document_from_0_on(nvidia, given: str) -> None:
     """Its `positions` are those of rotary alone: masks go by the order of the tokens."""
-    sizes = [13, 1, 20, 6]
-    known = np.repeat(np.arange(4), sizes), np.concatenate([np.arange(n) for n in sizes])
+    known = np.repeat(np.arange(4), LENGTHS[0]), np.concatenate([*map(np.arange, LENGTHS[0])])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, 32)), jnp.bfloat16)
     layer = MultiHeadAttention(4, rotary=Rotary(), dtype=jnp.bfloat16)
     variables = layer.init(jax.random.key(0), x)
