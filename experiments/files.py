@@ -59,16 +59,16 @@ def read(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that anybody may have written.
+def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
+    """The JSON object of at most so many bytes in a file that anybody may have written.
 
     Raises:
       RunError: if there is none, in one line.
     """
     try:
-        data = read(path, MOST + 1)
-        if len(data) > MOST:
-            raise ValueError(f"more than {MOST} bytes")
+        data = read(path, most + 1)
+        if len(data) > most:
+            raise ValueError(f"more than {most} bytes")
         value = json.loads(data.decode(), parse_constant=_refuse)
         if not isinstance(value, dict):
             raise ValueError(f"a {type(value).__name__}, and no object")

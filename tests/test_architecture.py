@@ -43,7 +43,7 @@ LAYERS = [
     {"kernels.flex.core"},
     {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
     {"kernels.observe", "kernels.decode"},
-    {"kernels.registry", "kernels.parallel.ring"},
+    {"kernels.registry", "kernels.parallel.ring", "kernels.parallel.devices"},
     {"kernels.parallel.shards"},
     {"kernels.choice", "kernels.options"},
     {"kernels"},

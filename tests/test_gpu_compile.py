@@ -4,7 +4,9 @@ The wheels are those of the extra gpu-compile. What is sent is what TPUs send, s
 test_tpu_collectives.py and docs/sharding.md.
 """
 
+import functools
 import re
+from collections import Counter
 
 import flax.linen as nn
 import jax
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from experiments.plan import compiled, gpus, roofline, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
-from flax_mha import MultiHeadAttention, dot_product_attention, masks
+from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
 from flax_mha.scores import SoftCap
 from tests import layers
 from tests.meshes import KINDS
@@ -125,10 +127,38 @@ def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         text, _ = compiled.dumped(jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x))
-    kinds = re.findall(r'"__cudnn\$(\w+)".*?"mask_type":"(\w+)"', text)
-    assert {kind for kind, _ in kinds} == {"fmhaSoftmax", "fmhaSoftmaxBackward"}
-    assert {mask for _, mask in kinds} == {"PADDING", "PADDING_CAUSAL"}
+    kinds = Counter(re.findall(r'"__cudnn\$(\w+)".*?"mask_type":"(\w+)"', text))
+    # One pass each way for each block: out and lse are kept, and nothing is computed again.
+    assert kinds == {
+        (kind, mask): count
+        for kind in ("fmhaSoftmax", "fmhaSoftmaxBackward")
+        for mask, count in (("PADDING_CAUSAL", 1), ("PADDING", length - 1))
+    }
     assert {one.kind for one in read(text, length)} == {"collective-permute"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(70)])
+def test_what_is_said_of_a_ring_is_what_it_compiles_to(
+    optimized: None, kind: str, mask: masks.Mask
+) -> None:
+    """Asked on CPUs of a GPU that is not here, and compiled for it."""
+    meant = Platform("gpu", "NVIDIA H200", cudnn=(9, 10, 2))
+    programs = []
+    for devices in (jax.devices("cpu")[:4], gpus.of("h200", 4)):
+        mesh = Mesh(np.array(devices), ("length",), axis_types=(KINDS[kind],))
+        x = jax.ShapeDtypeStruct(
+            (1, 512, 3, H), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length"))
+        )
+        with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "length")]):
+            told = explain(x, x, x, mask=mask, platform=meant)
+            call = jax.jit(functools.partial(dot_product_attention, mask=mask)).lower(x, x, x)
+            programs.append((told, compiled.dumped(call)[0]))
+    (told, on_cpu), (told_there, on_gpu) = programs
+    assert told == told_there
+    assert told.way == "ring"
+    assert "__cudnn$" not in on_cpu
+    assert ("__cudnn$" in on_gpu) == (told.chosen == "cudnn") == (mask == masks.Causal())
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])

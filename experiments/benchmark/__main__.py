@@ -36,6 +36,7 @@ from experiments.benchmark import (
     races,
     report,
     timing,
+    torch_peers,
 )
 from experiments.failures import RunError
 
@@ -84,19 +85,30 @@ def main(argv: Sequence[str]) -> None:
 def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[str, Any]) -> None:
     """Measures steps at each size, and a prompt at the first."""
     rows: list[report.Row] = []
-    started, found = time.perf_counter(), list(decoding.sizes(machine.free_bytes(), flags))
-    for size in found:
+    ran: list[decoding.Size] = []
+    started = time.perf_counter()
+    for size in decoding.sizes(machine.free_bytes(), flags):
         if time.perf_counter() - started > flags["total"]:
             break
         with console.status(f"B={size.B}, S={size.S}"):
-            bandwidth = decoding.bandwidth(size)
-            here = decoding.race(size, flags["repeats"], flags["seconds"])
-            # Others may have had the machine: the best counts.
-            bandwidth = max(bandwidth, decoding.bandwidth(size))
+            try:
+                bandwidth = decoding.bandwidth(size)
+                here = decoding.race(size, flags["repeats"], flags["seconds"])
+                # Others may have had the machine: the best counts.
+                bandwidth = max(bandwidth, decoding.bandwidth(size))
+            except Exception as error:  # of a size that does not fit, though it seemed to
+                console.print(f"B={size.B}, S={size.S}: {timing.reason(error)}")
+                continue
+            finally:
+                torch_peers.release()
+        ran.append(size)
         rows += [row | {"bandwidth": bandwidth} for row in here]
         console.print(decoding.table(here, bandwidth))
         report.write(folder / "results.json", header, rows)
-    header["prefill"] = decoding.prefill(found[0], flags["seconds"])
+    if not ran or time.perf_counter() - started > flags["total"]:
+        console.print("no time or no memory left for a prompt")
+        return
+    header["prefill"] = decoding.prefill(ran[0], flags["seconds"])
     text = (
         "a prompt of {tokens:,} tokens: {seconds:.3g} s in one call, {token_by_token:.3g} s token "
         "by token, {ratio:.1f} times as long; {linen:.3g} s by linen's steps"
@@ -131,6 +143,7 @@ def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[repo
     queue = jax.default_backend() != "cpu"
     times |= timing.interleave(works, repeats, seconds, queue)
     works.clear()  # gives the memory back
+    torch_peers.release()
     for label, name, case in race.entries if race.weigh else ():
         if not isinstance(times.get(label), timing.Timing):
             continue

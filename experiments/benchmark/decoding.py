@@ -101,6 +101,8 @@ def race(size: Size, rounds: int, seconds: float) -> list[report.Row]:
             works[name] = make(size, filled)
         except (RefusalError, ImportError) as refusal:
             rows[-1] |= {"status": "skipped", "reason": str(refusal)}
+        except Exception as error:  # of a cache that does not fit, or of a peer: anything
+            rows[-1] |= {"status": "failed", "reason": timing.reason(error)}
     # Calls of a step wait for each other by themselves: each takes the cache of the one before.
     found = timing.interleave(works, rounds, seconds, queue=jax.default_backend() != "cpu")
     base = found.get("linen")

@@ -1,5 +1,7 @@
 """PyTorch's attention, eager, with a thread for each core."""
 
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,14 +38,11 @@ def flex(case: Case) -> Work:
         torch.from_numpy(x).to(device, getattr(torch, case.dtype)).transpose(1, 2).contiguous()
         for x in (*case.inputs(), case.cotangent())
     )
-    mask = _mask(case, torch, device)
-    if mask is None and case.causal:
-        mask = torch.ones(case.T, case.T, dtype=torch.bool, device=device).tril()
-    blocks = None
-    if mask is not None:
-        rule = lambda b, n, i, j: mask[i, j]  # noqa: E731
+    rule, blocks = _rule(case, torch, device), None
+    if rule is not None:
         blocks = create_block_mask(rule, None, None, case.T, case.T, device=device)
-    attend = torch.compile(flex_attention)
+    # As one graph of these sizes: else, after some cases, torch goes on without compiling.
+    attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     gqa = q.shape[1] != k.shape[1]
     return _work(
         case, torch, lambda: attend(q, k, v, block_mask=blocks, enable_gqa=gqa), [q, k, v], [],
@@ -134,6 +133,14 @@ def decoding(size: Any, filled: int) -> Work:
     return Work(call, wait, lambda result: Outcome(_float32(result), (), 0.0))
 
 
+def release() -> None:
+    """Gives back what torch keeps of a GPU's memory and does not use: JAX may want it next."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def _torch() -> tuple[Any, str]:
     """The module, and the device that matches JAX's."""
     import torch
@@ -171,6 +178,21 @@ def _mask(case: Case, torch: Any, device: str) -> Any:
         document = torch.repeat_interleave(lengths)
         seen &= document[:, None] == document[None]
     return seen
+
+
+def _rule(case: Case, torch: Any, device: str) -> Callable[..., Any] | None:
+    """The mask as flex_attention likes it, by indices: no table is read; None for everything."""
+    if not (case.causal or case.window or case.documents):
+        return None
+    reach = (case.window or case.T) - 1
+    ahead = 0 if case.causal else reach
+    document = torch.repeat_interleave(torch.from_numpy(case.lengths()).to(device))
+
+    def rule(b: Any, n: Any, i: Any, j: Any) -> Any:
+        near = (i - j <= reach) & (j - i <= ahead)
+        return near & (document[i] == document[j]) if case.documents else near
+
+    return rule
 
 
 def _sdpa(case: Case, torch: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:

@@ -16,6 +16,9 @@ CONTRACT = (
     "tests/kernels/test_cudnn_lowering.py", "tests/kernels/test_cudnn_packed.py",
     "tests/kernels/test_contract.py", "tests/kernels/test_extremes.py",
 )  # fmt: skip
+# All cases of cuDNN's, most of which an ordinary run leaves out.
+ORACLE = ("tests/kernels/test_contract.py", "-m", "not grid", "-k", "cudnn")
+TESTS = {"contract": "Contract", "oracle": "cuDNN against the oracle"}  # steps, and their titles
 PEERS = ("jax-xla", "jax-cudnn", "tokamax", "torch-sdpa", "torch-flex")
 OURS = ("ours", "ours-reference", "ours-blockwise")
 # 16 heads of 128 features, 16,384 tokens a batch.
@@ -54,7 +57,7 @@ def plan(small: bool) -> list[Step]:
 
 
 def _large() -> list[Step]:
-    found = [_contract(300, CONTRACT)]
+    found = [_tests("contract", 200, CONTRACT), _tests("oracle", 200, ORACLE)]
     long, every = "--lengths=1024,4096,16384", (*OURS, *PEERS)
     for name, seconds, flags in (
         ("causal", 200, ("--masks=causal", long)),
@@ -84,7 +87,7 @@ def _large() -> list[Step]:
 def _small() -> list[Step]:
     names = ("ours", "ours-reference", "ours-blockwise", "jax-xla", "jax-cudnn")
     return [
-        _contract(120, ("tests/kernels/test_lowered.py",)),
+        _tests("contract", 120, ("tests/kernels/test_lowered.py",)),
         _race("packed", 60, names, *SMALL, "--masks=packed", "--lengths=32", "--dtypes=bfloat16"),
         _race("float32", 60, names, *SMALL, "--masks=causal", "--lengths=16,64",
               "--dtypes=float32"),
@@ -94,10 +97,10 @@ def _small() -> list[Step]:
     ]  # fmt: skip
 
 
-def _contract(seconds: float, paths: tuple[str, ...]) -> Step:
+def _tests(name: str, seconds: float, chosen: tuple[str, ...]) -> Step:
     arguments = ("-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "--maxfail=50",
-                 "--junitxml=FOLDER/tests.xml", *paths)  # fmt: skip
-    return Step("contract", seconds, arguments, _read_contract, precise=True)
+                 "--junitxml=FOLDER/tests.xml", *chosen)  # fmt: skip
+    return Step(name, seconds, arguments, _read_tests, precise=True)
 
 
 def _race(name: str, seconds: float, contestants: tuple[str, ...], *flags: str) -> Step:
@@ -130,7 +133,7 @@ def _train(seconds: float, *flags: str) -> Step:
     return Step("train", seconds, (*arguments, *flags), read)
 
 
-def _read_contract(folder: Path, said: str) -> dict[str, Any]:
+def _read_tests(folder: Path, said: str) -> dict[str, Any]:
     """How many tests passed, and the names of those that did not."""
     del said
     suite = ET.parse(folder / "tests.xml").getroot()[0]

@@ -147,8 +147,10 @@ def dot_product_attention(
     _check_lse(normalizer, return_weights, return_residuals, capture)
     way, kernel = choice.parsed(kernel)
 
-    def attend(q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *recalled: Result) -> Result:
-        return choice.decide(kernel, q, k, v, spec, shards.here()).run(*recalled)
+    def attend(
+        platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *recalled: Result
+    ) -> Result:
+        return choice.decide(kernel, q, k, v, spec, platform).run(*recalled)
 
     take_way = functools.partial(choice.take_way, way, normalizer)
     reads = return_weights or return_residuals or bool(capture)
@@ -244,8 +246,7 @@ def explain(
     capture = observe.as_capture(capture)
     way, kernel = choice.parsed(kernel)
 
-    def ask(q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
-        on = shards.here() if platform is None else platform
+    def ask(on: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
         found = choice.decide(kernel, q, k, v, spec.replace(invalid=None), on, ask_all=True)
         return Told(found.kernel, tuple(found.refused.items()))
 
@@ -256,12 +257,12 @@ def explain(
             capture.chosen(dims)
         division = shards.Division.of(q, k)
         if division is None or division.devices == 1:
-            return shards.ask(ask, q, k, v, spec, None)
+            return shards.ask(ask, q, k, v, spec, None, platform)
         refused = tuple(shards.refusals(division, dims, spec.normalizer).items())
         if way in dict(refused):
             return Told(None, refused)
         taken = choice.take_way(way, spec.normalizer, division, dims)
-        told = shards.ask(ask, q, k, v, spec, taken)
+        told = shards.ask(ask, q, k, v, spec, taken, platform)
         return Told(told.chosen, (*told.refused, *refused), taken)
 
     told = jax.eval_shape(trace, q, k, v)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mha import shapes
-from flax_mha.kernels import blockwise
+from flax_mha.kernels import blockwise, softmax
 from flax_mha.kernels.parallel import shards
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.registry import KERNELS
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     refused: dict[str, str]
 
     def run(self, *recalled: Result) -> Result:
-        """The result of the call, or the gradients alone of one that is known.
+        """The result of the call; or one that is known, of these keys among others, to go on from.
 
         Raises:
           ValueError: if the kernel that was named refuses.
@@ -35,7 +35,9 @@ class Choice(NamedTuple):
         if self.kernel is None or self.lowered is None:
             (name,) = self.refused
             raise refusal(name, self.refused[name])
-        return self.lowered(*(recalled if KERNELS[self.kernel].recalls else ()))
+        if not recalled or KERNELS[self.kernel].recalls:
+            return self.lowered(*recalled)
+        return softmax.of_part(self.lowered(), *recalled)
 
 
 def decide(

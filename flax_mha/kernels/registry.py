@@ -25,7 +25,8 @@ class Kernel(NamedTuple):
       name: of the module.
       platform: JAX's name of the only one that it runs on; None for all.
       called: what that platform is called in errors.
-      recalls: whether it can compute the gradients of a known result without computing it again.
+      recalls: whether it takes a known result, of these keys among others and without sinks, and
+        computes its gradients without computing it again.
       stored: whether it reads `Stored` keys and values as they are.
       normalizes: whether it has other normalizers than the softmax.
       vectors: whether it shows scores the vectors of queries and keys.
@@ -71,7 +72,7 @@ def _module(name: str) -> Any:
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cudnn", "gpu", "NVIDIA GPUs"),
+        Kernel("cudnn", "gpu", "NVIDIA GPUs", recalls=True),
         Kernel("splash", "tpu", "TPU"),
         Kernel("flex", "tpu", "TPU", recalls=True),
         Kernel("blockwise", recalls=True, vectors=True),

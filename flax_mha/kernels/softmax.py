@@ -91,18 +91,25 @@ def share(part: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
-def cotangents_of_part(part: Result, whole: Result, dout: jax.Array, dlse: jax.Array) -> Result:
-    """Those of a part's out and lse, where the whole is Σ share·part over parts.
+@jax.custom_vjp
+def of_part(part: Result, whole: Result) -> Result:
+    """The whole, Σ share·part over parts, whose gradients are those of this part alone."""
+    del part
+    return whole
 
-    Of a part that is the whole, as kernels recall it, they are those of the whole.
-    """
-    (out, lse), weight = part, share(part[1], whole[1])
-    wide = lse.dtype
+
+def _of_part_backward(parts: tuple[Result, Result], cotangents: Result) -> tuple[Result, None]:
+    (out, lse), whole = parts
+    dout, dlse = cotangents
+    weight, wide = share(lse, whole[1]), lse.dtype
     gain = jnp.einsum(
         "...tnh,...tnh->...nt", dout.astype(wide), out.astype(wide) - whole[0].astype(wide)
     )
     dout = dout.astype(wide) * shapes.by_query(weight)
-    return dout.astype(out.dtype), weight * (dlse + gain)
+    return (dout.astype(out.dtype), weight * (dlse + gain)), None
+
+
+of_part.defvjp(lambda part, whole: (whole, (part, whole)), _of_part_backward)
 
 
 def of_rows(

@@ -1,6 +1,5 @@
 """Steps against a cache, timed: --decode."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,7 +7,10 @@ import numpy as np
 import pytest
 
 from experiments.benchmark import __main__ as benchmark
-from experiments.benchmark import decoding, torch_peers
+from experiments.benchmark import decoding
+from experiments.benchmark.work import Outcome, Work
+
+FOUND = ("tokens", "seconds", "token_by_token", "ratio", "linen")
 
 
 @pytest.mark.slow
@@ -29,12 +31,31 @@ def test_decoding_leaves_a_table_and_json(
     assert result["prefill"]["ratio"] > 0
 
 
-def test_torch_decodes_as_we_do() -> None:
-    """From the same empty cache: with no token before, every output is its own value's."""
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("needs torch")
-    size = decoding.Size(2, 64, 2, 8, "float32")
-    work = torch_peers.decoding(size, 0)
-    first = work.outcome(work.call()).out
-    # The same token again: attention to two equal keys gives the same.
-    np.testing.assert_allclose(work.outcome(work.call()).out, first, atol=1e-5)
+def test_what_does_not_fit_ends_nothing_else(tmp_path: Path, monkeypatch, capsys) -> None:
+    """One contestant, or a whole size; and without a row there is no prompt to time."""
+
+    def full(size: decoding.Size, filled: int) -> Work:
+        raise MemoryError(f"no room for {size.S} slots")
+
+    def cheap(size: decoding.Size, filled: int) -> Work:
+        return Work(lambda: 0, lambda _: None, lambda _: Outcome(np.zeros(1), (), 0.0))
+
+    def bandwidth(size: decoding.Size) -> float:
+        if size.S == 8:
+            raise MemoryError("no room at all")
+        return 1.0
+
+    both = [decoding.Entry("linen", full, 4), decoding.Entry("ours", cheap, 4)]
+    monkeypatch.setattr(decoding, "entries", lambda size: both)
+    monkeypatch.setattr(decoding, "bandwidth", bandwidth)
+    monkeypatch.setattr(decoding, "prefill", lambda size, seconds: dict.fromkeys(FOUND, 1))
+    flags = ["--decode", "--heads=2", "--features=8", "--seconds=0.01"]
+    benchmark.main([*flags, "--lengths=8,16", f"--workdir={tmp_path / 'two'}"])
+    assert "S=8: MemoryError: no room at all" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "two" / "results.json").read_text())["rows"]
+    assert [(row["S"], row["label"], row["status"]) for row in rows] == [
+        (16, "linen", "failed"), (16, "ours", "ok"),
+    ]  # fmt: skip
+    assert rows[0]["reason"] == "MemoryError: no room for 16 slots"
+    benchmark.main([*flags, "--lengths=8", f"--workdir={tmp_path / 'none'}"])
+    assert "no time or no memory left for a prompt" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """The command for a day on a GPU: its steps, how they end, and what is made of what they leave."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def test_every_step_is_a_command_that_there_is(small: bool, tmp_path: Path) -> N
     for step in plan:
         _, _, module, *rest = step.command(tmp_path, 100.0)
         if module == "pytest":
+            assert step.name in steps.TESTS
             assert all((ROOT / path).is_file() for path in rest if path.endswith(".py"))
         elif module == "experiments.train":
             argv = [x for x in rest if x.startswith("--config.")]
@@ -84,6 +86,12 @@ def test_what_fails_ends_nothing_else_and_is_tried_again(tmp_path, monkeypatch, 
     assert "train: was done before" in shown
     assert "bad: ok" in shown
 
+    # An attempt that finds nothing takes nothing away.
+    plan[3:] = [_step("long", BAD)]
+    day.main([f"--workdir={folder}"])
+    found = json.loads((folder / "day.json").read_text())["steps"]
+    assert found["long"]["result"]["examples_per_second"] == 3.0
+
     day.main([f"--workdir={tmp_path / 'late'}", "--total=0"])
     assert json.loads((tmp_path / "late" / "day.json").read_text())["steps"]["train"] == {
         "status": "not begun", "seconds": 0.0, "reason": "no time left", "result": None,
@@ -93,6 +101,82 @@ def test_what_fails_ends_nothing_else_and_is_tried_again(tmp_path, monkeypatch, 
         day.main([f"--workdir={folder}"])
     with pytest.raises(SystemExit, match="must be a new or empty folder"):
         day.main([f"--workdir={tmp_path}"])
+
+
+DAMAGES = {
+    "empty": "", "half written": '{"machine": {"pla', "not JSON": "\x00\x01", "no object": "[1]",
+    "another object": '{"steps": {}}', "nested for ever": "[" * 100_000,
+    "steps of another kind": json.dumps({"machine": MACHINE, "small": False, "steps": {"a": 1}}),
+    "results of another kind": json.dumps({"machine": MACHINE, "small": False, "steps": {
+        "train": {"status": "ok", "reason": "", "seconds": 1, "result": {"rate": 3}}}}),
+    "small of another kind": json.dumps({"machine": MACHINE, "small": 3, "steps": {}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_day_is_set_aside(name: str, tmp_path, monkeypatch, capsys) -> None:
+    """With all that the folder holds; and again, with nothing of before lost."""
+    monkeypatch.setattr(day, "_output", lambda command: json.dumps(MACHINE))
+    monkeypatch.setattr(steps, "plan", lambda small: [_step("train", GOOD)])
+    folder = tmp_path / "day"
+    for again in ("", "-2"):
+        day.main([f"--workdir={folder}"])
+        (folder / "day.json").write_text(DAMAGES[name])
+        capsys.readouterr()
+        day.main([f"--workdir={folder}"])
+        line = capsys.readouterr().out.splitlines()[0]
+        aside = folder / f"damaged{again}"
+        assert str(folder / "day.json") in line
+        assert f"all that was there is in {aside} now, and the day begins anew" in line
+        assert (aside / "day.json").read_text() == DAMAGES[name]
+        assert (aside / "train" / "result").read_text() == "7"
+        found = json.loads((folder / "day.json").read_text())["steps"]
+        assert found["train"]["status"] == "ok"
+
+
+def test_what_takes_too_long_may_write_what_it_has(tmp_path: Path) -> None:
+    """As pytest does when it is interrupted; and what does not end is killed."""
+    tests = tmp_path / "test_two.py"
+    tests.write_text("import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\n")
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null",
+               "--junitxml=FOLDER/tests.xml", str(tests))  # fmt: skip
+    step = Step("contract", 6.0, command, steps._read_tests)
+    found = day.run(step, tmp_path, 100.0)
+    assert (found["status"], found["result"]["passed"]) == ("ended", 1), found
+    assert found["seconds"] < 20
+
+
+def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(day, "GRACE", 0.5)
+    stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
+    found = day.run(_step("train", stubborn, 2.0), tmp_path, 100.0)
+    assert found["status"] == "ended"
+    assert found["seconds"] < 10
+
+
+def test_steps_see_one_gpu(monkeypatch) -> None:
+    """Calls without a mesh would be divided between all there are."""
+    for given, seen in ((None, "0"), ("3,1", "3"), ("", "")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert day._environment()["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.slow
+def test_the_oracle_is_asked_about_cudnn(tmp_path: Path) -> None:
+    step = next(step for step in steps.plan(False) if step.name == "oracle")
+    command = [*step.command(tmp_path, 100.0), "--collect-only"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = [line for line in names.splitlines() if "::" in line]
+    assert sum(line.endswith("-cudnn]") for line in found) > 80
+
+
+@pytest.mark.parametrize("total", ["-1", "nan", "inf", "soon"])
+def test_no_number_of_seconds(total: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        day.main([f"--total={total}"])
+    assert "must be a number of seconds, got" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch) -> None:

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels import Platform, choice
 from flax_mha.kernels.spec import prepare
-from flax_mha.masks import Causal
+from flax_mha.masks import Causal, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
+from tests.meshes import KINDS
 
 # What is costly in making a call ready, by kernel.
 LOWERING = {
@@ -105,3 +108,29 @@ def test_explain_says_what_runs_on_a_ring() -> None:
         found = explain(x, x, x, mask=Causal())
     assert (found.way, found.chosen) == ("ring", "reference")
     assert "3 query heads" in found.refused["ulysses"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "mask", "chosen"),
+    [
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal(), "cudnn"),
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), None, "cudnn"),
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)), Causal() & Window(70), "reference"),
+        (Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), Causal(), "reference"),
+        (Platform("tpu"), Causal(), "flex"),
+        (Platform("cpu"), Causal(), "blockwise"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_ring_elsewhere_would_run(
+    kind: str, platform: Platform, mask: Mask | None, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the platform that is meant alone: the one at hand is not asked."""
+    mesh = jax.make_mesh((4,), ("context",), (KINDS[kind],), devices=jax.devices()[:4])
+    at = NamedSharding(mesh, P(None, "context"))
+    x = jax.ShapeDtypeStruct((2, 2048, 3, 64), jnp.bfloat16, sharding=at)
+    for at_hand in ("cpu", "gpu"):
+        monkeypatch.setattr(sharding, "platform", lambda at_hand=at_hand: at_hand)
+        with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
+            found = explain(x, x, x, mask=mask, platform=platform)
+        assert (found.way, found.chosen) == ("ring", chosen), at_hand

@@ -106,10 +106,16 @@ def refusal(kernel: str, problem: Problem, traced: bool) -> str | None:
     return found[0].refused.get(kernel)
 
 
+def stands_in(kernel: str) -> str | None:
+    """The fixture of what stands in for a kernel's platform; None where it is here."""
+    here = kernel == "cudnn" and jax.default_backend() == "gpu"
+    return None if here else PLATFORMS.get(kernel)
+
+
 @pytest.fixture
 def device(kernel: str, request: pytest.FixtureRequest) -> None:
     """What the kernel runs on, or what stands in for it."""
-    if platform := PLATFORMS.get(kernel):
+    if platform := stands_in(kernel):
         request.getfixturevalue(platform)
 
 
@@ -125,6 +131,14 @@ def test_against_the_oracle(case: Case, kernel: str) -> None:
         name: (found[name], allowed[name]) for name in found if not found[name] <= allowed[name]
     }
     assert not beyond, f"errors beyond their bounds: {beyond}"
+
+
+def test_on_a_gpu_cudnn_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stands_in("cudnn") == "nvidia"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert stands_in("cudnn") is None
+    assert stands_in("flex") == "tpu"
+    assert stands_in("blockwise") is None
 
 
 @pytest.mark.parametrize(("strength", "some"), [(2, cases.ordinary), (3, cases.grid)])

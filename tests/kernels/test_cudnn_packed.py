@@ -11,12 +11,13 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments import kernels_table
-from flax_mha import explain, private, sharding
+from flax_mha import MultiHeadAttention, explain, private, sharding
 from flax_mha.grid import whole
 from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.cudnn.ragged import Runs
-from flax_mha.kernels.parallel import shards
+from flax_mha.kernels.parallel import devices
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
+from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
 from flax_mha.shapes import Dims
 from tests.kernels.near import close, run
@@ -62,7 +63,7 @@ def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu(name: str) -> None:
     """Of the sizes that documents have there; below Hopper it is refused."""
-    capability = fused.gpu(shards.here()).capability
+    capability = fused.gpu(devices.here()).capability
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
@@ -161,6 +162,7 @@ def test_vmap(nvidia) -> None:
     )))  # fmt: skip
 
 
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_on_the_shards_of_a_mesh(nvidia, kind: str) -> None:
     """Rows over one axis, heads over another: documents of a row go with it."""
@@ -189,7 +191,7 @@ REFUSED = {
     "ids that come again": (r"not known to be runs", Segments(np.arange(T) % 3), {}),
     "two kinds": (r"one Segments of runs joined by &, got Segments",
                   Segments(IDS) & Documents(LENGTHS), {}),
-    "positions": (r"q_positions do not count from one number", Documents(LENGTHS),
+    "positions": (r"q_positions do not count from one number .* leave them out", Documents(LENGTHS),
                   {"q_positions": jnp.arange(T)}),
     "other keys": (r"tokens that are queries and keys alike", Documents(LENGTHS),
                    {"q_positions": 3}),
@@ -219,6 +221,28 @@ def test_refusals(hopper, monkeypatch, name: str) -> None:
     ask = functools.partial(explain, q, k, k)
     refused = kernels_table.traced(ask, call | {"mask": mask}).refused["cudnn"]
     assert re.search(reason, refused), refused
+
+
+@pytest.mark.parametrize("given", ["traced", "known"])
+def test_a_layer_may_turn_each_document_from_0_on(nvidia, given: str) -> None:
+    """Its `positions` are those of rotary alone: masks go by the order of the tokens."""
+    known = np.repeat(np.arange(4), LENGTHS[0]), np.concatenate([*map(np.arange, LENGTHS[0])])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, 32)), jnp.bfloat16)
+    layer = MultiHeadAttention(4, rotary=Rotary(), dtype=jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x)
+
+    def call(kernel: str, ids, positions):
+        mask = Causal() & Segments(ids, runs=True, at_most=4)
+        return layer.copy(kernel=kernel).apply(variables, x, mask=mask, positions=positions)
+
+    def both(kernel: str):
+        if given == "known":
+            return jax.jit(lambda: call(kernel, *known))()
+        return jax.jit(functools.partial(call, kernel))(*map(jnp.asarray, known))
+
+    close(both("cudnn"), both("reference"))
+    # What `auto` does is the same call.
+    np.testing.assert_array_equal(both("auto"), both("cudnn"))
 
 
 def test_several_devices_without_a_mesh_refuse(hopper, monkeypatch) -> None:

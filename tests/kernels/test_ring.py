@@ -1,7 +1,9 @@
 """Kernels on a ring: what each step is given, and what it computes."""
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -13,14 +15,19 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.registry import KERNELS
-from flax_mha.masks import Causal, Segments, Window
+from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias
 from tests.kernels.near import close as near
 from tests.kernels.test_flex import close
 
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # What computes attention forward: its module, and its name.
-FORWARD = {"flex": ("flex.core", "_attend"), "blockwise": ("blockwise", "_loops")}
+FORWARD = {
+    "flex": ("flex.core", "_attend"),
+    "blockwise": ("blockwise", "_loops"),
+    "cudnn": ("cudnn.fused", "forward"),
+}
+BACKWARD = ("cudnn.fused", "backward")
 
 
 @pytest.mark.slow
@@ -47,10 +54,12 @@ def test_on_a_ring(tpu) -> None:
         close(pull("ring:flex"), expected)
 
 
-def forwards(kernel: str, n: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often n devices compute attention of a block forward, for out and its gradients."""
+def passes(
+    of: tuple[str, str], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch, **call: Any
+) -> int:
+    """How often n devices run a function, for out, or all that is returned, and its gradients."""
     runs = []
-    place, name = FORWARD[kernel]
+    place, name = of
     module = importlib.import_module(f"flax_mha.kernels.{place}")
     computed = getattr(module, name)
 
@@ -61,12 +70,14 @@ def forwards(kernel: str, n: int, monkeypatch: pytest.MonkeyPatch) -> int:
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
     def pull(*qkv: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(dot_product_attention(*qkv, mask=Causal(), kernel=f"ring:{kernel}")))
+        found = dot_product_attention(*qkv, mask=Causal(), kernel=f"ring:{kernel}", **call)
+        return sum(jnp.sum(jnp.sin(x), dtype=jnp.float32) for x in jax.tree.leaves(found))
 
     mesh = jax.make_mesh((1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES), monkeypatch.context() as patch:
         patch.setattr(module, name, counted)
-        jax.block_until_ready(pull(*[jnp.ones((1, 16 * n, 1, 8))] * 3))
+        dtype = jnp.bfloat16 if kernel == "cudnn" else jnp.float32
+        jax.block_until_ready(pull(*[jnp.ones((1, 16 * n, 1, 8), dtype)] * 3))
         jax.effects_barrier()
     return len(runs)
 
@@ -78,35 +89,91 @@ def test_the_backward_pass_computes_no_attention_again(
 ) -> None:
     """Under a causal mask each device has a block for itself and each before it, once."""
     blocks = n * (n + 1) // 2
-    assert forwards(kernel, n, monkeypatch) == blocks
+    assert passes(FORWARD[kernel], kernel, n, monkeypatch) == blocks
     # A kernel that can't go on from what is known computes it again.
     monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(recalls=False))
-    assert forwards(kernel, n, monkeypatch) == 2 * blocks
+    assert passes(FORWARD[kernel], kernel, n, monkeypatch) == 2 * blocks
+
+
+def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its pass for the gradient of the lse is made only where that is asked for."""
+    n, blocks = 4, 10
+    assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == blocks
+    assert passes(BACKWARD, "cudnn", n, monkeypatch) == blocks
+    with_lse = {"return_residuals": True}
+    assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch, **with_lse) == blocks
+    assert passes(BACKWARD, "cudnn", n, monkeypatch, **with_lse) == 2 * blocks
+    monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(recalls=False))
+    assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == 2 * blocks
+
+
+def halves() -> list[jax.Array]:
+    rng = np.random.default_rng(4)
+    return [jnp.asarray(rng.normal(size=(2, 64, n, 8)), jnp.bfloat16) for n in (4, 2, 2)]
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="mask")
+def pulled(
+    kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None,
+    bias: jax.Array | None = None, *, mask: Mask | None = None,
+) -> Any:  # fmt: skip
+    """A loss of out and lse, and its gradients."""
+
+    def loss(*qkvb: Any) -> jax.Array:
+        out, lse = dot_product_attention(
+            *qkvb[:3], mask=mask, bias=qkvb[3], sinks=sinks, kernel=kernel, return_residuals=True
+        )
+        lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
+
+    return jax.value_and_grad(loss, (0, 1, 2) if bias is None else (0, 1, 2, 3))(q, k, v, bias)
+
+
+@contextlib.contextmanager
+def on_four() -> Iterator[None]:
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        yield
 
 
 @pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
 @pytest.mark.parametrize("sunk", [False, True])
 def test_cudnn_on_a_ring(nvidia, mask, sunk: bool) -> None:
     """What a step needs is full, the diagonal, or nothing: no position is asked."""
-    rng = np.random.default_rng(4)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, 64, n, 8)), jnp.bfloat16) for n in (4, 2, 2))
+    q, k, v = halves()
     sinks = jnp.array([0.5, -1.0, 0.0, 1.0]) if sunk else None
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def pull(kernel, *qkv):
-        def loss(*qkv):
-            out, lse = dot_product_attention(
-                *qkv, mask=mask, sinks=sinks, kernel=kernel, return_residuals=True
-            )
-            return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
-
-        return jax.value_and_grad(loss, (0, 1, 2))(*qkv)
-
-    expected = pull("reference", q, k, v)
-    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    expected = pulled("reference", q, k, v, sinks, mask=mask)
+    with on_four():
         assert explain(q, k, v, mask=mask, sinks=sinks, kernel="ring").chosen == "cudnn"
-        jax.tree.map(near, pull("ring:cudnn", q, k, v), expected)
+        jax.tree.map(near, pulled("ring:cudnn", q, k, v, sinks, mask=mask), expected)
         # Blocks that a window splits elsewhere than on the diagonal are not of one kind.
         refused = explain(q, k, v, mask=Causal() & Window(20), kernel="ring").refused["cudnn"]
         assert "q_positions do not count from one number" in refused
+
+
+def test_cudnn_on_a_ring_with_a_bias(nvidia) -> None:
+    """Which forbids some queries the keys of a block, and one of them all keys."""
+    bias = np.random.default_rng(5).normal(size=(4, 64, 64))
+    bias[:, 3:9, 16:32] = -np.inf
+    bias[1, 40] = -np.inf
+    args = (*halves(), None, jnp.asarray(bias, jnp.bfloat16))
+    expected = pulled("reference", *args)
+    with on_four():
+        jax.tree.map(near, pulled("ring:cudnn", *args), expected)
+
+
+@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
+@pytest.mark.parametrize("where", range(3))
+def test_what_is_not_finite_goes_no_further_on_a_ring(nvidia, mask, where: int) -> None:
+    """From a query, a key and a value to what they meet, as on one device."""
+    args = halves()
+    args[where] = args[where].at[0, 37, 1, 2].set(jnp.nan)
+    _, expected = pulled("cudnn", *args, mask=mask)
+    with on_four():
+        _, got = pulled("ring:cudnn", *args, mask=mask)
+    queries = [np.isfinite(np.asarray(grads[0], np.float32)) for grads in (got, expected)]
+    np.testing.assert_array_equal(*queries)
+    assert not queries[0].all()
+    for one, want in zip(got, expected, strict=True):
+        one, want = (np.asarray(x, np.float32) for x in (one, want))
+        near(one[np.isfinite(want)], want[np.isfinite(want)])

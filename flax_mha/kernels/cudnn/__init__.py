@@ -33,7 +33,7 @@ from flax_mha.kernels.cudnn import fused, settled
 from flax_mha.kernels.cudnn.band import Band
 from flax_mha.kernels.cudnn.fused import Kind
 from flax_mha.kernels.platform import Platform
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.scores import Bias, SoftCap
 from flax_mha.shapes import Dims
 
@@ -142,9 +142,10 @@ def _refuses_runs(
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, spread: bool
-) -> tuple[jax.Array, jax.Array]:
-    """See `reference.attend`. First derivatives only.
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, spread: bool,
+    recalled: Result | None = None,
+) -> Result:  # fmt: skip
+    """See `reference.attend`. First derivatives only; of a recalled result nothing else.
 
     Heads are filled with zeros to a multiple of 8 features, as wide in values as in keys. A scale
     that is an array, not a number, is multiplied to the queries, in their own dtype. A bias below
@@ -167,7 +168,11 @@ def _attend(
     # Without a mesh XLA divides it: JAX tells it how.
     kind = Kind(float(scale), band.causal, band.left, spread, cap)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
-    out, lse = settled.attend(kind, spec.mask is not None, q, k, v, bias, sinks, band)
+    if recalled is not None:
+        out, lse = recalled
+        out = _filled(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
+        recalled = out, lse.reshape(rows, dims.N, dims.T)
+    out, lse = settled.attend(kind, spec.mask is not None, q, k, v, bias, sinks, band, recalled)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse.reshape(*dims.B, dims.N, dims.T)
 

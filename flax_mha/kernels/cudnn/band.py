@@ -15,6 +15,11 @@ from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
+_OF_RUNS = (
+    " (of packed documents leave them out: where they begin anew in each, causality and windows "
+    "are those of the tokens' order, and what rotary goes by is a layer's `positions`)"
+)
+
 
 class Band(struct.PyTreeNode):
     """The query of index i < q sees the keys of indices j < k, i − left ≤ j ≤ i, of its own run.
@@ -115,7 +120,8 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
         ("kv_positions", first[1], of_pairs or bool(lengths)),
     ):
         if asked and x is None:
-            return f"{name} do not count from one number that is known before tracing"
+            reason = f"{name} do not count from one number that is known before tracing"
+            return reason + (_OF_RUNS if packed else "")
     q0, k0 = (x or 0 for x in first)
     reach = reach.shifted(q0 - k0, dims)
     if reach.right not in (None, 0) or (reach.right is None and reach.left is not None):

@@ -16,6 +16,7 @@ from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.cudnn.band import Band
 from flax_mha.kernels.cudnn.fused import Kind
 from flax_mha.kernels.finite import finite
+from flax_mha.kernels.spec import Result
 
 # Stands for −∞ in a bias, of which cuDNN makes NaN; it is the number that jax.nn takes. An lse
 # below half of it is that of a row whose biases were all −∞.
@@ -26,8 +27,8 @@ _FAR = 1e30
 
 def attend(
     kind: Kind, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
-    sinks: jax.Array | None, band: Band,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    sinks: jax.Array | None, band: Band, recalled: Result | None = None,
+) -> Result:  # fmt: skip
     """Attention of rows.
 
     Args:
@@ -39,6 +40,7 @@ def attend(
       bias: [rows|1, N|1, T, S], finite or NaN.
       sinks: float32 [N].
       band: with lengths of each row.
+      recalled: what is known to come of these keys among others, without sinks, to go on from.
 
     Returns:
       out [rows, T, N, F]; lse [rows, N, T], −∞ where no key is seen, and there is no sink.
@@ -46,13 +48,20 @@ def attend(
     spoiled = None
     if masked:
         # In its operands NaN would meet weights of 0, whatever cuDNN does with masked scores.
-        bad_q, bad_k, bad_v = (~jnp.isfinite(x).all(-1) for x in (q, k, v))
-        start, end = band.keys(q.shape[1], k.shape[1])
-        spoiled = bands.any_between(bad_k | bad_v, start, end)
-        spoiled = jnp.repeat(spoiled, q.shape[2] // k.shape[2], 2)
-        spoiled = jnp.swapaxes(spoiled | (bad_q & (end > start)[..., None]), 1, 2)
+        spoiled = _spoiled(q, k, v, band) if recalled is None else None
         q, k, v = finite(q), finite(k), finite(v)
+    if recalled is not None:
+        return _recalled(kind, masked, q, k, v, bias, sinks, band, recalled)
     return _settled(kind, q, k, v, bias, sinks, band, spoiled)
+
+
+def _spoiled(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array:
+    """The rows that see what is not finite, bool [rows, N, T]."""
+    bad_q, bad_k, bad_v = (~jnp.isfinite(x).all(-1) for x in (q, k, v))
+    start, end = band.keys(q.shape[1], k.shape[1])
+    spoiled = bands.any_between(bad_k | bad_v, start, end)
+    spoiled = jnp.repeat(spoiled, q.shape[2] // k.shape[2], 2)
+    return jnp.swapaxes(spoiled | (bad_q & (end > start)[..., None]), 1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,6 +148,27 @@ def _backward(kind: Kind, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
 
 _settled.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _recalled(kind: Kind, masked: bool, *args: Any) -> Result:
+    """The recalled result, the last argument, whose gradients are those of `_settled`."""
+    del kind, masked
+    return args[-1]
+
+
+def _recalled_forward(kind: Kind, masked: bool, *primals: Any) -> tuple[Result, Any]:
+    del kind
+    *args, recalled = jax.tree.map(lambda x: x.value, primals)
+    return recalled, (*args, () if masked else None, *recalled)
+
+
+def _recalled_backward(kind: Kind, masked: bool, *args: Any) -> tuple[Any, ...]:
+    del masked
+    return _backward(kind, *args)
+
+
+_recalled.defvjp(_recalled_forward, _recalled_backward, symbolic_zeros=True)
 
 
 def _pulled(

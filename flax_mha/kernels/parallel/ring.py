@@ -8,8 +8,8 @@ the next device, and merges what it gets with what it has:
 
 Steps in which a mask known before tracing lets no device see anything are left out, and their
 blocks never sent; a device that sees nothing in a step computes nothing. The backward pass goes
-round again, with the gradients of each block travelling behind it, and home in the end. So memory
-is that of one block and its neighbour, forward and backward.
+round again, from the out and lse of all blocks, with the gradients of each block travelling behind
+it, and home in the end. So memory is that of one block and its neighbour, forward and backward.
 
 Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
 that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -25,17 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import shapes, sharding
+from flax_mha import shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import softmax
 from flax_mha.kernels.plan import Plan, ask
+from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.kernels.tiling import map_grids, nothing
 from flax_mha.masks import EMPTY, Causal
 from flax_mha.shapes import Dims
 
-# (q, k, v, spec, known) -> (out, lse): what a device does. It may take a known result to compute
-# only gradients from.
+# (q, k, v, spec, known) -> (out, lse): what a device does. Given a result that is known, of these
+# keys among others, it gives that, and its gradients.
 Attend = Callable[..., Result]
 
 
@@ -57,7 +58,7 @@ class Ring(NamedTuple):
     plain: bool = False
 
     @classmethod
-    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims) -> "Ring":
+    def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims, platform: Platform) -> "Ring":
         """The ring of n devices for a call, of which dims and spec are the whole."""
         seen, plain = np.ones((n, n), bool), False
         where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
@@ -67,11 +68,10 @@ class Ring(NamedTuple):
             seen = np.asarray(verdict).max((0, 1)) > EMPTY
             # Only on GPUs: kernels for others take positions, and compute the same with them.
             others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
-            plain = dims.T == dims.S and others == (None,) * 3 and sharding.platform() == "gpu"
+            plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
             plain &= spec.mask is None or type(spec.mask) is Causal
         here = np.arange(n)
-        steps = (s for s in range(n) if seen[here, here - s].any())
-        return cls(axes, seen, tuple(steps), plain)
+        return cls(axes, seen, tuple(s for s in range(n) if seen[here, here - s].any()), plain)
 
     def send(self, tree: Any, hop: int) -> Any:
         """Shifts arrays `hop` devices forward."""
@@ -244,17 +244,18 @@ def _unless_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(shapes.by_query(lse) == -jnp.inf, 0.0, x)
 
 
-def _forward(
-    call: RingCall, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
-) -> tuple[Result, Any]:
+def _forward(call: RingCall, *primals: Any) -> tuple[Result, Any]:
+    q, k, v, arrays = jax.tree.map(lambda x: x.value, primals)
     out, lse = _core(call, q, k, v, arrays)
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
 def _backward(call: RingCall, residuals: Any, cotangents: Result) -> tuple[Any, ...]:
     q, k, v, arrays, out, lse = residuals
-    dout, dlse = cotangents
-    dout, dlse = _unless_empty(lse, dout), jnp.where(lse == -jnp.inf, 0.0, dlse)
+    # An lse that nobody asks the gradient of is left out: of it kernels may have a pass more.
+    asked = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in cotangents]
+    dout = _unless_empty(lse, cotangents[0]) if asked[0] else jnp.zeros_like(out)
+    douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if asked[1] else (dout,)
     ring, S, acc = call.ring, k.shape[-3], lse.dtype
     learned = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -262,14 +263,13 @@ def _backward(call: RingCall, residuals: Any, cotangents: Result) -> tuple[Any, 
         leaves = call.block(arrays, S, step)
         floats = [leaves[call.traced[n]] for n in learned]
 
-        def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Result:
+        def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Any:
             for n, x in zip(learned, floats, strict=True):
                 leaves[call.traced[n]] = x
-            return call.local(q, k, v, call.of_block(leaves, step), (out, lse))
+            return call.local(q, k, v, call.of_block(leaves, step), (out, lse))[: len(douts)]
 
         def see(k: jax.Array, v: jax.Array) -> Any:
-            part, pull = jax.vjp(block, q, k, v, floats)
-            dq, dk, dv, dfloats = pull(softmax.cotangents_of_part(part, (out, lse), dout, dlse))
+            dq, dk, dv, dfloats = jax.vjp(block, q, k, v, floats)[1](douts)
             return (dq.astype(acc), dfloats), (dk, dv)
 
         zeros = jax.tree.map(jnp.zeros_like, ((q.astype(acc), floats), blocks))
@@ -297,4 +297,4 @@ def _add(x: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(x, block, start, axis=-1)
 
 
-_core.defvjp(_forward, _backward)
+_core.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -5,6 +5,7 @@ runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a 
 is divided too, a call goes one of three `WAYS`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,14 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import mesh_axes, shapes, sharding
 from flax_mha.grid import Grid, whole
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.parallel import ring
-from flax_mha.kernels.parallel.ring import Attend
+from flax_mha.kernels.parallel.devices import here
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
 from flax_mha.mesh_axes import each
@@ -127,10 +127,10 @@ def preference(division: Division, dims: Dims) -> list[str]:
 
 
 def run(
-    attend: Attend, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
+    attend: Callable[..., Result], q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
     choose: Callable[[Division, Dims], str],
 ) -> Result:  # fmt: skip
-    """attend(q, k, v, spec), each device on its own shard.
+    """attend(platform, q, k, v, spec), each device on its own shard.
 
     Args:
       attend: what every device does. In a spec of a shard `rows` and `heads` tell which they are.
@@ -142,18 +142,21 @@ def run(
     """
     division = Division.of(q, k)
     if division is None:
-        return attend(q, k, v, spec)
+        return attend(here(), q, k, v, spec)
     if 0 in q.shape or not k.shape[-3]:
         # There is nothing to divide, and XLA takes no shards of nothing.
-        return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
+        whole = functools.partial(attend, here())
+        return sharding.auto(whole, (sharding.HEADS, _LSE), q, k, v, spec)
     way = choose(division, shapes.Dims.of(q, k, v)) if division.devices > 1 else None
+    platform = here(division.manual)
+    shard = functools.partial(attend, platform)
 
     def local(circle: ring.Ring | None, *call: Any) -> Result:
-        return attend(*call) if circle is None else ring.attend(circle, attend, *call)
+        return shard(*call) if circle is None else ring.attend(circle, shard, *call)
 
     divided = division.by_heads() if way == "ulysses" else division
     outs = divided.over_queries(), divided.over_lse()
-    out, lse = _on_shards(local, outs, divided, way == "ring", q, k, v, spec)
+    out, lse = _on_shards(local, outs, divided, way == "ring", platform, q, k, v, spec)
     out, lse = (
         mesh_axes.reshard(out, division.over_queries()),
         mesh_axes.reshard(lse, division.over_lse()),
@@ -162,31 +165,36 @@ def run(
 
 
 def ask(
-    look: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None
-) -> Any:
-    """What look(q, k, v, spec) says of a device's shard: a tree without arrays.
+    look: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None,
+    meant: Platform | None,
+) -> Any:  # fmt: skip
+    """What look(platform, q, k, v, spec) says of a device's shard: a tree without arrays.
 
-    Of a ring it is asked of the first block of keys that is visited.
+    Of a ring it is asked of the first block of keys that is visited; `meant` stands for `here`.
     """
     division = Division.of(q, k)
     if division is None or 0 in q.shape or 0 in k.shape:
-        return look(q, k, v, spec)
+        return look(meant or here(), q, k, v, spec)
+    platform = meant or here(division.manual)
 
     def local(circle: ring.Ring | None, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
-        return look(q, k, v, spec if circle is None else ring.first_block(circle, k, spec))
+        spec = spec if circle is None else ring.first_block(circle, k, spec)
+        return look(platform, q, k, v, spec)
 
     division = division.by_heads() if way == "ulysses" else division
-    return _on_shards(local, P(), division, way == "ring", q, k, v, spec)
+    return _on_shards(local, P(), division, way == "ring", platform, q, k, v, spec)
 
 
 def _on_shards(
-    local: Callable[..., Any], outs: Any, division: Division, by_ring: bool, q: jax.Array, k: Any,
-    v: Any, spec: AttentionSpec,
+    local: Callable[..., Any], outs: Any, division: Division, by_ring: bool, platform: Platform,
+    q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
 ) -> Any:  # fmt: skip
     """local(ring or None, q, k, v, spec), each device on its own shard."""
     dims = shapes.Dims.of(q, k, v)
     over_keys = division.length if by_ring else None
-    circle = ring.Ring.of(over_keys, division.devices, spec, dims) if by_ring else None
+    circle = None
+    if by_ring:
+        circle = ring.Ring.of(over_keys, division.devices, spec, dims, platform)
     sinks = spec.sinks
     rest = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
     arrays, specs, join = _split(_with_positions(rest, dims, division, by_ring), division)
@@ -267,34 +275,3 @@ def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     # Else groups are cut by the ends of the shards: a copy for each query head.
     own = heads // G
     return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))
-
-
-def here() -> Platform:
-    """What is traced here will run on: the devices of the ambient mesh, or those at hand.
-
-    The devices of a mesh need not be at hand: a program can be compiled for chips elsewhere.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    meant = mesh.abstract_device
-    kind = (jax.local_devices()[0] if meant is None else meant).device_kind
-    spread = mesh.empty and jax.device_count() > 1
-    return Platform(sharding.platform(), kind, None, _undivided(mesh), spread)
-
-
-def _undivided(mesh: AbstractMesh) -> str | None:
-    if mesh.empty:
-        if jax.device_count() == 1:
-            return None
-        return (
-            f"XLA can't divide it between the {jax.device_count()} devices by itself; wrap in "
-            f"`with jax.set_mesh(mesh)`, of one device or with rules (see flax_mha.sharding)"
-        )
-    sizes = dict(mesh.shape)
-    free = [axis for axis in (*mesh.auto_axes, *mesh.explicit_axes) if sizes[axis] > 1]
-    if not free:
-        return None
-    return (
-        f"no rule says what the mesh axes {free} divide; wrap in `with "
-        f"nn.logical_axis_rules(sharding.RULES)`, or add a rule each for 'batch', 'length' and "
-        f"'heads'"
-    )
