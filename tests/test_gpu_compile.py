@@ -5,6 +5,7 @@ test_tpu_collectives.py and docs/sharding.md.
 """
 
 import re
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments import kernels_memory
 from experiments.plan import compiled, gpus, roofline, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
@@ -137,3 +139,48 @@ def test_other_kernels_compile(optimized: None, kernel: str) -> None:
     mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
     text, _ = compiled.dumped(layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower())
     assert {one.kind for one in read(text, 8)} == {"all-reduce"}
+
+
+CHIPS = ["a100", "h200", "b200"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_memory_of_float32(optimized: None, chip: str) -> None:
+    """Of what `auto` takes: 1 GiB of scores twice at most, and O(T) beyond, as docs/kernels.md has it."""
+    (device,) = gpus.of(chip, 1)
+
+    def taken(length: int, heads: int, kernel: str = "auto") -> float:
+        """As shares of one input."""
+        found = kernels_memory.taken(device, length, heads, masks.Causal(), kernel, True)
+        return found / (4 * length * heads * kernels_memory.H)
+
+    few, many, both = 16, 256, "reference"
+    # The scores twice are 2·T/H times an input.
+    assert 32 < taken(1024, few) == taken(1024, few, both) < 36
+    assert taken(2048, many) < 4
+    assert taken(4096, few) < 4
+    assert taken(8192, few) < 4
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_what_products_of_float32_are(
+    optimized: None, chip: str, kernel: str, tmp_path: Path
+) -> None:
+    """TF32, ten bits after the point, unless `precision` says otherwise; then none is."""
+    mesh = Mesh(np.array(gpus.of(chip, 1)), ("data",))
+    x = jax.ShapeDtypeStruct((1, 256, 2, H), jnp.float32, sharding=NamedSharding(mesh, P()))
+    tensor_cores = {}
+    for precision in (None, "highest"):
+
+        def loss(q: jax.Array, precision: str | None = precision) -> jax.Array:
+            out = dot_product_attention(q, q, q, kernel=kernel, precision=precision)
+            return jnp.sum(jnp.sin(out))
+
+        folder = tmp_path / str(precision)
+        options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": ".*"}
+        jax.jit(jax.grad(loss)).lower(x).compile(compiler_options=options)
+        programs = "".join(path.read_text() for path in folder.glob("*.ptx"))
+        assert "fma.rn.f32" in programs
+        tensor_cores[precision] = set(re.findall(r"mma\.[\w.:]*?(tf32|bf16|f16)", programs))
+    assert tensor_cores == {None: {"tf32"}, "highest": set()}
