@@ -146,20 +146,26 @@ CHIPS = ["a100", "h200", "b200"]
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_memory_of_float32(optimized: None, chip: str) -> None:
-    """Of what `auto` takes: 1 GiB of scores twice at most, and O(T) beyond, as docs/kernels.md has it."""
+    """Scores twice while `auto` takes plain einsums, O(T) beyond: see docs/kernels.md."""
     (device,) = gpus.of(chip, 1)
 
     def taken(length: int, heads: int, kernel: str = "auto") -> float:
-        """As shares of one input."""
+        """In inputs, of which the scores are length/H."""
         found = kernels_memory.taken(device, length, heads, masks.Causal(), kernel, True)
         return found / (4 * length * heads * kernels_memory.H)
 
-    few, many, both = 16, 256, "reference"
-    # The scores twice are 2·T/H times an input.
-    assert 32 < taken(1024, few) == taken(1024, few, both) < 36
-    assert taken(2048, many) < 4
-    assert taken(4096, few) < 4
-    assert taken(8192, few) < 4
+    assert 32 < taken(1024, 16) == taken(1024, 16, "reference") < 36
+    for length, heads in ((2048, 256), (4096, 16), (8192, 16)):
+        assert taken(length, heads) < 4
+
+
+def test_a_line_of_the_table_of_memory(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(kernels_memory, "LENGTHS", (256, 8192))
+    monkeypatch.setattr(kernels_memory, "HEADS", (16,))
+    kernels_memory.main(["--mask=none"])
+    short, long = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    assert (short[0], short[2], short[3], short[-1]) == ("| 256", "4", "8", "`reference` |")
+    assert (long[0], long[2], long[3], long[-1]) == ("| 8,192", "4,096", "", "`blockwise` |")
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -1,7 +1,7 @@
 """`precision` reaches every product of a kernel, forward and backward.
 
-On GPUs float32 is multiplied as TF32 unless it says otherwise: a product that it did not reach would
-have three digits among others of seven. What XLA makes of it there: tests/test_gpu_compile.py.
+On GPUs float32 is multiplied as TF32 unless it says otherwise: a product that it did not reach
+would have three digits among others of seven. What XLA makes of it: tests/test_gpu_compile.py.
 """
 
 import re
@@ -28,8 +28,8 @@ SAID = {None: "DEFAULT", "highest": "HIGHEST", "high": "HIGH"}
 def products(function, *args) -> list[str]:
     """The precision of each product of matrices, as lowered.
 
-    A factor that is a vector is the one of ones in `finite.poison`, and the other is 0 or NaN: exact
-    in any precision.
+    A factor that is a vector is the one of ones in `finite.poison`, and the other is 0 or NaN:
+    exact in any precision.
     """
     text = jax.jit(function).lower(*args).as_text()
     lines = re.findall(r"stablehlo\.dot_general.*?precision = \[(\w+), (\w+)\] : \((.*?)\)", text)
