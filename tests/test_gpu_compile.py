@@ -7,6 +7,7 @@ test_tpu_collectives.py and docs/sharding.md.
 import functools
 import re
 from collections import Counter
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments import kernels_memory
 from experiments.plan import compiled, gpus, roofline, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
@@ -167,3 +169,54 @@ def test_other_kernels_compile(optimized: None, kernel: str) -> None:
     mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
     text, _ = compiled.dumped(layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower())
     assert {one.kind for one in read(text, 8)} == {"all-reduce"}
+
+
+CHIPS = ["a100", "h200", "b200"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_memory_of_float32(optimized: None, chip: str) -> None:
+    """Scores twice while `auto` takes plain einsums, O(T) beyond: see docs/kernels.md."""
+    (device,) = gpus.of(chip, 1)
+
+    def taken(length: int, heads: int, kernel: str = "auto") -> float:
+        """In inputs, of which the scores are length/H."""
+        found = kernels_memory.taken(device, length, heads, masks.Causal(), kernel, True)
+        return found / (4 * length * heads * kernels_memory.H)
+
+    assert 32 < taken(1024, 16) == taken(1024, 16, "reference") < 36
+    for length, heads in ((2048, 256), (4096, 16), (8192, 16)):
+        assert taken(length, heads) < 4
+
+
+def test_a_line_of_the_table_of_memory(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(kernels_memory, "LENGTHS", (256, 8192))
+    monkeypatch.setattr(kernels_memory, "HEADS", (16,))
+    kernels_memory.main(["--mask=none"])
+    short, long = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    assert (short[0], short[2], short[3], short[-1]) == ("| 256", "4", "8", "`reference` |")
+    assert (long[0], long[2], long[3], long[-1]) == ("| 8,192", "4,096", "", "`blockwise` |")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_what_products_of_float32_are(
+    optimized: None, chip: str, kernel: str, tmp_path: Path
+) -> None:
+    """TF32, ten bits after the point, unless `precision` says otherwise; then none is."""
+    mesh = Mesh(np.array(gpus.of(chip, 1)), ("data",))
+    x = jax.ShapeDtypeStruct((1, 256, 2, H), jnp.float32, sharding=NamedSharding(mesh, P()))
+    tensor_cores = {}
+    for precision in (None, "highest"):
+
+        def loss(q: jax.Array, precision: str | None = precision) -> jax.Array:
+            out = dot_product_attention(q, q, q, kernel=kernel, precision=precision)
+            return jnp.sum(jnp.sin(out))
+
+        folder = tmp_path / str(precision)
+        options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+        jax.jit(jax.grad(loss)).lower(x).compile(compiler_options=options)
+        programs = "".join(path.read_text() for path in folder.glob("*.ptx"))
+        assert "fma.rn.f32" in programs
+        tensor_cores[precision] = set(re.findall(r"mma\.[\w.:]*?(tf32|bf16|f16)", programs))
+    assert tensor_cores == {None: {"tf32"}, "highest": set()}

@@ -27,6 +27,7 @@ def limit(rows: Sequence[Row]) -> int | None:
     """The greatest measured T up to which `reference` is faster than `blockwise` in float32.
 
     By the geometric mean over masks and passes; 0 if it never is, None if they were not measured.
+    Of time alone: what memory leaves of it is `choice.MOST_SCORES`.
     """
     ratios: dict[int, list[float]] = {}
     for case in _cases(row for row in rows if row["dtype"] == "float32"):

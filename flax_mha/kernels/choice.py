@@ -1,5 +1,6 @@
 """Which kernel takes a call: asked once, by the call itself and by `explain`."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,9 @@ from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.registry import KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored
+
+# Of all rows and heads, that `auto` lets plain einsums keep on a GPU: 1 GiB of float32.
+MOST_SCORES = 2**28
 
 
 class Choice(NamedTuple):
@@ -76,11 +80,11 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
     |---|---|
     | TPU | `reference` up to T·S = 256², the others in their order |
     | CPU | likewise; bfloat16 only with fewer than 64 queries or keys |
-    | GPU | `cudnn`, `reference` up to 2,048², the others in their order |
+    | GPU | `cudnn`, `reference` up to 2,048² and 2²⁸ for all rows and heads, the others in order |
 
     For keys of a cache `decode` comes before all of these.
     """
-    scores = q.shape[-3] * k.shape[-3]
+    scores, rows = q.shape[-3] * k.shape[-3], math.prod(q.shape[:-3]) * q.shape[-2]
     if platform.name == "cpu" and blockwise.as_it_is(q, k):
         first = []
     elif platform.name in ("cpu", "tpu"):
@@ -88,8 +92,10 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
         # of splash would be mostly empty.
         first = ["reference"] if scores <= 256**2 else []
     else:
-        # Plain einsums are one large product each, until the scores no longer fit.
-        first = ["cudnn", "reference"] if scores <= 2048**2 else ["cudnn"]
+        # Plain einsums are one large product each, but they take memory for twice the scores, and
+        # keep them until the gradient.
+        fits = scores <= 2048**2 and scores * rows <= MOST_SCORES
+        first = ["cudnn", "reference"] if fits else ["cudnn"]
     first = ["decode", *first] if isinstance(k, Stored) else first
     return first + [name for name in KERNELS if name not in first]
 

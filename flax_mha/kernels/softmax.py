@@ -24,6 +24,10 @@ from flax_mha import shapes
 from flax_mha.kernels.finite import least
 from flax_mha.kernels.spec import Result
 
+# Of sums over the features of one query, which are no work: whatever precision the call asks of its
+# products, what is subtracted from them must not be less exact.
+_EXACT = jax.lax.Precision.HIGHEST
+
 
 def begin(total: jax.Array) -> jax.Array:
     """The greatest score where nothing has been seen: finite, so that it can be subtracted."""
@@ -102,9 +106,8 @@ def _of_part_backward(parts: tuple[Result, Result], cotangents: Result) -> tuple
     (out, lse), whole = parts
     dout, dlse = cotangents
     weight, wide = share(lse, whole[1]), lse.dtype
-    gain = jnp.einsum(
-        "...tnh,...tnh->...nt", dout.astype(wide), out.astype(wide) - whole[0].astype(wide)
-    )
+    change = out.astype(wide) - whole[0].astype(wide)
+    gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
     dout = dout.astype(wide) * shapes.by_query(weight)
     return (dout.astype(out.dtype), weight * (dlse + gain)), None
 
@@ -133,7 +136,10 @@ def of_rows(
     dout = jnp.where(seen[..., None], dout, 0.0)
     dlse = jnp.where(total == 0, 0.0, dlse)
     # (As an einsum, for XLA:CPU takes ten times as long for the sum of a product of rank 5.)
-    delta = jnp.einsum("...h,...h->...", dout, out, preferred_element_type=total.dtype) - dlse
+    delta = jnp.einsum(
+        "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
+    )
+    delta = delta - dlse
     return dout, 1 / jnp.where(total == 0, 1.0, total), delta
 
 

@@ -5,8 +5,9 @@ import re
 import jax
 import pytest
 
-from experiments import kernels_table
+from experiments import kernels_memory, kernels_table
 from experiments.kernels_table import KERNELS
+from experiments.plan import gpus
 from flax_mha.kernels import Platform
 
 
@@ -25,3 +26,9 @@ def test_every_kernel_has_a_home_and_a_word_on_the_page(name: str) -> None:
 
 def test_reference_takes_everything() -> None:
     assert not any(kernels_table.refusals("reference", Platform("cpu")).values())
+
+
+def test_memory_of_gpus_says_what_it_needs(monkeypatch) -> None:
+    monkeypatch.setattr(gpus, "lacking", lambda: "needs the wheels")
+    with pytest.raises(SystemExit, match=r"needs the wheels.*pip install .*gpu-compile"):
+        kernels_memory.main([])

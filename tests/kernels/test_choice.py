@@ -101,6 +101,37 @@ def test_what_a_platform_elsewhere_would_run(platform: Platform, chosen: str) ->
     assert explain(x, x, x, platform=platform).chosen == chosen
 
 
+H200 = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "queries", "keys", "chosen"),
+    [
+        (1, 1, 2048, 2048, "reference"),
+        (1, 1, 2048, 2049, "blockwise"),
+        (1, 1, 1024, 4096, "reference"),
+        # All rows and heads together: 2²⁸ scores, 1 GiB.
+        (4, 16, 2048, 2048, "reference"),
+        (5, 16, 2048, 2048, "blockwise"),
+        (16, 16, 1024, 1024, "reference"),
+        (16, 17, 1024, 1024, "blockwise"),
+        (1024, 16, 128, 128, "reference"),
+        (1025, 16, 128, 128, "blockwise"),
+    ],
+)
+def test_float32_on_a_gpu_is_bounded_in_memory(
+    rows: int, heads: int, queries: int, keys: int, chosen: str
+) -> None:
+    q = jax.ShapeDtypeStruct((rows, queries, heads, 64), jnp.float32)
+    k = jax.ShapeDtypeStruct((rows, keys, 1, 64), jnp.float32)
+    assert explain(q, k, k, platform=H200).chosen == chosen
+    # Rows may have several axes, and cuDNN is not bound where it takes the call.
+    q, k = (jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in (q, k))
+    assert explain(q, k, k, platform=H200).chosen == chosen
+    q, k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k))
+    assert explain(q, k, k, platform=H200).chosen == "cudnn"
+
+
 def test_explain_says_what_runs_on_a_ring() -> None:
     mesh = jax.make_mesh((4,), ("context",), devices=jax.devices()[:4])
     x = jax.ShapeDtypeStruct((2, 512, 3, 64), jnp.float32)

@@ -1,0 +1,95 @@
+"""What attention in float32 takes of a GPU's memory, by the compiler, which needs no GPU.
+
+    python -m experiments.kernels_memory    # an H200, causal: the table of docs/kernels.md
+    python -m experiments.kernels_memory --chip=a100 --mask=none
+
+Each line is the greatest memory beside arguments and results. It takes the wheels of the extra
+gpu-compile.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments.failures import RunError
+from experiments.plan import gpus
+from flax_mha import dot_product_attention, explain, masks
+from flax_mha.kernels import Platform
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+HEADS = (16, 256)
+# Beyond it XLA takes minutes for plain einsums, whose mask it computes while it compiles.
+LONGEST = 4096
+H = 64
+MASKS = {"none": None, "causal": masks.Causal()}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Prints the table as Markdown, line by line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.kernels_memory", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--chip", choices=sorted(gpus.TARGETS), default="h200")
+    parser.add_argument("--mask", choices=sorted(MASKS), default="causal")
+    flags = parser.parse_args(argv)
+    # Nothing runs, so JAX need not start what is here.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        (device,) = gpus.of(flags.chip, 1)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+    columns = [f"`{kernel}`, {what}" for kernel in ("reference", "blockwise")
+               for what in ("forward", "with gradients")]  # fmt: skip
+    print("| T = S | B·N | " + " | ".join(["scores", *columns]) + " | `auto` |")
+    print("|---" * 8 + "|")
+    for T in LENGTHS:
+        for N in HEADS:
+            print(line(device, T, N, MASKS[flags.mask]), flush=True)
+
+
+def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
+    """Of one size."""
+    x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32)
+    platform = Platform("gpu", device.device_kind, cudnn=(9, 20, 0))
+    cells = [f"{T:,}", str(N), _mib(4 * N * T**2)]
+    for kernel in ("reference", "blockwise"):
+        for gradients in (False, True):
+            tried = kernel == "blockwise" or T <= LONGEST
+            cells.append(_mib(taken(device, T, N, mask, kernel, gradients)) if tried else "")
+    return f"| {' | '.join(cells)} | `{explain(x, x, x, mask=mask, platform=platform).chosen}` |"
+
+
+def taken(
+    device: jax.Device, T: int, N: int, mask: masks.Mask | None, kernel: str, gradients: bool
+) -> int:
+    """Bytes beside arguments and results, of N heads of 64 features."""
+    mesh = Mesh(np.array([device]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32, sharding=sharding)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out: jax.Array = dot_product_attention(q, k, v, mask=mask, kernel=kernel)
+        return out
+
+    def loss(*qkv: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(attend(*qkv)))
+
+    with jax.set_mesh(mesh):
+        call = jax.jit(jax.grad(loss, (0, 1, 2)) if gradients else attend)
+        stats: Any = call.lower(x, x, x).compile().memory_analysis()
+    return int(stats.temp_size_in_bytes)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,59 @@
+"""`precision` reaches every product of a kernel, forward and backward.
+
+On GPUs float32 is multiplied as TF32 unless it says otherwise: a product that it did not reach
+would have three digits among others of seven. What XLA makes of it: tests/test_gpu_compile.py.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from flax_mha import dot_product_attention
+from flax_mha.masks import Causal, Lengths
+from flax_mha.scores import Relative, SoftCap
+
+B, T, S, N, K, H = 2, 24, 40, 4, 2, 8
+CALLS = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "lengths": {"mask": Lengths(jnp.array([3, 40]))},
+    "scores": {"scores": (SoftCap(3.0), Relative(jnp.ones((5, H)))), "sinks": jnp.ones(N)},
+    "dropout": {"dropout_rate": 0.5, "dropout_rng": jax.random.key(0)},
+}
+SAID = {None: "DEFAULT", "highest": "HIGHEST", "high": "HIGH"}
+
+
+def products(function, *args) -> list[str]:
+    """The precision of each product of matrices, as lowered.
+
+    A factor that is a vector is the one of ones in `finite.poison`, and the other is 0 or NaN:
+    exact in any precision.
+    """
+    text = jax.jit(function).lower(*args).as_text()
+    lines = re.findall(r"stablehlo\.dot_general.*?precision = \[(\w+), (\w+)\] : \((.*?)\)", text)
+    return [x for *both, types in lines for x in both if not re.search(r"tensor<\d+xf32>$", types)]
+
+
+@pytest.mark.parametrize("precision", SAID)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
+def test_forward_and_backward(kernel: str, call: str, precision: str | None) -> None:
+    q, k, v = (jnp.ones((B, n, heads, H)) for n, heads in ((T, N), (S, K), (S, K)))
+
+    def attend(q, k, v):
+        return dot_product_attention(
+            q, k, v, kernel=kernel, precision=precision, return_residuals=True, **CALLS[call]
+        )
+
+    def loss(*qkv):
+        out, lse = attend(*qkv)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+
+    forward, backward = products(attend, q, k, v), products(jax.grad(loss, (0, 1, 2)), q, k, v)
+    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # what `softmax.of_rows` sums
+    assert set(forward) == {SAID[precision]}
+    assert set(backward) - exact == {SAID[precision]} - exact
+    assert len(forward) >= 2 * 2
+    assert len(backward) >= 5 * 2
