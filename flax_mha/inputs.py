@@ -77,6 +77,8 @@ def integers(name: str, x: Any) -> Any:
             )
         try:
             x = np.asarray(x)
+            # An empty list has no numbers to take a dtype from.
+            x = x if x.size else x.astype(np.int32)
         except ValueError:
             raise TypeError(
                 f"{name} must be integers, got {x!r}, which is ragged; pad it to one length"

@@ -37,6 +37,7 @@ from flax_mha import (
 )
 from flax_mha.cache import KVCache
 from flax_mha.generation import generate
+from flax_mha.masks.base import Placed
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.positions import PositionEmbedding, Rotary
 from flax_mha.search import decoding
@@ -86,6 +87,18 @@ def module(
 
 def ones(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.ones(shape, dtype)
+
+
+class Empty(scores.ScoreMod):
+    pass
+
+
+class EmptyOfVectors(scores.ScoreMod):
+    vectors = True
+
+
+class Nowhere(Placed):
+    pass
 
 
 KERNEL: list[Case] = [
@@ -268,6 +281,39 @@ KERNEL: list[Case] = [
      r"got NoneType; leave it out; masks.combine\(a, b\) takes None"),
     ("masks: & with a list", lambda: masks.Causal() & [True], TypeError, r"bool array, got list"),
     ("masks: | with a name", lambda: masks.Causal() | "all", TypeError, r"bool array, got str"),
+    *kernel("sinks", ValueError,
+            r"sinks must have shape \[N\] = \(6,\), got \(3,\)", sinks=ones(3)),
+    *kernel("slopes", ValueError, r"must have shape \[N\] = \(6,\), got \(3,\)",
+            scores=(scores.Alibi(ones(3)),)),
+    *kernel("no cap", ValueError, r"SoftCap needs a cap above 0, got -1.0",
+            scores=(scores.SoftCap(-1.0),)),
+    *kernel("buckets", ValueError,
+            r"shape \[N, buckets\] with N=6 and at least 4 buckets, got \(6, 3\)",
+            scores=(scores.RelativeBias(ones(6, 3)),)),
+    *kernel("an empty score", NotImplementedError, r"Empty must define __call__\(score, at\)",
+            scores=(Empty(),)),
+    *kernel("an empty score of vectors", NotImplementedError,
+            r"EmptyOfVectors must define of_vectors",
+            scores=(EmptyOfVectors(),)),
+    *kernel("an empty mask by position", NotImplementedError, r"Nowhere must define placed\(at\)",
+            mask=Nowhere()),
+    *kernel("axes of a lattice", ValueError,
+            r"a size and a window for each axis, got \(2, 2\) and \(1,\)",
+            mask=masks.Neighborhood((2, 2), (1,))),
+    *kernel("windows of a lattice", ValueError,
+            r"window must be from 1 to the sizes \(2, 2\), got \(3, 3\)",
+            mask=masks.Neighborhood((2, 2), 3)),
+    *kernel("a small lattice", ValueError,
+            r"has 2 tokens, the call has T=4 and S=4; give the lattice",
+            mask=masks.Neighborhood((1, 2), 1)),
+    *kernel("ids of fewer tokens", ValueError,
+            r"must have shape \(4,\) or .*\(2, 4\), got \(3,\); give one",
+            mask=masks.Segments(np.arange(3))),
+    *kernel("documents of other rows", ValueError,
+            r"got \(3, 2\); fill rows of fewer documents with 0",
+            mask=masks.Documents(np.ones((3, 2), int))),
+    ("no heads to capture", lambda: Capture(("weights",), heads=[]), ValueError,
+     r"takes indices, such as \(0, 3\) or range\(8\), got \[\]"),
 ]  # fmt: skip
 
 LAYER: list[Case] = [
@@ -421,6 +467,15 @@ LAYER: list[Case] = [
      flax.errors.InvalidRngError, r'needs PRNG for "dropout"'),
     ("layer: other features", lambda: ATTENTION.apply(ATTENTION.init(KEY, X), X[..., :6]),
      flax.errors.ScopeParamShapeError, r"kernel.*\(8, 2, 4\)"),
+    layer("learned scale", ValueError,
+          r"scale must be a number or 'learned', got 'own'", scale="own"),
+    layer("use_bias of none", ValueError, r"names of projections, of \['query', .*got \('q',\)",
+          use_bias=("q",)),
+    layer("heads beyond int32", ValueError, r"num_heads must fit int32, got 1099511627776",
+          num_heads=2**40),
+    layer("head_mask of no numbers", TypeError,
+          r"head_mask must be numbers or bools, got \[\('float0'.*; give 0 or 1",
+          call={"head_mask": np.zeros(2, jax.dtypes.float0)}),
 ]  # fmt: skip
 
 MODULES: list[Case] = [
@@ -683,6 +738,18 @@ MODELS: list[Case] = [
     generated("beams", ValueError, r"beams must be at least 1, got 0", beams=0),
     generated("beams drawn", ValueError, r"beams=2 are searched, not drawn", beams=2, rng=KEY,
               temperature=1.0),
+    generated("cache of a module", ValueError,
+              r"cache is for a step function, got it for a Lang.*own",
+              cache={}),
+    ("logits of no tokens", lambda: sampling.top_k(jnp.float32(1), 1), ValueError,
+     r"logits must have shape \[\*B, V\], got \(\); add the axis V"),
+    ("top_p of rows", lambda: sampling.top_p(ones(2, 5), ones(2)), ValueError,
+     r"top_p must be one number, got shape \(2,\); vmap"),
+    module("logits_cap", ValueError, r"logits_cap must be above 0, got 0; None is no cap",
+           MODEL.clone(logits_cap=0), TOKENS),
+    module("one token alone", ValueError,
+           r"shape \[\*B, T\], got \(\); give one token as .*\[None\]",
+           MODEL, TOKENS[0, 0]),
 ]  # fmt: skip
 
 
