@@ -100,12 +100,22 @@ def _exponentials(
     # Any shift gives the same weights.
     top = jax.lax.stop_gradient(top)
     top = jax.lax.optimization_barrier(top) if shared else top
-    weights = jnp.exp(logits - top)
-    if allowed is not None:
-        # A product: XLA:CPU fuses it, unlike a select, with the products of matrices.
-        weights = weights * allowed.astype(weights.dtype)
+    weights = jnp.exp(logits - top) if allowed is None else _masked_exp(logits - top, allowed)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     return weights, top, total if spec.sinks is None else total + jnp.exp(sinks - top)
+
+
+@jax.custom_jvp
+def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
+    """exp(x), 0 where masked. Told that it is its own derivative, JAX keeps nothing else for it."""
+    # A product: XLA:CPU fuses it, unlike a select, with the products of matrices.
+    return jnp.exp(x) * allowed.astype(x.dtype)
+
+
+@_masked_exp.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    weights = _masked_exp(*primals)
+    return weights, weights * tangents[0]
 
 
 def _lse(top: jax.Array, total: jax.Array) -> jax.Array:
