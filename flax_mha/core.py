@@ -68,8 +68,8 @@ class Call:
     """What one call says beside its inputs; see `MultiHeadAttention` for the first seven.
 
     Attributes:
-      kernel: computes attention, called as `dot_product_attention` is; keys and values of a cache
-        are `Stored` (default: `dot_product_attention`).
+      attention: what computes it, called as `dot_product_attention` is, with keys and values of a
+        cache as `Stored` (default: `dot_product_attention`).
       dropout_rng: a key, if there is to be dropout.
       return_weights: whether to give the weights.
       capture: what to look at.
@@ -83,7 +83,7 @@ class Call:
     head_mask: jax.Array | None = None
     lengths: jax.Array | None = None
     order: Array | None = None
-    kernel: Callable[..., Any] | None = None
+    attention: Callable[..., Any] | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
     capture: Capture | None = None
@@ -272,8 +272,8 @@ def _arguments(weights: Weights, settings: Settings, call: Call) -> dict[str, An
             "dropout_rng": call.dropout_rng, "dropout_rate": settings.dropout_rate,
             "broadcast_dropout": settings.broadcast_dropout,
         }  # fmt: skip
-    if call.kernel is not None:
-        found["attention"] = call.kernel
+    if call.attention is not None:
+        found["attention"] = call.attention
     elif settings.attention_fn is not None:
         found["attention"] = functools.partial(
             flax_functions.run, settings.attention_fn, dtype=settings.dtype,

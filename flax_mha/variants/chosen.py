@@ -49,7 +49,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v, call, cache)
-        call = dataclasses.replace(call, kernel=self._attend)
+        call = dataclasses.replace(call, attention=self._attend)
         return super().compute(x_q, x_k, x_v, settings, call, cache)
 
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:

@@ -57,10 +57,10 @@ class DifferentialAttention(MultiHeadAttention):
         )  # fmt: skip
         q, k = turned(settings.rotary, query(x), key(x), call.positions, order, cache)
         out = self._out((N, 2 * H), D) if self.project_out else None
-        kernel = _Difference(self._lambda(H), self._norm(2 * H), K)
+        attention = _Difference(self._lambda(H), self._norm(2 * H), K)
         weights, call = (
             core.Weights(query, key, value, out),
-            dataclasses.replace(call, kernel=kernel),
+            dataclasses.replace(call, attention=attention),
         )
         heads = core.Projected(q, k, value(x), order=order)
         return core.attend(weights, settings, heads, call, cache)._replace(kv=None)

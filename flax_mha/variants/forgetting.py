@@ -68,7 +68,10 @@ class ForgettingAttention(MultiHeadAttention):
             _check_dtype(cache.key.dtype)
             # As many features as the keys, 0 where those have c.
             q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
-            heads, call = heads._replace(q=q, k=kept), dataclasses.replace(call, kernel=_Kernel(c))
+            heads, call = (
+                heads._replace(q=q, k=kept),
+                dataclasses.replace(call, attention=_Kernel(c)),
+            )
             return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))

@@ -83,7 +83,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             settings = dataclasses.replace(settings, scale=(H + R) ** -0.5)
         latent = c[..., None, :]
         if isinstance(cache, KVCache):
-            call = dataclasses.replace(call, kernel=_Absorbed(q[..., :H], key, value))
+            call = dataclasses.replace(call, attention=_Absorbed(q[..., :H], key, value))
             kept = core.Projected(q_rope, r, latent)
             return core.attend(weights, settings, kept, call, cache)._replace(kv=None)
         q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)

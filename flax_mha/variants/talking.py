@@ -56,8 +56,8 @@ class TalkingHeadsAttention(MultiHeadAttention):
             None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
             for x in (heads.k, heads.v)
         )
-        kernel = _Mixed(self._mixing("mix_weights"), K, self.precision)
-        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, kernel=kernel)
+        attention = _Mixed(self._mixing("mix_weights"), K, self.precision)
+        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
         # Keys and values are in the form of this layer alone.
         return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
 
