@@ -134,13 +134,17 @@ def test_a_damaged_day_is_set_aside(name: str, tmp_path, monkeypatch, capsys) ->
         assert found["train"]["status"] == "ok"
 
 
-def test_what_takes_too_long_may_write_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_what_takes_too_long_may_write_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As pytest does when it is interrupted; and what does not end is killed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # It starts in no time.
     tests = tmp_path / "test_two.py"
     tests.write_text("import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\n")
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null",
                "--junitxml=FOLDER/tests.xml", str(tests))  # fmt: skip
-    step = Step("contract", 6.0, command, steps._read_tests)
+    step = Step("contract", 12.0, command, steps._read_tests)
     found = day.run(step, tmp_path, 100.0)
     assert (found["status"], found["result"]["passed"]) == ("ended", 1), found
     assert found["seconds"] < 20
