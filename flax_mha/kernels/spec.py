@@ -82,6 +82,17 @@ class AttentionSpec(struct.PyTreeNode):
         """Whether any of the scores sees the vectors of queries and keys."""
         return any(mod.vectors for mod in self.scores)
 
+    def own(self) -> list[type]:
+        """The kinds of masks and scores that compute what a user wrote."""
+        parts: list[Any] = []
+
+        def visit(x: Any) -> bool:
+            parts.append(x)
+            return False
+
+        jax.tree.flatten((self.mask, self.scores), is_leaf=visit)
+        return [type(x) for x in parts if isinstance(x, Mask | ScoreMod) and _is_own(type(x))]
+
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -229,15 +240,7 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
     Raises:
       TypeError: if one of them closes over traced arrays, whose gradients would be lost.
     """
-    parts: list[Any] = []
-
-    def visit(x: Any) -> bool:
-        parts.append(x)
-        return False
-
-    jax.tree.flatten((spec.mask, spec.scores), is_leaf=visit)
-    own = [type(x) for x in parts if isinstance(x, Mask | ScoreMod) and _is_own(type(x))]
-    if not own:
+    if not (own := spec.own()):
         return
     leaves, tree = jax.tree.flatten((spec, spec.at(dims)))
     given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]

@@ -222,6 +222,7 @@ class TiledCall(NamedTuple):
       grids: which lie over the scores.
       scale: of the scores, where queries are not scaled themselves.
       together: how many rows and key/value heads are computed at once.
+      pure: see `traced.once`.
     """
 
     plan: Plan
@@ -230,6 +231,7 @@ class TiledCall(NamedTuple):
     grids: tuple[bool, ...]
     scale: float
     together: int
+    pure: bool
 
     @classmethod
     def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
@@ -240,7 +242,8 @@ class TiledCall(NamedTuple):
         # Grids of each row or head would become gathers, so these are not batched.
         own = any(g and x.shape[:2] != (1, 1) for x, g in zip(leaves, grids, strict=True))
         together = 1 if own else plan.together
-        return cls(plan, tree, tuple(map(bool, floating)), tuple(grids), scale, together)
+        floats = tuple(map(bool, floating))
+        return cls(plan, tree, floats, tuple(grids), scale, together, pure=not spec.own())
 
     def spec(self, learned: list[jax.Array], rest: list[jax.Array]) -> AttentionSpec:
         """The spec of those leaves."""

@@ -14,17 +14,13 @@ def once(fn: Callable[..., Any]) -> Callable[..., Any]:
     of the time, forward and backward.
 
     Args:
-      fn: whose first argument is known before tracing. Where it can't be hashed, for a mask or a
-        score of a user's holds a list, say, fn is traced as ever.
+      fn: whose first argument is known before tracing. Where that is not `pure`, for it holds
+        functions of a user's, which may read what changes, fn is traced each time.
     """
     shared = jax.jit(fn, static_argnums=0, inline=True)
 
     @functools.wraps(fn)
     def call(static: Any, *arrays: Any) -> Any:
-        try:
-            hash(static)
-        except TypeError:
-            return fn(static, *arrays)
-        return shared(static, *arrays)
+        return (shared if static.pure else fn)(static, *arrays)
 
     return call

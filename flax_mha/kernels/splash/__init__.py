@@ -93,7 +93,8 @@ def _attend(
             for x, to in zip(lowered.ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
-    forms = [SplashCall(mask, blocks, cap, spec.mask is not None) for mask in lowered.masks]
+    guarded, pure = spec.mask is not None, not spec.own()
+    forms = [SplashCall(mask, blocks, cap, guarded, pure) for mask in lowered.masks]
     out, lse = _rows(tuple(forms), lowered.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
@@ -130,12 +131,14 @@ class SplashCall(NamedTuple):
       blocks: their sizes, in all three kernels.
       cap: of the scores, or None.
       guarded: whether q and k hold NaN where any of the call's inputs was not finite.
+      pure: see `traced.once`.
     """
 
     mask: lazy.splash.MultiHeadMask
     blocks: Blocks
     cap: float | None
     guarded: bool
+    pure: bool
 
     def common(self, function: Any) -> dict[str, Any]:
         """What each of splash's kernels takes."""
