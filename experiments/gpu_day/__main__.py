@@ -156,10 +156,13 @@ def _ended(command: list[str], log: Path, seconds: float, precise: bool) -> tupl
     """How a command ended, and why if not well."""
     env = _environment() | ({"JAX_DEFAULT_MATMUL_PRECISION": "highest"} if precise else {})
     with log.open("w") as file:
+        # What a shell starts in the background ignores interrupts, and so would a step.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         process = subprocess.Popen(
             command, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
+        signal.signal(signal.SIGINT, before)
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -1,6 +1,7 @@
 """The command for a day on a GPU: its steps, how they end, and what is made of what they leave."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -140,12 +141,16 @@ def test_what_takes_too_long_may_write_what_it_has(
 ) -> None:
     """As pytest does when it is interrupted; and what does not end is killed."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # It starts in no time.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # As in the background.
     tests = tmp_path / "test_two.py"
     tests.write_text("import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\n")
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null",
                "--junitxml=FOLDER/tests.xml", str(tests))  # fmt: skip
     step = Step("contract", 12.0, command, steps._read_tests)
-    found = day.run(step, tmp_path, 100.0)
+    try:
+        found = day.run(step, tmp_path, 100.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (found["status"], found["result"]["passed"]) == ("ended", 1), found
     assert found["seconds"] < 20
 
