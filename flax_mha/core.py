@@ -68,8 +68,8 @@ class Call:
     """What one call says beside its inputs; see `MultiHeadAttention` for the first seven.
 
     Attributes:
-      attention: what computes it, called as `dot_product_attention` is, with keys and values of a
-        cache as `Stored` (default: `dot_product_attention`).
+      attention: the function that computes attention, called as `dot_product_attention` is, with
+        keys and values of a cache as `Stored` (default: `dot_product_attention`).
       dropout_rng: a key, if there is to be dropout.
       return_weights: whether to give the weights.
       capture: what to look at.

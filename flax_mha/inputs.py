@@ -61,12 +61,6 @@ def floating(name: str, x: Any) -> Any:
     return x
 
 
-def floats(**arrays: Any) -> None:
-    """As `floating`, of several by their names."""
-    for name, x in arrays.items():
-        floating(name, x)
-
-
 def integers(name: str, x: Any) -> Any:
     """Whole numbers as int32: a NumPy array if they are known before tracing."""
     if not isinstance(x, jax.Array | np.ndarray):

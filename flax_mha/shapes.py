@@ -103,7 +103,8 @@ def resolve_inputs(
 def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     named = {"inputs_q": q, "inputs_k": k, "inputs_v": v}
-    inputs.floats(**named)
+    for name, x in named.items():
+        inputs.floating(name, x)
     for name, x in named.items():
         _check_rank(name, x)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:

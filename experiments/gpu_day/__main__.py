@@ -5,10 +5,10 @@
     python -m experiments.gpu_day --small                # a minute, anywhere: to try the command
 
 The kernels' tests against the float64 oracle, cuDNN's contract among them, float32 products as
-such, not TF32; attention timed
-beside jax.nn, tokamax and PyTorch where those are installed (pip install -e '.[peers]'); decoding
-against the memory's bandwidth; the trainer's examples a second; and from the times, as a diff, the
-length up to which `auto` should take plain einsums. It takes pip install -e '.[test,cuda]'.
+such, not TF32; attention timed beside jax.nn, tokamax and PyTorch where those are installed
+(pip install -e '.[peers]'); decoding against the memory's bandwidth; the trainer's examples a
+second; and from the times, as a diff, the length up to which `auto` should take plain einsums. It
+takes pip install -e '.[test,cuda]'.
 
 Everything goes to --workdir: report.md, day.json, and a folder for each step. What fails is said in
 the report, and ends nothing else.
@@ -158,11 +158,13 @@ def _ended(command: list[str], log: Path, seconds: float, precise: bool) -> tupl
     with log.open("w") as file:
         # What a shell starts in the background ignores interrupts, and so would a step.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        process = subprocess.Popen(
-            command, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        signal.signal(signal.SIGINT, before)
+        try:
+            process = subprocess.Popen(
+                command, cwd=results.ROOT, env=env, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            signal.signal(signal.SIGINT, before)
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     refused: dict[str, str]
 
     def run(self, *recalled: Result) -> Result:
-        """The result of the call; or one that is known, of these keys among others, to go on from.
+        """The result of the call. Of one known already, of these keys and others, the gradients.
 
         Raises:
           ValueError: if the kernel that was named refuses.

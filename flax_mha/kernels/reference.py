@@ -107,7 +107,7 @@ def _exponentials(
 
 @jax.custom_jvp
 def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
-    """exp(x), 0 where masked. Told that it is its own derivative, JAX keeps nothing else for it."""
+    """exp(x), 0 where masked. It is its own derivative, so gradients need nothing else kept."""
     # A product: XLA:CPU fuses it, unlike a select, with the products of matrices.
     return jnp.exp(x) * allowed.astype(x.dtype)
 

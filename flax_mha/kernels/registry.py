@@ -25,8 +25,8 @@ class Kernel(NamedTuple):
       name: of the module.
       platform: JAX's name of the only one that it runs on; None for all.
       called: what that platform is called in errors.
-      recalls: whether it takes a known result, of these keys among others and without sinks, and
-        computes its gradients without computing it again.
+      recalls: whether, given a result known already, of these keys and others and without sinks, it
+        computes the gradients without computing the result again.
       stored: whether it reads `Stored` keys and values as they are.
       normalizes: whether it has other normalizers than the softmax.
       vectors: whether it shows scores the vectors of queries and keys.

@@ -24,8 +24,8 @@ from flax_mha import shapes
 from flax_mha.kernels.finite import least
 from flax_mha.kernels.spec import Result
 
-# Of sums over the features of one query, which are no work: whatever precision the call asks of its
-# products, what is subtracted from them must not be less exact.
+# Of the sums over one query's features that gradients subtract. They cost little, and must not be
+# less exact than the products, whatever precision the call asks for.
 _EXACT = jax.lax.Precision.HIGHEST
 
 

@@ -52,7 +52,7 @@ class AttentionSpec(struct.PyTreeNode):
         None. Their q is NaN; no kernel reads this, see `spoil`.
       precision: of the matrix products, see `jax.lax.Precision`.
       reads_lse: whether anyone reads the lse; if not, a kernel may give 0 in its place.
-      exact_lse: whether the caller does, who wants all its digits.
+      exact_lse: whether it is the caller who reads it, and wants it exact.
       normalizer: how scores become weights, see `normalizers`.
     """
 

@@ -16,8 +16,8 @@ from flax_mha.masks.base import known
 from flax_mha.shapes import Dims
 
 _OF_RUNS = (
-    " (of packed documents leave them out: where they begin anew in each, causality and windows "
-    "are those of the tokens' order, and what rotary goes by is a layer's `positions`)"
+    " (for packed documents leave them out: masks count tokens in the order given, and positions "
+    "that begin anew in each document are for rotary, a layer's `positions`)"
 )
 
 

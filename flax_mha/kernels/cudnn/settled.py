@@ -40,7 +40,8 @@ def attend(
       bias: [rows|1, N|1, T, S], finite or NaN.
       sinks: float32 [N].
       band: with lengths of each row.
-      recalled: what is known to come of these keys among others, without sinks, to go on from.
+      recalled: the result, if it is known already, of these keys and others and without sinks: then
+        only the gradients are computed.
 
     Returns:
       out [rows, T, N, F]; lse [rows, N, T], −∞ where no key is seen, and there is no sink.

@@ -170,7 +170,8 @@ def ask(
 ) -> Any:  # fmt: skip
     """What look(platform, q, k, v, spec) says of a device's shard: a tree without arrays.
 
-    Of a ring it is asked of the first block of keys that is visited; `meant` stands for `here`.
+    Of a ring it is asked of the first block of keys that is visited. The platform is the one that
+    is meant, or the one at hand.
     """
     division = Division.of(q, k)
     if division is None or 0 in q.shape or 0 in k.shape:
