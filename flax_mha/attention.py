@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import core, fields, inputs, masks, mesh_axes, shapes, sharding, shared
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
-from flax_mha.core import Call
+from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
 from flax_mha.kernels import Capture
 from flax_mha.kernels.normalizers import SOFTMAX
@@ -26,20 +26,10 @@ from flax_mha.sharding import LogicalNames
 from flax_mha.shared import Given, Shared
 
 
-class LayerOptions(TypedDict, total=False):
+class LayerOptions(CallOptions, total=False):
     """The arguments of a layer's call that do not change what it returns, for type checkers."""
 
-    mask: masks.MaskLike | None
-    bias: jax.Array | None
-    scores: Sequence[ScoreMod]
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None
-    head_mask: jax.Array | None
-    lengths: jax.Array | None
-    order: Array | None
-    kv: Given | None
-    deterministic: bool | None
     dropout_rng: jax.Array | None
-    sow_weights: bool
 
 
 class MultiHeadAttention(nn.Module):
@@ -252,7 +242,7 @@ class MultiHeadAttention(nn.Module):
             mask, bias, scores, positions, head_mask, lengths, order,
             dropout_rng=self._dropout_rng(deterministic, dropout_rng),
             return_weights=return_weights,
-            capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
+            capture=captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
         )  # fmt: skip
         found = self.compute(inputs_q, inputs_k, inputs_v, settings, call, cache)

@@ -5,89 +5,26 @@ the cache goes in and comes out. A layer of either library makes the parameters,
 between calls, and calls `attention`.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import flax_functions, inputs, masks, padding, shapes, sharding, shared
 from flax_mha.cache import CacheConfig, KVCache, Memory
+from flax_mha.call import Call as Call
+from flax_mha.call import Settings as Settings
 from flax_mha.grid import Array
 from flax_mha.heads import Weights as Weights
 from flax_mha.heads import normed, project, turned
-from flax_mha.kernels import Capture
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.observe import Captured, as_capture
+from flax_mha.kernels.observe import Captured
 from flax_mha.linear import Linear
-from flax_mha.positions import Rotation
-from flax_mha.qk_norm import QKNorm, as_qk_norm
-from flax_mha.scores import ScoreMod, as_scores
+from flax_mha.scores import as_scores
 from flax_mha.shared import KV, Shared
 
 # What a layer attends to beside its inputs, or is to make of them.
 Held: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a layer does with them: the fields of those names, see `MultiHeadAttention`."""
-
-    dtype: Dtype | None = None
-    precision: PrecisionLike = None
-    rotary: Rotation | None = None
-    mask: masks.MaskLike | None = None
-    scores: Sequence[ScoreMod] = ()
-    scale: float | Literal["learned"] | None = None
-    kernel: str = "auto"
-    dropout_rate: float = 0.0
-    broadcast_dropout: bool = False
-    attention_fn: Callable[..., Any] | None = None
-    force_fp32_for_softmax: bool = False
-    qk_norm: QKNorm | None = None
-    normalizer: str = SOFTMAX
-
-    def __post_init__(self) -> None:
-        if self.rotary is not None:
-            remedy = "give positions.Rotary(), with its parentheses"
-            inputs.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
-
-    @classmethod
-    def of(cls, layer: Any, scores: Sequence[ScoreMod]) -> "Settings":
-        """Those of a layer that has them as attributes, but for the scores."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"scores", "qk_norm"}
-        norm = as_qk_norm(layer.qk_norm, layer.normalize_qk)
-        same = {name: getattr(layer, name) for name in names}
-        return cls(**same, scores=scores, qk_norm=norm)
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """What one call says beside its inputs; see `MultiHeadAttention` for the first seven.
-
-    Attributes:
-      attention: the function that computes attention, called as `dot_product_attention` is, with
-        keys and values of a cache as `Stored` (default: `dot_product_attention`).
-      dropout_rng: a key, if there is to be dropout.
-      return_weights: whether to give the weights.
-      capture: what to look at.
-      sower: the module that an `attention_fn` sows weights into.
-    """
-
-    mask: masks.MaskLike | None = None
-    bias: jax.Array | None = None
-    scores: Sequence[ScoreMod] = ()
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None = None
-    head_mask: jax.Array | None = None
-    lengths: jax.Array | None = None
-    order: Array | None = None
-    attention: Callable[..., Any] | None = None
-    dropout_rng: jax.Array | None = None
-    return_weights: bool = False
-    capture: Capture | None = None
-    sower: Any = None
 
 
 class Output(NamedTuple):
@@ -230,25 +167,6 @@ def returned(found: Output, return_weights: bool, return_kv: bool) -> Any:
     asked = ((found.weights, return_weights), (found.kv, return_kv))
     more = [x for x, wanted in asked if wanted]
     return (found.out, *more) if more else found.out
-
-
-def captured(
-    given: Capture | None, sow_weights: bool, listened: bool, attention_fn: Any
-) -> Capture | None:
-    """What a call of a layer with that `capture` captures, if anybody listens.
-
-    An `attention_fn` sows weights by itself, and refuses the rest.
-    """
-    given = as_capture(given)
-    if attention_fn is not None:
-        return given
-    if not listened:
-        return None
-    if sow_weights and given is None:
-        return Capture(("weights",))
-    if sow_weights and given is not None and "weights" not in given.what:
-        return dataclasses.replace(given, what=(*given.what, "weights"))
-    return given
 
 
 def merged(out: Linear | None, x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import core, fields, inputs, masks, shapes, shared
 from flax_mha.cache import CacheConfig, KVCache, as_cache_config
-from flax_mha.core import Call
+from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
 from flax_mha.kernels import Capture
 from flax_mha.kernels.normalizers import SOFTMAX
@@ -24,7 +24,7 @@ from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
-from flax_mha.shared import Given
+from flax_mha.shared import Given, Shared
 
 _ZEROS = nnx.initializers.zeros_init()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -35,6 +35,14 @@ _NAMES: dict[str, LogicalNames] = {
     "value": ("embed", "kv_heads", "head_dim"),
     "out": ("heads", "head_dim", "embed"),
 }
+
+
+class NnxOptions(CallOptions, total=False):
+    """The arguments of a layer's call that do not change what it returns, for type checkers."""
+
+    rngs: nnx.Rngs | nnx.RngStream | None
+    decode: bool | None
+    is_causal: bool
 
 
 class MultiHeadAttention(nnx.Module):
@@ -200,6 +208,34 @@ class MultiHeadAttention(nnx.Module):
         core.Settings.of(self, ())
         self.cache.window(self.mask)
 
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: Literal[False] = ..., return_kv: Literal[False] = ...,
+        **options: Unpack[NnxOptions],
+    ) -> jax.Array: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: Literal[True], return_kv: Literal[False] = ...,
+        **options: Unpack[NnxOptions],
+    ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: Literal[False] = ..., return_kv: Literal[True],
+        **options: Unpack[NnxOptions],
+    ) -> tuple[jax.Array, Shared]: ...  # fmt: skip
+    @overload
+    def __call__(
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
+        inputs_v: jax.Array | None = ...,
+        *, return_weights: bool = ..., return_kv: bool = ...,
+        **options: Unpack[NnxOptions],
+    ) -> Any: ...  # fmt: skip
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -270,7 +306,7 @@ class MultiHeadAttention(nnx.Module):
         call = Call(
             mask, bias, scores, positions, head_mask, lengths, order,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
-            capture=core.captured(self.capture, sow_weights, listened, self.attention_fn),
+            capture=captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
         )  # fmt: skip
         weights, settings = self._weights(), self._settings()

@@ -54,6 +54,7 @@ LAYERS = [
     {"cache.variables", "cache.config"},
     {"cache"},
     {"flax_functions", "heads", "shared"},
+    {"call"},
     {"core"},
     {"attention", "nnx", "mlp", "embeddings", "routed"},
     {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flax_mha import MultiHeadAttention, attention, dot_product_attention, kernels
+from flax_mha import MultiHeadAttention, attention, dot_product_attention, kernels, nnx
 from flax_mha.kernels import options
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +27,8 @@ def test_the_options_are_the_arguments() -> None:
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
     assert {*attention.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
+    call = set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
+    assert {*nnx.NnxOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from flax_mha import core, inputs, padding, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
-from flax_mha.core import Call, Settings
+from flax_mha.call import Call, Settings
 from flax_mha.heads import turned
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import widened

@@ -11,7 +11,7 @@ from jax import lax
 from flax_mha import core, masks, padding, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.core import Call, Settings
+from flax_mha.call import Call, Settings
 from flax_mha.grid import Array, At, Grid
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored

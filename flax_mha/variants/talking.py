@@ -10,7 +10,7 @@ from flax.typing import PrecisionLike
 
 from flax_mha import core, sharding
 from flax_mha.attention import MultiHeadAttention
-from flax_mha.core import Call, Settings
+from flax_mha.call import Call, Settings
 from flax_mha.kernels import dot_product_attention
 from flax_mha.scores.base import without_vectors
 from flax_mha.shared import Shared

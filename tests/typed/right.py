@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import flax_mha
 from flax_mha import (
@@ -50,6 +51,14 @@ class Model(nn.Module):
         assert_type(block(y, kv=(kv.key, kv.value)), jax.Array)
         assert_type(layer(x, return_weights=self.watched), jax.Array | tuple[jax.Array, jax.Array])
         return encoder(y)
+
+
+def on_nnx(layer: flax_mha.nnx.MultiHeadAttention, x: jax.Array) -> jax.Array:
+    assert_type(layer(x, is_causal=True, decode=False, rngs=nnx.Rngs(0)), jax.Array)
+    y, weights = layer(x, x, mask=masks.Window(2), return_weights=True)
+    assert_type(weights, jax.Array)
+    y, kv = layer(x, return_kv=True)
+    return layer(y, kv=kv)
 
 
 def continued(model: flax_mha.LanguageModel, prompt: jax.Array) -> Generated:
