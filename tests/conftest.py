@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before jax is imported anywhere: it reads these once.
 os.environ["XLA_FLAGS"] = (
@@ -33,6 +34,17 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, max_exa
 settings.load_profile("repeatable")
 
 
+make_mesh = jax.make_mesh
+
+
+def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.sharding.Mesh:
+    """A mesh. The 8 devices are those of a CPU: accelerators may be fewer."""
+    there = len(kwargs.get("devices") or jax.devices())
+    if math.prod(shape) > there:
+        pytest.skip(f"needs {math.prod(shape)} devices, got {there}")
+    return make_mesh(shape, *args, **kwargs)
+
+
 # Before pytest itself deselects what is marked slow.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for needed in ("gpu", "tpu"):
             if needed in item.keywords and platform != needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {needed.upper()}"))
+    if jax.device_count() < 8:
+        jax.make_mesh = _mesh_or_skip
 
 
 @pytest.hookimpl(tryfirst=True)
