@@ -155,10 +155,9 @@ class Stack(nn.Module):
             inputs.integer(f"kv_from[{i}]", source)
             legal = [n for n in range(i) if found[n] is None]
             if source not in legal:
-                raise ValueError(
-                    f"kv_from[{i}] must be an earlier layer with keys and values of its own, one "
-                    f"of {legal}, got {source} in {found}"
-                )
+                rule = f"an earlier layer with keys and values of its own, one of {legal}"
+                rule = rule if legal else "None, for no layer stands before the first"
+                raise ValueError(f"kv_from[{i}] must be {rule}, got {source} in {found}")
         several = len(self.blocks)
         starts = [i - i % several for i in range(self.num_layers)]
         first = [found[i - start] for i, start in enumerate(starts)]

@@ -65,6 +65,7 @@ LAYERS = [
         "variants.chosen",
     },
     {"variants", "experts"},
+    {"residual"},
     {"blocks"},
     {"stacks"},
     {"models", "sampling"},

@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
     "forwards": (lambda: stack(None, 2, None), ValueError,
                  r"kv_from\[1\] must be an earlier layer .* one of \[0\], got 2 in"),
     "itself": (lambda: stack(None, 1), ValueError, r"kv_from\[1\] must be an earlier .* got 1"),
-    "the first": (lambda: stack(0, None), ValueError, r"kv_from\[0\] must be .* one of \[\]"),
+    "the first": (lambda: stack(0, None), ValueError, r"kv_from\[0\] must be None, .* got 0 in"),
     "of a taker": (lambda: stack(None, 0, 1), ValueError, r"kv_from\[2\] .* of \[0\], got 1"),
     "negative": (lambda: stack(None, -1), ValueError, r"kv_from\[1\] must be in 0 …"),
     "a name": (lambda: stack(None, "0"), TypeError, r"kv_from\[1\] must be an int, got '0'"),
