@@ -11,7 +11,7 @@ from flax_mha.cache.config import CacheConfig as CacheConfig
 from flax_mha.cache.config import as_cache_config as as_cache_config
 from flax_mha.cache.kv import KVCache as KVCache
 from flax_mha.cache.look import Extended as Extended
-from flax_mha.cache.memory import Memory as Memory
+from flax_mha.cache.slots import Memory as Memory
 from flax_mha.cache.variables import fork as fork
 from flax_mha.cache.variables import free as free
 from flax_mha.cache.variables import reset as reset

@@ -3,12 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks
-from flax_mha.cache import checks
 from flax_mha.cache.kv import KVCache
-from flax_mha.cache.memory import Memory
+from flax_mha.cache.slots import Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            checks.dtype("CacheConfig.dtype", self.dtype)
+            inputs.dtype("CacheConfig.dtype", self.dtype, "a floating dtype or int8")
         inputs.optional(**{"CacheConfig.slots": self.slots})
 
     def window(self, mask: masks.MaskLike | None) -> int | None:
@@ -61,7 +61,7 @@ class CacheConfig:
 
     def memory(self, k: jax.Array, v: jax.Array) -> Memory:
         """Those keys [*B, S, K, H] and values [*B, S, K, Hv], to attend to again."""
-        return Memory.of(k, v, checks.dtype("CacheConfig.dtype", self.dtype or k.dtype))
+        return Memory.of(k, v, jnp.dtype(self.dtype or k.dtype))
 
 
 def as_cache_config(given: CacheConfig | None) -> CacheConfig:

@@ -8,22 +8,12 @@ from flax import struct
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks, shapes
-from flax_mha.cache import checks, ring_buffer
 from flax_mha.cache.look import Extended, look, marked
-from flax_mha.cache.slots import (
-    ROWS,
-    SCALES,
-    SLOTS,
-    encode,
-    stored,
-    take_rows,
-    write,
-)
-from flax_mha.kernels.stored import Stored
+from flax_mha.cache.slots import FAR, Memory, Slots, write
 from flax_mha.shapes import Shape
 
 
-class KVCache(struct.PyTreeNode):
+class KVCache(Slots, struct.PyTreeNode):
     """Keys and values of the tokens so far, each row of the batch with a length of its own.
 
     Without a window slot j holds the token at position j. With one the slots are a ring buffer:
@@ -80,7 +70,8 @@ class KVCache(struct.PyTreeNode):
         inputs.positive(
             slots=slots, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim
         )
-        batch, dtype = inputs.sizes("batch", batch), checks.dtype("dtype", dtype)
+        batch = inputs.sizes("batch", batch)
+        dtype = inputs.dtype("dtype", dtype, "a floating dtype or int8")
         if window is not None and inputs.integer("window", window) >= slots:
             raise ValueError(
                 f"a window of {window} needs at least {window + 1} slots, got {slots}; give them"
@@ -123,7 +114,7 @@ class KVCache(struct.PyTreeNode):
         Raises:
           ValueError, TypeError: if tokens or lengths do not fit the cache.
         """
-        return self._write(self._encode(key, value), lengths)
+        return self._append(key, value, lengths)[1]
 
     def attend(
         self, q: jax.Array, q_positions: jax.Array, *, mask: masks.MaskLike | None = None,
@@ -143,12 +134,14 @@ class KVCache(struct.PyTreeNode):
           over since.
         """
         given = inputs.integers("q_positions", q_positions)
-        places = {"q_positions": given, "kv_positions": self._positions()}
-        result = look(q, self._stored(), mask, call, self.window, **places)
+        k_positions = None if self.window is None else self._positions()
+        places = {"q_positions": given, "kv_positions": k_positions}
+        result = look(q, self.stored(), mask, call, self.window, **places)
         at = jnp.asarray(shapes.lead(given, self.length.ndim + 1))
         lost = self._lost(at)
         if self.window is not None and self.written is not None:
-            lost |= ring_buffer.forgotten(at, self.written, self.slots, self.window)
+            # Of the tokens that they see the first may have been written over.
+            lost |= jnp.maximum(at - self.window, 0) < self.written[..., None] - self.slots
         return marked(result, lost)
 
     def extend(
@@ -179,22 +172,20 @@ class KVCache(struct.PyTreeNode):
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[Extended, Self]:
         """What queries of these tokens attend to, and the new cache; see `extend`."""
-        tokens = self._encode(key, value)
+        tokens, new = self._append(key, value, lengths)
         T = key.shape[-3]
-        q_positions, new = self.next_positions(T), self._write(tokens, lengths)
-        if self.window is None or self.slots >= self.window + T:
-            held, k_positions = new._stored(), new._positions()
-        else:
+        q_positions = self.next_positions(T)
+        held, k_positions = new._held, None
+        if self.window is not None and self.slots >= self.window + T:
+            k_positions = new._positions()
+        elif self.window is not None:
             # No room for all that these queries see: what the ring held, and the new ones.
-            k, v = (
-                jax.tree.map(lambda *x: jnp.concatenate(x, axis=-3), *pair)
-                for pair in zip(self._stored(), tokens, strict=True)
-            )
-            held, old = (k, v), ring_buffer.positions(self.length, self.slots)
-            k_positions = jnp.concatenate([old, q_positions], axis=-1)
+            axis = self.length.ndim + 1
+            held = jax.tree.map(lambda *x: jnp.concatenate(x, axis), self._held, tokens)
+            k_positions = jnp.concatenate([self._positions(), q_positions], axis=-1)
         extended = Extended(
-            *held, tokens, q_positions, k_positions, end=new.length, first=(self.length == 0).all(),
-            lost=new._lost(q_positions), ragged=lengths is not None, window=self.window,
+            *held.stored(), tokens.stored(), q_positions, k_positions, new.length,
+            new._lost(q_positions), ragged=lengths is not None, window=self.window,
         )  # fmt: skip
         return extended, new
 
@@ -216,28 +207,28 @@ class KVCache(struct.PyTreeNode):
           ValueError, TypeError: if lengths are no integers, have another shape, or are known to be
             negative; where they are traced, such a row has overflowed.
         """
-        to = checks.remaining(lengths, self.length.shape)
-        length, written = ring_buffer.truncated(
-            self.length, self.written, to, self.slots, self.window
+        to, batch = inputs.integers("lengths", lengths), self.length.shape
+        if to.shape != batch[len(batch) - to.ndim :]:
+            raise ValueError(
+                f"lengths must be one number or have shape [*B] = {batch}, got {to.shape}; "
+                f"give one number for each row of the batch"
+            )
+        remedy = "give how many tokens stay, such as length - 1 to take one back"
+        inputs.within("lengths", to, None, remedy)
+        to = jnp.asarray(shapes.lead(to, len(batch)))
+        length, written = jnp.minimum(self.length, to), self.written
+        if self.window is None or written is None:
+            lost = (self.length >= FAR) & (length > 0)
+        else:
+            # Tokens from here on are seen by those to come.
+            first = jnp.maximum(length - self.window, 0)
+            lost = first < jnp.minimum(length, written - self.slots)
+            written = jnp.where(length == 0, 0, written)
+        lost |= to < 0
+        return self.replace(
+            length=jnp.where(lost, FAR, length),
+            written=None if written is None else jnp.where(lost, FAR, written),
         )
-        return self.replace(length=length, written=written)
-
-    def fork(self, rows: jax.Array) -> Self:
-        """The rows of that order (of the last axis of *B): beams, or copies for best-of-n.
-
-        Args:
-          rows: int [R], indices of rows.
-
-        Raises:
-          ValueError, TypeError: if they are no indices, or known to be out of range; where they
-            are traced, such a row has overflowed, and stays so until it is emptied.
-        """
-
-        def take(x: jax.Array) -> jax.Array:
-            # Axes after the rows: of lengths, scales, and slots.
-            return take_rows(x, rows, {0: ROWS, 2: SCALES, 3: SLOTS}[x.ndim - self.length.ndim])
-
-        return jax.tree.map(take, self)
 
     @property
     def overflowed(self) -> jax.Array:
@@ -246,44 +237,60 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def _most(self) -> int:
-        return self.slots if self.window is None else ring_buffer.FAR - 1
-
-    def _positions(self) -> jax.Array | None:
-        """Int32 [*B, S], where each slot's token stands, FAR where there is none; None: slot j."""
-        return None if self.window is None else ring_buffer.positions(self.length, self.slots)
-
-    def _stored(self) -> tuple[Stored, Stored]:
-        """Keys and values as kernels take them, [*B, S, K, ·]."""
-        return stored(self.key, self.key_scale), stored(self.value, self.value_scale)
-
-    def _encode(self, key: jax.Array, value: jax.Array) -> tuple[Stored, Stored]:
-        """New tokens as they will be stored, [*B, T, K, ·], if they fit."""
-        checks.tokens(key, value, (self.key.shape, self.value.shape), self.window is not None)
-        return encode(key, self.key.dtype), encode(value, self.key.dtype)
-
-    def _write(self, tokens: tuple[Stored, Stored], lengths: jax.Array | None) -> Self:
-        T = tokens[0].shape[-3]
-        count = jnp.full_like(self.length, T)
-        if lengths is not None:
-            count = jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
-        length = self.length + count
-
-        def put(x: jax.Array, new: jax.Array) -> jax.Array:
-            return write(x, new, self.length, count, self.window is not None)
-
-        def put_scale(x: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
-            return None if x is None or new is None else put(x[..., None], new)[..., 0]
-
-        key, value = tokens
-        return self.replace(
-            key=put(self.key, key.values),
-            value=put(self.value, value.values),
-            key_scale=put_scale(self.key_scale, key.scale),
-            value_scale=put_scale(self.value_scale, value.scale),
-            length=length,
-            written=None if self.written is None else jnp.maximum(self.written, length),
-        )
+        return self.slots if self.window is None else FAR - 1
 
     def _lost(self, positions: jax.Array) -> jax.Array:
         """Whether the tokens at those positions [*B, T] found no slot, or some before them."""
         return self.overflowed[..., None] & (positions >= self._most)
+
+    @property
+    def _held(self) -> Memory:
+        return Memory(self.key, self.value, self.key_scale, self.value_scale)
+
+    def _positions(self) -> jax.Array:
+        """Int32 [*B, S], where the token in each slot of a ring stands, FAR where there is none."""
+        slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
+        last = self.length[..., None] - 1
+        # The last of each slot's positions before the length.
+        found = last - (last - slot) % self.slots
+        return jnp.where(found < 0, FAR, found)
+
+    def _append(
+        self, key: jax.Array, value: jax.Array, lengths: jax.Array | None
+    ) -> tuple[Memory, Self]:
+        """New tokens as they are stored, and the cache with them."""
+        self._check(key, value)
+        T = key.shape[-3]
+        count = jnp.full_like(self.length, T)
+        if lengths is not None:
+            count = jnp.clip(shapes.per_row("lengths", lengths, self.length.shape, T), 0, T)
+        length = self.length + count
+        tokens = Memory.of(key, value, self.key.dtype)
+
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            if x.ndim < self.key.ndim:
+                # Scales are slots of one feature.
+                return put(x[..., None], new[..., None])[..., 0]
+            return write(x, new, self.length, count, self.window is not None)
+
+        slots = vars(jax.tree.map(put, self._held, tokens))
+        written = None if self.written is None else jnp.maximum(self.written, length)
+        return tokens, self.replace(**slots, length=length, written=written)
+
+    def _check(self, key: Any, value: Any) -> None:
+        """Keys and values must be of as many tokens, and fit the slots."""
+        for name, x, slots in (("key", key, self.key), ("value", value, self.value)):
+            came = inputs.floating(name, x).shape
+            *B, K, S, F = slots.shape
+            T = came[-3] if len(came) == slots.ndim else 0
+            if T < 1 or came != (*B, T, K, F) or (self.window is None and T > S):
+                raise ValueError(
+                    f"{name}s for the cache must have shape [*B, at most S, K, H] where the cache "
+                    f"is [*B, K, S, H] = {slots.shape}, got {came}; initialize the cache with the "
+                    f"full batch and length"
+                )
+        if key.shape[-3] != value.shape[-3]:
+            raise ValueError(
+                f"keys and values must be of as many tokens, got key {key.shape} and value "
+                f"{value.shape}; give every key its value"
+            )

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flax_mha import masks, shapes
-from flax_mha.cache import checks
+from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Grid
 from flax_mha.kernels import decode, dot_product_attention, observe
 from flax_mha.kernels.stored import Stored
@@ -26,7 +25,6 @@ class Extended(struct.PyTreeNode):
       q_positions: int32 [*B, T], where the new tokens stand.
       k_positions: int32 [*B, S], where all stand; None for slot j at position j.
       end: int32 [*B], how many tokens each row has by now.
-      first: bool, whether there were none before.
       lost: bool [*B, T], tokens that found no slot.
       ragged: whether rows had `lengths`.
       window: how many tokens before itself a token sees; None for all.
@@ -38,7 +36,6 @@ class Extended(struct.PyTreeNode):
     q_positions: jax.Array
     k_positions: jax.Array | None
     end: jax.Array
-    first: jax.Array
     lost: jax.Array
     ragged: bool = struct.field(pytree_node=False)
     window: int | None = struct.field(pytree_node=False)
@@ -53,13 +50,17 @@ class Extended(struct.PyTreeNode):
         """
         del order  # There is none in decoding.
         T = self.q_positions.shape[-1]
-        checks.queries(q, T)
+        came = inputs.floating("q", q).shape
+        if len(came) < 3 or came[-3] != T:
+            raise ValueError(
+                f"q must have shape [*B, T, N, H] with a query for each of the {T} new tokens, got "
+                f"{came}; append tokens without queries by `append`"
+            )
+        before, end = self.q_positions[..., 0], self.end
         if lengths is not None:
-            lengths = shapes.per_row("lengths", lengths, self.end.shape, T)
-            end = self.q_positions[..., 0] + jnp.clip(lengths, 0, T)
+            end = before + jnp.clip(shapes.per_row("lengths", lengths, end.shape, T), 0, T)
+        if self.ragged or lengths is not None:
             mask = masks.combine(masks.Lengths(self.end, end), mask)
-        elif self.ragged:
-            mask = masks.combine(masks.Lengths(self.end, self.end), mask)
         held = (self.key, self.value)
 
         def first() -> Any:
@@ -77,7 +78,7 @@ class Extended(struct.PyTreeNode):
             result = later()
         else:
             # Of a first prompt kernels know before tracing which tokens see which.
-            result = jax.lax.cond(self.first, first, later)
+            result = jax.lax.cond((before == 0).all(), first, later)
         return marked(result, self.lost)
 
 
@@ -89,8 +90,12 @@ def look(
 
     Of a call that has `attention`, what that returns in its place.
     """
-    if window is not None:
-        _check_positional(q, kv, mask, call)
+    if window is not None and (wrong := over_keys(q, kv, mask, call)):
+        raise ValueError(
+            f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
+            f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
+            f"give rules of positions, such as masks.Window, or a cache without a window"
+        )
     # Causality also hides the slots that hold nothing.
     own = masks.Causal() if window is None else masks.Window(window, 0)
     call = positions | call
@@ -112,26 +117,12 @@ def over_keys(
     q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
 ) -> list[shapes.Shape]:
     """The shapes over the scores of a call's masks, ids and biases that are arrays of the keys."""
-    dims = shapes.attention_dims(q, *(x.replace(dtype=q.dtype) for x in kv))
-    scores: Sequence[ScoreMod] = call.get("scores", ())
+    parts: list[Mask | ScoreMod] = [*call.get("scores", ())]
     if call.get("bias") is not None:
-        scores = (*scores, Bias(call["bias"]))
-    parts: list[Mask | ScoreMod] = [mod.bind(dims) for mod in scores]
+        parts.append(Bias(call["bias"]))
     if mask is not None:
-        parts.append(masks.as_mask(mask).bind(dims))
-    leaves = jax.tree.leaves(parts, is_leaf=lambda x: isinstance(x, Grid))
-    grids = (x.array.shape for x in leaves if isinstance(x, Grid))
-    return [shape for shape in grids if shape[-1] > 1]
-
-
-def _check_positional(
-    q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
-) -> None:
-    """In a ring a slot is not a position: arrays along the keys would meet the wrong ones."""
-    wrong = over_keys(q, kv, mask, call)
-    if wrong:
-        raise ValueError(
-            f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
-            f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
-            f"give rules of positions, such as masks.Window, or a cache without a window"
-        )
+        parts.append(masks.as_mask(mask))
+    dims = shapes.attention_dims(q, *kv)
+    bound = [part.bind(dims) for part in parts]
+    leaves = jax.tree.leaves(bound, is_leaf=lambda x: isinstance(x, Grid))
+    return [x.array.shape for x in leaves if isinstance(x, Grid) and x.array.shape[-1] > 1]

@@ -1,41 +1,92 @@
-"""Slots of a cache: how tokens are encoded, and written where they belong."""
+"""Keys and values over slots, heads first: how they are encoded, written, read and reordered."""
+
+from collections.abc import Callable
+from typing import Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
-from flax_mha import sharding
-from flax_mha.cache import checks
-from flax_mha.cache.ring_buffer import FAR
+from flax_mha import inputs, sharding
 from flax_mha.inputs import Integers
 from flax_mha.kernels.stored import Stored
+from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
-# Arrays over slots, heads first, and their scales; those over new tokens; those of rows.
-SLOTS: LogicalNames = ("batch", "kv_heads", None, None)
-SCALES: LogicalNames = ("batch", "kv_heads", None)
-_TOKENS: LogicalNames = ("batch", None, "kv_heads", None)
-ROWS: LogicalNames = ("batch",)
+AnySlots = TypeVar("AnySlots", bound="Slots")
+
+# Beyond the position of any token: that of a slot which holds none, and the length of a row whose
+# tokens are lost.
+FAR = 2**30
+# The axes of slots, from the last of the batch on; scales and lengths have the first of them.
+_NAMES: LogicalNames = ("batch", "kv_heads", None, None)
 
 
-def encode(x: jax.Array, dtype: jnp.dtype) -> Stored:
-    """Tokens in the dtype of a cache, with their scale.
+class Slots:
+    """Keys and values of tokens, as a `KVCache` and a `Memory` have them."""
 
-    int8: of each token and head the greatest magnitude is 127 steps, and every feature the nearest
-    step, so that |x − values·scale| ≤ max|x| / 254.
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None
+    value_scale: jax.Array | None
 
-    Args:
-      x: [*B, T, K, H], floating point.
-      dtype: int8, or a floating one.
+    def stored(self) -> tuple[Stored, Stored]:
+        """Keys and values as kernels take them, [*B, S, K, ·]."""
+        return _stored(self.key, self.key_scale), _stored(self.value, self.value_scale)
 
-    Returns:
-      Values [*B, T, K, H], and for int8 a scale float32 [*B, T, K, 1].
+    def fork(self, rows: jax.Array) -> Self:
+        """The rows of that order (of the last axis of *B): beams, or copies for best-of-n.
+
+        Args:
+          rows: int [R], indices of rows.
+
+        Raises:
+          ValueError, TypeError: if they are no indices, or known to be out of range; where they
+            are traced, such a row has overflowed, and stays so until it is emptied.
+        """
+        batch = self.key.ndim - 3
+        found, axis = _indices(rows, self.key.shape[:batch]), batch - 1
+
+        def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+            # To `take` negative indices count from the end.
+            rows = jnp.where(rows < 0, x.shape[axis], rows)
+            fill = FAR if x.dtype == jnp.int32 else 0
+            return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
+
+        return by_names(lambda x, names: sharding.auto(take, names, x, found), self)
+
+
+class Memory(Slots, struct.PyTreeNode):
+    """Keys and values of tokens, heads first: of an encoder's, which are projected once.
+
+    Attributes:
+      key: [*B, K, S, H].
+      value: [*B, K, S, Hv].
+      key_scale: float32 [*B, K, S], of int8 keys; else None.
+      value_scale: likewise.
     """
-    if dtype != jnp.int8:
-        return Stored(x.astype(dtype), None, jnp.float32)
-    x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127
-    steps = jnp.round(x / jnp.where(scale == 0, 1.0, scale))
-    return Stored(jnp.clip(steps, -127, 127).astype(jnp.int8), scale, jnp.float32)
+
+    key: jax.Array
+    value: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
+
+    @classmethod
+    def of(cls, key: jax.Array, value: jax.Array, dtype: jnp.dtype) -> Self:
+        """That of keys [*B, S, K, H] and values [*B, S, K, Hv], stored in that dtype."""
+        (key, key_scale), (value, value_scale) = (_encode(x, dtype) for x in (key, value))
+        return cls(key, value, key_scale, value_scale)
+
+
+def by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], held: AnySlots) -> AnySlots:
+    """Applies fn to each array of a cache and the logical names of its last axes."""
+    batch = held.key.ndim - 3
+    return jax.tree.map(lambda x: fn(x, _names(x, batch)), held)
+
+
+def _names(x: jax.Array, batch: int) -> LogicalNames:
+    return _NAMES[: x.ndim - batch + 1]
 
 
 def write(
@@ -45,45 +96,36 @@ def write(
 
     Args:
       slots: [*B, K, S, F].
-      tokens: [*B, T, K, F], of the same dtype.
+      tokens: [*B, K, T, F], of the same dtype.
       start: int32 [*B], at least 0.
       count: int32 [*B], of the row's tokens from its first on.
       wraps: whether slot S is slot 0 again, so that the last S tokens stay. Else tokens beyond
         the last slot are left out.
     """
-    fn = _ring if wraps else _line
+    fn = _ring if wraps else _put
     for _ in start.shape:
         fn = jax.vmap(fn)
-    rank = start.ndim
-    names = [SLOTS, _TOKENS, ROWS[:rank], ROWS[:rank]]
+    given = slots, tokens, start, count
+    names = [_names(x, start.ndim) for x in given]
     # Each device writes into its own slots: none are sent.
-    args = [
-        sharding.constrain(x, n) for x, n in zip((slots, tokens, start, count), names, strict=True)
-    ]
-    return sharding.local(fn, names, (slots.shape, SLOTS), *args)
-
-
-def _line(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    return _put(slots, jnp.swapaxes(tokens, 0, 1), start, jnp.int32(0), count)
+    args = [sharding.constrain(x, n) for x, n in zip(given, names, strict=True)]
+    return sharding.local(fn, names, (slots.shape, names[0]), *args)
 
 
 def _ring(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    S, T = slots.shape[1], tokens.shape[0]
-    tokens = jnp.swapaxes(tokens, 0, 1)
+    S, T = slots.shape[1], tokens.shape[1]
     if T > S:
         skipped = jnp.maximum(count - S, 0)
         tokens = jax.lax.dynamic_slice_in_dim(tokens, skipped, S, axis=1)
         start, count = start + skipped, count - skipped
     start = start % S
-    slots = _put(slots, tokens, start, jnp.int32(0), count)
+    slots = _put(slots, tokens, start, count)
     # What reaches beyond the last slot goes on at the first.
-    return slots if T == 1 else _put(slots, tokens, start - S, S - start, count)
+    return slots if T == 1 else _put(slots, tokens, start - S, count)
 
 
-def _put(
-    slots: jax.Array, tokens: jax.Array, start: jax.Array, first: jax.Array, end: jax.Array
-) -> jax.Array:
-    """Slots [K, S, F] with token t of [K, T ≤ S, F] in slot start + t, for first ≤ t < end.
+def _put(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+    """Slots [K, S, F] with token t of [K, T ≤ S, F] in slot start + t, if there is one.
 
     One window of T slots is read and written, the one nearest to those that are meant.
     """
@@ -93,34 +135,48 @@ def _put(
     if T > 1:
         tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
     window = jax.lax.dynamic_slice_in_dim(slots, at, T, axis=1)
-    meant = ((t >= first) & (t < end))[None, :, None]
+    meant = ((t >= 0) & (t < count))[None, :, None]
     window = jnp.where(meant, tokens, window)
     return jax.lax.dynamic_update_slice_in_dim(slots, window, at, axis=1)
 
 
-def stored(x: jax.Array, scale: jax.Array | None) -> Stored:
-    """Slots [*B, K, S, H] and their scale [*B, K, S] as kernels take them, [*B, S, K, ·]."""
-    scale = None if scale is None else jnp.swapaxes(scale, -1, -2)[..., None]
+def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Tokens [*B, T, K, F] as slots [*B, K, T, F] of that dtype, and for int8 a scale [*B, K, T].
+
+    int8: of each token and head the greatest magnitude is 127 steps, and every feature the nearest
+    step, so that |x − values·scale| ≤ max|x| / 254.
+    """
+    x = jnp.swapaxes(x, -3, -2)
+    if dtype != jnp.int8:
+        return x.astype(dtype), None
+    x = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(x), axis=-1) / 127
+    steps = jnp.round(x / jnp.where(scale == 0, 1.0, scale)[..., None])
+    return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
+
+
+def _stored(x: jax.Array, scale: jax.Array | None) -> Stored:
+    """Slots [*B, K, S, F] and their scale [*B, K, S] as kernels take them, [*B, S, K, ·]."""
+    scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
     return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
 
 
-def take_rows(x: jax.Array, rows: Integers, names: LogicalNames) -> jax.Array:
-    """Some rows of an array of a cache; one that does not exist gives a length of FAR.
-
-    Args:
-      x: [..., *names], rows of the batch first among those.
-      rows: int [R].
-      names: of its last axes.
-
-    Raises:
-      ValueError, TypeError: if they are no indices, or known to be out of range.
-    """
-    axis, fill = x.ndim - len(names), FAR if x.dtype == jnp.int32 else 0
-    rows = checks.rows(rows, x.shape[: axis + 1])
-
-    def take(x: jax.Array, rows: jax.Array) -> jax.Array:
-        # To `take` negative indices count from the end.
-        rows = jnp.where(rows < 0, x.shape[axis], rows)
-        return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
-
-    return sharding.auto(take, names, x, rows)
+def _indices(rows: Integers, batch: Shape) -> Integers:
+    """Indices of some rows of the batch (its last axis), int32 [R]."""
+    if not batch:
+        raise ValueError(
+            "fork takes rows of a batch, and this cache has no batch axis; give it one of size 1"
+        )
+    leaves = jax.tree.leaves(rows)
+    if any(isinstance(x, bool) or getattr(x, "dtype", None) == np.bool_ for x in leaves):
+        raise TypeError(
+            "rows must be indices of rows, got bools; of a mask give np.flatnonzero(mask)"
+        )
+    found = inputs.integers("rows", rows)
+    if found.ndim != 1 or not found.size:
+        raise ValueError(
+            f"rows must have shape [R], got {found.shape}: at least one index of a row; "
+            f"give one row as jnp.array([row])"
+        )
+    inputs.within("rows", found, batch[-1], "name rows that there are")
+    return found

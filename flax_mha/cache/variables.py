@@ -12,26 +12,23 @@ import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
-from flax_mha.cache import slots
 from flax_mha.cache.kv import KVCache
-from flax_mha.cache.memory import Memory
+from flax_mha.cache.slots import AnySlots, Slots, by_names
+from flax_mha.sharding import LogicalNames
 
-Held = KVCache | Memory
 # A tree of those, such as `variables['cache']`, or all variables.
 Collection = TypeVar("Collection")
 
 
-def constrained(held: Held) -> Held:
+def constrained(held: AnySlots) -> AnySlots:
     """What a layer holds, as the rules divide it: rows and key/value heads, never slots."""
-    names = {0: slots.ROWS, 2: slots.SCALES, 3: slots.SLOTS}
-    batch = held.key.ndim - 3
 
-    def constrain(x: jax.Array) -> Any:
-        # The names are those of the last axes; without a batch there are fewer.
-        own = ((None,) * x.ndim + names[x.ndim - batch])[-x.ndim :] if x.ndim else ()
-        return sharding.name(sharding.constrain(x, own), own)
+    def constrain(x: jax.Array, names: LogicalNames) -> Any:
+        # All axes have a name here: those before the batch None.
+        every = ((None,) * x.ndim + names)[len(names) :]
+        return sharding.name(sharding.constrain(x, every), every)
 
-    return jax.tree.map(constrain, held)
+    return by_names(constrain, held)
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:
@@ -81,48 +78,42 @@ def free(collection: Any) -> jax.Array:
     Raises:
       ValueError, TypeError: if no layer has a cache of self-attention.
     """
-    found: list[jax.Array] = []
-
-    def of(held: Held) -> Held:
-        if isinstance(held, KVCache):
-            left = held.free()
-            # Layers of a scan lie before the rows.
-            found.append(left.min(range(left.ndim - 1)))
-        return held
-
-    _map("free", of, collection)
-    if not found:
+    held = [x for x in _caches("free", collection) if isinstance(x, KVCache)]
+    if not held:
         raise ValueError(
             "free needs a collection with the cache of a self-attention layer, got none; give "
             "variables['cache'] of a model initialized with decode=True"
         )
-    return functools.reduce(jnp.minimum, found)
+    left = (x.free() for x in held)
+    # Layers of a scan lie before the rows.
+    return functools.reduce(jnp.minimum, (x.min(range(x.ndim - 1)) for x in left))
 
 
-def _keeping(lengths: jax.Array | int) -> Callable[[Held], Held]:
+def _keeping(lengths: jax.Array | int) -> Callable[[Slots], Slots]:
     return lambda held: held.truncate(lengths) if isinstance(held, KVCache) else held
 
 
-def _map(name: str, fn: Callable[[Held], Held], collection: Any) -> Any:
+def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:
     """Applies fn to what each layer holds; a function of that name does."""
+    _caches(name, collection)
+    return jax.tree.map(lambda x: fn(x) if _is_cache(x) else x, collection, is_leaf=_is_cache)
+
+
+def _caches(name: str, collection: Any) -> list[Slots]:
+    """What the layers hold, for a function of that name."""
     if not isinstance(collection, Mapping | list | tuple):
         raise TypeError(
             f"{name} needs the collection of a model's caches, got {type(collection).__name__}; "
             f"give variables['cache'], or call the method of a KVCache"
         )
-    found = False
-
-    def visit(x: Any) -> Any:
-        nonlocal found
-        if not isinstance(x, Held):
-            return x
-        found = True
-        return fn(x)
-
-    new = jax.tree.map(visit, collection, is_leaf=lambda x: isinstance(x, Held))
+    found = [x for x in jax.tree.leaves(collection, is_leaf=_is_cache) if _is_cache(x)]
     if not found:
         raise ValueError(
             f"{name} needs a collection with the cache of a layer, got one of {[*collection]}; "
             f"give variables['cache'] of a model initialized with decode=True"
         )
-    return new
+    return found
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, Slots)
