@@ -1,6 +1,5 @@
 """Tokens after a prompt: read it once, then token by token from the cache."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs, search, shapes
+from flax_mha import inputs, private, search, shapes
 from flax_mha.cache.variables import free
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.fields import check_module
@@ -94,7 +93,7 @@ def generate(
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start)
-    prompt, lengths, target, ragged = _check_call(model, variables, cache, prompt, lengths)
+    prompt, lengths, target = _check_call(model, variables, cache, prompt, lengths)
     inputs.positive(max_new_tokens=max_new_tokens, beams=beams)
     sampling = Sampling.checked(temperature, top_k, top_p)
     if beams > 1 and (temperature or callback):
@@ -115,7 +114,7 @@ def generate(
     read = 1 if isinstance(model, Translator) else prompt.shape[1]
     capacity = _check_capacity(model, read, max_new_tokens, capacity, cache)
     rules = tuple(nn.get_logical_axis_rules())
-    request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules, ragged)
+    request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
     rest: Any = variables
     if cache is None:
         rest = {name: value for name, value in variables.items() if name != "cache"}
@@ -155,13 +154,16 @@ def _check_model(model: Model, start: int | None) -> None:
 
 def _check_call(
     model: Model, variables: Any, cache: Any, prompt: Any, lengths: Any
-) -> tuple[jax.Array, jax.Array, int, bool]:
-    """Tokens and lengths of the prompt, how many tokens may follow, and whether lengths matter."""
+) -> tuple[jax.Array, jax.Array, int]:
+    """Tokens and lengths of the prompt, and the size of the vocabulary of what follows."""
     if not isinstance(model, Own):
-        ragged = _takes_lengths(model, lengths)
+        if lengths is not None and not private.takes(model, "lengths"):
+            raise ValueError(
+                "lengths need a step that takes them, step(variables, cache, tokens, positions, "
+                "lengths=None), and keeps no more tokens of each row in its cache"
+            )
         prompt, lengths = _check_prompt(prompt, lengths, None)
-        target = _check_step(model, variables, cache, prompt, lengths if ragged else None)
-        return prompt, lengths, target, ragged
+        return prompt, lengths, _check_step(model, variables, cache, prompt, lengths)
     if cache is not None:
         raise ValueError(
             f"cache is for a step function, got it for a {type(model).__name__}, which makes its "
@@ -172,39 +174,24 @@ def _check_call(
             f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
             f"give what model.init returned"
         )
-    source, target = _vocabularies(model)
-    return *_check_prompt(prompt, lengths, source), target, False
-
-
-def _vocabularies(model: Own) -> tuple[int, int]:
-    """How many tokens there are for prompts, and how many for what follows."""
     translates = isinstance(model, Translator)
-    own: Any = model.decoder.embedding if translates else model.embedding
-    source: Any = (translates and model.embedding) or own
-    for table in (source, own):
+    target: Any = model.decoder.embedding if translates else model.embedding
+    source: Any = (translates and model.embedding) or target
+    for table in (source, target):
         check_module("embedding", table, TokenEmbedding)
-    return source.vocab_size, own.vocab_size
+    return *_check_prompt(prompt, lengths, source.vocab_size), target.vocab_size
 
 
-def _takes_lengths(step: search.Step, lengths: Any) -> bool:
-    """Whether a step takes the lengths of prompts, which it must if there are some."""
-    takes = "lengths" in inspect.signature(step).parameters
-    if lengths is not None and not takes:
-        raise ValueError(
-            "lengths need a step that takes them, step(variables, cache, tokens, positions, "
-            "lengths=None), and keeps no more tokens of each row in its cache"
-        )
-    return takes
-
-
-def _check_step(step: Any, variables: Any, cache: Any, prompt: Any, lengths: Any) -> int:
+def _check_step(
+    step: search.Step, variables: Any, cache: Any, prompt: jax.Array, lengths: jax.Array
+) -> int:
     """The size of the vocabulary, if a step gives what it should."""
     if cache is None:
         raise ValueError(
             "a step needs a cache to begin with, got None; give cache=, with room for the prompt "
             "and max_new_tokens"
         )
-    given = {} if lengths is None else {"lengths": lengths}
+    given = {"lengths": lengths} if private.takes(step, "lengths") else {}
     found: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **given), variables, cache)
     logits, new = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     shape: shapes.Shape = getattr(logits, "shape", ())

@@ -1,6 +1,5 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -53,23 +52,18 @@ def project(
     of_q = [query] if weights.gate is None else [query, weights.gate]
     N, H = query.features
     if key is None or value is None or x_k is None or x_v is None:
-        q, *gates = _several(x_q, of_q, N)
+        q, *gates = fused(x_q, of_q, groups=N)
         return q, None, None, gates[0] if gates else None
     K, Hv = value.features
     if x_q is x_k is x_v:
         q, *gates, k, v = fused(x_q, (*of_q, key, value), groups=K)
     else:
-        q, *gates = _several(x_q, of_q, N)
+        q, *gates = fused(x_q, of_q, groups=N)
         k, v = fused(x_k, (key, value), groups=K) if x_k is x_v else (key(x_k), value(x_v))
     chex.assert_shape(q, (*x_q.shape[:-1], N, H))
     chex.assert_shape(k, (*x_k.shape[:-1], K, H))
     chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
     return q, k, v, gates[0] if gates else None
-
-
-def _several(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.Array]:
-    """As `fused`; one alone needs no joining."""
-    return [projections[0](x)] if len(projections) == 1 else fused(x, projections, groups)
 
 
 def normed(

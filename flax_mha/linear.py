@@ -83,12 +83,11 @@ def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.
     Returns:
       One [*B, T, n, h] for each projection.
     """
-    if sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty:
-        # Joining the kernels, and splitting what comes out, takes longer than it saves.
-        return [project(x) for project in projections]
-    found = (sharding.spec(p.kernel.shape, p.names) for p in projections)
-    if len({axes[1] for axes in found}) > 1:
-        # Where key/value heads are not divided as query heads are, they can't be joined.
+    # On such a CPU joining the kernels, and splitting what comes out, takes longer than it saves.
+    apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
+    found = {sharding.spec(p.kernel.shape, p.names)[1] for p in projections}
+    # Where key/value heads are not divided as query heads are, they can't be joined.
+    if apart or len(projections) == 1 or len(found) > 1:
         return [project(x) for project in projections]
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
     first = projections[0]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import cache as caches
-from flax_mha import shapes, sharding
+from flax_mha import private, shapes, sharding
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.sampling import Sampling
 
@@ -32,7 +32,6 @@ class Request:
     eos: int | None
     beams: int
     rules: Any  # that were ambient: a trace holds for those
-    ragged: bool = False  # whether a step takes the lengths of the prompts
 
 
 class State(struct.PyTreeNode):
@@ -171,7 +170,8 @@ def _read(
 ) -> tuple[jax.Array, Any]:
     """Logits [R, V] of the token at `at`, and the cache after all of them."""
     if not isinstance(request.model, Own):
-        given = {"lengths": call["lengths"]} if request.ragged and "lengths" in call else {}
+        wanted = "lengths" in call and private.takes(request.model, "lengths")
+        given = {"lengths": call["lengths"]} if wanted else {}
         logits, cache = request.model(variables, cache, tokens, call["positions"], **given)
         last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
         return _by_rows(last[:, 0].astype(shapes.wide(logits.dtype))), cache

@@ -32,14 +32,16 @@ class KV(struct.PyTreeNode):
         order: Array | None = None, attention: Any = dot_product_attention, **call: Any,
     ) -> Any:  # fmt: skip
         """What `dot_product_attention` gives for queries [*B, T, N, H], `lengths` of them real."""
+
+        def real(lengths: jax.Array | None, x: Any) -> jax.Array:
+            batch, length = q.shape[:-3], x.shape[-3]
+            if lengths is None:
+                return jnp.full(batch, length)
+            return shapes.per_row("lengths", lengths, batch, length)
+
         if self.lengths is not None or lengths is not None:
-            each = zip((self.lengths, lengths), (self.key, q), strict=True)
-            k_real, q_real = (
-                jnp.full(q.shape[:-3], x.shape[-3]) if n is None
-                else shapes.per_row("lengths", n, q.shape[:-3], x.shape[-3])
-                for n, x in each
-            )  # fmt: skip
-            mask = masks.combine(mask, masks.Lengths(k_real, q_real))
+            both = real(self.lengths, self.key), real(lengths, q)
+            mask = masks.combine(mask, masks.Lengths(*both))
         return attention(
             q, self.key, self.value, mask=mask, **call, q_positions=order, kv_positions=order
         )
