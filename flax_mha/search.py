@@ -89,17 +89,14 @@ def begin(
     # What is no token need not be one of the vocabulary.
     real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
     tokens, lengths = _by_rows(jnp.where(real, prompt, 0)), _by_rows(lengths)
-    memory: Any = None
-    memory_lengths = None
+    model: Any = request.model
+    memory, memory_lengths = None, None
     if request.start is not None:
-        call: dict[str, Any] = {"source_lengths": lengths, "deterministic": True}
-        model: Any = request.model
-        memory = model.apply(variables, tokens, **call, method="encode")
-        memory_lengths = lengths
-        tokens, lengths = (
-            _by_rows(jnp.full_like(tokens[:, :1], request.start)),
-            jnp.ones_like(lengths),
+        memory = model.apply(
+            variables, tokens, source_lengths=lengths, deterministic=True, method="encode"
         )
+        tokens, memory_lengths = _by_rows(jnp.full_like(tokens[:, :1], request.start)), lengths
+        lengths = jnp.ones_like(lengths)
     if cache is None:
         # A call without a cache makes one; of what else it computes nothing is left when compiled.
         room = jnp.zeros((len(tokens), request.capacity), jnp.int32)
@@ -113,8 +110,9 @@ def begin(
     if beams > 1:
         owners = jnp.repeat(jnp.arange(len(tokens)), beams)
         cache = caches.fork(cache, owners)
-        logits, at = _take(logits, owners), _take(at, owners)
-        memory_lengths = None if memory_lengths is None else _take(memory_lengths, owners)
+        logits, at, memory_lengths = jax.tree.map(
+            lambda x: _take(x, owners), (logits, at, memory_lengths)
+        )
     R = len(at)
     # The beams of a prompt are all the same as yet: one of them counts.
     scores = jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf).astype(jnp.float32)

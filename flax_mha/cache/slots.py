@@ -82,11 +82,7 @@ class Memory(Slots, struct.PyTreeNode):
 def by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], held: AnySlots) -> AnySlots:
     """Applies fn to each array of a cache and the logical names of its last axes."""
     batch = held.key.ndim - 3
-    return jax.tree.map(lambda x: fn(x, _names(x, batch)), held)
-
-
-def _names(x: jax.Array, batch: int) -> LogicalNames:
-    return _NAMES[: x.ndim - batch + 1]
+    return jax.tree.map(lambda x: fn(x, _NAMES[: x.ndim - batch + 1]), held)
 
 
 def write(
@@ -106,10 +102,10 @@ def write(
     for _ in start.shape:
         fn = jax.vmap(fn)
     given = slots, tokens, start, count
-    names = [_names(x, start.ndim) for x in given]
+    names = [_NAMES, _NAMES, _NAMES[:1], _NAMES[:1]]
     # Each device writes into its own slots: none are sent.
     args = [sharding.constrain(x, n) for x, n in zip(given, names, strict=True)]
-    return sharding.local(fn, names, (slots.shape, names[0]), *args)
+    return sharding.local(fn, names, (slots.shape, _NAMES), *args)
 
 
 def _ring(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
