@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha import shapes
+from flax_mha import shapes, sharding
 
 
 def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
@@ -30,12 +30,8 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
         real = shapes.lead(order, x.ndim - 1) < lengths[..., None]
         return jnp.where(real[..., None], x, jnp.zeros_like(x))
 
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    if explicit:
-        # JAX asks where the result belongs: where x is.
-        like = jax.typeof(x).sharding.spec
-        clear = jax.sharding.auto_axes(clear, axes=explicit, out_sharding=like)
-    return clear(x, lengths, order)
+    # Without names the result lies as x does.
+    return sharding.auto(clear, (), x, lengths, order)
 
 
 def cleared_inputs(q: Any, k: Any, v: Any, lengths: Any, order: Any) -> tuple[Any, ...]:
