@@ -120,10 +120,14 @@ def _run(
     size = min(_BLOCK.get(platform, _BLOCK_ELSEWHERE), dims.S)
     blocks = -(-dims.S // size)
     # XLA:CPU widens all that one product reads before it, into memory; care does so anywhere.
-    narrow = platform == "cpu" and _narrow(k, q.dtype)
+    narrow = platform == "cpu" and isinstance(k, Stored) and k.values.dtype != q.dtype
     few = blocks if careful or narrow else int(blocks * _FEW)
+
+    def at_once() -> tuple[jax.Array, ...]:
+        return visit(dims.S, jnp.int32(0), carry)
+
     if spec.mask is None or few == 0:
-        top, total, out = visit(dims.S, jnp.int32(0), carry)
+        top, total, out = at_once()
     else:
         seen = jnp.asarray(ask(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
         seen = seen.any((0, 1, 2))
@@ -131,9 +135,6 @@ def _run(
 
         def by_blocks() -> tuple[jax.Array, ...]:
             return lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry)
-
-        def at_once() -> tuple[jax.Array, ...]:
-            return visit(dims.S, jnp.int32(0), carry)
 
         top, total, out = (
             by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
@@ -190,10 +191,6 @@ def _vectors(
         k = k.values.astype(dtype) * k.scale.astype(dtype)
     k = widened(k).astype(dtype)
     return q * jnp.asarray(spec.scale, dtype), jnp.repeat(k, dims.G, -3)
-
-
-def _narrow(x: Keyed, dtype: jnp.dtype) -> bool:
-    return isinstance(x, Stored) and x.values.dtype != dtype
 
 
 def _parts(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
