@@ -174,6 +174,25 @@ def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
             close(out[:, 0], wanted[:, cuts[-1]])
 
 
+def test_a_prompt_longer_than_a_ring_of_int8() -> None:
+    """What the ring held and the new tokens go on with their scales, as in a cache of all."""
+
+    @jax.jit
+    def run(*qkv: jax.Array) -> Any:
+        ring = KVCache.empty((1,), 4, 2, 4, dtype="int8", window=2)
+        whole = KVCache.empty((1,), 12, 2, 4, dtype="int8")
+        outs = []
+        for piece in (slice(3), slice(3, 12)):
+            tokens = [x[:, piece] for x in qkv]
+            out, ring = ring.extend(*tokens)
+            wanted, whole = whole.extend(*tokens, mask=Window(2, 0))
+            outs.append((out, wanted))
+        return outs
+
+    for out, wanted in run(*heads()):
+        close(out, wanted)
+
+
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("window", "sound"),

@@ -58,7 +58,7 @@ class Slots:
 
 
 class Memory(Slots, struct.PyTreeNode):
-    """Keys and values of tokens, heads first: of an encoder's, which are projected once.
+    """Keys and values of tokens, heads first: an encoder's, projected once, or a call's new ones.
 
     Attributes:
       key: [*B, K, S, H].
