@@ -50,7 +50,7 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
     "bert": bert.bert, "roberta": bert.bert, "distilbert": bert.distilbert,
     "gpt2": gpt2.gpt2, "gpt_neox": gpt_neox.gpt_neox,
     "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
-    "gemma2": llama.gemma, "gemma3_text": llama.gemma,
+    "gemma2": llama.llama, "gemma3_text": llama.llama,
     "gpt_oss": moe.gpt_oss, "mixtral": moe.mixtral, "qwen3_moe": moe.qwen3_moe,
     "t5": t5.t5,
     "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,

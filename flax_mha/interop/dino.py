@@ -44,8 +44,7 @@ def dinov3(config: Config) -> Family:
     rows = [
         Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
         Row("embeddings.register_tokens", "class_tokens", wrapped(1), part=(1, count)),
-        Row("embeddings.patch_embeddings.weight", "embedding/patches/kernel", patches(size, size)),
-        Row("embeddings.patch_embeddings.bias", "embedding/patches/bias"),
+        *linear("embeddings.patch_embeddings", "embedding/patches", axes=patches(size, size)),
         *each(layers, [
             *attention(f"{at}.attention", f"{mine}/attention", _HEADS, biases),
             *norm(f"{at}.norm1", f"{mine}/attention_norm"),

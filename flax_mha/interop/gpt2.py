@@ -6,7 +6,7 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.interop.config import Config, activation, refuse
-from flax_mha.interop.table import FLAT, Family, Row, each, norm, straight
+from flax_mha.interop.table import PROJECTIONS, Family, Row, each, linear, norm, straight
 from flax_mha.models import LanguageModel
 from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Decoder
@@ -27,18 +27,15 @@ def gpt2(config: Config) -> Family:
         position_embedding=PositionEmbedding(max_length=config["n_positions"]),
     )
     theirs, ours = "transformer.h.{}", "decoder/layers_{}"
-    fused = [f"{ours}/attention/{name}" for name in ("query", "key", "value")]
+    fused = tuple(f"{ours}/attention/{name}" for name in PROJECTIONS[:3])
     rows = [
-        Row(f"{theirs}.attn.c_attn.weight", tuple(f"{x}/kernel" for x in fused), straight(), 1),
-        Row(f"{theirs}.attn.c_attn.bias", tuple(f"{x}/bias" for x in fused), FLAT),
+        *linear(f"{theirs}.attn.c_attn", fused, axes=straight(), split=1),
+        *linear(f"{theirs}.attn.c_proj", f"{ours}/attention/out", axes=straight(2)),
         *norm(f"{theirs}.ln_1", f"{ours}/attention_norm"),
+        *linear(f"{theirs}.mlp.c_fc", f"{ours}/mlp/up", axes=straight()),
+        *linear(f"{theirs}.mlp.c_proj", f"{ours}/mlp/down", axes=straight()),
         *norm(f"{theirs}.ln_2", f"{ours}/mlp_norm"),
     ]
-    products = {"attn.c_proj": "attention/out", "mlp.c_fc": "mlp/up", "mlp.c_proj": "mlp/down"}
-    for name, mine in products.items():
-        axes = straight(2 if mine.endswith("out") else 1)
-        rows.append(Row(f"{theirs}.{name}.weight", f"{ours}/{mine}/kernel", axes))
-        rows.append(Row(f"{theirs}.{name}.bias", f"{ours}/{mine}/bias"))
     rows = [
         Row("transformer.wte.weight", "embedding/table/embedding"),
         Row("transformer.wpe.weight", "position_embedding/embedding"),

@@ -14,12 +14,11 @@ from flax.traverse_util import flatten_dict
 from flax_mha import fields, inputs
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.interop import table
-from flax_mha.interop.table import FLAT, SAME, Axes, Family, Row, straight, transposed
+from flax_mha.interop.table import PROJECTIONS, Axes, Family, Row, straight, transposed
 from flax_mha.interop.torch_layers import LAYER, array, default
 
 # As torch.nn has it.
 _NORM = nn.LayerNorm(1e-5)
-_OWN = ("query", "key", "value", "out")
 
 
 class Library(NamedTuple):
@@ -36,7 +35,7 @@ class Library(NamedTuple):
 
     names: tuple[str, str, str, str]
     biased: tuple[str, ...] | str | None = None
-    leaves: tuple[str, str] = (".weight", ".bias")
+    leaves: tuple[str, str] = table.LEAVES
     kernel: Callable[[int], Axes] | None = transposed
     norm: str | None = None
 
@@ -45,7 +44,7 @@ LIBRARIES = {
     "d2l": Library(("W_q", "W_k", "W_v", "W_o")),
     "equinox": Library(("query_proj", "key_proj", "value_proj", "output_proj"), "each"),
     "haiku": Library(("query", "key", "value", "linear"), None, ("/w", "/b"), straight),
-    "keras": Library((*_OWN[:3], "attention_output"), None, ("/kernel", "/bias"), None),
+    "keras": Library((*PROJECTIONS[:3], "attention_output"), None, ("/kernel", "/bias"), None),
     "timm": Library(("qkv", "qkv", "qkv", "proj"), "each"),
     "vit-pytorch": Library(("to_qkv", "to_qkv", "to_qkv", "to_out.0"), ("out",), norm="norm"),
     "x-transformers": Library(("to_q", "to_k", "to_v", "to_out"), ()),
@@ -94,9 +93,9 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     first, last = (-1, 0) if library.kernel is transposed else (0, -1)
     parts = names.count(names[0])
     query, _, value = (x.size // x.shape[first] // parts for x in kernels[:3])
-    K = num_heads if library.kernel is not None else kernels[1].shape[1]
-    own = tuple(mine for mine, name in zip(_OWN, names, strict=True) if name + bias in flat)
-    biased = (_OWN if own else ()) if library.biased is None else library.biased
+    K = kernels[1].shape[1] if library.kernel is None else num_heads
+    own = tuple(mine for mine, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat)
+    biased = (PROJECTIONS if own else ()) if library.biased is None else library.biased
     layer = MultiHeadAttention(
         num_heads, num_kv_heads=K, head_dim=query // num_heads, v_head_dim=value // K,
         out_features=kernels[3].shape[last], use_bias=own if biased == "each" else biased,
@@ -104,7 +103,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     module = layer if library.norm is None else nn.Sequential([_NORM, layer])
     given = kernels[:3] if library.norm is None else kernels[:1]
     example = tuple(np.zeros((1, 1, x.shape[first]), np.float32) for x in given)
-    family = Family(module, example, attention(library, layer, start))
+    family = Family(module, example, _rows(library, layer, start))
     return module, table.from_tensors(family, flat)
 
 
@@ -128,7 +127,7 @@ def to_layer(
         )
     default(layer, MultiHeadAttention, LAYER, library)
     try:
-        family = Family(module, (), attention(known, layer, prefix))
+        family = Family(module, (), _rows(known, layer, prefix))
         tensors = table.to_tensors(family, variables)
         from_layer(tensors, layer.num_heads)
     except ValueError as error:
@@ -136,19 +135,11 @@ def to_layer(
     return tensors
 
 
-def attention(
-    library: Library, layer: MultiHeadAttention, theirs: str, ours: str = ""
-) -> list[Row]:
-    """The rows of a layer, after what all names begin with."""
-    rows = []
+def _rows(library: Library, layer: MultiHeadAttention, theirs: str) -> list[Row]:
+    """The table of a layer, after what all names begin with."""
+    rows, ours = [], ""
     if library.norm is not None:
-        rows, ours = table.norm(f"{theirs}{library.norm}", "layers_0"), "layers_1/"
-    for name in dict.fromkeys(library.names):
-        own = [mine for mine, their in zip(_OWN, library.names, strict=True) if their == name]
-        axes: tuple[Axes, Axes] = (SAME, SAME)
-        if library.kernel is not None:
-            axes = (library.kernel(2 if own == ["out"] else 1), FLAT)
-        for i in range(1 + fields.has_bias(layer.use_bias, own[0])):
-            paths = tuple(f"{ours}{mine}/{('kernel', 'bias')[i]}" for mine in own)
-            rows.append(Row(f"{theirs}{name}{library.leaves[i]}", paths, axes[i]))
-    return rows
+        rows, ours = table.norm(f"{theirs}{library.norm}", "layers_0"), "layers_1"
+    names = [f"{theirs}{name}" for name in library.names]
+    biases = [fields.has_bias(layer.use_bias, name) for name in PROJECTIONS]
+    return rows + table.attention("", ours, names, biases, library.kernel, library.leaves)

@@ -1,6 +1,5 @@
 """Llama, Mistral, Qwen and Gemma: decoders of text with rotary positions and gated MLPs."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,8 +8,9 @@ from flax_mha import masks
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
+from flax_mha.experts import Experts
 from flax_mha.interop.config import Config, activation, in_turn, refuse, rotary
-from flax_mha.interop.table import Family, Row, attention, each, linear, norm
+from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm
 from flax_mha.models import LanguageModel
 from flax_mha.qk_norm import QKNorm
 from flax_mha.scores import SoftCap
@@ -19,44 +19,30 @@ from flax_mha.stacks import Decoder
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-def llama(config: Config) -> Family:
-    """Of `LlamaForCausalLM`, Mistral's, Qwen2's and Qwen3's."""
-    return family(config)
-
-
-def gemma(config: Config) -> Family:
-    """Of `Gemma2ForCausalLM` and `Gemma3ForCausalLM`."""
-    return family(config, gemma=True)
-
-
-def family(
-    config: Config,
-    gemma: bool = False,
-    change: Callable[[DecoderBlock], DecoderBlock] = lambda block: block,
-    own: list[Row] | None = None,
+def llama(
+    config: Config, mlp: Experts | None = None, own: list[Row] | None = None, sinks: bool = False
 ) -> Family:
-    """A decoder of that kind.
+    """Of `LlamaForCausalLM`, and those of Mistral, Qwen2, Qwen3, Gemma 2 and 3.
 
     Args:
       config: of the model.
-      gemma: whether it is a Gemma.
-      change: what its blocks have of their own.
+      mlp: in place of a gated MLP.
       own: rows of each layer in place of those of the MLP.
+      sinks: whether its attention has them.
     """
     D, layers = config["hidden_size"], config["num_hidden_layers"]
-    kinds = _kinds(config)
     model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if gemma else 1.0),
-        Decoder(layers, tuple(change(_block(config, kind, gemma)) for kind in in_turn(kinds))),
+        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if _is_gemma(config) else 1.0),
+        Decoder(layers, tuple(_block(config, x, mlp, sinks) for x in in_turn(_kinds(config)))),
         tied=_tied(config),
         logits_cap=config.get("final_logit_softcapping"),
     )
     ignored = ("lm_head.weight", "*.rotary_emb.inv_freq")
     example = (np.zeros((1, 1), np.int32),)
-    return Family(model, example, _rows(config, gemma, own), ignored, prefix="model.")
+    return Family(model, example, _rows(config, own), ignored, prefix="model.")
 
 
-def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:
+def _block(config: Config, kind: str, mlp: Experts | None, sinks: bool) -> DecoderBlock:
     epsilon, scalar = config["rms_norm_eps"], config.get("query_pre_attn_scalar")
     cap = config.get("attn_logit_softcapping")
     layer = MultiHeadAttention(
@@ -69,19 +55,21 @@ def _block(config: Config, kind: str, gemma: bool) -> DecoderBlock:
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
         qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if _has_norm(config) else None,
+        sinks=sinks,
     )
     return DecoderBlock(
-        layer, config["intermediate_size"], norm="rmsnorm", norm_epsilon=epsilon, gated=True,
-        activation=activation(config, "hidden_activation", "hidden_act"), branch_norm=gemma,
+        layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
+        norm_epsilon=epsilon, gated=True, branch_norm=_is_gemma(config), mlp=mlp,
+        activation=activation(config, "hidden_activation", "hidden_act"),
         mlp_bias=config.get("mlp_bias", False),
     )  # fmt: skip
 
 
-def _rows(config: Config, gemma: bool, own: list[Row] | None) -> list[Row]:
+def _rows(config: Config, own: list[Row] | None) -> list[Row]:
     theirs, ours = "model.layers.{}", "decoder/layers_{}"
-    biased = _biased(config)
-    biases: Any = tuple(name in biased for name in ("query", "key", "value", "out"))
+    biased, gemma = _biased(config), _is_gemma(config)
     scale: dict[str, Any] = {"bias": False, "offset": 1.0 if gemma else 0.0}
+    biases = [name in biased for name in PROJECTIONS]
     rows = attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
     rows += own or []
     for name in ("gate", "up", "down") if own is None else ():
@@ -125,15 +113,19 @@ def _kinds(config: Config) -> list[str]:
     return ["full_attention" if full else "sliding_attention" for full in is_full]
 
 
+def _is_gemma(config: Config) -> bool:
+    return config["model_type"].startswith("gemma")
+
+
 def _tied(config: Config) -> bool:
-    return config.get("tie_word_embeddings", config["model_type"].startswith("gemma"))
+    return config.get("tie_word_embeddings", _is_gemma(config))
 
 
 def _biased(config: Config) -> tuple[str, ...]:
     if config["model_type"] == "qwen2":
-        return ("query", "key", "value")
+        return PROJECTIONS[:3]
     biased = config.get("attention_bias", config["model_type"] == "gpt_oss")
-    return ("query", "key", "value", "out") if biased else ()
+    return PROJECTIONS if biased else ()
 
 
 def _has_norm(config: Config) -> bool:

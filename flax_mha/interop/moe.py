@@ -1,9 +1,8 @@
 """gpt-oss, Mixtral and Qwen3-MoE: decoders as Llama's, with experts in place of the MLP."""
 
-from flax_mha.blocks import DecoderBlock
 from flax_mha.experts import Experts
-from flax_mha.interop import llama
 from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.llama import llama
 from flax_mha.interop.table import Family, Row, linear, one_of_many
 
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
@@ -16,11 +15,6 @@ def gpt_oss(config: Config) -> Family:
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
         activation="quick_gelu", limit=config.get("swiglu_limit", 7.0), offset=1.0, use_bias=True,
     )  # fmt: skip
-
-    def change(block: DecoderBlock) -> DecoderBlock:
-        layer = block.attention.clone(sinks=True)
-        return block.clone(attention=layer, mlp_dim=None, mlp=experts)
-
     at, mine = f"{_THEIRS}.mlp.experts", f"{_OURS}/mlp"
     own = [
         Row(f"{_THEIRS}.self_attn.sinks", f"{_OURS}/attention/sinks"),
@@ -31,7 +25,7 @@ def gpt_oss(config: Config) -> Family:
         pair = (f"{mine}/gate_{leaf}", f"{mine}/up_{leaf}")
         own.append(Row(f"{at}.gate_up_proj{theirs}", pair, alternate=True))
         own.append(Row(f"{at}.down_proj{theirs}", f"{mine}/down_{leaf}"))
-    return llama.family(config, change=change, own=own)
+    return llama(config, experts, own, sinks=True)
 
 
 def mixtral(config: Config) -> Family:
@@ -64,4 +58,4 @@ def _plain(config: Config, experts: Experts, part: str, names: dict[str, str]) -
                 part=(i, i + 1))
             for theirs, name in names.items()
         ]  # fmt: skip
-    return llama.family(config, change=lambda x: x.clone(mlp_dim=None, mlp=experts), own=own)
+    return llama(config, experts, own)

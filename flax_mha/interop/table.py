@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -119,6 +119,9 @@ class Row(NamedTuple):
         return x if self.part is None else x[slice(*self.part)]
 
 
+PROJECTIONS = ("query", "key", "value", "out")
+# What follows a name in PyTorch, of the kernel and of the bias.
+LEAVES = (".weight", ".bias")
 # As TensorFlow named the arrays of a norm, which the oldest BERTs have kept.
 _OLD = {"gamma": "weight", "beta": "bias"}
 
@@ -225,8 +228,7 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
 def _shape(row: Row, ours: list[Shape]) -> Shape:
     """That of a tensor, by those of ours."""
     # No memory stands behind these arrays.
-    one = row.axes.theirs(np.broadcast_to(np.False_, ours[0])).shape
-    sizes = [*one]
+    sizes = [*row.axes.theirs(np.broadcast_to(np.False_, ours[0])).shape]
     if len(ours) > 1:
         sizes[-1 if row.alternate else row.split] *= len(ours)
     return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
@@ -238,19 +240,34 @@ def _matrix(x: Any, inputs: int) -> Any:
 
 def each(count: int, rows: Iterable[Row]) -> list[Row]:
     """The rows of every layer: {} stands for its number."""
-
-    def numbered(row: Row, i: int) -> Row:
-        paths = tuple(path.format(i) for path in row.paths)
-        return row._replace(theirs=row.theirs.format(i), ours=paths)
-
     rows = list(rows)
-    return [numbered(row, i) for i in range(count) for row in rows]
+    return [
+        row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
+        for i in range(count)
+        for row in rows
+    ]
 
 
-def linear(theirs: str, ours: str, bias: bool = True, inputs: int = 1) -> list[Row]:
-    """The rows of a PyTorch Linear."""
-    rows = [Row(f"{theirs}.weight", f"{ours}/kernel", transposed(inputs))]
-    return rows + [Row(f"{theirs}.bias", f"{ours}/bias", FLAT)] * bias
+def linear(
+    theirs: str, ours: str | tuple[str, ...], bias: bool = True, inputs: int = 1,
+    axes: Axes | None = None, split: int = 0, leaves: tuple[str, str] = LEAVES,
+) -> list[Row]:  # fmt: skip
+    """The rows of a PyTorch Linear, or of a kernel and a bias that lie in another way.
+
+    Args:
+      theirs: its name.
+      ours: the path of our module, or those of several that lie in it one after another.
+      bias: whether there is one.
+      inputs: how many axes ours has for its inputs.
+      axes: how the kernel lies (default: `transposed`).
+      split: on which axis of the kernel several lie.
+      leaves: what follows the name, of the kernel and of the bias.
+    """
+    axes = transposed(inputs) if axes is None else axes
+    paths = (ours,) if isinstance(ours, str) else ours
+    kernels, biases = (tuple(f"{path}/{leaf}" for path in paths) for leaf in ("kernel", "bias"))
+    rows = [Row(theirs + leaves[0], kernels, axes, split)]
+    return rows + [Row(theirs + leaves[1], biases, SAME if axes is SAME else FLAT)] * bias
 
 
 def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list[Row]:
@@ -260,12 +277,24 @@ def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list
 
 
 def attention(
-    theirs: str, ours: str, names: Iterable[str], biases: tuple[bool, ...] = (True,) * 4
-) -> list[Row]:
-    """The rows of the projections of queries, keys, values and out, by their names in order."""
-    own = ("query", "key", "value", "out")
+    theirs: str, ours: str, names: Sequence[str], biases: Sequence[bool] = (True,) * 4,
+    kernel: Callable[[int], Axes] | None = transposed, leaves: tuple[str, str] = LEAVES,
+) -> list[Row]:  # fmt: skip
+    """The rows of the projections of queries, keys, values and out, by their names in order.
+
+    Args:
+      theirs: what the names begin with, up to a dot; may be empty.
+      ours: the path of the layer; may be empty.
+      names: one name several times is one tensor, in which they lie one after another.
+      biases: which of them have one.
+      kernel: how one lies, by how many axes ours has for its inputs; None as ours.
+      leaves: see `linear`.
+    """
     rows: list[Row] = []
-    for name, mine, bias in zip(names, own, biases, strict=True):
-        at = (f"{theirs}.{name}", f"{ours}/{mine}")
-        rows += linear(*at, bias, inputs=2 if mine == "out" else 1)
+    for name in dict.fromkeys(names):
+        own = [i for i, other in enumerate(names) if other == name]
+        paths = tuple(f"{ours}/{PROJECTIONS[i]}".removeprefix("/") for i in own)
+        axes = SAME if kernel is None else kernel(2 if own == [3] else 1)
+        full = f"{theirs}.{name}".removeprefix(".")
+        rows += linear(full, paths, biases[own[0]], axes=axes, leaves=leaves)
     return rows

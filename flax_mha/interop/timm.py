@@ -6,8 +6,8 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding
 from flax_mha.interop.config import Config, activation, refuse
-from flax_mha.interop.libraries import LIBRARIES, attention
-from flax_mha.interop.table import Family, Row, each, linear, norm, patches, wrapped
+from flax_mha.interop.libraries import LIBRARIES
+from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
 from flax_mha.models import Classifier
 from flax_mha.stacks import Encoder
 
@@ -43,17 +43,17 @@ def timm_vit(config: Config) -> Family:
         Encoder(given["depth"], block, input_norm=first), given["num_classes"] or None,
         class_tokens=count, pooling="first",
     )  # fmt: skip
+    names, biases = LIBRARIES["timm"].names, (*(bool(given["qkv_bias"]),) * 3, True)
     theirs, ours = "blocks.{}", "encoder/layers_{}"
     rows = [
         Row("cls_token", "class_tokens", wrapped(1), part=(0, 1)),
         *[Row("reg_token", "class_tokens", wrapped(1), part=(1, count))] * (count > 1),
         Row("pos_embed", "positions/embedding", wrapped(1)),
-        Row("patch_embed.proj.weight", "embedding/patches/kernel", patches(h, w)),
-        *[Row("patch_embed.proj.bias", "embedding/patches/bias")] * (not first),
+        *linear("patch_embed.proj", "embedding/patches", not first, axes=patches(h, w)),
         *(norm("norm_pre", "encoder/input_norm") if first else ()),
         *each(given["depth"], [
             *norm(f"{theirs}.norm1", f"{ours}/attention_norm"),
-            *attention(LIBRARIES["timm"], layer, f"{theirs}.attn.", f"{ours}/attention/"),
+            *attention(f"{theirs}.attn", f"{ours}/attention", names, biases),
             *[Row(f"{theirs}.ls1.gamma", f"{ours}/attention_scale")] * (scale is not None),
             *norm(f"{theirs}.norm2", f"{ours}/mlp_norm"),
             *linear(f"{theirs}.mlp.fc1", f"{ours}/mlp/up"),

@@ -15,7 +15,7 @@ from flax_mha import inputs
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.interop.table import (
-    FLAT,
+    PROJECTIONS,
     Family,
     Row,
     each,
@@ -30,7 +30,7 @@ from flax_mha.stacks import Decoder, Encoder, Stack
 
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
-_OWN = ("query", "key", "value")
+_OWN = PROJECTIONS[:3]
 # What the layers of torch.nn and other libraries can't do: each field must be as it is by default.
 LAYER = (
     "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
@@ -192,17 +192,13 @@ def _rows(module: Module, apart: bool) -> list[Row]:
 
 
 def _attention(layer: MultiHeadAttention, theirs: str, ours: str, apart: bool) -> list[Row]:
-    kernels, biases = (
-        tuple(f"{ours}{name}/{leaf}" for name in _OWN) for leaf in ("kernel", "bias")
-    )
-    if apart:
-        names = [f"{theirs}{name}_proj_weight" for name in "qkv"]
-        rows = [Row(name, path, transposed()) for name, path in zip(names, kernels, strict=True)]
-    else:
-        rows = [Row(f"{theirs}in_proj_weight", kernels, transposed())]
-    if layer.use_bias:
-        rows.append(Row(f"{theirs}in_proj_bias", biases, FLAT))
-    return rows + linear(f"{theirs}out_proj", f"{ours}out", bool(layer.use_bias), inputs=2)
+    bias, leaves = bool(layer.use_bias), ("_weight", "_bias")
+    paths = tuple(f"{ours}{name}" for name in _OWN)
+    rows = linear(f"{theirs}in_proj", paths, bias, leaves=leaves)
+    if apart:  # But for the biases.
+        kernels = zip("qkv", rows[0].paths, strict=True)
+        rows[:1] = [Row(f"{theirs}{x}_proj_weight", path, transposed()) for x, path in kernels]
+    return rows + linear(f"{theirs}out_proj", f"{ours}out", bias, inputs=2)
 
 
 def _block(block: Block, theirs: str, ours: str) -> list[Row]:

@@ -16,7 +16,7 @@ from flax_mha.interop.classes import classified
 from flax_mha.interop.config import Config, activation
 from flax_mha.interop.table import (
     FLAT,
-    Axes,
+    PROJECTIONS,
     Family,
     Row,
     attention,
@@ -111,13 +111,13 @@ def vit(config: Config) -> Family:
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
     own = ("attention.query", "attention.key", "attention.value", "output.dense")
     biases = (biased, biased, biased, True)
-    size = config["patch_size"]
+    kernel = patches(config["patch_size"], config["patch_size"])
     rows = [
         Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
         *[Row("embeddings.distillation_token", "class_tokens", wrapped(1), part=(1, 2))]
         * (kind == "deit"),
         Row("embeddings.position_embeddings", "positions/embedding", wrapped(1)),
-        *_patches("embeddings.patch_embeddings.projection", "embedding/patches", size),
+        *linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
         *each(config["num_hidden_layers"], [
             *attention(f"{theirs}.attention", f"{ours}/attention", own, biases),
             *norm(f"{theirs}.layernorm_before", f"{ours}/attention_norm"),
@@ -161,15 +161,13 @@ def siglip(config: Config) -> Family:
     pool = AttentionPool(layer, mlp, image["layer_norm_eps"])
     module = Towers(_image(image), _text(text, causal=False), None, pool, biased=True)
     head, own = "vision_model.head", "pool"
-    fused = [f"{own}/attention/{name}" for name in ("query", "key", "value")]
-    heads = Axes(lambda x, shape: x.T.reshape(shape), lambda x: x.reshape(len(x), -1).T)
+    fused = tuple(f"{own}/attention/{name}" for name in PROJECTIONS[:3])
     rows = [
         *_images(image),
         *_texts(text),
         *linear("text_model.head", "text_projection"),
         Row(f"{head}.probe", f"{own}/probe", wrapped(1)),
-        Row(f"{head}.attention.in_proj_weight", tuple(f"{x}/kernel" for x in fused), heads),
-        Row(f"{head}.attention.in_proj_bias", tuple(f"{x}/bias" for x in fused), FLAT),
+        *linear(f"{head}.attention.in_proj", fused, leaves=("_weight", "_bias")),
         *linear(f"{head}.attention.out_proj", f"{own}/attention/out", inputs=2),
         *norm(f"{head}.layernorm", f"{own}/norm"),
         *linear(f"{head}.mlp.fc1", f"{own}/mlp/up"),
@@ -216,16 +214,11 @@ def _example(config: Config) -> np.ndarray:
     return np.zeros((1, size, size, config["num_channels"]), np.float32)
 
 
-def _patches(theirs: str, ours: str, size: int, bias: bool = True) -> list[Row]:
-    rows = [Row(f"{theirs}.weight", f"{ours}/kernel", patches(size, size))]
-    return rows + [Row(f"{theirs}.bias", f"{ours}/bias")] * bias
-
-
 def _images(config: Config, patch_bias: bool = True) -> list[Row]:
-    at = "vision_model.embeddings"
-    patch = (f"{at}.patch_embedding", "image/embedding/patches", config["patch_size"])
+    at, size = "vision_model.embeddings", config["patch_size"]
+    kernel = patches(size, size)
     return [
-        *_patches(*patch, patch_bias),
+        *linear(f"{at}.patch_embedding", "image/embedding/patches", patch_bias, axes=kernel),
         Row(f"{at}.position_embedding.weight", "image/positions/embedding"),
         *_layers("vision_model.encoder.layers", "image/encoder", config),
         *norm("vision_model.post_layernorm", "image/encoder/norm"),

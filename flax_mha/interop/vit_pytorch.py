@@ -6,7 +6,7 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding
 from flax_mha.interop.config import Config
-from flax_mha.interop.table import Family, Row, each, linear, norm, transposed
+from flax_mha.interop.table import Family, Row, attention, each, linear, norm
 from flax_mha.models import Classifier
 from flax_mha.stacks import Encoder
 
@@ -36,8 +36,8 @@ def vit_pytorch(config: Config) -> Family:
         given["num_classes"] or None, class_tokens=int(is_first),
         pooling="first" if is_first else "mean",
     )  # fmt: skip
+    names, biases = ("to_qkv", "to_qkv", "to_qkv", "to_out.0"), (False, False, False, True)
     patch, theirs, ours = "to_patch_embedding", "transformer.layers.{}", "encoder/layers_{}"
-    qkv = tuple(f"{ours}/attention/{name}/kernel" for name in ("query", "key", "value"))
     rows = [
         *norm(f"{patch}.1", "embedding/patches_norm"),
         *linear(f"{patch}.2", "embedding/patches"),
@@ -46,8 +46,7 @@ def vit_pytorch(config: Config) -> Family:
         Row("pos_embedding", "positions/embedding"),
         *each(given["depth"], [
             *norm(f"{theirs}.0.norm", f"{ours}/attention_norm"),
-            Row(f"{theirs}.0.to_qkv.weight", qkv, transposed()),
-            *linear(f"{theirs}.0.to_out.0", f"{ours}/attention/out", inputs=2),
+            *attention(f"{theirs}.0", f"{ours}/attention", names, biases),
             *norm(f"{theirs}.1.net.0", f"{ours}/mlp_norm"),
             *linear(f"{theirs}.1.net.1", f"{ours}/mlp/up"),
             *linear(f"{theirs}.1.net.4", f"{ours}/mlp/down"),

@@ -90,8 +90,7 @@ def whisper(config: Config) -> Family:
         *_stack("decoder", "decoder/decoder", config["decoder_layers"]),
     ]
     for n in (1, 2):
-        rows.append(Row(f"model.encoder.conv{n}.weight", f"conv{n}/kernel", convolution))
-        rows.append(Row(f"model.encoder.conv{n}.bias", f"conv{n}/bias"))
+        rows += linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
     sound = np.zeros((1, 2 * config["max_source_positions"], config["num_mel_bins"]), np.float32)
     return Family(module, (sound, np.zeros((1, 1), np.int32)), rows, ("proj_out.weight",))
 
