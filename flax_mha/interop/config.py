@@ -16,7 +16,7 @@ ACTIVATIONS = {
 
 def activation(config: Config, *names: str) -> str:
     """The first of those settings that is there, by our name."""
-    given = next(config[name] for name in names if config.get(name) is not None)
+    given = config[next((name for name in names if config.get(name) is not None), names[-1])]
     if given not in ACTIVATIONS:
         raise ValueError(
             f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {given!r}; build "

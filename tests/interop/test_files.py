@@ -193,6 +193,7 @@ def test_damaged_files(folder: Path) -> None:
         ({"hidden_act": "swish9"}, "activation must be one of"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be"),
         ({"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
+        ({"hidden_act": None}, "config of a qwen3 must have 'hidden_act'"),
         ({"intermediate_size": 32}, "must be \\[32, 16\\], is \\[24, 16\\]"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
