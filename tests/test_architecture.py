@@ -54,7 +54,7 @@ LAYERS = [
     {"cache"},
     {"flax_functions", "heads", "shared"},
     {"call"},
-    {"core"},
+    {"core", "variants.common"},
     {"attention", "nnx", "mlp", "embeddings", "routed"},
     {
         "variants.latent",

@@ -12,6 +12,7 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.call import Call, Settings
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import widened
+from flax_mha.variants import common
 
 
 class ChosenBlocksAttention(MultiHeadAttention):
@@ -88,10 +89,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
         cache: core.Held,
     ) -> None:  # fmt: skip
         inputs.positive(block=self.block, count=self.count, query_block=self.query_block)
-        if x_k is not x_q or x_v is not x_q:
-            raise ValueError(
-                "blocks are chosen in self-attention, got inputs_k or kv; leave it out"
-            )
+        common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
         if self.share and isinstance(self.scale, str):
             raise ValueError(f"share has a number for scale, got {self.scale!r}")
         if call.order is not None:

@@ -1,6 +1,7 @@
 """Differential attention: what two maps of weights have in common cancels."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -11,8 +12,8 @@ from flax_mha import core, inputs, padding, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.call import Call, Settings
 from flax_mha.heads import turned
-from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import widened
+from flax_mha.variants import common
 
 
 class DifferentialAttention(MultiHeadAttention):
@@ -57,11 +58,9 @@ class DifferentialAttention(MultiHeadAttention):
         )  # fmt: skip
         q, k = turned(settings.rotary, query(x), key(x), call.positions, order, cache)
         out = self._out((N, 2 * H), D) if self.project_out else None
-        attention = _Difference(self._lambda(H), self._norm(2 * H), K)
-        weights, call = (
-            core.Weights(query, key, value, out),
-            dataclasses.replace(call, attention=attention),
-        )
+        weights = core.Weights(query, key, value, out)
+        attention = functools.partial(_attend, self._lambda(H), self._norm(2 * H), K)
+        call = dataclasses.replace(call, attention=attention)
         heads = core.Projected(q, k, value(x), order=order)
         return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
 
@@ -88,42 +87,26 @@ class DifferentialAttention(MultiHeadAttention):
 
     def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
         inputs.number("offset", self.offset)
-        if x_k is not x_q or x_v is not x_q:
-            raise ValueError(
-                "differential attention is self-attention, got inputs_k or kv; leave it out"
-            )
-        if isinstance(self.scale, str):
-            raise ValueError(f"differential attention has a number for scale, got {self.scale!r}")
-        for name in ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"differential attention has no {name}, got {getattr(self, name)!r}; leave it "
-                    f"out"
-                )
+        common.check_inputs("differential attention", x_q, x_k, x_v)
+        absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
+        common.check("differential attention", self, absent)
 
 
-class _Difference:
+def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
     """Attention by both maps, and their difference: 2·N heads in, N out."""
 
-    def __init__(self, weight: jax.Array, norm: Any, K: int) -> None:
-        self.weight, self.norm, self.K = weight, norm, K
+    def both(v: jax.Array) -> jax.Array:
+        whole = v.reshape(*v.shape[:-2], K, 1, -1)
+        return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
 
-    def __call__(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        v, K = widened(v), self.K
+    def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
+        *rows, heads, features = out.shape
+        maps = out.reshape(*rows, K, 2, heads // (2 * K), features)
+        left = maps[..., 0, :, :] - weight.astype(out.dtype) * maps[..., 1, :, :]
+        return left.reshape(*rows, heads // 2, features)
 
-        def both(v: jax.Array) -> jax.Array:
-            whole = v.reshape(*v.shape[:-2], K, 1, -1)
-            return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
+    def normed(out: jax.Array) -> jax.Array:
+        return norm(sharding.auto(difference, sharding.HEADS, out, weight))
 
-        v = sharding.auto(both, sharding.KV_HEADS, v)
-        found = dot_product_attention(q, widened(k), v, **call)
-        out, *more = found if isinstance(found, tuple) else (found,)
-
-        def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
-            *rows, heads, features = out.shape
-            maps = out.reshape(*rows, K, 2, heads // (2 * K), features)
-            left = maps[..., 0, :, :] - weight.astype(out.dtype) * maps[..., 1, :, :]
-            return left.reshape(*rows, heads // 2, features)
-
-        out = self.norm(sharding.auto(difference, sharding.HEADS, out, self.weight))
-        return (out, *more) if more else out
+    v = sharding.auto(both, sharding.KV_HEADS, widened(v))
+    return common.attend(normed, q, widened(k), v, **call)

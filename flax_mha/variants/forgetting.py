@@ -1,6 +1,7 @@
 """Forgetting attention: what each token leaves of the scores of those before it is learned."""
 
 import dataclasses
+import functools
 from typing import Any, Self
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.scores.base import ScoreMod, without_vectors
 from flax_mha.shapes import Dims
+from flax_mha.variants import common
 
 # Numbers of 8 significant bits that hold one of 24, and the dtypes of caches that keep those.
 PARTS = 3
@@ -45,12 +47,8 @@ class ForgettingAttention(MultiHeadAttention):
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         without_vectors("forgetting attention", settings.scores, call.scores)
-        if x_k is not x_q or x_v is not x_q:
-            raise ValueError(
-                "forgetting attention is self-attention, got inputs_k or kv; leave it out"
-            )
-        if self.attention_fn:
-            raise ValueError("forgetting attention has no attention_fn, got one; leave it out")
+        common.check_inputs("forgetting attention", x_q, x_k, x_v)
+        common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
         weights = self.weights(x_q, x_q, x_q)
         heads = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
         q, k, v, order = heads.q, heads.k, heads.v, heads.order
@@ -68,10 +66,8 @@ class ForgettingAttention(MultiHeadAttention):
             _check_dtype(cache.key.dtype)
             # As many features as the keys, 0 where those have c.
             q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
-            heads, call = (
-                heads._replace(q=q, k=kept),
-                dataclasses.replace(call, attention=_Kernel(c)),
-            )
+            heads = heads._replace(q=q, k=kept)
+            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
             return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
@@ -100,16 +96,11 @@ class _Forget(ScoreMod):
         return score + (self.q.array - self.k.array).astype(score.dtype)
 
 
-class _Kernel:
+def _attend(of_q: jax.Array, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     """Attention to keys that have c beside them, by queries of c."""
-
-    def __init__(self, c: jax.Array) -> None:
-        self.c = c
-
-    def __call__(self, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
-        c = sharding.auto(_kept, _OF_TOKENS, k.values, self.c)
-        scores = (*call.pop("scores", ()), _Forget(self.c, c))
-        return dot_product_attention(q, k, v, scores=scores, **call)
+    of_k = sharding.auto(_kept, _OF_TOKENS, k.values, of_q)
+    scores = (*call.pop("scores", ()), _Forget(of_q, of_k))
+    return dot_product_attention(q, k, v, scores=scores, **call)
 
 
 def _check_dtype(dtype: Any) -> None:

@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values of all heads from one small vector a token."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -12,10 +13,10 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.call import Call, Settings
 from flax_mha.heads import turned
-from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import widened
 from flax_mha.linear import Linear
 from flax_mha.scores.base import without_vectors
+from flax_mha.variants import common
 
 
 class MultiHeadLatentAttention(MultiHeadAttention):
@@ -83,7 +84,8 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             settings = dataclasses.replace(settings, scale=(H + R) ** -0.5)
         latent = c[..., None, :]
         if isinstance(cache, KVCache):
-            call = dataclasses.replace(call, attention=_Absorbed(q[..., :H], key, value))
+            absorbed = functools.partial(_absorbed, q[..., :H], key, value)
+            call = dataclasses.replace(call, attention=absorbed)
             kept = core.Projected(q_rope, r, latent)
             return core.attend(weights, settings, kept, call, cache)._replace(kv=None)
         q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)
@@ -98,39 +100,29 @@ class MultiHeadLatentAttention(MultiHeadAttention):
     def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
         inputs.positive(head_dim=self.head_dim, kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         inputs.optional(q_rank=self.q_rank, v_head_dim=self.v_head_dim)
-        if x_k is not x_q or x_v is not x_q:
-            raise ValueError("latent attention is self-attention, got inputs_k or kv; leave it out")
+        common.check_inputs("latent attention", x_q, x_k, x_v)
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
-        if isinstance(self.scale, str):
-            raise ValueError(f"latent attention has a number for scale, got {self.scale!r}")
-        for name in ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"latent attention has no {name}, got {getattr(self, name)!r}; leave it out"
-                )
+        absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
+        common.check("latent attention", self, absent)
 
 
-class _Absorbed:
+def _absorbed(
+    q: jax.Array, key: Linear, value: Linear, q_rope: jax.Array, r: Any, c: Any, **call: Any
+) -> Any:
     """Attention to latents as they are kept: keys [c, r] and values c, of one head for all."""
+    r, c = widened(r), widened(c)
+    q = _product("...tnh,rnh->...tnr", key, q)
+    q, k = _joined(q, q_rope), jnp.concatenate([c, r], -1).astype(q.dtype)
+    of_heads = functools.partial(_product, "...tnr,rnh->...tnh", value)
+    return common.attend(of_heads, q, k, c.astype(q.dtype), **call)
 
-    def __init__(self, q: jax.Array, key: Linear, value: Linear) -> None:
-        self.q, self.key, self.value = q, key, value
 
-    def __call__(self, q_rope: jax.Array, r: Any, c: Any, **call: Any) -> Any:
-        r, c = widened(r), widened(c)
-        q = self._product("...tnh,rnh->...tnr", self.q, self.key)
-        q, k = _joined(q, q_rope), jnp.concatenate([c, r], -1).astype(q.dtype)
-        found = dot_product_attention(q, k, c.astype(q.dtype), **call)
-        out, *more = found if isinstance(found, tuple) else (found,)
-        out = self._product("...tnr,rnh->...tnh", out, self.value)
-        return (out, *more) if more else out
+def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
+    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.einsum(sums, x, kernel, precision=linear.precision)
 
-    def _product(self, sums: str, x: jax.Array, linear: Linear) -> jax.Array:
-        def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            return jnp.einsum(sums, x, kernel, precision=linear.precision)
-
-        return sharding.auto(product, sharding.HEADS, x, linear.kernel.astype(x.dtype))
+    return sharding.auto(product, sharding.HEADS, x, linear.kernel.astype(x.dtype))
 
 
 def _joined(x: jax.Array, rotated: jax.Array) -> jax.Array:

@@ -11,9 +11,9 @@ from flax.typing import PrecisionLike
 from flax_mha import core, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.call import Call, Settings
-from flax_mha.kernels import dot_product_attention
 from flax_mha.scores.base import without_vectors
 from flax_mha.shared import Shared
+from flax_mha.variants import common
 
 
 class TalkingHeadsAttention(MultiHeadAttention):
@@ -39,12 +39,9 @@ class TalkingHeadsAttention(MultiHeadAttention):
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         without_vectors("talking-heads attention", settings.scores, call.scores)
-        if self.attention_fn:
-            raise ValueError("talking-heads attention has no attention_fn, got one; leave it out")
+        common.check("talking-heads attention", self, ("attention_fn",))
         if isinstance(cache, Shared):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
-        if isinstance(self.scale, str):
-            raise ValueError(f"talking-heads attention has a number for scale, got {self.scale!r}")
         weights = self.weights(x_q, x_k, x_v)
         heads = core.projected(weights, settings, x_q, x_k, x_v, call, cache)
         _, K, H, _ = self.sizes(x_q.shape[-1])
@@ -56,7 +53,8 @@ class TalkingHeadsAttention(MultiHeadAttention):
             None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
             for x in (heads.k, heads.v)
         )
-        attention = _Mixed(self._mixing("mix_weights"), K, self.precision)
+        own = functools.partial(_own_values, K, self.precision)
+        attention = functools.partial(_mixed, own, self._mixing("mix_weights"))
         heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
         # Keys and values are in the form of this layer alone.
         return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
@@ -67,17 +65,13 @@ class TalkingHeadsAttention(MultiHeadAttention):
         return self.param(name, init, (self.num_heads,) * 2, self.param_dtype)
 
 
-class _Mixed:
+def _mixed(own: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
     """Attention to the values of all heads, of which each takes its own by mixed weights."""
 
-    def __init__(self, mixing: jax.Array, K: int, precision: PrecisionLike) -> None:
-        self.mixing, self.own = mixing, functools.partial(_own_values, K, precision)
+    def mixed(out: jax.Array) -> jax.Array:
+        return sharding.auto(own, sharding.HEADS, out, mixing)
 
-    def __call__(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        found = dot_product_attention(q, k, v, **call)
-        out, *more = found if isinstance(found, tuple) else (found,)
-        out = sharding.auto(self.own, sharding.HEADS, out, self.mixing)
-        return (out, *more) if more else out
+    return common.attend(mixed, q, k, v, **call)
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
