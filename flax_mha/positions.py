@@ -124,7 +124,12 @@ def rotary(
         )
     if scaling is None:
         return turning.turn(x, turning.angles(positions, R // 2, 2 / R, base), interleaved)
-    theta, size = _check_scaling(scaling)(R, base)
+    if not isinstance(scaling, Scaling):
+        raise TypeError(
+            f"scaling must be of flax_mha.positions, got {inputs.came(scaling)}; give "
+            f"Llama3(factor=8, original_length=8192), say"
+        )
+    theta, size = scaling(R, base)
     at = turning.floats(positions)
     angles = at[..., None] * shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
     return turning.turn(x, angles, interleaved, size)
@@ -242,12 +247,3 @@ class PositionEmbedding(nn.Module):
 
             table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
         return x.astype(dtype) + shapes.lead(table, x.ndim)
-
-
-def _check_scaling(scaling: Scaling) -> Scaling:
-    if isinstance(scaling, Scaling):
-        return scaling
-    raise TypeError(
-        f"scaling must be of flax_mha.positions, got {inputs.came(scaling)}; give "
-        f"Llama3(factor=8, original_length=8192), say"
-    )

@@ -307,7 +307,7 @@ KERNEL: list[Case] = [
             r"has 2 tokens, the call has T=4 and S=4; give the lattice",
             mask=masks.Neighborhood((1, 2), 1)),
     *kernel("ids of fewer tokens", ValueError,
-            r"must have shape \(4,\) or .*\(2, 4\), got \(3,\); give one",
+            r"must have shape \[T\] = \(4,\) or .*\(2, 4\), got \(3,\); give one",
             mask=masks.Segments(np.arange(3))),
     *kernel("documents of other rows", ValueError,
             r"got \(3, 2\); fill rows of fewer documents with 0",

@@ -61,8 +61,7 @@ class Neighborhood(Mask):
 
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
-        sizes = inputs.sizes("Neighborhood.sizes", self.sizes)
-        window = self.window
+        sizes, window = inputs.sizes("Neighborhood.sizes", self.sizes), self.window
         window = (window,) * len(sizes) if isinstance(window, int) else window
         window = inputs.sizes("Neighborhood.window", window)
         if not sizes or len(sizes) != len(window):
@@ -83,10 +82,9 @@ class Neighborhood(Mask):
 
     def _axes(self) -> Iterator[tuple[int, int, int]]:
         """Of each axis its size, its window, and how many tokens one step on it is."""
-        sizes, window = tuple(self.sizes), self.window
-        window = (window,) * len(sizes) if isinstance(window, int) else window
-        for n, (size, w) in enumerate(zip(sizes, window, strict=True)):
-            yield size, w, math.prod(sizes[n + 1 :])
+        window: Any = self.window  # Of a bound mask one for each axis.
+        for n, (size, w) in enumerate(zip(self.sizes, window, strict=True)):
+            yield size, w, math.prod(self.sizes[n + 1 :])
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
@@ -111,8 +109,7 @@ class Neighborhood(Mask):
 
 def _first(c: Array, size: int, window: int) -> Array:
     """The first key of a query's window."""
-    xp: Any = np if known(c) else jnp
-    return xp.clip(c - window // 2, 0, size - window)
+    return (c - window // 2).clip(0, size - window)
 
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:

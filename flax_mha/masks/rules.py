@@ -142,16 +142,13 @@ class PerHead(Mask):
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
-        rank, each = tiles.q_min.ndim, []
+        each = [shapes.lead(mask.tiles(tiles), tiles.q_min.ndim) for mask in self.masks]
         if tiles.heads is not None:
-            table = shapes.lead(jnp.asarray(self.masks[0].tiles(tiles)), rank)
-            for head, mask in enumerate(self.masks[1:], 1):
-                verdict = shapes.lead(jnp.asarray(mask.tiles(tiles)), rank)
+            table = jnp.asarray(each[0])
+            for head, verdict in enumerate(each[1:], 1):
                 table = jnp.where(tiles.heads == head, verdict, table)
             return table
-        for head, mask in enumerate(self.masks):
-            verdict = shapes.lead(mask.tiles(tiles), rank)
-            each.append(verdict[..., head : head + 1, :, :] if verdict.shape[-3] > 1 else verdict)
+        each = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(each)]
         shape = np.broadcast_shapes(*(verdict.shape for verdict in each))
         xp = np if known(*each) else jnp
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)

@@ -87,8 +87,10 @@ class Segments(Mask):
 
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
-        q = _per_token("Segments.q", self.q, dims.T, dims)
-        kv = _per_token("Segments.kv", self.q if self.kv is None else self.kv, dims.S, dims)
+        q = shapes.per_token("Segments.q", self.q, (*dims.B, dims.T))
+        kv = self.q if self.kv is None else self.kv
+        kv = shapes.per_token("Segments.kv", kv, (*dims.B, dims.S), "S")
+        q, kv = (shapes.lead(ids, len(dims.B) + 1) for ids in (q, kv))
         if self.runs or self.at_most is not None:
             self._check()
             q = kv = _runs(q)
@@ -233,14 +235,3 @@ def _runs(ids: Array) -> Array:
     new = ids[..., 1:] != ids[..., :-1]
     first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))
     return xp.cumsum(xp.concatenate([first, new], -1), -1, dtype=np.int32)
-
-
-def _per_token(name: str, ids: Any, length: int, dims: Dims) -> Array:
-    """Ids [length] or [*B, length] as [*B|1, length]."""
-    ids = inputs.integers(name, ids)
-    if ids.shape not in {(length,), (*dims.B, length)}:
-        raise ValueError(
-            f"{name} must have shape {(length,)} or [*B, ·] = {(*dims.B, length)}, "
-            f"got {ids.shape}; give one id for each token"
-        )
-    return shapes.lead(ids, len(dims.B) + 1)

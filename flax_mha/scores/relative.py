@@ -46,12 +46,7 @@ class RelativeBias(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
-        if self.table is None:
-            raise ValueError(
-                "RelativeBias must have a table [N, buckets] here, got None; give one, or give it "
-                "in the field scores= of a layer or a stack, which learns one"
-            )
-        table = jnp.asarray(inputs.floating("RelativeBias.table", self.table))
+        table = _given("RelativeBias", "table", self.table)
         inputs.flag("RelativeBias.bidirectional", self.bidirectional)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
@@ -231,8 +226,8 @@ def of_head(x: jax.Array, at: At) -> jax.Array:
 def _given(kind: str, name: str, x: Any) -> jax.Array:
     if x is None:
         raise ValueError(
-            f"{kind} must have its {name} here, got None; give it, or give {kind} in the field "
-            f"scores= of a layer or a stack, which learns it"
+            f"{kind} must have a {name} here, got None; give one, or give it in the field scores= "
+            f"of a layer or a stack, which learns one"
         )
     return jnp.asarray(inputs.floating(f"{kind}.{name}", x))
 

@@ -9,7 +9,7 @@ from flax_mha.kernels import dot_product_attention
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
-    """The fields of those names must be as they are by default; so must `scale`, or be a number."""
+    """The fields of those names must not be set, and `scale` not be learned unless that is told."""
     if isinstance(layer.scale, str) and not learns_scale:
         raise ValueError(f"{what} has a number for scale, got {layer.scale!r}")
     for name in absent:

@@ -260,12 +260,12 @@ def test_other_kernels_refuse_them() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (Relative(), "must have its table here, got None"),
+    (Relative(), "must have a table here, got None"),
     (Relative(jnp.ones((4, H))), r"\[2·L \+ 1, H\] or .* got \(4, 8\)"),
     (Relative(jnp.ones((3, 5))), r"H=8, got \(3, 5\)"),
     (Relative(jnp.ones((2, 3, H))), r"N=4 and H=8, got \(2, 3, 8\)"),
     (Relative(jnp.ones(H)), r"got \(8,\)"),
-    (TransformerXL(jnp.ones((N, H))), "must have its position_bias here"),
+    (TransformerXL(jnp.ones((N, H))), "must have a position_bias here"),
     (TransformerXL(*[jnp.ones((N, H))] * 2, jnp.ones((3, N, H))), "even D, got"),
     (TransformerXL(*[jnp.ones((N, 2))] * 2, jnp.ones((4, N, H))), r"\[N, H\] = \(4, 8\)"),
     (TransformerXL(*[jnp.ones((N, H))] * 2, jnp.ones((4, N, H)), base=0.0), "base must be above 0"),
