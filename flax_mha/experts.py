@@ -14,7 +14,7 @@ from jax import lax
 from flax_mha import inputs, mesh_axes, routed, shapes, sharding
 from flax_mha.linear import for_shape, gathered
 from flax_mha.mlp import Activation, activation
-from flax_mha.projections import Projection, default_bias_init, default_kernel_init
+from flax_mha.projections import default_bias_init, default_kernel_init, projection
 
 _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
@@ -73,12 +73,8 @@ class Experts(nn.Module):
                 f"top_k={self.top_k} must be at most num_experts={self.num_experts}; lower it"
             )
         shapes.check_features("x", x)
-        logits = Projection(
-            (self.num_experts,), ("embed", None), kernel_init=self.kernel_init,
-            bias_init=self.bias_init if self.use_bias else None, dtype=self.dtype,
-            param_dtype=self.param_dtype, precision=self.precision, partitioned=self.partitioned,
-            name="router",
-        )(x)  # fmt: skip
+        E, names = self.num_experts, ("embed", None)
+        logits = projection(self, "router", (E,), names, self.use_bias)(x)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
         weights = [self._weights(f"{name}_kernel", sizes[name], _NAMES[name]) for name in sizes]

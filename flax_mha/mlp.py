@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import inputs, shapes, sharding
-from flax_mha.projections import Projection, default_bias_init, default_kernel_init
+from flax_mha.projections import default_bias_init, default_kernel_init, projection
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Activation] = {
@@ -61,25 +61,14 @@ class MLP(nn.Module):
         inputs.fields(self)
         shapes.check_features("x", x)
         act = activation(self.activation)
-        up = self._dense("up", self.hidden, ("embed", "mlp"))(x)
-        if self.gated:
-            h = act(self._dense("gate", self.hidden, ("embed", "mlp"))(x)) * up
-        else:
-            h = act(up)
+        dense = functools.partial(projection, self, biased=self.use_bias)
+        hidden, names = (self.hidden,), ("embed", "mlp")
+        up = dense("up", hidden, names)(x)
+        h = act(dense("gate", hidden, names)(x)) * up if self.gated else act(up)
         h = sharding.constrain(h, ("batch", "length", "mlp"))
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")
-        return self._dense("down", x.shape[-1], ("mlp", "embed"), rows=rows)(h)
-
-    def _dense(
-        self, name: str, features: int, names: sharding.LogicalNames, **more: Any
-    ) -> Projection:
-        return Projection(
-            (features,), names, kernel_init=self.kernel_init,
-            bias_init=self.bias_init if self.use_bias else None, dtype=self.dtype,
-            param_dtype=self.param_dtype, precision=self.precision, partitioned=self.partitioned,
-            name=name, **more,
-        )  # fmt: skip
+        return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)
 
 
 def activation(given: str | Activation) -> Activation:

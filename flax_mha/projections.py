@@ -1,5 +1,7 @@
 """Linear maps as linen modules: their parameters."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -61,3 +63,14 @@ class Projection(nn.Module):
         return Linear(
             kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision
         )
+
+
+def projection(
+    like: nn.Module, name: str, features: Shape, names: LogicalNames, biased: bool, **fields: Any
+) -> Projection:
+    """A `Projection` whose other fields are those of a module, or as given."""
+    same = ("kernel_init", "bias_init", "dtype", "param_dtype", "precision", "partitioned")
+    fields = {field: getattr(like, field) for field in same} | fields
+    if not biased:
+        fields["bias_init"] = None
+    return Projection(features, names, name=name, **fields)
