@@ -31,6 +31,8 @@ from flax_mha.stacks import Decoder, Encoder, Stack
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
 _OWN = PROJECTIONS[:3]
+# What names of the first attention layer begin with, in a stack, in a block and alone.
+_FIRST = ("layers.0.self_attn.", "self_attn.", "")
 # What the layers of torch.nn and other libraries can't do: each field must be as it is by default.
 LAYER = (
     "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
@@ -68,11 +70,8 @@ def from_torch(
     """
     inputs.positive(num_heads=num_heads)
     tensors = {name: array(x) for name, x in state_dict.items()}
-    stack = "layers.0.self_attn.out_proj.weight" in tensors
-    first = "layers.0." if stack else ""
-    block = f"{first}self_attn.out_proj.weight" in tensors
-    at = f"{first}self_attn." if block else ""
-    if f"{at}out_proj.weight" not in tensors:
+    at = next((at for at in _FIRST if f"{at}out_proj.weight" in tensors), None)
+    if at is None:
         raise ValueError(
             f"from_torch takes the state dict of one attention layer, one block or one stack of "
             f"torch.nn, got {sorted(tensors)[:4]} …; of a part of a model leave out its prefix"
@@ -82,34 +81,25 @@ def from_torch(
             raise ValueError(
                 f"a layer with add_bias_kv can't be loaded, as ours has no learned key, got {name}"
             )
+    layer = MultiHeadAttention(num_heads, use_bias=f"{at}out_proj.bias" in tensors)
     options = {
         "pre_norm": norm_first, "activation": activation, "norm_epsilon": layer_norm_eps,
     }  # fmt: skip
-    module = _module(tensors, num_heads, first, options if block else None)
+    module = _blocks(layer, tensors, at.removesuffix("self_attn."), options) if at else layer
     features = [len(tensors[f"{at}out_proj.weight"])]
     if isinstance(module, DecoderBlock | Decoder):
         features *= 2
-    apart = not block and "q_proj_weight" in tensors
+    apart = not at and "q_proj_weight" in tensors
     if apart:
         features += [tensors[f"{name}_proj_weight"].shape[-1] for name in "kv"]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
     return module, from_tensors(Family(module, example, _rows(module, apart)), tensors)
 
 
-def _module(
-    tensors: Mapping[str, Any], num_heads: int, first: str, options: dict[str, Any] | None
-) -> Module:
-    """The module of those tensors.
-
-    Args:
-      tensors: by name.
-      num_heads: N.
-      first: what names of the first block begin with, if there are several.
-      options: of a block; None for an attention layer alone.
-    """
-    if options is None:
-        return MultiHeadAttention(num_heads, use_bias="out_proj.bias" in tensors)
-    layer = MultiHeadAttention(num_heads, use_bias=f"{first}self_attn.out_proj.bias" in tensors)
+def _blocks(
+    layer: MultiHeadAttention, tensors: Mapping[str, Any], first: str, options: dict[str, Any]
+) -> Block | Stack:
+    """One block with that layer; or several, if names of the first one begin with something."""
     options["mlp_dim"] = len(tensors[f"{first}linear1.weight"])
     if not layer.use_bias:
         options["norm"] = nn.LayerNorm(options["norm_epsilon"], use_bias=False)
