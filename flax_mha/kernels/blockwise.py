@@ -95,12 +95,10 @@ def attend(
         learned, sinks, rest, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: tiling.vary(x, args), args)
-    if recalled is None:
-        out, lse = _core(static, *args)
-    else:
+    if recalled is not None:
         out, lse = recalled[0].astype(recalled[1].dtype), shapes.by_query(recalled[1])
-        recalled_rows = by_rows(out, plan.block_q, K), by_rows(lse, plan.block_q, K)[..., 0]
-        out, lse = _recall(static, recalled_rows, *args)
+        recalled = by_rows(out, plan.block_q, K), by_rows(lse, plan.block_q, K)[..., 0]
+    out, lse = _core(static, recalled, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     lse = softmax.minus_infinity(lse)
@@ -132,9 +130,9 @@ def _visit(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static: TiledCall, *args: Any) -> tuple[jax.Array, jax.Array]:
-    """The loops' out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], see `_loops`."""
-    return _forward(static, *args)[0]
+def _core(static: TiledCall, recalled: Result | None, *args: Any) -> Result:
+    """Out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], recalled or of the loops (see `_loops`)."""
+    return _forward(static, recalled, *args)[0]
 
 
 @traced.once
@@ -207,7 +205,9 @@ def _loops(
     return tiling.over(group, [], xs, static.together)[1]
 
 
-def _forward(static: TiledCall, *args: Any) -> tuple[Any, Any]:
+def _forward(static: TiledCall, recalled: Result | None, *args: Any) -> tuple[Result, Any]:
+    if recalled is not None:
+        return recalled, (args, recalled[0], *softmax.of_lse(recalled[1]))
     out, top, total = _loops(static, *args)
     lse = softmax.finish(*tiling.with_sinks(static.plan, args[4], top, total)[1:])[1]
     return (out, lse), (args, out, top, total)
@@ -272,27 +272,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     grads, (dq, dk, dv) = tiling.over(group, zeros, xs, static.together)
     grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
     dsinks = tiling.sink_gradient(plan, sink, top, share, delta)
-    return dq, dk, dv, grads, dsinks, None, None
+    return None, dq, dk, dv, grads, dsinks, None, None
 
 
 _core.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recall(static: TiledCall, recalled: Result, *args: Any) -> Result:
-    """The recalled result, whose gradients are those of `_core` with these keys among others."""
-    del static, args
-    return recalled
-
-
-def _recall_forward(static: TiledCall, recalled: Result, *args: Any) -> tuple[Result, Any]:
-    del static
-    out, lse = recalled
-    return recalled, (args, out, *softmax.of_lse(lse))
-
-
-def _recall_backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    return None, *_backward(static, residuals, cotangents)
-
-
-_recall.defvjp(_recall_forward, _recall_backward)

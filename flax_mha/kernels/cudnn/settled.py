@@ -25,15 +25,17 @@ NOTHING = -float(2**41)
 _FAR = 1e30
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
     kind: Kind, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
-    sinks: jax.Array | None, band: Band, recalled: Result | None = None,
+    sinks: jax.Array | None, band: Band, recalled: Result | None,
 ) -> Result:  # fmt: skip
     """Attention of rows.
 
     Args:
       kind: what cuDNN is to compute.
-      masked: whether the call has a mask.
+      masked: whether the call has a mask. With neither mask nor bias every row sees all, and NaN
+        spreads by itself.
       q: [rows, T, N, F].
       k: [rows, S, K, F].
       v: [rows, S, K, F].
@@ -46,14 +48,25 @@ def attend(
     Returns:
       out [rows, T, N, F]; lse [rows, N, T], −∞ where no key is seen, and there is no sink.
     """
+    return _attend(kind, masked, q, k, v, bias, sinks, band, recalled)[0]
+
+
+def _attend(
+    kind: Kind, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
+    sinks: jax.Array | None, band: Band, recalled: Result | None,
+) -> tuple[Result, Any]:  # fmt: skip
+    """The result, and what its gradients take."""
     spoiled = None
     if masked:
-        # In its operands NaN would meet weights of 0, whatever cuDNN does with masked scores.
         spoiled = _spoiled(q, k, v, band) if recalled is None else None
+        # In cuDNN's operands NaN would meet weights of 0, whatever it does with masked scores.
         q, k, v = finite(q), finite(k), finite(v)
-    if recalled is not None:
-        return _recalled(kind, masked, q, k, v, bias, sinks, band, recalled)
-    return _settled(kind, q, k, v, bias, sinks, band, spoiled)
+    out, lse = recalled or _of_keys(kind, q, k, v, bias, band, spoiled)
+    # The lse without the sink tells which rows see nothing.
+    of_keys = lse
+    if sinks is not None:
+        out, lse = _sunk(out, lse, sinks)
+    return (out, lse), (q, k, v, bias, sinks, band, out, of_keys)
 
 
 def _spoiled(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array:
@@ -65,23 +78,11 @@ def _spoiled(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array:
     return jnp.swapaxes(spoiled | (bad_q & (end > start)[..., None]), 1, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _settled(
-    kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
-    sinks: jax.Array | None, band: Band, spoiled: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The attention of cuDNN, 0 and −∞ for rows that see nothing, NaN for the spoiled [rows, N, T].
-
-    With neither mask nor bias every row sees all, and NaN spreads by itself.
-    """
-    return _sunk(*_of_keys(kind, q, k, v, bias, band, spoiled), sinks)
-
-
 def _of_keys(
     kind: Kind, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band,
     spoiled: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """`_settled` without sinks."""
+    """Attention by cuDNN, 0 and −∞ for rows that see nothing, NaN for the spoiled [rows, N, T]."""
     out, lse = fused.forward(kind, q, k, v, bias, *band.operands())
     lse = lse if band.runs is None else band.runs.lse(lse)
     if spoiled is None and bias is None:
@@ -98,36 +99,27 @@ def _of_keys(
     return out.astype(q.dtype), lse
 
 
-def _sunk(
-    out: jax.Array, lse: jax.Array, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+def _sunk(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
     """With the sink as one more key, which gives nothing."""
-    if sinks is None:
-        return out, lse
     sinks = sinks[None, :, None]
     share = jnp.where(lse == -jnp.inf, 0.0, jax.nn.sigmoid(lse - sinks))
     whole = out.astype(share.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
     return whole.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
-def _forward(kind: Kind, *primals: Any) -> tuple[Any, Any]:
-    q, k, v, bias, sinks, band, spoiled = jax.tree.map(lambda x: x.value, primals)
-    of_keys = _of_keys(kind, q, k, v, bias, band, spoiled)
-    out, lse = _sunk(*of_keys, sinks)
-    masked = None if spoiled is None else ()
-    # The lse without the sink tells which rows see nothing.
-    return (out, lse), (q, k, v, bias, sinks, band, masked, out, of_keys[1])
+def _forward(kind: Kind, masked: bool, *primals: Any) -> tuple[Result, Any]:
+    return _attend(kind, masked, *jax.tree.map(lambda x: x.value, primals))
 
 
-def _backward(kind: Kind, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, bias, sinks, band, masked, out, lse = residuals
+def _backward(kind: Kind, masked: bool, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    q, k, v, bias, sinks, band, out, lse = residuals
     dout, dlse = (
         None if isinstance(x, jax.custom_derivatives.SymbolicZero) else x for x in cotangents
     )
     whole = lse if sinks is None else jnp.logaddexp(lse, sinks[None, :, None])
     dlse_of_sink = dlse
     spoiled = jnp.isnan(lse)
-    settled = masked is not None or bias is not None
+    settled = masked or bias is not None
     if settled:
         # Without weight and without cotangent these rows add exactly 0, though they hold NaN.
         off = spoiled | (lse == -jnp.inf)
@@ -148,28 +140,7 @@ def _backward(kind: Kind, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dbias, dsinks, None, None
 
 
-_settled.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _recalled(kind: Kind, masked: bool, *args: Any) -> Result:
-    """The recalled result, the last argument, whose gradients are those of `_settled`."""
-    del kind, masked
-    return args[-1]
-
-
-def _recalled_forward(kind: Kind, masked: bool, *primals: Any) -> tuple[Result, Any]:
-    del kind
-    *args, recalled = jax.tree.map(lambda x: x.value, primals)
-    return recalled, (*args, () if masked else None, *recalled)
-
-
-def _recalled_backward(kind: Kind, masked: bool, *args: Any) -> tuple[Any, ...]:
-    del masked
-    return _backward(kind, *args)
-
-
-_recalled.defvjp(_recalled_forward, _recalled_backward, symbolic_zeros=True)
+attend.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _pulled(

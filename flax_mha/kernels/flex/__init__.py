@@ -26,7 +26,7 @@ from flax_mha import shapes
 from flax_mha.grid import Array, At, flat_batch
 from flax_mha.kernels import tpu
 from flax_mha.kernels.finite import guard
-from flax_mha.kernels.flex.core import Operands, core, recall
+from flax_mha.kernels.flex.core import Operands, core
 from flax_mha.kernels.flex.lowered import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.walk import Leaf
@@ -68,9 +68,9 @@ _PRECISIONS: dict[Any, Any] = {
 
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, traced: "Traced",
-    result: Result | None = None,
+    recalled: Result | None = None,
 ) -> Result:  # fmt: skip
-    """See `reference.attend`; of a result that is known only the gradients are computed.
+    """See `reference.attend`; of a recalled result only the gradients are computed.
 
     First derivatives only.
 
@@ -100,11 +100,10 @@ def _attend(
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip
-    if result is None:
-        out, lse = core(call, operands)
-    else:
-        out, lse = (tpu.heads_first(x, T) for x in (result[0], shapes.by_query(result[1])))
-        out, lse = recall(call, (out.astype(q.dtype), lse[..., 0]), operands)
+    if recalled is not None:
+        out, lse = (tpu.heads_first(x, T) for x in (recalled[0], shapes.by_query(recalled[1])))
+        recalled = out.astype(q.dtype), lse[..., 0]
+    out, lse = core(call, recalled, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
 

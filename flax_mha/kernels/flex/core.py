@@ -45,8 +45,10 @@ class Operands(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def core(call: FlexCall, x: Operands) -> Result:
-    """Gives out [R, N, T′, Hv] and lse [R, N, T′] in float32."""
+def core(call: FlexCall, recalled: Result | None, x: Operands) -> Result:
+    """Gives out [R, N, T′, Hv] and lse [R, N, T′] in float32; those that are recalled, if any."""
+    if recalled is not None:
+        return recalled
     out, stats = _attend(call, x, x.q.dtype)
     return out, _lse(stats)
 
@@ -143,13 +145,15 @@ def _attend(call: FlexCall, x: Operands, dtype: Any) -> tuple[jax.Array, jax.Arr
     return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
 
 
-def _forward(call: FlexCall, x: Operands) -> tuple[Any, Any]:
+def _forward(call: FlexCall, recalled: Result | None, x: Operands) -> tuple[Result, Any]:
+    if recalled is not None:
+        return recalled, (x, recalled[0], jnp.stack(softmax.of_lse(recalled[1]), 2))
     # Not rounded: in δ it must cancel against products of the weights as they are.
     out, stats = _attend(call, x, jnp.float32)
     return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
 
 
-def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Operands]:
+def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Operands]:
     x, out, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
     dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
@@ -164,30 +168,10 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Operands
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
-    return (Operands(dq, dk, dv, learned, sinks, [None] * len(x.rest), None, None, None),)
+    return None, Operands(dq, dk, dv, learned, sinks, [None] * len(x.rest), None, None, None)
 
 
 core.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recall(call: FlexCall, recalled: Result, x: Operands) -> Result:
-    """A recalled out and lse, whose gradients are those of `core` with these keys among others."""
-    del call, x
-    return recalled
-
-
-def _recall_forward(call: FlexCall, recalled: Result, x: Operands) -> tuple[Result, Any]:
-    del call
-    out, lse = recalled
-    return recalled, (x, out, jnp.stack(softmax.of_lse(lse), 2))
-
-
-def _recall_backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    return None, *_backward(call, residuals, cotangents)
-
-
-recall.defvjp(_recall_forward, _recall_backward)
 
 
 def _queries(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> jax.Array:
