@@ -1,6 +1,7 @@
 """Coordinates of the scores [*B, N, T, S], arrays that lie over them, and tiles of them."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -33,6 +34,16 @@ class Grid(struct.PyTreeNode):
     """An array over the scores, [*B|1, N|1, T|1, S|1]: a block of scores needs a block of it."""
 
     array: Any
+
+
+def is_grid(x: Any) -> bool:
+    """Whether a node of a tree is one."""
+    return isinstance(x, Grid)
+
+
+def map_grids(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies fn to the arrays of grids; other leaves stay."""
+    return jax.tree.map(lambda x: Grid(fn(x.array)) if is_grid(x) else x, tree, is_leaf=is_grid)
 
 
 class Tiles(NamedTuple):

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha import shapes
-from flax_mha.grid import At
+from flax_mha.grid import At, map_grids
 from flax_mha.kernels import reference, softmax
 from flax_mha.kernels.finite import guard, least
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored, widened
-from flax_mha.kernels.tiling import map_grids, nothing, vary
+from flax_mha.kernels.tiling import nothing, vary
 from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
 

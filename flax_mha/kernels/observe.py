@@ -29,11 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import inputs, shapes, sharding
-from flax_mha.grid import Array, At
+from flax_mha.grid import Array, At, map_grids
 from flax_mha.kernels import reference
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tiling import map_grids
 from flax_mha.masks import EMPTY
 from flax_mha.masks.base import known
 from flax_mha.shapes import Dims

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from flax_mha import mesh_axes, shapes
-from flax_mha.grid import Array, At, Grid, blocks, flat_batch
+from flax_mha.grid import Array, At, blocks, flat_batch, is_grid, map_grids
 from flax_mha.kernels import softmax
 from flax_mha.kernels.finite import finite
 from flax_mha.kernels.plan import Plan, Stripe
@@ -154,15 +154,6 @@ def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
     return map_grids(divide, spec)
 
 
-def map_grids(fn: Callable, tree: Tree, other: Callable = lambda x: x) -> Tree:
-    """Applies fn to the arrays of grids, and other to the remaining leaves."""
-    return jax.tree.map(
-        lambda x: Grid(fn(x.array)) if isinstance(x, Grid) else other(x),
-        tree,
-        is_leaf=lambda x: isinstance(x, Grid),
-    )
-
-
 def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
     """The spec and the coordinates of one place, all of rank 2."""
     spec = map_grids(place.take, spec)
@@ -238,7 +229,7 @@ class TiledCall(NamedTuple):
         """That of a spec in tiles."""
         leaves, tree = jax.tree.flatten(spec)
         floating = (jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
-        grids = jax.tree.leaves(map_grids(lambda _: True, spec, other=lambda _: False))
+        grids = [is_grid(x) for x in jax.tree.leaves(spec, is_leaf=is_grid)]
         # Grids of each row or head would become gathers, so these are not batched.
         own = any(g and x.shape[:2] != (1, 1) for x, g in zip(leaves, grids, strict=True))
         together = 1 if own else plan.together

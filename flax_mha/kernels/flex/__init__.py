@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from flax_mha import shapes
-from flax_mha.grid import Array, At, flat_batch
+from flax_mha.grid import Array, At, flat_batch, is_grid
 from flax_mha.kernels import tpu
 from flax_mha.kernels.finite import guard
 from flax_mha.kernels.flex.core import Operands, core
@@ -33,7 +33,6 @@ from flax_mha.kernels.flex.walk import Leaf
 from flax_mha.kernels.plan import Plan, ask, finest
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
-from flax_mha.kernels.tiling import map_grids
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import known, seen
 from flax_mha.shapes import Dims
@@ -148,7 +147,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
     bare = spec.replace(sinks=None, dropout=None, q_pos=None, k_pos=None, rows=None, heads=None)
     arrays, tree = jax.tree.flatten(bare)
-    grids = jax.tree.leaves(map_grids(lambda _: True, bare, other=lambda _: False))
+    grids = [is_grid(x) for x in jax.tree.leaves(bare, is_leaf=is_grid)]
     own = list(zip(arrays, grids, strict=True))
     places = [(x.array, True) for x in (spec.q_pos, spec.k_pos) if x is not None]
     seed = [] if spec.dropout is None else [(spec.dropout.seed[n], False) for n in range(2)]

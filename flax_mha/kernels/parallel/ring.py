@@ -26,12 +26,12 @@ import numpy as np
 from jax import lax
 
 from flax_mha import shapes
-from flax_mha.grid import Array
+from flax_mha.grid import Array, map_grids
 from flax_mha.kernels import softmax
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
-from flax_mha.kernels.tiling import map_grids, nothing
+from flax_mha.kernels.tiling import nothing
 from flax_mha.masks import EMPTY, Causal
 from flax_mha.shapes import Dims
 

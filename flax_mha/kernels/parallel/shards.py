@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import mesh_axes, shapes, sharding
-from flax_mha.grid import Grid, whole
+from flax_mha.grid import Grid, is_grid, whole
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.parallel import ring
 from flax_mha.kernels.parallel.devices import here
@@ -240,7 +240,7 @@ def _split(
 
     What is known before tracing and is the same for all stays known.
     """
-    leaves, tree = jax.tree.flatten(spec, is_leaf=lambda x: isinstance(x, Grid))
+    leaves, tree = jax.tree.flatten(spec, is_leaf=is_grid)
 
     def layout_of(x: Any) -> P | None:
         if isinstance(x, Grid):

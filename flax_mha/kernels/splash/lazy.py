@@ -4,7 +4,6 @@ Nothing of size T×S is made, but for tables known before tracing, up to `TABLE`
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 
-from flax_mha.grid import At, Grid, flat_batch, tiles_of
+from flax_mha.grid import At, flat_batch, is_grid, map_grids, tiles_of
 from flax_mha.kernels.ids import Ids, split
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
@@ -157,7 +156,7 @@ def _static(
     ids: Any, mask: Mask, pos: Positions, blocks: Blocks, dims: Dims
 ) -> Lowered | str:  # fmt: skip
     """A mask known before tracing: heads with equal masks in one group, or a table for each."""
-    mask = _map_grids(lambda x: flat_batch(x, dims), mask)
+    mask = map_grids(lambda x: flat_batch(x, dims), mask)
     rules = [_of_head(mask, head) for head in range(dims.N)]
     traits: dict[Any, _Traits] = {}
     groups: dict[Any, list[int]] = {}
@@ -203,7 +202,7 @@ class _Traits(NamedTuple):
     @classmethod
     def of(cls, rule: Mask, dims: Dims) -> "_Traits":
         """Those of a mask whose grids are [rows|1, 1, T|1, S|1]."""
-        grids = [x.array for x in jax.tree.leaves(rule, is_leaf=_is_grid) if _is_grid(x)]
+        grids = [x.array for x in jax.tree.leaves(rule, is_leaf=is_grid) if is_grid(x)]
         if any(len(x) > 1 for x in grids):
             return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
@@ -237,12 +236,12 @@ def _of_head(mask: Mask, head: int) -> Mask:
         return _of_head(x.masks[head], head) if type(x) is PerHead else x
 
     mask = jax.tree.map(choose, mask, is_leaf=lambda x: type(x) is PerHead)
-    return _map_grids(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
+    return map_grids(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
 
 
 def _flat(rule: Mask) -> Mask:
     """Grids of one row and head as [T|1, S|1], or as a number."""
-    return _map_grids(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
+    return map_grids(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
 
 def _seen(rule: Mask | None, pos: Positions, blocks: Blocks, dims: Dims) -> np.ndarray:
@@ -289,11 +288,3 @@ def _reads(jaxpr: Any, argument: int) -> bool:
         if any(x in reached for x in eqn.invars if not hasattr(x, "val")):
             reached.update(eqn.outvars)
     return any(x in reached for x in jaxpr.outvars if not hasattr(x, "val"))
-
-
-def _is_grid(x: Any) -> bool:
-    return isinstance(x, Grid)
-
-
-def _map_grids(fn: Callable[[Any], Any], mask: Mask) -> Mask:
-    return jax.tree.map(lambda x: Grid(fn(x.array)) if _is_grid(x) else x, mask, is_leaf=_is_grid)
