@@ -43,7 +43,7 @@ def is_grid(x: Any) -> bool:
 
 def map_grids(fn: Callable[[Any], Any], tree: Any) -> Any:
     """Applies fn to the arrays of grids; other leaves stay."""
-    return jax.tree.map(lambda x: Grid(fn(x.array)) if is_grid(x) else x, tree, is_leaf=is_grid)
+    return jax.tree.map(lambda x: jax.tree.map(fn, x) if is_grid(x) else x, tree, is_leaf=is_grid)
 
 
 class Tiles(NamedTuple):

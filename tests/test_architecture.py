@@ -29,6 +29,7 @@ LAYERS = [
     {
         "kernels.dropout",
         "kernels.finite",
+        "kernels.leaves",
         "kernels.stored",
         "kernels.tpu",
         "kernels.platform",

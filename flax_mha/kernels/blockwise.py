@@ -26,6 +26,7 @@ from flax_mha import shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import softmax, tiling, traced
 from flax_mha.kernels.finite import finite, guard
+from flax_mha.kernels.leaves import combine, learned, partition
 from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
@@ -87,12 +88,11 @@ def attend(
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiling.tiled(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
-    learned, rest = static.split(spec)
     args = (
         by_rows(q, plan.block_q, K),
         by_rows(k, plan.block_k, K),
         by_rows(v, plan.block_k, K),
-        learned, sinks, rest, tables,
+        *partition(spec, learned), sinks, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: tiling.vary(x, args), args)
     if recalled is not None:
@@ -137,8 +137,8 @@ def _core(static: TiledCall, recalled: Result | None, *args: Any) -> Result:
 
 @traced.once
 def _loops(
-    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, learned: list[jax.Array],
-    sinks: jax.Array | None, rest: list[jax.Array], tables: Tables | None,
+    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
+    sinks: jax.Array | None, tables: Tables | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
 
@@ -147,16 +147,16 @@ def _loops(
       q: [R, G·nq·bq, H] for R rows × key/value heads and G query heads of each; scaled.
       k: [R, nk·bk, H].
       v: [R, nk·bk, Hv].
-      learned: see `TiledCall.spec`.
+      leaves: those of the spec that are learned.
+      rest: the others.
       sinks: [N] or None.
-      rest: likewise.
       tables: the tiles to visit, or None for the plan's stripes.
 
     Returns:
       out [R, G·nq·bq, Hv]; of the keys, without sinks, the greatest score and the sum of the
       exponentials of the others' distance to it [R, G·nq·bq].
     """
-    plan, spec = static.plan, static.spec(learned, rest)
+    plan, spec = static.plan, combine(leaves, rest)
     acc = shapes.wide(q.dtype)
 
     def attend_block(
@@ -209,20 +209,20 @@ def _forward(static: TiledCall, recalled: Result | None, *args: Any) -> tuple[Re
     if recalled is not None:
         return recalled, (args, recalled[0], *softmax.of_lse(recalled[1]))
     out, top, total = _loops(static, *args)
-    lse = softmax.finish(*tiling.with_sinks(static.plan, args[4], top, total)[1:])[1]
+    lse = softmax.finish(*tiling.with_sinks(static.plan, args[5], top, total)[1:])[1]
     return (out, lse), (args, out, top, total)
 
 
 @traced.once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, v, learned, sinks, rest, tables), out, top, total = residuals
-    plan, spec, acc = static.plan, static.spec(learned, rest), total.dtype
+    (q, k, v, leaves, rest, sinks, tables), out, top, total = residuals
+    plan, spec, acc = static.plan, combine(leaves, rest), total.dtype
     seen = total != 0
     sink, top, total = tiling.with_sinks(plan, sinks, top, total)
     dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
     of_rows = jnp.stack([top, share, delta], -1)
 
-    def group(grads: list[jax.Array], x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, *queries, k, v = x
         if spec.mask is not None:
             k, v = guard(k, v)
@@ -246,7 +246,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
                 dvT = place.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
                 if dvectors is not None:
                     dq, dkT = dq + dvectors[0], place.add_keys(dkT, dvectors[1].T)
-                return static.accumulate(place, grads, dleaves), dq, dkT, dvT
+                return tiling.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
             carry = (grads, tiling.vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
@@ -267,12 +267,12 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
         dk, dv = tiling.by_key(dkT).astype(k.dtype), tiling.by_key(spec.gain(dvT)).astype(v.dtype)
         return grads, (tiling.join(parts, plan), dk, dv)
 
-    zeros = [tiling.vary(jnp.zeros(x.shape, acc), q) for x in learned]
+    zeros = jax.tree.map(lambda x: tiling.vary(jnp.zeros(x.shape, acc), q), leaves)
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
     grads, (dq, dk, dv) = tiling.over(group, zeros, xs, static.together)
-    grads = [g.astype(x.dtype) for g, x in zip(grads, learned, strict=True)]
+    grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
     dsinks = tiling.sink_gradient(plan, sink, top, share, delta)
-    return None, dq, dk, dv, grads, dsinks, None, None
+    return None, dq, dk, dv, grads, None, dsinks, None
 
 
 _core.defvjp(_forward, _backward)

@@ -1,4 +1,3 @@
-# Over 300 lines: short functions, each of which says what shapes it takes and gives.
 """The arrays of a call laid out in tiles, and where each of them is."""
 
 import math
@@ -14,6 +13,7 @@ from flax_mha import mesh_axes, shapes
 from flax_mha.grid import Array, At, blocks, flat_batch, is_grid, map_grids
 from flax_mha.kernels import softmax
 from flax_mha.kernels.finite import finite
+from flax_mha.kernels.leaves import combine, learned, partition
 from flax_mha.kernels.plan import Plan, Stripe
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.scores import Vectors
@@ -204,22 +204,16 @@ def nothing(
 
 
 class TiledCall(NamedTuple):
-    """How a call is divided, and how its spec is taken apart and put together again.
+    """What of a call is known before tracing.
 
     Attributes:
       plan: the division.
-      tree: the structure of the spec.
-      floating: which of its leaves are floating point, and so take gradients.
-      grids: which lie over the scores.
       scale: of the scores, where queries are not scaled themselves.
       together: how many rows and key/value heads are computed at once.
       pure: see `traced.once`.
     """
 
     plan: Plan
-    tree: Any
-    floating: tuple[bool, ...]
-    grids: tuple[bool, ...]
     scale: float
     together: int
     pure: bool
@@ -227,25 +221,10 @@ class TiledCall(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
         """That of a spec in tiles."""
-        leaves, tree = jax.tree.flatten(spec)
-        floating = (jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves)
-        grids = [is_grid(x) for x in jax.tree.leaves(spec, is_leaf=is_grid)]
+        nodes = jax.tree.leaves(spec, is_leaf=is_grid)
         # Grids of each row or head would become gathers, so these are not batched.
-        own = any(g and x.shape[:2] != (1, 1) for x, g in zip(leaves, grids, strict=True))
-        together = 1 if own else plan.together
-        floats = tuple(map(bool, floating))
-        return cls(plan, tree, floats, tuple(grids), scale, together, pure=not spec.own())
-
-    def spec(self, learned: list[jax.Array], rest: list[jax.Array]) -> AttentionSpec:
-        """The spec of those leaves."""
-        learned, rest = list(learned), list(rest)
-        leaves = [learned.pop(0) if f else rest.pop(0) for f in self.floating]
-        return jax.tree.unflatten(self.tree, leaves)
-
-    def split(self, spec: AttentionSpec) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The leaves of a spec of this form: those that are learned, and the rest."""
-        leaves = list(zip(jax.tree.leaves(spec), self.floating, strict=True))
-        return [x for x, f in leaves if f], [x for x, f in leaves if not f]
+        own = any(is_grid(x) and x.array.shape[:2] != (1, 1) for x in nodes)
+        return cls(plan, scale, 1 if own else plan.together, pure=not spec.own())
 
     def vectors(
         self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
@@ -257,27 +236,29 @@ class TiledCall(NamedTuple):
         q, k = (x if spec.mask is None else finite(x) for x in (q, k))
         return self.scale * q.astype(dtype), k.astype(dtype)
 
-    def accumulate(
-        self, place: Place, grads: list[jax.Array], tile: list[jax.Array]
-    ) -> list[jax.Array]:
-        """The gradients of the learned leaves with those of a tile added."""
-        grids = (g for g, f in zip(self.grids, self.floating, strict=True) if f)
-        return [
-            place.add(g, d.astype(g.dtype)) if grid else g + d.astype(g.dtype)
-            for g, d, grid in zip(grads, tile, grids, strict=True)
-        ]
+
+def accumulate(place: Place, grads: Tree, tile: Tree) -> Tree:
+    """The gradients of learned leaves with those of a tile added, if there are any."""
+    if tile is None:
+        return grads
+
+    def add(g: Any, d: Any) -> Any:
+        fn = place.add if is_grid(g) else jnp.add
+        return jax.tree.map(lambda x, y: fn(x, y.astype(x.dtype)), g, d)
+
+    return jax.tree.map(add, grads, tile, is_leaf=is_grid)
 
 
 def tile_gradient(
     static: TiledCall, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
     v: jax.Array, dout: jax.Array, of_rows: jax.Array,
-) -> tuple[jax.Array, jax.Array, list[jax.Array], Vectors | None]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, Tree, Vectors | None]:  # fmt: skip
     """A tile's kept weights, and the gradients of q·kᵀ, the learned leaves, and what scores saw."""
     tile, at = tile_of(static.plan, spec, place)
-    leaves, others = static.split(tile)
+    leaves, others = partition(tile, learned)
 
-    def score(s: jax.Array, leaves: list[jax.Array], vectors: Vectors | None) -> jax.Array:
-        return score_of(static.plan, masked, place, static.spec(leaves, others), at, s, vectors)
+    def score(s: jax.Array, leaves: Tree, vectors: Vectors | None) -> jax.Array:
+        return score_of(static.plan, masked, place, combine(leaves, others), at, s, vectors)
 
     acc = of_rows.dtype
     top, share, delta = jnp.split(of_rows, 3, -1)
@@ -288,7 +269,7 @@ def tile_gradient(
     dp = spec.gain(tile.drop(dot(dout, v, 1, 1, spec, acc), at))
     ds = softmax.gradient(p, dp, delta, masked)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
-    ds, dleaves, dvectors = (ds, [], None) if pull is None else pull(ds)
+    ds, dleaves, dvectors = (ds, None, None) if pull is None else pull(ds)
     if dvectors is not None:
         dvectors = static.scale * dvectors[0], dvectors[1]
     return tile.drop(p, at), static.scale * ds, dleaves, dvectors
@@ -304,8 +285,8 @@ def dot(
     )  # fmt: skip
 
 
-def over(group: Callable[[Any, Tree], Any], sums: list[Any], xs: Tree, together: int) -> Any:
+def over(group: Callable[[Tree, Tree], Any], sums: Tree, xs: Tree, together: int) -> Any:
     """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
-    if sums or together == 1:
+    if jax.tree.leaves(sums) or together == 1:
         return lax.scan(group, sums, xs)
     return sums, lax.map(lambda x: group(sums, x)[1], xs, batch_size=together)

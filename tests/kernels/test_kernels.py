@@ -11,7 +11,7 @@ import pytest
 from flax_mha import dot_product_attention, explain, kernels
 from flax_mha.kernels import plan
 from flax_mha.kernels.spec import prepare
-from flax_mha.masks import Causal, Lengths, PerHead, Window
+from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
 from flax_mha.scores import Score
 from flax_mha.shapes import attention_dims
 from tests import oracle
@@ -45,6 +45,20 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
         return out, *pull(arrays()[3])
 
     return run(*primals)
+
+
+@every
+def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
+    """Those of a rule that are floating point: 0, and the others' gradients are as ever."""
+    q, k, v, _ = arrays()
+
+    def call(q: jax.Array, reach: Any) -> jax.Array:
+        mask = Predicate(lambda b, n, i, j, m: (i - j).astype(m.dtype) <= m, (reach,))
+        return dot_product_attention(q, k, v, mask=mask, kernel=kernel).sum()
+
+    dq, dreach = jax.grad(call, (0, 1))(q, jnp.float32(2.5))
+    assert dreach == 0
+    np.testing.assert_array_equal(dq, jax.grad(call)(q, jnp.int32(2)))
 
 
 @pytest.mark.sampled(0.16)

@@ -28,6 +28,7 @@ from jax import lax
 from flax_mha import shapes
 from flax_mha.grid import Array, map_grids
 from flax_mha.kernels import softmax
+from flax_mha.kernels.leaves import combine, learned, partition
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
@@ -84,6 +85,24 @@ class Ring(NamedTuple):
     def source(self, step: Array | int) -> jax.Array:
         """Whose keys this device has in a step."""
         return (lax.axis_index(self.axes) - step) % len(self.seen)
+
+    def cut(self, tree: Any, S: int, start: jax.Array) -> Any:
+        """Leaves of a spec of all n·S keys, of S of them."""
+        n = len(self.seen)
+
+        def cut(x: Array) -> Array:
+            if x.shape[-1] != n * S or n == 1:
+                return x
+            return lax.dynamic_slice_in_dim(jnp.asarray(x), start, S, axis=-1)
+
+        return map_grids(cut, tree)
+
+    def of_step(self, spec: AttentionSpec, step: Array | int) -> AttentionSpec:
+        """The spec of a step's keys, without a mask where everything is seen."""
+        if not self.plain:
+            return spec
+        own = isinstance(step, int) and step == 0
+        return spec.replace(mask=spec.mask if own else None, q_pos=None, k_pos=None)
 
     def where_seen(self, step: Any, fn: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
         """fn(*args) on the devices that see something in a step, `otherwise` on the others."""
@@ -153,8 +172,8 @@ def attend(
 
     Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
     """
-    call, arrays = RingCall.of(ring, local, spec.replace(sinks=None))
-    out, lse = _core(call, q, k, v, arrays)
+    arrays, known = partition(spec.replace(sinks=None), lambda x: isinstance(x, jax.Array))
+    out, lse = _core(ring, local, known, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
         whole = out.astype(lse.dtype) * shapes.by_query(jnp.exp(lse - total))
@@ -164,72 +183,22 @@ def attend(
 
 def first_block(ring: Ring, k: jax.Array, spec: AttentionSpec) -> AttentionSpec:
     """The spec of what this device computes first."""
-    call, arrays = RingCall.of(ring, None, spec.replace(sinks=None))
     step = ring.steps[0] if ring.steps else 0
-    return call.of_block(call.block(arrays, k.shape[-3], step), step)
+    S = k.shape[-3]
+    return ring.of_step(ring.cut(spec.replace(sinks=None), S, ring.source(step) * S), step)
 
 
-class RingCall(NamedTuple):
-    """What of a call is known before tracing.
-
-    Attributes:
-      ring: the devices.
-      local: attention to a block of keys.
-      leaves: those of the spec, None where they are traced.
-      tree: its structure.
-      traced: indices of the leaves that are given to the call.
-    """
-
-    ring: Ring
-    local: Any
-    leaves: list[Any]
-    tree: Any
-    traced: list[int]
-
-    @classmethod
-    def of(cls, ring: Ring, local: Attend | None, spec: AttentionSpec) -> "tuple[RingCall, list]":
-        """The call of a call, and its arrays that are traced."""
-        leaves, tree = jax.tree.flatten(spec)
-        traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-        known = [None if i in traced else x for i, x in enumerate(leaves)]
-        return cls(ring, local, known, tree, traced), [leaves[i] for i in traced]
-
-    def spec(self, arrays: list[jax.Array]) -> AttentionSpec:
-        """The spec of those arrays."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.traced, arrays, strict=True):
-            leaves[i] = x
-        return jax.tree.unflatten(self.tree, leaves)
-
-    def block(self, arrays: list[jax.Array], S: int, step: Any) -> list[Any]:
-        """All leaves of the spec, of the keys of a step, S of n·S."""
-        start, n = self.ring.source(step) * S, len(self.ring.seen)
-
-        def cut(x: Array) -> Array:
-            if x.shape[-1] != n * S or n == 1:
-                return x
-            return lax.dynamic_slice_in_dim(jnp.asarray(x), start, S, axis=-1)
-
-        return jax.tree.leaves(map_grids(cut, self.spec(arrays)))
-
-    def of_block(self, leaves: list[Any], step: Any) -> AttentionSpec:
-        """The spec of those leaves, of a step; without a mask where everything is seen."""
-        spec = jax.tree.unflatten(self.tree, leaves)
-        own = isinstance(step, int) and step == 0
-        plain = spec.replace(mask=spec.mask if own else None, q_pos=None, k_pos=None)
-        return plain if self.ring.plain else spec
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _core(
-    call: RingCall, q: jax.Array, k: jax.Array, v: jax.Array, arrays: list[jax.Array]
+    ring: Ring, local: Attend, known: Any, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any
 ) -> Result:
-    ring, S = call.ring, k.shape[-3]
+    """See `attend`; known and arrays are the leaves of the spec, known before tracing or not."""
+    S = k.shape[-3]
 
     def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
         def see(k: jax.Array, v: jax.Array) -> Result:
-            spec = call.of_block(call.block(arrays, S, step), step)
-            return softmax.merge(merged, call.local(q, k, v, spec))
+            spec = ring.cut(combine(arrays, known), S, ring.source(step) * S)
+            return softmax.merge(merged, local(q, k, v, ring.of_step(spec, step)))
 
         return ring.where_seen(step, see, merged, *blocks), ()
 
@@ -244,49 +213,46 @@ def _unless_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(shapes.by_query(lse) == -jnp.inf, 0.0, x)
 
 
-def _forward(call: RingCall, *primals: Any) -> tuple[Result, Any]:
+def _forward(ring: Ring, local: Attend, known: Any, *primals: Any) -> tuple[Result, Any]:
     q, k, v, arrays = jax.tree.map(lambda x: x.value, primals)
-    out, lse = _core(call, q, k, v, arrays)
+    out, lse = _core(ring, local, known, q, k, v, arrays)
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
-def _backward(call: RingCall, residuals: Any, cotangents: Result) -> tuple[Any, ...]:
+def _backward(
+    ring: Ring, local: Attend, known: Any, residuals: Any, cotangents: Result
+) -> tuple[Any, ...]:
     q, k, v, arrays, out, lse = residuals
     # An lse that nobody asks the gradient of is left out: of it kernels may have a pass more.
     asked = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in cotangents]
     dout = _unless_empty(lse, cotangents[0]) if asked[0] else jnp.zeros_like(out)
     douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if asked[1] else (dout,)
-    ring, S, acc = call.ring, k.shape[-3], lse.dtype
-    learned = [n for n, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+    S, acc = k.shape[-3], lse.dtype
+    leaves, rest = partition(arrays, learned)
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
-        leaves = call.block(arrays, S, step)
-        floats = [leaves[call.traced[n]] for n in learned]
+        start = ring.source(step) * S
+        mine, others = (ring.cut(x, S, start) for x in (leaves, combine(rest, known)))
 
-        def block(q: jax.Array, k: jax.Array, v: jax.Array, floats: list[jax.Array]) -> Any:
-            for n, x in zip(learned, floats, strict=True):
-                leaves[call.traced[n]] = x
-            return call.local(q, k, v, call.of_block(leaves, step), (out, lse))[: len(douts)]
+        def block(q: jax.Array, k: jax.Array, v: jax.Array, mine: Any) -> Any:
+            spec = ring.of_step(combine(mine, others), step)
+            return local(q, k, v, spec, (out, lse))[: len(douts)]
 
         def see(k: jax.Array, v: jax.Array) -> Any:
-            dq, dk, dv, dfloats = jax.vjp(block, q, k, v, floats)[1](douts)
-            return (dq.astype(acc), dfloats), (dk, dv)
+            dq, dk, dv, dmine = jax.vjp(block, q, k, v, mine)[1](douts)
+            return (dq.astype(acc), dmine), (dk, dv)
 
-        zeros = jax.tree.map(jnp.zeros_like, ((q.astype(acc), floats), blocks))
-        (dq, dfloats), found = ring.where_seen(step, see, zeros, *blocks)
-        start = ring.source(step) * S
-        more = [_add(x, d, start) for x, d in zip(sums[1], dfloats, strict=True)]
-        return (sums[0] + dq, more), found
+        zeros = jax.tree.map(jnp.zeros_like, ((q.astype(acc), mine), blocks))
+        (dq, dmine), found = ring.where_seen(step, see, zeros, *blocks)
+        add = functools.partial(_add, start=start)
+        return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), found
 
-    zeros = jnp.zeros(q.shape, acc), [jnp.zeros_like(arrays[n]) for n in learned]
+    zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
     # The other way round: XLA would see that the same was sent before, and keep it all till now.
     steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
-    (dq, dlearned), found = ring.go(steps, visit, zeros, (k, v))
+    (dq, dleaves), found = ring.go(steps, visit, zeros, (k, v))
     dk, dv = found or (jnp.zeros_like(k), jnp.zeros_like(v))
-    darrays: list[Any] = [None] * len(arrays)
-    for n, d in zip(learned, dlearned, strict=True):
-        darrays[n] = d
-    return dq.astype(q.dtype), dk, dv, darrays
+    return dq.astype(q.dtype), dk, dv, dleaves
 
 
 def _add(x: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:

@@ -1,0 +1,25 @@
+"""Trees taken apart by what their leaves are, such as what takes gradients, and put together."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def partition(tree: Any, chosen: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """The leaves that are chosen, and the others: two such trees, with None for what is missing."""
+    return (
+        jax.tree.map(lambda x: x if chosen(x) else None, tree),
+        jax.tree.map(lambda x: None if chosen(x) else x, tree),
+    )
+
+
+def combine(one: Any, other: Any) -> Any:
+    """The tree that two of `partition` are of."""
+    return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
+
+
+def learned(x: Any) -> bool:
+    """Whether a leaf takes gradients: it is floating point."""
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
