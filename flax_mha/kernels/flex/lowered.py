@@ -1,4 +1,3 @@
-# Over 300 lines: one rule for each operation that Mosaic lacks.
 """Functions of scores in operations that Mosaic has, Pallas' compiler for TPUs.
 
 What a mask or a score does, a user's function included, is traced once, of one tile, and carried
@@ -6,8 +5,7 @@ out again in a kernel with
 
 - all arrays of one element as [1, 1], and vectors as [1, n]: Mosaic thinks in two dimensions;
 - look-ups in small tables, which it lacks, as selections among their entries, which have exact
-  gradients; indices are followed back to where they came from, so that their third axis, and what
-  else nothing asks for, never exists;
+  gradients; their indices, of three axes, as one array for each axis of the table;
 - branches on an index as selections, too.
 """
 
@@ -58,8 +56,8 @@ class Function(NamedTuple):
 
     def __call__(self, *args: Any) -> Any:
         """The result for arrays that the function closes over, and those that it takes."""
-        (out,) = _nodes(self.jaxpr, [_Node(x) for x in args])
-        return jnp.broadcast_to(out.value, flat(self.jaxpr.outvars[0].aval.shape))
+        (out,) = _run(self.jaxpr, args)
+        return _full(out, self.jaxpr.outvars[0])
 
     def lacks(self) -> str | None:
         """The name of an operation that Mosaic lacks, or None."""
@@ -102,60 +100,44 @@ def _open(x: Any) -> tuple[Any, list[Any]]:
     return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
 
 
-class _Node:
-    """A value that is computed when it is first asked for, from its equation's inputs."""
+class _Index(NamedTuple):
+    """An array [..., n] of indices of entries of a table, as an array for each of its axes."""
 
-    def __init__(self, value: Any = None, eqn: Any = None, inputs: Sequence["_Node"] = ()) -> None:
-        self._value, self.eqn, self.inputs = value, eqn, inputs
-        self.name = "" if eqn is None else eqn.primitive.name
-
-    @property
-    def value(self) -> Any:
-        if self._value is None:
-            self._value = _RULES.get(self.name, _bind)(self.eqn, self.inputs)
-        return self._value
+    columns: list[Any]
 
 
-class _Part(_Node):
-    """One of several results."""
+def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """The results of a function for its constants and arguments.
 
-    def __init__(self, of: _Node, n: int) -> None:
-        super().__init__()
-        self._of, self._n = of, n
-
-    @property
-    def value(self) -> Any:
-        return self._of.value[self._n]
-
-
-def _nodes(jaxpr: Any, args: Sequence[_Node]) -> list[_Node]:
-    """The results of a function of nodes, those of its constants first."""
+    What is broadcast stays as small as it was, until it is asked for.
+    """
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
-    def read(x: Any) -> _Node:
-        return _Node(x.val) if isinstance(x, core.Literal) else known[x]
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, core.Literal) else known[x]
 
     for eqn in jaxpr.eqns:
         inputs = [read(x) for x in eqn.invars]
         if eqn.primitive.name in _CALLS:
             body, consts = _open(eqn.params["jaxpr"])
-            found = _nodes(body, [*map(_Node, consts), *inputs])
-        elif eqn.primitive.multiple_results:
-            whole = _Node(eqn=eqn, inputs=inputs)
-            found = [_Part(whole, n) for n in range(len(eqn.outvars))]
+            found = _run(body, [*consts, *inputs])
         else:
-            found = [_Node(eqn=eqn, inputs=inputs)]
-        for var, node in zip(eqn.outvars, found, strict=True):
-            known[var] = node
-            if len(var.aval.shape) <= 2:
-                # At once: a chain of them would be as deep as it is long.
-                _ = node.value
+            found = _RULES.get(eqn.primitive.name, _bind)(eqn, *inputs)
+            found = found if eqn.primitive.multiple_results else [found]
+        known.update(zip(eqn.outvars, found, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
-def _bind(eqn: Any, inputs: Sequence[_Node]) -> Any:
+def _full(x: Any, var: Any) -> Any:
+    """An array of the `flat` shape of a variable; numbers stay numbers."""
+    if isinstance(x, _Index):
+        raise _Lacking(f"arrays of {len(var.aval.shape)} axes")
+    return x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, flat(var.aval.shape))
+
+
+def _bind(eqn: Any, *inputs: Any) -> Any:
     """An operation as it is."""
-    values = [node.value for node in inputs]
+    values = [_full(x, v) for x, v in zip(inputs, eqn.invars, strict=True)]
     if eqn.primitive.name == "custom_jvp_call":
         # Its derivative is a function of the shapes that it was traced with.
         values = [jnp.reshape(x, v.aval.shape) for x, v in zip(values, eqn.invars, strict=True)]
@@ -165,81 +147,80 @@ def _bind(eqn: Any, inputs: Sequence[_Node]) -> Any:
     return out
 
 
-def _fill(eqn: Any, inputs: Sequence[_Node]) -> Any:
-    """A broadcast: nothing, of what broadcasts by itself."""
+def _fill(eqn: Any, x: Any) -> Any:
+    """A broadcast: of what broadcasts by itself, nothing."""
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    x = inputs[0].value
-    to = flat(shape)
-    if jnp.size(x) == 1 or (jnp.ndim(x) == len(shape) == len(axes)):
-        return jnp.broadcast_to(x, to)
+    if len(shape) == 3 and shape[-1] == 1 and (jnp.size(x) == 1 or axes == (0, 1)):
+        return _Index([x])
+    if len(shape) > 2:
+        raise _Lacking(eqn.primitive.name)
+    if jnp.size(x) == 1:
+        return jnp.broadcast_to(x, (1, 1))
+    if len(axes) == 2:
+        return x
     # A vector, along the one axis or the other.
-    return jnp.broadcast_to(jnp.reshape(x, (1, -1) if axes[0] == len(shape) - 1 else (-1, 1)), to)
+    return jnp.reshape(x, (1, -1) if axes[0] == len(shape) - 1 else (-1, 1))
 
 
-def _same(eqn: Any, inputs: Sequence[_Node]) -> Any:
+def _same(eqn: Any, x: Any) -> Any:
     """A change of rank, or of nothing that a kernel knows of."""
-    return jnp.reshape(inputs[0].value, flat(eqn.outvars[0].aval.shape))
+    return jnp.reshape(_full(x, eqn.invars[0]), flat(eqn.outvars[0].aval.shape))
 
 
-def _select(eqn: Any, inputs: Sequence[_Node]) -> Any:
-    which, *cases = (node.value for node in inputs)
+def _select(eqn: Any, *inputs: Any) -> Any:
     to = flat(eqn.outvars[0].aval.shape)
-    return lax.select_n(*(jnp.broadcast_to(x, to) for x in (which, *cases)))
+    return lax.select_n(*(jnp.broadcast_to(x, to) for x in inputs))
 
 
-def _branch(eqn: Any, inputs: Sequence[_Node]) -> Any:
+def _branch(eqn: Any, which: Any, *args: Any) -> Any:
     """Of all branches the one asked for: Mosaic has no branches with results of truth values."""
-    which, *args = inputs
     branches = []
     for branch in eqn.params["branches"]:
         body, consts = _open(branch)
-        branches.append(_nodes(body, [*map(_Node, consts), *args]))
-    index = jnp.asarray(which.value).astype(jnp.int32)
+        branches.append(_run(body, [*consts, *args]))
+    index = jnp.asarray(which).astype(jnp.int32)
     outs = []
     for choices, var in zip(zip(*branches, strict=True), eqn.outvars, strict=True):
         to = flat(var.aval.shape)
-        out = jnp.broadcast_to(choices[0].value, to)
-        for n, node in enumerate(choices[1:], 1):
+        out = jnp.broadcast_to(choices[0], to)
+        for n, choice in enumerate(choices[1:], 1):
             last = n == len(choices) - 1
             chosen = jnp.broadcast_to(index >= n if last else index == n, to)
-            out = jnp.where(chosen, node.value, out)
+            out = jnp.where(chosen, choice, out)
         outs.append(out)
     return outs
 
 
-def _gather(eqn: Any, inputs: Sequence[_Node]) -> Any:
+def _gather(eqn: Any, table: Any, index: Any) -> Any:
     """Entries of a table by the index along each of its axes."""
     shape, to, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
         raise _Lacking("gather")
     indices: dict[int, Any] = {}
-    columns = _columns(inputs[1], eqn.invars[1].aval.shape)
-    for axis, index in zip(numbers.start_index_map, columns, strict=True):
+    for axis, x in zip(numbers.start_index_map, _columns(index, eqn.invars[1]), strict=True):
         clipped = mode == lax.GatherScatterMode.CLIP
-        index = jnp.clip(index, 0, shape[axis] - 1) if clipped else index
-        indices[axis + len(flat(shape)) - len(shape)] = index
+        x = jnp.clip(x, 0, shape[axis] - 1) if clipped else x
+        indices[axis + len(flat(shape)) - len(shape)] = x
     fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
     outside = fill if mode == lax.GatherScatterMode.FILL_OR_DROP else None
-    return jnp.broadcast_to(_lookup(inputs[0].value, indices, outside), flat(to))
+    found = _lookup(_full(table, eqn.invars[0]), indices, outside)
+    return jnp.broadcast_to(found, flat(to))
 
 
-def _columns(node: _Node, shape: Sequence[int]) -> list[Any]:
-    """The parts of an array of indices [..., n], as arrays that broadcast against each other."""
-    if node.name == "concatenate" and node.eqn.params["dimension"] == len(shape) - 1:
-        parts = zip(node.inputs, node.eqn.invars, strict=True)
-        return [c for x, v in parts for c in _columns(x, v.aval.shape)]
-    if shape[-1] != 1 or len(shape) > 3:
+def _join(eqn: Any, *inputs: Any) -> _Index:
+    """Indices along several axes."""
+    parts = zip(inputs, eqn.invars, strict=True)
+    return _Index([x for part, var in parts for x in _columns(part, var)])
+
+
+def _columns(x: Any, var: Any) -> list[Any]:
+    """The indices along each axis, of an array [..., n] of them."""
+    if isinstance(x, _Index):
+        return x.columns
+    if var.aval.shape[-1:] != (1,):
         raise _Lacking("gather")
-    while node.name in ("broadcast_in_dim", "reshape", "squeeze"):
-        x = node.eqn.invars[0].aval.shape
-        axes = node.eqn.params.get("broadcast_dimensions")
-        kept = tuple(axes) == tuple(range(len(x))) if axes is not None else math.prod(x) == 1
-        if not (kept and (len(x) == 2 or math.prod(x) == 1)):
-            break
-        node = node.inputs[0]
-    x = node.value
-    return [jnp.reshape(x, flat(x.shape[:-1])) if jnp.ndim(x) == 3 else jnp.asarray(x)]
+    return [jnp.reshape(x, flat(var.aval.shape[:-1]))]
 
 
 def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
@@ -270,11 +251,10 @@ def _at(table: Any, axis: int, index: Any) -> Any:
     return jnp.sum(one, axis, keepdims=True, dtype=table.dtype)
 
 
-def _slice(eqn: Any, inputs: Sequence[_Node]) -> Any:
+def _slice(eqn: Any, x: Any, *given: Any) -> Any:
     """Of each axis all, or one entry."""
     shape, to = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    x, *given = (node.value for node in inputs)
-    starts = given or eqn.params["start_indices"]
+    x, starts = _full(x, eqn.invars[0]), given or eqn.params["start_indices"]
     for axis, (whole, part, start) in enumerate(zip(shape, to, starts, strict=True)):
         if part == whole:
             continue
@@ -284,22 +264,21 @@ def _slice(eqn: Any, inputs: Sequence[_Node]) -> Any:
     return jnp.reshape(x, flat(to))
 
 
-def _iota(eqn: Any, _: Sequence[_Node]) -> Any:
+def _iota(eqn: Any) -> Any:
     shape, to = eqn.params["shape"], flat(eqn.params["shape"])
     axis = eqn.params["dimension"] + len(to) - len(shape)
     return lax.broadcasted_iota(eqn.params["dtype"], to, axis)
 
 
-def _sign(eqn: Any, inputs: Sequence[_Node]) -> Any:
+def _sign(eqn: Any, x: Any) -> Any:
     """For what Mosaic makes of that of integers (in `//`), the TPU has to be there."""
-    x = inputs[0].value
     whole = jnp.issubdtype(x.dtype, jnp.integer)
-    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if whole else _bind(eqn, inputs)
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if whole else _bind(eqn, x)
 
 
 _RULES: dict[str, Callable] = {
     "broadcast_in_dim": _fill, "reshape": _same, "reshard": _same, "squeeze": _same,
     "select_n": _select, "sign": _sign, "cond": _branch, "gather": _gather, "slice": _slice,
-    "dynamic_slice": _slice, "iota": _iota,
-    "clamp": lambda _, x: jnp.clip(x[1].value, x[0].value, x[2].value),
+    "dynamic_slice": _slice, "concatenate": _join, "iota": _iota,
+    "clamp": lambda _, least, x, most: jnp.clip(x, least, most),
 }  # fmt: skip
