@@ -72,6 +72,11 @@ class Plan(NamedTuple):
         return -(-self.dims.S // self.block_k)
 
     @property
+    def ragged(self) -> bool:
+        """Whether the last blocks reach beyond the last query or key."""
+        return bool(self.dims.T % self.block_q or self.dims.S % self.block_k)
+
+    @property
     def together(self) -> int:
         """How many rows and key/value heads should be in one product."""
         R = math.prod(self.dims.B) * self.dims.K

@@ -76,7 +76,7 @@ def _attend(
     Arguments of masks and scores arrive in float32, int32, uint32 or bool.
     """
     dims = shapes.Dims.of(q, k, v)
-    call, arrays = traced.call, traced.arrays()
+    call = traced.call
     verdict = _verdict(spec, dims, call.plan)
     if known(verdict):
         seen = verdict > EMPTY
@@ -92,9 +92,9 @@ def _attend(
     at = spec.at(dims)
     operands = Operands(
         tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S),
-        [x for x, learned in zip(arrays, call.learned, strict=True) if learned],
+        [leaf.store(x, call.plan) for leaf, x in zip(call.leaves, traced.leaves, strict=True)],
         sinks,
-        [x for x, learned in zip(arrays, call.learned, strict=True) if not learned],
+        [leaf.store(x, call.plan) for leaf, x in zip(call.closed, traced.closed, strict=True)],
         jnp.asarray(verdict, jnp.int32),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
@@ -128,16 +128,13 @@ class Traced(NamedTuple):
 
     Attributes:
       call: all but `visits` and `kinds`, which are as if nothing were known of the mask.
-      raw: its leaves as given.
+      closed: the arrays that these functions close over.
+      leaves: those of the spec.
     """
 
     call: FlexCall
-    raw: list[Any]
-
-    def arrays(self) -> list[jax.Array]:
-        """The leaves as kernels take them."""
-        leaves = zip(self.call.leaves, self.raw, strict=True)
-        return [leaf.store(x, self.call.plan) for leaf, x in leaves]
+    closed: list[Any]
+    leaves: list[Any]
 
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
@@ -145,36 +142,34 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     plan = _plan(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
-    bare = spec.replace(sinks=None, dropout=None, q_pos=None, k_pos=None, rows=None, heads=None)
-    arrays, tree = jax.tree.flatten(bare)
-    grids = [is_grid(x) for x in jax.tree.leaves(bare, is_leaf=is_grid)]
-    own = list(zip(arrays, grids, strict=True))
-    places = [(x.array, True) for x in (spec.q_pos, spec.k_pos) if x is not None]
-    seed = [] if spec.dropout is None else [(spec.dropout.seed[n], False) for n in range(2)]
-    leaves = [Leaf.of(x, grid, plan) for x, grid in (*own, *places, *seed)]
-    for leaf, (x, grid) in zip(leaves, own, strict=False):
-        if not grid and (len(leaf.shape) > 2 or math.prod(leaf.shape) > WHOLE):
+    spec = spec.replace(sinks=None, rows=None, heads=None)
+    if spec.dropout is not None:
+        seed = spec.dropout.seed
+        spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
+    arrays, tree = jax.tree.flatten(spec)
+    grids = [is_grid(x) for x in jax.tree.leaves(spec, is_leaf=is_grid)]
+    for x, grid in zip(arrays, grids, strict=True):
+        if not grid and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
             return (
                 f"takes arguments of masks and scores of at most two axes and {WHOLE} entries, "
                 f"got {jnp.shape(x)}"
             )
-    traced = _functions(bare, dims, plan, tree, leaves, own, spec)
+    leaves = [Leaf.of(x, grid, plan) for x, grid in zip(arrays, grids, strict=True)]
+    blocks = [
+        jax.ShapeDtypeStruct(leaf.shape if grid else jnp.shape(x), leaf.dtype)
+        for leaf, x, grid in zip(leaves, arrays, grids, strict=True)
+    ]
+    traced = _functions(jax.tree.unflatten(tree, blocks), plan)
     if isinstance(traced, str):
         return traced
     (plain, first), (masked, second) = traced
-    consts = [(x, False) for x in (*first, *second)]
-    closed = [Leaf.of(x, False, plan) for x, _ in consts]
-    learned = [bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in leaves[: len(own)]]
+    closed = [*first, *second]
     call = FlexCall(
-        plan, (plan.nk, plan.nq), (True, True), plain, masked, (len(first), len(second)), len(own),
-        (*closed, *leaves),
-        (*(False for _ in closed), *learned, *(False for _ in (*places, *seed))),
-        (spec.q_pos is not None, spec.k_pos is not None),
-        None if spec.dropout is None else (spec.dropout.rate, spec.dropout.broadcast),
-        spec.mask is not None,
-        _PRECISIONS[spec.precision],
+        plan, (plan.nk, plan.nq), (True, True), plain, masked, len(first),
+        tuple(Leaf.of(x, False, plan) for x in closed), tuple(leaves), tree,
+        spec.mask is not None, _PRECISIONS[spec.precision],
     )  # fmt: skip
-    return Traced(call, [x for x, _ in (*consts, *own, *places, *seed)])
+    return Traced(call, closed, arrays)
 
 
 def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
@@ -193,21 +188,14 @@ def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
 
 
 def _functions(
-    bare: AttentionSpec, dims: Dims, plan: Plan, tree: Any, leaves: list[Leaf], own: list,
-    spec: AttentionSpec,
-) -> tuple[tuple[Function, list], tuple[Function, list]] | str:  # fmt: skip
+    tile: AttentionSpec, plan: Plan
+) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
     """The scores of a tile without and with the mask, and what each closes over."""
-    ragged = bool(dims.T % plan.block_q or dims.S % plan.block_k)
-    count = len(own)
 
-    def plain(*args: Any) -> jax.Array:
-        tile = jax.tree.unflatten(tree, args[:count])
-        s, at = args[count + 4] * tile.scale, At(*args[count : count + 4])
-        return tile.replace(mask=None).apply(s, at)[0]
+    def plain(tile: AttentionSpec, at: At, s: jax.Array) -> jax.Array:
+        return tile.replace(mask=None).apply(s * tile.scale, at)[0]
 
-    def masked(*args: Any) -> jax.Array:
-        tile, at = jax.tree.unflatten(tree, args[:count]), At(*args[count : count + 4])
-        s, *inside = args[count + 4 :]
+    def masked(tile: AttentionSpec, at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
         s = s * tile.scale
         allowed = jnp.ones((1, 1), bool) if tile.mask is None else seen(tile.mask, at)
         for x in inside:
@@ -220,18 +208,12 @@ def _functions(
     def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    blocks = [
-        aval(leaf.shape if grid else jnp.shape(x), leaf.dtype)
-        for leaf, (x, grid) in zip(leaves, own, strict=False)
-    ]
-    extra = leaves[count:]
-    q = extra.pop(0).shape if spec.q_pos is not None else (plan.block_q, 1)
-    k = extra.pop(0).shape if spec.k_pos is not None else (1, plan.block_k)
-    scores = (plan.block_q, plan.block_k)
-    args = [*blocks, *map(aval, ((1, 1), (1, 1), q, k)), aval(scores, jnp.float32)]
+    q = aval((plan.block_q, 1)) if tile.q_pos is None else tile.q_pos.array
+    k = aval((1, plan.block_k)) if tile.k_pos is None else tile.k_pos.array
+    at, scores = At(aval((1, 1)), aval((1, 1)), q, k), (plan.block_q, plan.block_k)
     found = []
-    for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if ragged else [])):
-        function, consts = Function.of(fn, *args, *more)
+    for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
+        function, consts = Function.of(fn, tile, at, aval(scores, jnp.float32), *more)
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"

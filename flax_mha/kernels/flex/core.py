@@ -25,9 +25,9 @@ class Operands(NamedTuple):
       q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
       k: [R, K, S′, H].
       v: [R, K, S′, Hv].
-      learned: leaves with gradients, see `FlexCall.merge`.
+      leaves: those of the spec.
       sinks: float32 [1, N, 1, 1], or None.
-      rest: the other leaves.
+      closed: what its functions close over.
       verdict: what the mask says of each tile, int32 [R|1, N|1, nq, nk].
       rows: indices of the rows, int32 [R].
       heads: likewise [N].
@@ -36,9 +36,9 @@ class Operands(NamedTuple):
     q: Any
     k: Any
     v: Any
-    learned: list[Any]
+    leaves: list[Any]
     sinks: Any
-    rest: list[Any]
+    closed: Any
     verdict: Any
     rows: Any
     heads: Any
@@ -83,24 +83,24 @@ def _run(
         "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "b": ((1, 1), ".n.."),
     }  # fmt: skip
     arrays = {"q": x.q, "k": x.k, "v": x.v, "b": x.sinks} | more
-    leaves = call.merge(x.learned, x.rest)
+    own = [*zip(call.closed, x.closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
     prefetched = [x.rows, x.heads, *tables]
 
     def kernel(*refs: Any) -> None:
-        ends = [len(prefetched), len(inputs), len(leaves), len(outputs), len(scratch)]
+        ends = [len(prefetched), len(inputs), len(own), len(outputs), len(scratch)]
         parts, start = [], 0
         for count in ends:
             parts.append(refs[start : start + count])
             start += count
-        (rows, heads, *tables), ins, own, outs, kept = parts
+        (rows, heads, *tables), ins, given, outs, kept = parts
         step, first, last = walk.here(tables)
-        here = Here(call, step, first, last, rows[step.r], heads[step.n], own)
+        here = Here(call, step, first, last, rows[step.r], heads[step.n], given)
         body(here, ins, outs, kept)
 
     specs = [walk.block((None, None, *blocks[a][0]), blocks[a][1]) for a in inputs]
-    specs += [leaf.spec(walk, y) for leaf, y in zip(call.leaves, leaves, strict=True)]
+    specs += [leaf.spec(walk, y) for leaf, y in own]
     return walk.call(
-        kernel, [*(arrays[a] for a in inputs), *leaves], specs,
+        kernel, [*(arrays[a] for a in inputs), *(y for _, y in own)], specs,
         [(shape, block(walk)) for shape, block in outputs],
         [pltpu.VMEM(shape, jnp.float32) for shape in scratch], name, prefetched,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _attend(call: FlexCall, x: Operands, dtype: Any) -> tuple[jax.Array, jax.Arr
             top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else none
 
         def visit(tile: Tile) -> None:
-            s = tile.score(call.dot(q[...], k[...], 1, 1), tile.values)
+            s = tile.score(call.dot(q[...], k[...], 1, 1), tile.leaves)
             top[...], total[...], p, old = softmax.step(top[...], total[...], s)
             p = tile.drop(p).astype(v.dtype)
             acc[...] = acc[...] * old + call.dot(p, v[...], 1, 0)
@@ -132,7 +132,7 @@ def _attend(call: FlexCall, x: Operands, dtype: Any) -> tuple[jax.Array, jax.Arr
         @pl.when(here.last)
         def _() -> None:
             whole = softmax.finish(top[...], total[...])[0]
-            out[...] = (acc[...] * call.gain / whole).astype(out.dtype)
+            out[...] = (call.gain(acc[...]) / whole).astype(out.dtype)
             stats[0:1, :] = top[...].T
             stats[1:2, :] = total[...].T
 
@@ -163,12 +163,12 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Op
         x = x._replace(q=finite(x.q), k=finite(x.k))
     dq = _queries(call, x, more)
     dk, dv = _keys(call, x, more)
-    learned = _learned(call, x, more)
+    leaves = _leaves(call, x, more)
     sinks = None
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
         sinks = by_row.sum((0, 2))[None, :, None, None]
-    return None, Operands(dq, dk, dv, learned, sinks, [None] * len(x.rest), None, None, None)
+    return None, Operands(dq, dk, dv, leaves, sinks, None, None, None, None)
 
 
 core.defvjp(_forward, _backward)
@@ -219,8 +219,9 @@ def _keys(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.
 
         @pl.when(here.last)
         def _() -> None:
-            for out, acc, gain in zip(outputs, scratch, (1.0, call.gain), strict=True):
-                out[...] = (acc[...] * gain).astype(out.dtype)
+            dk, dv = outputs
+            dk[...] = scratch[0][...].astype(dk.dtype)
+            dv[...] = call.gain(scratch[1][...]).astype(dv.dtype)
 
     outputs = [
         (Shape(x.k.shape, x.k.dtype), lambda w: w.block((None, None, bk, H), "rhj.")),
@@ -231,14 +232,13 @@ def _keys(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> tuple[jax.
     return dk, dv
 
 
-def _learned(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> list[jax.Array]:
+def _leaves(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> list[jax.Array | None]:
     """The gradients of the leaves that take one, those of one layout together."""
-    leaves = call.merge(x.learned, x.rest)
     groups: dict[tuple[str, int], list[int]] = {}
-    for n, (leaf, y) in enumerate(zip(call.leaves, leaves, strict=True)):
-        if call.learned[n]:
+    for n, (leaf, y) in enumerate(zip(call.leaves, x.leaves, strict=True)):
+        if leaf.learned:
             groups.setdefault(_layout(leaf, y), []).append(n)
-    grads: dict[int, jax.Array] = {}
+    grads: list[jax.Array | None] = [None] * len(x.leaves)
     for (axes, inner), wanted in groups.items():
 
         def body(here: Here, inputs: Any, outputs: Any, none: Any, wanted: Any = wanted) -> None:
@@ -256,13 +256,14 @@ def _learned(call: FlexCall, x: Operands, more: dict[str, jax.Array]) -> list[ja
             here.visit(visit)
 
         outputs = [
-            (Shape(leaves[n].shape, jnp.float32),
-             lambda w, n=n: call.leaves[n].spec(w, leaves[n]))
+            (Shape(x.leaves[n].shape, jnp.float32),
+             lambda w, n=n: call.leaves[n].spec(w, x.leaves[n]))
             for n in wanted
         ]  # fmt: skip
         found = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
-        grads |= dict(zip(wanted, found, strict=True))
-    return [grads[n].astype(y.dtype) for n, y in enumerate(leaves) if call.learned[n]]
+        for n, d in zip(wanted, found, strict=True):
+            grads[n] = d.astype(x.leaves[n].dtype)
+    return grads
 
 
 def _layout(leaf: Leaf, x: jax.Array) -> tuple[str, int]:

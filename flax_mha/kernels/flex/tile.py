@@ -10,10 +10,10 @@ from jax.experimental import pallas as pl
 
 from flax_mha.grid import At
 from flax_mha.kernels import softmax
-from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.flex.lowered import Function
 from flax_mha.kernels.flex.walk import Leaf, Step
 from flax_mha.kernels.plan import Plan
+from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import FULL, PARTIAL
 
 
@@ -24,17 +24,14 @@ class FlexCall(NamedTuple):
       plan: its division.
       visits: see `Walk.of`.
       kinds: whether there may be tiles that need no mask, and tiles that do.
-      plain: the scores of a tile, from what it closes over, the own leaves, the coordinates of `At`
-        and q·kᵀ.
+      plain: the scores of a tile, from what it closes over, the spec's leaves, the coordinates of
+        `At` and q·kᵀ.
       masked: likewise under the mask; where T or S is no multiple of the blocks its last argument
         is which scores are.
-      consts: how many arrays each closes over.
-      own: how many leaves masks and scores have.
-      leaves: arrays by tile: what the functions close over, the own ones; then, as far as there are
-        any, positions of queries and keys, and the two halves of the seed.
-      learned: which of them take gradients.
-      positioned: whether there are positions of queries, and of keys.
-      dropout: its rate, and whether it is one pattern for all rows and heads.
+      of_plain: how many of the arrays that are closed over are those of `plain`.
+      closed: what the functions close over.
+      leaves: those of the spec, whose dropout has two seeds of one number each.
+      tree: its structure.
       guarded: whether gradients must not meet what is not finite.
       precision: of the products of float32.
     """
@@ -44,30 +41,20 @@ class FlexCall(NamedTuple):
     kinds: tuple[bool, bool]
     plain: Function
     masked: Function
-    consts: tuple[int, int]
-    own: int
+    of_plain: int
+    closed: tuple[Leaf, ...]
     leaves: tuple[Leaf, ...]
-    learned: tuple[bool, ...]
-    positioned: tuple[bool, bool]
-    dropout: tuple[float, bool] | None
+    tree: Any
     guarded: bool
     precision: Any
 
-    @property
-    def ragged(self) -> bool:
-        """Whether the last blocks reach beyond the last query or key."""
-        plan = self.plan
-        return bool(plan.dims.T % plan.block_q or plan.dims.S % plan.block_k)
+    def spec(self, leaves: Sequence[Any]) -> AttentionSpec:
+        """The spec of those leaves."""
+        return jax.tree.unflatten(self.tree, leaves)
 
-    @property
-    def gain(self) -> float:
-        """What kept weights are multiplied by; after their products, to round them once less."""
-        return 1.0 if self.dropout is None else 1 / (1 - self.dropout[0])
-
-    def merge(self, learned: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """All leaves."""
-        learned, rest = list(learned), list(rest)
-        return [learned.pop(0) if x else rest.pop(0) for x in self.learned]
+    def gain(self, x: jax.Array) -> jax.Array:
+        """See `AttentionSpec.gain`."""
+        return self.spec(self.leaves).gain(x)
 
     def dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
         """A product in float32, over those axes."""
@@ -88,7 +75,7 @@ class Here(NamedTuple):
       last: whether it ends.
       row: index of the row in the whole batch, which a device may hold a part of.
       head: likewise.
-      refs: the leaves.
+      refs: what the functions close over, and the leaves of the spec.
     """
 
     call: FlexCall
@@ -112,7 +99,9 @@ class Here(NamedTuple):
 
     def _tile(self, masked: bool) -> "Tile":
         plan, call = self.call.plan, self.call
-        values = [leaf.read(ref) for leaf, ref in zip(call.leaves, self.refs, strict=True)]
+        refs = zip((*call.closed, *call.leaves), self.refs, strict=True)
+        values = [leaf.read(ref) for leaf, ref in refs]
+        closed, leaves = values[: len(call.closed)], values[len(call.closed) :]
         sizes = (plan.block_q, 1), (1, plan.block_k)
         q, k = (
             lax.broadcasted_iota(jnp.int32, size, axis) + block * max(size)
@@ -123,15 +112,13 @@ class Here(NamedTuple):
         inside = (q < plan.dims.T) & (k < plan.dims.S)
         # Beyond the last ones stands what stands there, so that functions see nothing new.
         q, k = jnp.minimum(q, plan.dims.T - 1), jnp.minimum(k, plan.dims.S - 1)
-        extra = values[sum(call.consts) + call.own :]
-        q = extra.pop(0) if call.positioned[0] else q
-        k = extra.pop(0) if call.positioned[1] else k
+        spec = call.spec(leaves)
+        q = q if spec.q_pos is None else spec.q_pos.array
+        k = k if spec.k_pos is None else spec.k_pos.array
         row, head = (jnp.full((1, 1), x, jnp.int32) for x in (self.row, self.head))
-        at, keep = At(row, head, q, k), None
-        if call.dropout is not None:
-            seed: Any = tuple(x.astype(jnp.uint32) for x in extra)
-            keep = WeightDropout(seed, *call.dropout).keep(*at)
-        return Tile(call, masked, values, at, inside, keep)
+        at = At(row, head, q, k)
+        keep = None if spec.dropout is None else spec.dropout.keep(*at)
+        return Tile(call, masked, closed, leaves, at, inside, keep)
 
 
 class Tile(NamedTuple):
@@ -139,20 +126,19 @@ class Tile(NamedTuple):
 
     call: FlexCall
     masked: bool
-    values: list[Any]
+    closed: list[Any]
+    leaves: list[Any]
     at: At
     inside: jax.Array
     keep: jax.Array | None
 
-    def score(self, s: jax.Array, values: Sequence[Any]) -> jax.Array:
+    def score(self, s: jax.Array, leaves: Sequence[Any]) -> jax.Array:
         """The scores from q·kᵀ: −∞ where masked, and beyond the last query and key."""
-        call = self.call
-        first, both = call.consts[0], sum(call.consts)
-        own = values[both : both + call.own]
+        call, args = self.call, (*leaves, *self.at, s)
         if not self.masked:
-            return call.plain(*values[:first], *own, *self.at, s)
-        inside = (self.inside,) if call.ragged else ()
-        return call.masked(*values[first:both], *own, *self.at, s, *inside)
+            return call.plain(*self.closed[: call.of_plain], *args)
+        inside = (self.inside,) if call.plan.ragged else ()
+        return call.masked(*self.closed[call.of_plain :], *args, *inside)
 
     def drop(self, x: jax.Array) -> jax.Array:
         """What is kept of weights, without their gain."""
@@ -165,14 +151,14 @@ class Tile(NamedTuple):
         q, k, v, dout, stats = operands
         top, share, delta = (stats[n : n + 1, :].T for n in range(3))
 
-        def score(s: jax.Array, leaves: list[jax.Array]) -> jax.Array:
-            values = list(self.values)
-            for n, x in zip(wanted, leaves, strict=True):
-                values[n] = x
-            return self.score(s, values)
+        def score(s: jax.Array, learned: list[jax.Array]) -> jax.Array:
+            leaves = list(self.leaves)
+            for n, x in zip(wanted, learned, strict=True):
+                leaves[n] = x
+            return self.score(s, leaves)
 
         dot = self.call.dot(q[...], k[...], 1, 1)
-        s, pull = jax.vjp(score, dot, [self.values[n] for n in wanted])
+        s, pull = jax.vjp(score, dot, [self.leaves[n] for n in wanted])
         p = softmax.weights(s, top, share, guarded=True)
-        dp = self.drop(self.call.dot(dout[...], v[...], 1, 1)) * self.call.gain
+        dp = self.call.gain(self.drop(self.call.dot(dout[...], v[...], 1, 1)))
         return self.drop(p), *pull(softmax.gradient(p, dp, delta))

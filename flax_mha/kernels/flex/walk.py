@@ -164,6 +164,11 @@ class Leaf(NamedTuple):
     dtype: Any
 
     @property
+    def learned(self) -> bool:
+        """Whether it takes gradients."""
+        return bool(jnp.issubdtype(self.dtype, jnp.floating))
+
+    @property
     def axes(self) -> str:
         """Which coordinates pick its block beside row and head."""
         return {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}[self.kind]
