@@ -20,6 +20,18 @@ def combine(one: Any, other: Any) -> Any:
     return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
 
 
+def nodes(tree: Any) -> list[Any]:
+    """All nodes of a tree, the inner ones too."""
+    found = []
+
+    def visit(x: Any) -> bool:
+        found.append(x)
+        return False
+
+    jax.tree.flatten(tree, is_leaf=visit)
+    return found
+
+
 def learned(x: Any) -> bool:
     """Whether a leaf takes gradients: it is floating point."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))

@@ -2,13 +2,13 @@
 
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.grid import Array, At, flat_batch, tiles_of
+from flax_mha.kernels.leaves import nodes
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
 from flax_mha.masks.base import known
@@ -154,14 +154,8 @@ def _even(length: int, most: int) -> int:
 
 def finest(mask: Mask | None) -> tuple[int, int] | None:
     """The least grain of a mask and of those that it is made of, None if none has any."""
-    grains = []
-
-    def visit(x: Any) -> bool:
-        if isinstance(x, Mask) and (grain := x.grain()) is not None:
-            grains.append(grain)
-        return False
-
-    jax.tree.flatten(mask, is_leaf=visit)
+    found = (x.grain() for x in nodes(mask) if isinstance(x, Mask))
+    grains = [grain for grain in found if grain is not None]
     return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
 
 

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh
 from flax_mha import inputs, masks, shapes, sharding
 from flax_mha.grid import Array, At, Grid, whole
 from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.leaves import nodes
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
@@ -84,14 +85,8 @@ class AttentionSpec(struct.PyTreeNode):
 
     def own(self) -> list[type]:
         """The kinds of masks and scores that compute what a user wrote."""
-        parts: list[Any] = []
-
-        def visit(x: Any) -> bool:
-            parts.append(x)
-            return False
-
-        jax.tree.flatten((self.mask, self.scores), is_leaf=visit)
-        return [type(x) for x in parts if isinstance(x, Mask | ScoreMod) and _is_own(type(x))]
+        parts = (x for x in nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
+        return [type(x) for x in parts if _is_own(type(x))]
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None

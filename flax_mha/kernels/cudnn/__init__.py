@@ -46,12 +46,16 @@ def lower(
 ) -> Lowered | Refusal:
     """The call made ready, or the reason why this kernel can't run it."""
     dims = shapes.Dims.of(q, k, v)
-    if reason := _lacks(q, spec, dims, platform):
+    if q.dtype not in (jnp.float16, jnp.bfloat16):
+        return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
+    device = fused.gpu(platform)
+    if isinstance(device, str):
+        return Refusal(device)
+    if reason := _lacks(q, spec, dims, device, platform):
         return Refusal(reason)
     band = bands.lower(spec, dims)
     if isinstance(band, str):
         return Refusal(band)
-    device = fused.gpu(platform)
     reason = _refuses_scores(q, spec, dims, device)
     if band.runs is not None:
         reason = reason or _refuses_runs(spec, dims, device, platform.spread)
@@ -60,13 +64,10 @@ def lower(
     return functools.partial(_attend, q, k, v, spec, band, platform.spread)
 
 
-def _lacks(q: jax.Array, spec: AttentionSpec, dims: Dims, platform: Platform) -> str | None:
+def _lacks(
+    q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused.Gpu, platform: Platform
+) -> str | None:
     """What a call asks for that cuDNN does not have, its mask and its bias apart."""
-    if q.dtype not in (jnp.float16, jnp.bfloat16):
-        return f"takes float16 and bfloat16, got {q.dtype}"
-    device = fused.gpu(platform)
-    if isinstance(device, str):
-        return device
     if device.capability < (8, 0) or device.cudnn < OLDEST:
         return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {device}"
     if not (dims.T and dims.S and math.prod(dims.B)):
@@ -84,9 +85,7 @@ def _lacks(q: jax.Array, spec: AttentionSpec, dims: Dims, platform: Platform) ->
     return None if platform.spread else platform.undivided
 
 
-def _refuses_scores(
-    q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused.Gpu | str
-) -> str | None:
+def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused.Gpu) -> str | None:
     if not spec.scores:
         return None
     if len(spec.scores) == 1 and type(spec.scores[0]) is SoftCap:
@@ -107,8 +106,8 @@ def _refuses_scores(
     return None
 
 
-def _refuses_cap(dims: Dims, device: fused.Gpu | str) -> str | None:
-    if isinstance(device, str) or not fused.takes_caps(device):
+def _refuses_cap(dims: Dims, device: fused.Gpu) -> str | None:
+    if not fused.takes_caps(device):
         return (
             f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
             f"{jax.__version__} and {device}"
@@ -118,11 +117,9 @@ def _refuses_cap(dims: Dims, device: fused.Gpu | str) -> str | None:
     return None
 
 
-def _refuses_runs(
-    spec: AttentionSpec, dims: Dims, device: fused.Gpu | str, spread: bool
-) -> str | None:
+def _refuses_runs(spec: AttentionSpec, dims: Dims, device: fused.Gpu, spread: bool) -> str | None:
     """What packed documents need more."""
-    if isinstance(device, fused.Gpu) and device.capability < (9, 0):
+    if device.capability < (9, 0):
         return f"takes packed documents from compute capability 9.0 on, got {device.capability}"
     if dims.N != dims.K and not private.PACKED_GROUPS:
         return (
