@@ -1,5 +1,7 @@
 """Masks that are equality of ids: segments, lengths, keys or queries that are padding."""
 
+import functools
+import operator
 from typing import TypeAlias
 
 import jax
@@ -18,8 +20,7 @@ Ids: TypeAlias = tuple[jax.Array, jax.Array]
 def split(spec: AttentionSpec, dims: Dims) -> tuple[Ids | None, list[Mask]]:
     """The call's mask as ids and other masks: a pair is allowed where all of them say so."""
     ids: Ids | None = None
-    real: list[Array | None] = [None, None]
-    rest = []
+    queries, keys, rest = [], [], []
     for mask in conjuncts(spec.mask):
         found = _real(mask, spec.at(dims))
         # A subclass may mean something else.
@@ -27,17 +28,15 @@ def split(spec: AttentionSpec, dims: Dims) -> tuple[Ids | None, list[Mask]]:
             other = _rows(mask.q.array, mask.kv.array, dims)
             ids = other if ids is None else _both(ids, other)
         elif found is not None:
-            for side, x in enumerate(found):
-                if x is not None:
-                    before = real[side]
-                    real[side] = x if before is None else before & x
+            queries += found[0]
+            keys += found[1]
         else:
             rest.append(mask)
-    q, k = real
-    if q is None and k is None:
+    if not queries and not keys:
         return ids, rest
     yes = np.ones((1,) * len(dims.logits), bool)
-    q, k = (x != 0 for x in _rows(yes if q is None else q, yes if k is None else k, dims))
+    q, k = (functools.reduce(operator.and_, parts or [yes]) for parts in (queries, keys))
+    q, k = (x != 0 for x in _rows(q, k, dims))
     if ids is None:
         return (jnp.where(q, 1, 0), jnp.where(k, 1, 2)), rest
     q_ids = jnp.where(q, ids[0], _free(ids[1]))
@@ -53,15 +52,14 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
     return [mask]
 
 
-def _real(mask: Mask, at: At) -> tuple[Array | None, Array | None] | None:
+def _real(mask: Mask, at: At) -> tuple[list[Array], list[Array]] | None:
     """Which queries, and which keys, a mask is about at all; None if it says more than that."""
     if type(mask) is Lengths and mask.kv.array.shape[-2] == 1:
-        q = None if mask.q is None else at.q < mask.q.array
-        return q, at.k < mask.kv.array
+        return [] if mask.q is None else [at.q < mask.q.array], [at.k < mask.kv.array]
     if type(mask) is Dense and mask.array.array.shape[-3:-1] == (1, 1):
-        return None, mask.array.array
+        return [], [mask.array.array]
     if type(mask) is Dense and mask.array.array.shape[-3::2] == (1, 1):
-        return mask.array.array, None
+        return [mask.array.array], []
     return None
 
 

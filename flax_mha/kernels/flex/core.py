@@ -98,12 +98,20 @@ def _run(
         body(here, ins, outs, kept)
 
     specs = [walk.block((None, None, *blocks[a][0]), blocks[a][1]) for a in inputs]
-    specs += [leaf.spec(walk, y) for leaf, y in own]
-    return walk.call(
-        kernel, [*(arrays[a] for a in inputs), *(y for _, y in own)], specs,
-        [(shape, block(walk)) for shape, block in outputs],
-        [pltpu.VMEM(shape, jnp.float32) for shape in scratch], name, prefetched,
-    )  # fmt: skip
+    semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(prefetched),
+            grid=walk.sizes,
+            in_specs=[*specs, *(leaf.spec(walk, y) for leaf, y in own)],
+            out_specs=[block(walk) for _, block in outputs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        out_shape=[shape for shape, _ in outputs],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
+        name=name,
+    )(*map(jnp.asarray, prefetched), *(arrays[a] for a in inputs), *(y for _, y in own))
 
 
 def _attend(call: FlexCall, x: Operands, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha.grid import Array, flat_batch
 from flax_mha.kernels.flex.lowered import flat
@@ -124,29 +123,6 @@ class Walk(NamedTuple):
             return tuple(0 if a == "." else getattr(step, a) for a in axes)
 
         return pl.BlockSpec(tuple(shape), index)
-
-    def call(
-        self, kernel: Any, inputs: Sequence[Any], specs: Sequence[pl.BlockSpec],
-        outputs: Sequence[tuple[Any, pl.BlockSpec]], scratch: Sequence[Any], name: str,
-        prefetched: Sequence[Any],
-    ) -> Any:  # fmt: skip
-        """Runs a kernel; prefetched are indices of rows and heads, and the tables."""
-        semantics: Any = ("parallel",) * (len(self.sizes) - self.inner)
-        return pl.pallas_call(
-            kernel,
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(prefetched),
-                grid=self.sizes,
-                in_specs=list(specs),
-                out_specs=[spec for _, spec in outputs],
-                scratch_shapes=list(scratch),
-            ),
-            out_shape=[shape for shape, _ in outputs],
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=semantics + ("arbitrary",) * self.inner
-            ),
-            name=name,
-        )(*map(jnp.asarray, prefetched), *inputs)
 
 
 class Leaf(NamedTuple):
