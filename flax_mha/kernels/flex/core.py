@@ -1,6 +1,7 @@
 """The kernels of flex: forward, and the gradients of queries, of keys and values, of the rest."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -87,12 +88,11 @@ def _run(
     prefetched = [x.rows, x.heads, *tables]
 
     def kernel(*refs: Any) -> None:
-        ends = [len(prefetched), len(inputs), len(own), len(outputs), len(scratch)]
-        parts, start = [], 0
-        for count in ends:
-            parts.append(refs[start : start + count])
-            start += count
-        (rows, heads, *tables), ins, given, outs, kept = parts
+        left = iter(refs)
+        counts = map(len, (prefetched, inputs, own, outputs, scratch))
+        (rows, heads, *tables), ins, given, outs, kept = (
+            list(itertools.islice(left, count)) for count in counts
+        )
         step, first, last = walk.here(tables)
         here = Here(call, step, first, last, rows[step.r], heads[step.n], given)
         body(here, ins, outs, kept)
