@@ -18,7 +18,7 @@ from flax_mha.kernels import Capture
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.linear import Linear
 from flax_mha.positions import Rotation
-from flax_mha.projections import Projection
+from flax_mha.projections import projection
 from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.shapes import Shape
@@ -276,7 +276,7 @@ class MultiHeadAttention(nn.Module):
         N, K, H, Hv = self.sizes(x_q.shape[-1])
         inputs.optional(out_features=self.out_features)
 
-        def projection(name: str, x: Any, heads: str, features: Shape) -> Any:
+        def linear(name: str, x: Any, heads: str, features: Shape) -> Any:
             names = ("embed", heads, "head_dim")
             return None if x is None else self.linear(name, x.shape[-1:], names, features)
 
@@ -288,13 +288,13 @@ class MultiHeadAttention(nn.Module):
         gate = fields.gate_features(self.gate, N, Hv)
 
         return core.Weights(
-            projection("query", x_q, "heads", (N, H)),
-            projection("key", x_k, "kv_heads", (K, H)),
-            projection("value", x_v, "kv_heads", (K, Hv)),
+            linear("query", x_q, "heads", (N, H)),
+            linear("key", x_k, "kv_heads", (K, H)),
+            linear("value", x_v, "kv_heads", (K, Hv)),
             self._out((N, Hv), x_q.shape[-1]) if self.project_out else None,
             norm("query_ln", x_q), norm("key_ln", x_k),
             self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
-            projection("output_gate", x_q, "heads", gate) if gate else None,
+            linear("output_gate", x_q, "heads", gate) if gate else None,
             self._of_heads("score_scale", nn.initializers.constant(H**-0.5))
             if fields.learns_scale(self.scale) else None,
         )  # fmt: skip
@@ -326,18 +326,8 @@ class MultiHeadAttention(nn.Module):
           features: the axes that replace them.
           **settings: other fields of `Projection`.
         """
-        defaults: dict[str, Any] = {
-            "kernel_init": self.kernel_init,
-            "bias_init": self.bias_init,
-            "dtype": self.dtype,
-            "param_dtype": self.param_dtype,
-            "precision": self.precision,
-            "partitioned": self.partitioned,
-        }
-        settings = defaults | settings
-        if not fields.has_bias(self.use_bias, name):
-            settings["bias_init"] = None
-        return Projection(features, names, name=name, **settings).weights(inputs)
+        biased = fields.has_bias(self.use_bias, name)
+        return projection(self, name, features, names, biased, **settings).weights(inputs)
 
     def _of_heads(self, name: str, init: Initializer) -> jax.Array:
         init = sharding.named(init, ("heads",), self.partitioned)
