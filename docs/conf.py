@@ -123,7 +123,8 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
     if what != "class":
         return None
     method = obj.fget if isinstance(obj, property) else obj
-    ours = inspect.isroutine(method) and (method.__module__ or "").startswith("flax_mha")
+    module = getattr(method, "__module__", None) or ""  # Some of Python's own have none.
+    ours = inspect.isroutine(method) and module.startswith("flax_mha")
     return None if ours and not (method.__doc__ or "").startswith("See `") else True
 
 
