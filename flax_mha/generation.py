@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs, private, search, shapes
+from flax_mha import inputs, search, shapes
 from flax_mha.cache.variables import free
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.fields import check_module
@@ -157,7 +157,7 @@ def _check_call(
 ) -> tuple[jax.Array, jax.Array, int]:
     """Tokens and lengths of the prompt, and the size of the vocabulary of what follows."""
     if not isinstance(model, Own):
-        if lengths is not None and not private.takes(model, "lengths"):
+        if lengths is not None and not search.takes_lengths(model):
             raise ValueError(
                 "lengths need a step that takes them, step(variables, cache, tokens, positions, "
                 "lengths=None), and keeps no more tokens of each row in its cache"
@@ -191,7 +191,7 @@ def _check_step(
             "a step needs a cache to begin with, got None; give cache=, with room for the prompt "
             "and max_new_tokens"
         )
-    given = {"lengths": lengths} if private.takes(step, "lengths") else {}
+    given = {"lengths": lengths} if search.takes_lengths(step) else {}
     found: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **given), variables, cache)
     logits, new = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
     shape: shapes.Shape = getattr(logits, "shape", ())

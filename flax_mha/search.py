@@ -1,6 +1,7 @@
 """The steps of `flax_mha.generate`, traced: read tokens, choose the next, follow beams."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import cache as caches
-from flax_mha import private, shapes, sharding
+from flax_mha import shapes, sharding
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.sampling import Sampling
 
@@ -19,6 +20,11 @@ from flax_mha.sampling import Sampling
 Step = Callable[..., tuple[jax.Array, Any]]
 Own = LanguageModel | Translator
 Model = Own | Step
+
+
+def takes_lengths(step: Step) -> bool:
+    """Whether a step takes how many tokens of each row are real."""
+    return "lengths" in inspect.signature(step).parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +174,7 @@ def _read(
 ) -> tuple[jax.Array, Any]:
     """Logits [R, V] of the token at `at`, and the cache after all of them."""
     if not isinstance(request.model, Own):
-        wanted = "lengths" in call and private.takes(request.model, "lengths")
+        wanted = "lengths" in call and takes_lengths(request.model)
         given = {"lengths": call["lengths"]} if wanted else {}
         logits, cache = request.model(variables, cache, tokens, call["positions"], **given)
         last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
