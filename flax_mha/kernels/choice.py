@@ -15,6 +15,8 @@ from flax_mha.kernels.stored import Stored
 
 # Of all rows and heads, that `auto` lets plain einsums keep on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
+# On a CPU, where they are to be few enough for its caches: 64 MiB.
+FEW_SCORES = 2**24
 
 
 class Choice(NamedTuple):
@@ -59,7 +61,9 @@ def decide(
       platform: what it will run on.
       ask_all: whether to ask the others too, for their reasons.
     """
-    names = preference(q, k, platform) if kernel == "auto" else [kernel]
+    of_mask = () if spec.mask is None else (spec.mask, spec.q_pos, spec.k_pos)
+    traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(of_mask))
+    names = preference(q, k, platform, traced) if kernel == "auto" else [kernel]
     others = [name for name in KERNELS if name not in names] if ask_all else []
     choice, refused = Choice(None, None, {}), {}
     for name in names + others:
@@ -73,13 +77,16 @@ def decide(
     return choice._replace(refused=refused)
 
 
-def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[str]:
-    """The kernels, best first, for a call of this size.
+def preference(
+    q: jax.Array, k: jax.Array | Stored, platform: Platform, traced: bool = False
+) -> list[str]:
+    """The kernels, best first, for a call of this size, and a mask that is traced or known before.
 
     | platform | first of those that do not refuse |
     |---|---|
     | TPU | `reference` up to T·S = 256², the others in their order |
-    | CPU | likewise; bfloat16 only with fewer than 64 queries or keys |
+    | CPU | likewise; under a traced mask up to 512² and 2²⁴ for all rows and heads |
+    | CPU, bfloat16 | likewise, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `reference` up to 2,048² and 2²⁸ for all rows and heads, the others in order |
 
     For keys of a cache `decode` comes before all of these.
@@ -90,7 +97,11 @@ def preference(q: jax.Array, k: jax.Array | Stored, platform: Platform) -> list[
     elif platform.name in ("cpu", "tpu"):
         # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
         # of splash would be mostly empty.
-        first = ["reference"] if scores <= 256**2 else []
+        most = 256**2
+        if platform.name == "cpu" and traced and scores * rows <= FEW_SCORES:
+            # So short, blocks skip nothing of a mask that is not known when they are planned.
+            most = 512**2
+        first = ["reference"] if scores <= most else []
     else:
         # Plain einsums are one large product each, but they take memory for twice the scores, and
         # keep them until the gradient.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels import Platform, choice
 from flax_mha.kernels.spec import prepare
-from flax_mha.masks import Causal, Mask, Window
+from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
 from tests.meshes import KINDS
 
@@ -84,6 +84,34 @@ def test_auto_asks_no_further_than_it_must() -> None:
     assert set(choice.decide("auto", *call, Platform("cpu"), ask_all=True).refused) == {
         "cudnn", "splash", "flex", "decode",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "traced", "chosen"),
+    [
+        (1, 256, False, "reference"),
+        (1, 257, False, "blockwise"),
+        (1, 512, False, "blockwise"),
+        (1, 512, True, "reference"),
+        (1, 513, True, "blockwise"),
+        (32, 512, True, "reference"),
+        (33, 512, True, "blockwise"),
+    ],
+)
+def test_on_a_cpu_short_calls_take_plain_einsums(
+    rows: int, length: int, traced: bool, chosen: str
+) -> None:
+    x = jax.ShapeDtypeStruct((rows, length, 2, 8), jnp.float32)
+    found: list[str | None] = []
+
+    def call(x: jax.Array, keys: jax.Array) -> jax.Array:
+        mask = Lengths(keys) if traced else Causal()
+        choice_of = choice.decide("auto", *prepare(x, x, x, mask=mask), Platform("cpu"))
+        found.append(choice_of.kernel)
+        return x
+
+    jax.eval_shape(call, x, jax.ShapeDtypeStruct((rows,), jnp.int32))
+    assert found == [chosen]
 
 
 @pytest.mark.parametrize(
