@@ -51,9 +51,9 @@ class Settings:
 
 
 class CallOptions(TypedDict, total=False):
-    """What is said at a call of either library's layer, for type checkers.
+    """The arguments that calls of the linen and the nnx layer share, for type checkers.
 
-    What changes what is returned is not among it: that is in overloads.
+    `return_weights` and `return_kv` are not here: the type of the result depends on them.
     """
 
     mask: masks.MaskLike | None

@@ -15,6 +15,7 @@ from flax_mha import flax_functions, inputs, masks, padding, shapes, sharding, s
 from flax_mha.cache import CacheConfig, KVCache, Memory
 from flax_mha.call import Call as Call
 from flax_mha.call import Settings as Settings
+from flax_mha.call import captured as captured
 from flax_mha.grid import Array
 from flax_mha.heads import Weights as Weights
 from flax_mha.heads import normed, project, turned

@@ -16,7 +16,8 @@ ACTIVATIONS = {
 
 def activation(config: Config, *names: str) -> str:
     """The first of those settings that is there, by our name."""
-    given = config[next((name for name in names if config.get(name) is not None), names[-1])]
+    name = next((name for name in names if config.get(name) is not None), names[-1])
+    given = config[name]
     if given not in ACTIVATIONS:
         raise ValueError(
             f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {given!r}; build "

@@ -15,7 +15,7 @@ from flax_mha.kernels.stored import Stored
 
 # Of all rows and heads, that `auto` lets plain einsums keep on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
-# On a CPU, where they are to be few enough for its caches: 64 MiB.
+# On a CPU under a traced mask: 64 MiB. With twice as many JAX 0.10 was slower forward.
 FEW_SCORES = 2**24
 
 
@@ -80,7 +80,7 @@ def decide(
 def preference(
     q: jax.Array, k: jax.Array | Stored, platform: Platform, traced: bool = False
 ) -> list[str]:
-    """The kernels, best first, for a call of this size, and a mask that is traced or known before.
+    """The kernels, best first, for a call of this size.
 
     | platform | first of those that do not refuse |
     |---|---|

@@ -91,7 +91,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
         inputs.positive(block=self.block, count=self.count, query_block=self.query_block)
         common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
         if self.share and isinstance(self.scale, str):
-            raise ValueError(f"share has a number for scale, got {self.scale!r}")
+            raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
         if call.order is not None:
             raise ValueError("blocks of keys are those of one order, got order; leave it out")
         if self.attention_fn is not None:

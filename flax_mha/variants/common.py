@@ -9,9 +9,9 @@ from flax_mha.kernels import dot_product_attention
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
-    """The fields of those names must not be set, and `scale` not be learned unless that is told."""
+    """None of the absent fields may be set; nor may `scale` be learned, unless the layer can."""
     if isinstance(layer.scale, str) and not learns_scale:
-        raise ValueError(f"{what} has a number for scale, got {layer.scale!r}")
+        raise ValueError(f"{what} has a number for scale, got {layer.scale!r}; give one")
     for name in absent:
         if getattr(layer, name):
             raise ValueError(f"{what} has no {name}, got {getattr(layer, name)!r}; leave it out")
