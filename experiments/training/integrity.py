@@ -3,33 +3,33 @@
     c = Σ_i mix(w_i ⊕ mix(i·φ + s))  mod 2³²,  for two seeds s
 
 over the bits w_i of the elements, as unsigned words, and their indices i. mix is a bijection, so
-that one changed element changes the sum for certain, and the order of the sum does not matter: each
-device adds up its shard.
+that one changed element changes the sum for certain. The order of the sum does not matter: each
+process adds up the shards that it has, and the processes' sums are added on the host. No program
+that is compiled for this talks to another device, so that none can wait for one.
 """
 
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
 
 _SEEDS = (0x243F6A88, 0x85A308D3)  # digits of π
-# Elements. Of so few it takes less time to fetch them than to compile a program for their shape.
+# Elements. To fetch this few takes less time than to compile a program for their shape.
 _SMALL = 2**18
 
 
 class Sums(NamedTuple):
-    """What is known of the arrays of a tree.
+    """The checksums of a tree of arrays.
 
     Attributes:
       arrays: sixteen hexadecimal digits, dtype and shape of each, by path.
-      not_finite: the paths of those that are not finite everywhere.
+      not_finite: the paths of arrays with an element that is not finite.
     """
 
     arrays: dict[str, str]
@@ -37,70 +37,96 @@ class Sums(NamedTuple):
 
 
 def checksums(tree: Any) -> Sums:
-    """The sums of arrays that lie on any mesh."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-    found = jax.device_get([_of(x) for x in named.values()])
-    sums = dict(zip(named, found, strict=True))
+    """Return the sums of arrays that lie on any mesh; all processes call this together."""
+    leaves = _by_path(tree)
+    # Of each array the two sums, and how many shards have an element that is not finite.
+    shards = [[checksum(shard, x.shape) for shard in _shards(x)] for x in leaves.values()]
+    zero = np.zeros(3, np.uint32)
+    rows = [np.sum([zero, *each], 0, np.uint32) for each in jax.device_get(shards)]
+    sums = np.stack([zero, *rows])[1:]
+    if jax.process_count() > 1:
+        sums = multihost_utils.process_allgather(sums).sum(0, dtype=np.uint32)
+    of_path = dict(zip(leaves, sums.tolist(), strict=True))
     return Sums(
-        {name: f"{c[0]:08x}{c[1]:08x} {described(named[name])}" for name, c in sums.items()},
-        [name for name, c in sums.items() if not c[2]],
+        {path: f"{a:08x}{b:08x} {describe(leaves[path])}" for path, (a, b, _) in of_path.items()},
+        [path for path, (*_, bad) in of_path.items() if bad],
     )
 
 
 def descriptions(tree: Any) -> dict[str, str]:
-    """Dtype and shape of each array, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): described(x) for path, x in leaves
-    }
+    """Return dtype and shape of each array, by path."""
+    return {path: describe(x) for path, x in _by_path(tree).items()}
 
 
-def described(x: Any) -> str:
-    """Dtype and shape of an array."""
+def describe(x: Any) -> str:
+    """Return dtype and shape of an array as text."""
     return f"{x.dtype}{list(x.shape)}"
 
 
 def digest(value: Any) -> str:
-    """The SHA-256 of what JSON says of a value."""
+    """Return the SHA-256 of a value's JSON."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def checksum(x: jax.Array) -> jax.Array:
-    """The two sums c of an array's elements, and whether all are finite: uint32 [3]. Traced."""
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+
+
+def _shards(x: jax.Array) -> list[Any]:
+    """Return this process's shards of an array; over all processes each element is in one."""
+    return [shard for shard in x.addressable_shards if shard.replica_id == 0]
+
+
+def checksum(shard: Any, shape: tuple[int, ...]) -> Any:
+    """Return the two sums of a shard, and 1 if an element is not finite: uint32 [3].
+
+    Args:
+      shard: a `jax.Shard`.
+      shape: of the whole array.
+    """
+    start = np.array([index.start or 0 for index in shard.index], np.uint32)
+    sums = _on_host if shard.data.size <= _SMALL else _on_device
+    return sums(shard.data, start, shape)
+
+
+@functools.partial(jax.jit, static_argnames="shape")
+def _on_device(x: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     x = _plain(x)
     narrow = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     words = x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, narrow)
-    return _sums(jnp, x, words)
+    return _sums(jnp, x, words, start, shape)
 
 
 @np.errstate(over="ignore")  # Words of no axis are scalars to NumPy, which warns of them.
-def _on_host(x: jax.Array) -> Any:
-    """The same, with nothing to compile."""
+def _on_host(x: jax.Array, start: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     values = np.asarray(_plain(x))
-    if values.dtype == np.bool_:
-        return _sums(np, values, values)
-    size = values.dtype.itemsize
-    words = np.ascontiguousarray(values).reshape(-1).view(f"u{min(size, 4)}")
-    return _sums(np, values, words.reshape((*values.shape, size // 4)[: values.ndim + (size > 4)]))
+    words, size = values, values.dtype.itemsize
+    if values.dtype != np.bool_:
+        words = np.ascontiguousarray(values).reshape(-1).view(f"u{min(size, 4)}")
+        words = words.reshape((*values.shape, size // 4)[: values.ndim + (size > 4)])
+    sums: np.ndarray = _sums(np, values, words, start, shape)
+    return sums
 
 
-def _sums(xp: Any, x: Any, words: Any) -> Any:
-    """Of an array whose bits are these words: of wide elements several, along another axis."""
+def _sums(xp: Any, x: Any, words: Any, start: Any, shape: tuple[int, ...]) -> Any:
+    """Return the sums of a shard with these words; a wide element has several, on a last axis."""
     words = words.astype(np.uint32)
+    whole = (*shape, *words.shape[len(shape) :])
     index = xp.zeros(words.shape, np.uint32)
     for axis, length in enumerate(words.shape):
-        stride = np.uint32(math.prod(words.shape[axis + 1 :]) % 2**32)
+        stride = np.uint32(math.prod(whole[axis + 1 :]) % 2**32)
+        first = start[axis] if axis < len(shape) else np.uint32(0)
         along = [length if other == axis else 1 for other in range(words.ndim)]
-        index += (xp.arange(length, dtype=np.uint32) * stride).reshape(along)
+        index += ((xp.arange(length, dtype=np.uint32) + first) * stride).reshape(along)
     place = index * np.uint32(0x9E3779B9)
     lanes = [xp.sum(_mix(words ^ _mix(place + np.uint32(s))), dtype=np.uint32) for s in _SEEDS]
     finite = xp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else np.bool_(True)
-    return xp.stack([*lanes, finite.astype(np.uint32)])
+    return xp.stack([*lanes, (~finite).astype(np.uint32)])
 
 
 def _plain(x: jax.Array) -> jax.Array:
-    """An array of numbers: the words of keys, the parts of complex ones."""
+    """Return an array of numbers: the words of keys, the parts of complex ones."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -109,20 +135,10 @@ def _plain(x: jax.Array) -> jax.Array:
 
 
 def _mix(h: jax.Array) -> jax.Array:
-    """Murmur3's finalizer, a bijection of 32 bits. Source: Appleby, "SMHasher", 2011."""
+    """Return Murmur3's finalizer, a bijection of 32 bits.
+
+    Source: Appleby, "SMHasher", 2011.
+    """
     h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return h ^ (h >> np.uint32(16))
-
-
-def _of(x: jax.Array) -> Any:
-    small = x.size <= _SMALL and x.is_fully_addressable
-    return _on_host(x) if small else _on_mesh(x.sharding)(x)
-
-
-@functools.cache
-def _on_mesh(sharding: Any) -> Callable[[jax.Array], jax.Array]:
-    """One small program for each shape, whose result all processes have."""
-    meshed = isinstance(sharding, NamedSharding)
-    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if meshed else None
-    return jax.jit(checksum, out_shardings=everywhere)

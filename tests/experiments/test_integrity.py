@@ -190,28 +190,54 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     assert kept == [2, 5, 6]
 
 
+def sums(x: Any) -> str:
+    return integrity.checksums({"x": jnp.asarray(x)}).arrays["x"]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool", "complex64"])
-def test_a_checksum_knows_every_bit_and_place(dtype: str) -> None:
+@pytest.mark.parametrize("on", ["host", "device"])
+def test_a_checksum_knows_every_bit_and_place(
+    dtype: str, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     x = np.asarray(rng.integers(0, 2, (3, 4)), dtype)
-    sums = {tuple(np.asarray(integrity.checksum(jnp.asarray(x)))[:2])}
+    on_host = sums(x)
+    if on == "device":
+        monkeypatch.setattr(integrity, "_SMALL", 0)
+    assert sums(x) == on_host
+    flips = {on_host}
     for i in range(x.size):
         flipped = x.copy()
         view = flipped.view(np.uint8).reshape(-1)
         view[i * x.itemsize] ^= 1
-        sums.add(tuple(np.asarray(integrity.checksum(jnp.asarray(flipped)))[:2]))
-    assert len(sums) == 1 + x.size
+        flips.add(sums(flipped))
+    assert len(flips) == 1 + x.size
     a, b = np.zeros((2, 3), dtype), np.zeros((2, 3), dtype)
     a[0, 1] = b[1, 0] = 1
-    assert len({tuple(np.asarray(integrity.checksum(jnp.asarray(each)))) for each in (a, b)}) == 2
+    assert sums(a) != sums(b)
 
 
-def test_a_checksum_is_the_same_however_the_array_lies() -> None:
+@pytest.mark.parametrize("small", [0, 2**18])
+def test_a_checksum_is_the_same_however_the_array_lies(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrity, "_SMALL", small)
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.random.normal(jax.random.key(0), (8, 4, 3))
-    found = {
-        json.dumps(integrity.checksums({"x": jax.device_put(x, NamedSharding(mesh, spec))}))
-        for spec in (PartitionSpec(), PartitionSpec("a", "b"), PartitionSpec(("b", "a")))
+    tree = {"x": x, "keys": jax.random.split(jax.random.key(1), 8), "bits": x[..., 0] > 0}
+    layouts = [
+        jax.device_put(tree, NamedSharding(mesh, spec))
+        for spec in (PartitionSpec(), PartitionSpec("a"), PartitionSpec(("b", "a")))
+    ]
+    layouts.append({**tree, "x": jax.device_put(x, NamedSharding(mesh, PartitionSpec("a", "b")))})
+    assert {json.dumps(integrity.checksums(each)) for each in layouts} == {
+        json.dumps(integrity.checksums(tree))
     }
-    assert found == {json.dumps(integrity.checksums({"x": x}))}
     assert integrity.checksums({"x": x.at[7, 3, 2].set(jnp.nan)}).not_finite == ["x"]
+
+
+def test_a_checksum_is_that_of_earlier_versions() -> None:
+    """A run of an earlier version is resumed: its sums must be ours."""
+    x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
+    assert sums(x) == "8d126c4466e64633 float32[3, 4]"
+    assert sums(jax.random.key(3)) == "b271819522ee7443 key<fry>[]"
