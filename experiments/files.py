@@ -6,7 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from experiments.failures import RunError
 
@@ -15,13 +15,19 @@ MOST = 2**20  # bytes of a JSON file that is read: ours have a few thousand
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A path beside this one, to be written; at the end it takes the name, on the disk too."""
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file beside a path; at the end it takes the path's name, on the disk too.
+
+    The file is made exclusively, so that nothing is written through a link that lies there.
+    """
     aside = path.with_name(ASIDE + path.name)
+    aside.unlink(missing_ok=True)
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        yield aside
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -35,28 +41,71 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes a file aside and renames it."""
-    with replacing(path) as aside:
-        aside.write_text(text)
+    """Write a file aside and rename it."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON file aside and renames it."""
+    """Write a JSON file aside and rename it."""
     write(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read(path: Path, most: int) -> bytes:
-    """The first bytes of a regular file, which may be anything else.
+def append(path: Path, text: str) -> None:
+    """Add text to a regular file that is there; without text, see that it is on the disk.
 
     Raises:
       OSError: if it is missing, a link, a pipe or a device.
     """
-    # A pipe would wait for ever; a link leads to files that nobody named.
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError("not a regular file")
+    with _open(path, os.O_WRONLY | os.O_APPEND, "ab") as file:
+        file.write(text.encode())
+        file.flush()
+        if not text:
+            os.fsync(file.fileno())
+
+
+def read(path: Path, most: int) -> bytes:
+    """Return the first bytes of a regular file.
+
+    Raises:
+      OSError: if it is missing, a link, a pipe or a device.
+    """
+    with _open(path, os.O_RDONLY, "rb") as file:
         return file.read(most)
+
+
+def check_tree(folder: Path) -> None:
+    """Check that a folder holds nothing but files and folders, at any depth.
+
+    A link may lead to any file of whoever writes through it, a pipe lets its reader wait for ever,
+    and a device may have no end.
+
+    Raises:
+      RunError: if it holds something else, with its names.
+    """
+    odd = []
+    for parent, folders, names in os.walk(folder):  # which follows no links
+        for path in (Path(parent, name) for name in [*folders, *names]):
+            with contextlib.suppress(FileNotFoundError):  # A run may be at work there.
+                mode = path.lstat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    kind = "a link" if stat.S_ISLNK(mode) else "a pipe, socket or device"
+                    odd.append(f"{str(path.relative_to(folder))!a:.100} is {kind}")
+    if odd:
+        more = f", and {len(odd) - 3} more" if len(odd) > 3 else ""
+        raise RunError(
+            f"{folder} must hold files and folders alone, and {', '.join(sorted(odd)[:3])}{more}; "
+            f"nothing was read; remove them, or choose another folder"
+        )
+
+
+def _open(path: Path, flags: int, mode: str) -> IO[bytes]:
+    # A pipe would wait for ever; a link leads to files that nobody named.
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError("not a regular file")
+    return open(handle, mode)
 
 
 def read_json(path: Path, most: int = MOST) -> dict[str, Any]:

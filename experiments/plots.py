@@ -65,9 +65,9 @@ def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective:
 
 
 def save(figure: Figure, path: Path, dpi: int) -> None:
-    """Writes a picture, in place of one that may be there."""
-    with files.replacing(path) as aside:
-        figure.savefig(aside, dpi=dpi)
+    """Write a picture, in place of one that may be there."""
+    with files.replacing(path) as file:
+        figure.savefig(file, dpi=dpi, format="png")
 
 
 def _curve(axes: Axes, rows: Sequence[dict[str, Any]], name: str, color: str, label: str) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,14 +139,9 @@ class Log:
         return [*self._others] if self._events is None else [self._events, *self._others]
 
     def _append(self, line: str) -> None:
-        """Adds a line; an empty one only sees that what is there is on the disk."""
+        """Add a line; an empty one only sees that all lines are on the disk."""
         try:
-            with self._file.open("r+") as file:  # which makes no new one, as "a" does
-                file.seek(0, os.SEEK_END)
-                file.write(line)
-                file.flush()
-                if not line:
-                    os.fsync(file.fileno())
+            files.append(self._file, line)
         except FileNotFoundError:
             raise RunError(
                 f"{self._file} was removed while it was written; the same command goes on from the "

@@ -170,6 +170,7 @@ def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:
         return False
     if not path.is_dir():
         raise RunError(f"--workdir must be a folder, and {path} is a file; choose another")
+    files.check_tree(path)
     names = {each.name for each in path.iterdir() if not each.name.startswith(files.ASIDE)}
     names.discard(lock.NAME)
     if not names:

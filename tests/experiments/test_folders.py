@@ -73,13 +73,60 @@ def test_a_file_that_is_not_ours_is_refused(config: ConfigDict, run: Path, name:
     (run / name).unlink()
     (run / name).mkdir()
     assert name in refused(run, config)
-    (run / name).rmdir()
-    os.mkfifo(run / name)  # which a reader waits at
-    assert name in refused(run, config)
-    (run / name).unlink()
-    (run / "elsewhere").write_text("{}")
-    (run / name).symlink_to(run / "elsewhere")
-    assert name in refused(run, config)
+
+
+ODD = {
+    "a link": lambda path: path.symlink_to(path.parent.parent / "mine"),
+    "a link to a folder": lambda path: path.symlink_to(path.parent.parent),
+    "a link to nothing": lambda path: path.symlink_to("nowhere"),
+    "an endless device": lambda path: path.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+}
+PLACES = (
+    "run.json", "config.json", "metrics.jsonl", "lock", "tensorboard", "checkpoints",
+    "checkpoints.damaged", "checkpoints/6/run/metadata", "checkpoints/6/state", "profile",
+    "tensorboard/events.out.tfevents.1", "curves.png",
+    *(files.ASIDE + name for name in ("metrics.jsonl", "run.json", "curves.png", "attention.png")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("place", PLACES)
+def test_links_and_special_files_are_named_and_not_touched(
+    config: ConfigDict, run: Path, place: str, kind: str
+) -> None:
+    mine = run.parent / "mine"
+    mine.write_text("of the user")
+    path = run / place
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ODD[kind](path)
+    line = refused(run, config)
+    assert repr(place) in line
+    assert "nothing was read" in line
+    with pytest.raises(RunError, match="must hold files and folders alone"):
+        runs.find_run(run)
+    assert mine.read_text() == "of the user"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """Also where one comes after the folder was looked at."""
+    mine, path = tmp_path / "mine", tmp_path / "metrics.jsonl"
+    mine.write_text("of the user")
+    path.with_name(files.ASIDE + path.name).symlink_to(mine)
+    files.write(path, "first\n")
+    files.append(path, "second\n")
+    assert path.read_text() == "first\nsecond\n"
+    path.unlink()
+    path.symlink_to(mine)
+    with pytest.raises(OSError, match="symbolic link"):
+        files.append(path, "third\n")
+    files.write(path, "fourth\n")
+    assert (mine.read_text(), path.read_text()) == ("of the user", "fourth\n")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="No such device|not a regular file"):
+        files.append(path, "waits for nobody")
 
 
 def test_an_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
@@ -152,8 +199,8 @@ def test_a_start_that_was_cut_off_starts_anew(
 
 def half(path: Path) -> None:
     """Begins to write, and meets a full disk."""
-    with files.replacing(path) as aside:
-        aside.write_text("half")
+    with files.replacing(path) as file:
+        file.write(b"half")
         raise OSError(errno.ENOSPC, "No space")
 
 
