@@ -19,6 +19,19 @@ from experiments.training.program import Program
 
 FOLDER, DAMAGED = "checkpoints", "checkpoints.damaged"
 
+# The record of a checkpoint, as `_matches` reads it. What it says is used only if it has this form:
+# a digest proves that nothing was changed by accident, not who wrote it.
+_METRIC = (int, float, type(None), [(int, float, type(None))])
+_SERIES = [(int, float)]
+_RECORD = {
+    "step": int,
+    "arrays": {str: str},
+    "log": {
+        "rows": [{"step": int, "split": str, "loss": _METRIC, str: _METRIC}],
+        "pending": [{"loss": _SERIES, "gradient_norm": _SERIES, "skipped": _SERIES, str: _SERIES}],
+    },
+}  # fmt: skip
+
 
 class Saved(NamedTuple):
     """What a checkpoint holds; the start of a run where there is none."""
@@ -129,7 +142,11 @@ class Checkpoints:
         """One checkpoint, if its sums are those that were taken when it was saved."""
         run = self._restore(step, run=ocp.args.JsonRestore())["run"]
         if not isinstance(run, dict) or run.pop("digest", None) != digest(run):
-            raise _DamagedError("what it says of itself was changed")
+            raise _DamagedError("its record does not match its digest")
+        if not _matches(run, _RECORD | {"data": jax.tree.map(type, data.get_state())}):
+            raise _DamagedError("its record lacks a part, or has one of another form")
+        if len({str({k: len(x) for k, x in each.items()}) for each in run["log"]["pending"]}) > 1:
+            raise _DamagedError("the steps of its log have different metrics")
         if run["step"] != step:
             raise _DamagedError(f"it is that of step {run['step']}")
         abstract = program.abstract_state()
@@ -182,6 +199,28 @@ class Checkpoints:
                 _say(f"it was moved to {place}")
         hosts.all_begin(None)
         self._open()
+
+
+def _matches(value: Any, form: Any) -> bool:
+    """Return True if a value that was read from JSON has a form.
+
+    Args:
+      value: of JSON.
+      form: a type; a tuple of forms, one of which is meant; a list, of which each element has the
+        form of the first; or a dict whose keys must be there, and whose form at `str` is that of
+        all other keys.
+    """
+    if isinstance(form, tuple):
+        return any(_matches(value, each) for each in form)
+    if isinstance(form, list):
+        return isinstance(value, list) and all(_matches(each, form[0]) for each in value)
+    if isinstance(form, dict):
+        return (
+            isinstance(value, dict)
+            and form.keys() - {str} <= value.keys()
+            and all(_matches(x, form.get(key, form.get(str, ()))) for key, x in value.items())
+        )
+    return isinstance(value, form)
 
 
 class _Keep:

@@ -148,6 +148,38 @@ def test_a_damaged_step_is_set_aside_and_written_again(
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
+FORGED = {
+    "log": [None, [], {}, {"rows": []}, {"rows": {}, "pending": []}, {"rows": [7], "pending": []},
+            {"rows": [{"step": 6}], "pending": []}, {"rows": [], "pending": [{"loss": "x"}]},
+            {"rows": [{"step": 6, "split": "test", "loss": "x"}], "pending": []},
+            {"rows": [{"step": 6, "split": "test", "loss": ["x"]}], "pending": []},
+            {"rows": [], "pending": [dict.fromkeys(("loss", "gradient_norm", "skipped"), [0.0] * n)
+                                     for n in (1, 2)]}],
+    "arrays": [None, [], {"step": 7}, 7],
+    "data": [None, [], {}, {"at": "x"}, {"elsewhere": 6}, 7],
+    "step": [None, "6", 7, {}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", FORGED)
+def test_a_record_of_another_form_counts_as_damaged(
+    folder: Path, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its digest is right: whoever wrote it knew how."""
+    shutil.copytree(folder, tmp_path / "run")
+    (path,) = (tmp_path / "run" / "checkpoints" / "6" / "run").glob("metadata")
+    good = json.loads(path.read_text())
+    del good["digest"]
+    for value in [*FORGED[part], "gone"]:
+        record = good | {part: value}
+        if value == "gone":
+            del record[part]
+        path.write_text(json.dumps(record | {"digest": integrity.digest(record)}))
+        saved, data = restore(tmp_path / "run")
+        assert (saved.step, data.at) == (3, 3), value
+        assert "step 6 is damaged" in capsys.readouterr().out
+
+
 def test_without_a_whole_one_it_refuses_and_touches_nothing(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     for step in STEPS:
