@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -26,7 +26,8 @@ REMEDIES = {
 }  # fmt: skip
 
 
-_needed: list[Path] = []  # files of folders that the program works in
+INTERRUPTED = 130  # the exit status that shells give for Ctrl-C
+_needed: dict[Path, int] = {}  # the inodes of what the program works with, by path
 
 
 class RunError(ValueError):
@@ -40,15 +41,18 @@ def install() -> None:
 
 
 def needs(path: Path) -> None:
-    """From now on an error counts as that of a folder that is gone, if this file of it is."""
-    _needed.append(path)
+    """Register a file or folder; an error that occurs when it is gone is put down to that."""
+    _needed[path] = path.stat().st_ino
 
 
 def reason(error: BaseException) -> str | None:
-    """The line that says what the machine lacks, or None for an error that is not of that kind."""
-    if gone := [path.parent for path in _needed if not path.exists()]:
-        return f"{gone[0]} was removed or unmounted while it was written to; nothing more is saved"
+    """Return the line that says what the machine lacks, or None for an error of another kind."""
     chain = list(_chain(error))
+    if any(isinstance(each, KeyboardInterrupt) for each in chain):
+        saved = [f"to go on from what was saved: --workdir={path.parent}" for path in _needed]
+        return f"interrupted; {saved[0] if saved else 'nothing was begun'}"
+    if (folder := _lost([str(each) for each in chain])) is not None:
+        return f"{folder}, or a part of it, was removed while it was written to; nothing more is saved"
     for each in chain:
         if isinstance(each, ModuleNotFoundError) and each.name:
             package = each.name.partition(".")[0]
@@ -57,6 +61,8 @@ def reason(error: BaseException) -> str | None:
                     f"the package {package} is not installed; all that experiments need comes "
                     f"with pip install -e '.[experiments]'"
                 )
+        if isinstance(each, RuntimeError) and str(each).startswith("Unable to initialize backend"):
+            return str(each).splitlines()[0]
         if isinstance(each, OSError) and each.errno in REMEDIES:
             place = f": {each.filename}" if each.filename else ""
             return f"{os.strerror(each.errno)}{place}; {REMEDIES[each.errno]}"
@@ -68,14 +74,15 @@ def reason(error: BaseException) -> str | None:
 
 
 def say(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """For `sys.excepthook`: ends with one line where `reason` has one, or else a traceback."""
+    """Print one line where `reason` has one and end, or else a traceback: for `sys.excepthook`."""
     line = reason(error)
     if line is None:
         sys.__excepthook__(kind, error, traceback)
         return
     sys.stdout.flush()
     print(f"error: {line}", file=sys.stderr, flush=True)
-    os._exit(1)  # At once: what is half written would complain while Python is taken down.
+    # At once: what is half written would complain while Python is taken down.
+    os._exit(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
 
 def in_thread(args: "threading.ExceptHookArgs") -> None:
@@ -98,7 +105,17 @@ def unraisable(args: "sys.UnraisableHookArgs") -> None:
 def said_later(record: logging.LogRecord) -> bool:
     """A filter for logs, which drops the errors of threads that end a command with one line."""
     error = record.exc_info[1] if record.exc_info else None
-    return error is None or reason(error) is None
+    return _lost([record.getMessage()]) is None and (error is None or reason(error) is None)
+
+
+def _lost(texts: Iterable[str]) -> Path | None:
+    """Return a folder that is gone, or that one of the texts says to lack a file."""
+    for path, inode in _needed.items():
+        if not path.exists() or path.stat().st_ino != inode:
+            return path.parent
+        if any(str(path.parent) in text and os.strerror(errno.ENOENT) in text for text in texts):
+            return path.parent
+    return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

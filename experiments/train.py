@@ -29,6 +29,7 @@ from ml_collections import config_flags
 from experiments import data, failures, plots
 from experiments.failures import RunError
 from experiments.training import (
+    checkpoints,
     hosts,
     keys,
     log,
@@ -96,7 +97,8 @@ def _run() -> None:
     try:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
         run.begin(built.task.fingerprint())
-        failures.needs(run.path / runs.MARK)
+        for name in (runs.MARK, checkpoints.FOLDER):
+            failures.needs(run.path / name)
         _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
         result = loop.train(built, run.path, PROFILE.value)
     except RunError as error:

@@ -30,7 +30,7 @@ MOST = 2**28  # bytes of a log that is read
 
 def hush() -> None:
     """Keeps Orbax from telling much, and from a traceback for what ends the run with one line."""
-    absl_logging.set_verbosity(absl_logging.WARNING)
+    absl_logging.set_verbosity(absl_logging.ERROR)
     logging.getLogger("absl").addFilter(failures.said_later)
     # Of reads that fail at once Orbax awaits one.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

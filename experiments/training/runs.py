@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from experiments import data as tasks
 from experiments import files, folders
 from experiments.failures import RunError
-from experiments.training import hosts, lock
+from experiments.training import checkpoints, hosts, lock
 from experiments.training.integrity import digest
 from experiments.training.keys import check_values, flatten
 
@@ -43,6 +43,7 @@ class Run:
                 self.check_data(data)
             if jax.process_index() == 0:
                 self._claim(data)
+                (self.path / checkpoints.FOLDER).mkdir(exist_ok=True)
         except RunError as error:
             refused = str(error)
         hosts.all_begin(refused)

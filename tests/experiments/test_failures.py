@@ -4,6 +4,7 @@ import ast
 import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -126,16 +127,39 @@ def test_what_the_machine_lacks(error: Exception, line: str | None) -> None:
 def test_a_folder_that_is_gone_is_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failures, "_needed", [])
-    (tmp_path / "run.json").touch()
-    failures.needs(tmp_path / "run.json")
+    monkeypatch.setattr(failures, "_needed", {})
+    run = tmp_path / "run"
+    line = f"{run}, or a part of it, was removed while it was written to; nothing more is saved"
+    for name in ("run.json", "checkpoints"):
+        (run / name).mkdir(parents=True)
+        failures.needs(run / name)
+    # Its writers have the paths of what they miss, in the words of Python or of TensorStore.
     assert failures.reason(ValueError("a bug")) is None
-    (tmp_path / "run.json").unlink()
-    line = failures.reason(ValueError("No ArrayMetadata found"))
-    assert (
-        line
-        == f"{tmp_path} was removed or unmounted while it was written to; nothing more is saved"
-    )
+    assert failures.reason(FileNotFoundError(errno.ENOENT, "No such file", "elsewhere")) is None
+    missing = run / "checkpoints" / "3.orbax-checkpoint-tmp"
+    for error in (
+        FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(missing)),
+        ValueError(f'Error writing "{missing}/": Failed: No such file or directory'),
+    ):
+        assert failures.reason(error) == line
+    # One that is made again is another one.
+    (run / "checkpoints").rename(tmp_path / "old")
+    (run / "checkpoints").mkdir()
+    assert failures.reason(ValueError("No ArrayMetadata found")) == line
+    shutil.rmtree(run)
+    assert failures.reason(ValueError("No ArrayMetadata found")) == line
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyboardInterrupt(), "interrupted; nothing was begun"),
+        (RuntimeError("Unable to initialize backend 'foo': …\nmore"), "Unable to initialize backe"),
+    ],
+)
+def test_a_person_or_a_variable_is_the_reason(error: BaseException, line: str) -> None:
+    assert failures.reason(error).startswith(line)
+    assert "\n" not in failures.reason(error)
 
 
 def test_a_full_disk_in_any_thread_ends_the_program() -> None:
