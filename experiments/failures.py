@@ -52,7 +52,9 @@ def reason(error: BaseException) -> str | None:
         saved = [f"to go on from what was saved: --workdir={path.parent}" for path in _needed]
         return f"interrupted; {saved[0] if saved else 'nothing was begun'}"
     if (folder := _lost([str(each) for each in chain])) is not None:
-        return f"{folder}, or a part of it, was removed while it was written to; nothing more is saved"
+        return (
+            f"{folder}, or a part of it, was removed while it was written to; nothing more is saved"
+        )
     for each in chain:
         if isinstance(each, ModuleNotFoundError) and each.name:
             package = each.name.partition(".")[0]

@@ -1,6 +1,7 @@
 """Several processes as one run: how they find each other, agree, and end together."""
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from importlib import metadata
 
 import jax
 import numpy as np
@@ -20,6 +22,8 @@ from experiments import failures
 from experiments.failures import RunError
 from experiments.training.keys import flatten
 
+# Of these all processes need the same version: another one compiles another program.
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 _MARGIN = 60  # seconds that JAX, whose own timeout kills without a word for users, waits longer
 
 
@@ -107,9 +111,10 @@ def start(cluster: Cluster) -> None:
         ) from error
     finally:
         watch.cancel()
-    # JAX ends a process that lost the others by abort, with a message that absl would bury under
-    # the traces of all threads.
-    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    # On CPUs programs wait for each other by blocking threads, of which two programs at a time can
+    # need more than there are.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
 
 
 def force_host_devices(count: int) -> int:
@@ -148,7 +153,8 @@ def agree(prepared: dict[str, object] | None) -> None:
     """
     if jax.process_count() == 1:
         return
-    texts = _gather("" if prepared is None else json.dumps(prepared, sort_keys=True))
+    versions = {f"the version of {name}": metadata.version(name) for name in PACKAGES}
+    texts = _gather("" if prepared is None else json.dumps(prepared | versions, sort_keys=True))
     if prepared is None:
         return
     if refused := [i for i, text in enumerate(texts) if not text]:
@@ -158,9 +164,9 @@ def agree(prepared: dict[str, object] | None) -> None:
         differ = sorted(key for key in first | other if first.get(key) != other.get(key))
         if differ:
             raise RunError(
-                f"all processes need the same settings, and {differ[0]} is "
+                f"all processes need the same settings and packages, and {differ[0]} is "
                 f"{first.get(differ[0])!r} at process 0 and {other.get(differ[0])!r} at process "
-                f"{i}; give all the same flags, save --process_id"
+                f"{i}; give all the same packages, and the same flags save --process_id"
             )
 
 
@@ -227,6 +233,18 @@ def _check_free(address: str) -> None:
             f"process 0 must serve --coordinator_address={address}, and can't: {error}; choose "
             f"another port (and the host of process 0)"
         ) from error
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _aborted(_: int) -> None:
+    """End with a line: a handler of C, where JAX aborts a process that lost the others.
+
+    One of Python's would run in the main thread, which waits for them for ever.
+    """
+    end(
+        "this process lost the others: one ended, or sent no sign for --heartbeat_timeout seconds; "
+        "to go on from the last checkpoint, start all with the same --workdir"
+    )
 
 
 def _give_up(cluster: Cluster) -> None:

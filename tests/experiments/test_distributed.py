@@ -150,6 +150,55 @@ def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"fsdp": 4}])
+def test_parameters_divided_within_a_process_are_saved(
+    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the least threads: programs that wait for each other's devices then stop for ever."""
+    monkeypatch.setenv("NPROC", "1")
+    run = tmp_path / "run"
+    flags = [
+        "--config.steps=6", "--config.log_every=1", "--config.evaluate_every=3",
+        "--config.checkpoint_every=3", f"--workdir={run}",
+        *(f"--config.mesh.{axis}={size}" for axis, size in mesh.items()),
+    ]  # fmt: skip
+    with together(2, tmp_path / "logs", *flags) as processes:
+        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+    assert [row["step"] for row in rows(run) if row["split"] == "train"] == [*range(1, 7)]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"3", "6"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_process_that_stands_still_is_said_to_be_lost(
+    stopped: int, config: ConfigDict, tmp_path: Path
+) -> None:
+    config.steps, config.mesh.data = 100_000, -1
+    config.evaluate_every = config.checkpoint_every = 100_000
+    with together(
+        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
+        f"--heartbeat_timeout={HEARTBEAT}",
+    ) as processes:  # fmt: skip
+        log = tmp_path / "run" / "metrics.jsonl"
+        processes.until(lambda: log.exists() and log.stat().st_size > 0)
+        processes.all[stopped].send_signal(signal.SIGSTOP)
+        assert processes.all[1 - stopped].wait(HEARTBEAT + 60) == 1
+        last = processes.said(1 - stopped).splitlines()[-1]
+        assert last.startswith("error: ")
+        assert "start all with the same --workdir" in last
+
+
+def test_processes_with_different_packages_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    own = f'"the version of jax": "{jax.__version__}"'
+    monkeypatch.setattr(hosts, "_gather", lambda x: [x, x.replace(own, own[:-1] + '.dev1"')])
+    with pytest.raises(RunError, match=r"the version of jax is .* at process 0 and .*dev1' at"):
+        hosts.agree({"config": {"steps": 7}})
+    monkeypatch.setattr(hosts, "_gather", lambda x: [x, x])
+    hosts.agree({"config": {"steps": 7}})
+
+
+@pytest.mark.slow
 def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: Path) -> None:
     config.mesh.data = -1
     with together(
