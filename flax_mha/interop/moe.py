@@ -1,8 +1,9 @@
 """gpt-oss, Mixtral and Qwen3-MoE: decoders as Llama's, with experts in place of the MLP."""
 
 from flax_mha.experts import Experts
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.llama import llama
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, linear, one_of_many
 
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"

@@ -15,6 +15,11 @@ from flax_mha.shapes import Shape
 
 Tensors: TypeAlias = Mapping[str, Any]
 
+# Of all layers together: three times those of the largest Qwen3-MoE.
+_MOST_ROWS = 100_000
+# So many tensors an error names.
+_NAMED = 100
+
 
 class Axes(NamedTuple):
     """How one array lies in a checkpoint and in a module.
@@ -185,11 +190,12 @@ def from_tensors(
     """
     tensors, heads, surplus = family.named(tensors)
     wrong = [f"surplus {name}" for name in sorted(surplus)]
-    wanted, found = family.shapes(), dict[str, list[Any]]()
-    for row in family.rows:
-        if row.theirs not in tensors:
-            wrong.append(f"missing {row.theirs}")
-            continue
+    present = [row for row in family.rows if row.theirs in tensors]
+    wrong += [f"missing {row.theirs}" for row in family.rows if row.theirs not in tensors]
+    # Shapes take time for each layer, which a file that lacks most of them is not worth.
+    wanted = family.shapes() if 2 * len(present) > len(family.rows) else {}
+    found = dict[str, list[Any]]()
+    for row in present if wanted else ():
         x = tensors[row.theirs]
         shapes = [row.shape(wanted[path].shape) for path in row.paths]
         expected = _shape(row, shapes)
@@ -200,8 +206,10 @@ def from_tensors(
             found.setdefault(path, []).append(row.axes.ours(part, shape))
     if wrong:
         raise ValueError(
-            "the tensors do not fit the model of this config: " + "; ".join(wrong) + "; take "
-            "both from one checkpoint"
+            "the tensors do not fit the model of this config: "
+            + "; ".join(wrong[:_NAMED])
+            + f"; and {len(wrong) - _NAMED:,} more" * (len(wrong) > _NAMED)
+            + "; take both from one checkpoint"
         )
     if heads:
         warnings.warn(
@@ -241,6 +249,11 @@ def _matrix(x: Any, inputs: int) -> Any:
 def each(count: int, rows: Iterable[Row]) -> list[Row]:
     """The rows of every layer: {} stands for its number."""
     rows = list(rows)
+    if count * len(rows) > _MOST_ROWS:
+        raise ValueError(
+            f"the layers of a config must have at most {_MOST_ROWS:,} tensors, got {count:,} of "
+            f"{len(rows):,}; take the config.json that was published with the weights"
+        )
     return [
         row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
         for i in range(count)
