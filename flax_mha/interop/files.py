@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from flax_mha.interop.settings import shown
+from flax_mha.interop.settings import several, shown
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -59,7 +59,7 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
         tensors |= {key: x for key, x in part.items() if index.get(key, name) == name}
     lacking = sorted(index.keys() - tensors.keys())
     if lacking:
-        raise ValueError(f"{path / _INDEX} names tensors that its files lack: {shown(lacking)}")
+        raise ValueError(f"{path / _INDEX} names tensors that its files lack: {several(lacking)}")
     return tensors
 
 

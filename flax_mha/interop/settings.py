@@ -4,20 +4,27 @@ import functools
 import numbers
 import reprlib
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 Config: TypeAlias = Mapping[str, Any]
 Made = TypeVar("Made")
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-_REMEDY = "take the config.json that was published with the weights"
+REMEDY = "take the config.json that was published with the weights"
+_NAMED = 100
 _SHOWN = reprlib.Repr(maxstring=80, maxother=80, maxlong=40)
 
 
 def shown(x: Any) -> str:
     """Return a value as one short line of an error."""
     return _SHOWN.repr(x)[:100]
+
+
+def several(xs: Sequence[str]) -> str:
+    """Return the first of them as one line of an error, and how many more there are."""
+    more = [f"{len(xs) - _NAMED:,} more"] * (len(xs) > _NAMED)
+    return "; ".join([*xs[:_NAMED], *more])
 
 
 class Rule(NamedTuple):
@@ -152,7 +159,7 @@ class Settings(UserDict[str, Any]):
             return value
         if not rule.holds(value):
             raise ValueError(
-                f"the config's {self.at}{name} must be {rule.words}, got {shown(value)}; {_REMEDY}"
+                f"the config's {self.at}{name} must be {rule.words}, got {shown(value)}; {REMEDY}"
             )
         if rule is _TABLE:
             return Settings(value, f"{self.at}{name}.")

@@ -11,14 +11,10 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_mha.interop.settings import several
 from flax_mha.shapes import Shape
 
 Tensors: TypeAlias = Mapping[str, Any]
-
-# Of all layers together: three times those of the largest Qwen3-MoE.
-_MOST_ROWS = 100_000
-# So many tensors an error names.
-_NAMED = 100
 
 
 class Axes(NamedTuple):
@@ -196,20 +192,16 @@ def from_tensors(
     wanted = family.shapes() if 2 * len(present) > len(family.rows) else {}
     found = dict[str, list[Any]]()
     for row in present if wanted else ():
-        x = tensors[row.theirs]
-        shapes = [row.shape(wanted[path].shape) for path in row.paths]
-        expected = _shape(row, shapes)
-        if x.shape != expected:
+        x, shapes = tensors[row.theirs], [row.shape(wanted[path].shape) for path in row.paths]
+        if x.shape != (expected := _shape(row, shapes)):
             wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
         for path, part, shape in zip(row.paths, row.apart(x), shapes, strict=True):
             found.setdefault(path, []).append(row.axes.ours(part, shape))
     if wrong:
         raise ValueError(
-            "the tensors do not fit the model of this config: "
-            + "; ".join(wrong[:_NAMED])
-            + f"; and {len(wrong) - _NAMED:,} more" * (len(wrong) > _NAMED)
-            + "; take both from one checkpoint"
+            f"the tensors do not fit the model of this config: {several(wrong)}; take both from "
+            f"one checkpoint"
         )
     if heads:
         warnings.warn(
@@ -225,7 +217,7 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
     params = flatten_dict(variables["params"], sep="/")
     lacking = {path for row in family.rows for path in row.paths} ^ params.keys()
     if lacking:
-        raise ValueError(f"the variables are not those of the model: {sorted(lacking)}")
+        raise ValueError(f"the variables are not those of the model: {several(sorted(lacking))}")
     found = {}
     for row in family.rows:
         parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
@@ -249,11 +241,6 @@ def _matrix(x: Any, inputs: int) -> Any:
 def each(count: int, rows: Iterable[Row]) -> list[Row]:
     """The rows of every layer: {} stands for its number."""
     rows = list(rows)
-    if count * len(rows) > _MOST_ROWS:
-        raise ValueError(
-            f"the layers of a config must have at most {_MOST_ROWS:,} tensors, got {count:,} of "
-            f"{len(rows):,}; take the config.json that was published with the weights"
-        )
     return [
         row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
         for i in range(count)
