@@ -76,7 +76,12 @@ def read(path: Path) -> dict[str, np.ndarray]:
             raise ValueError(f"{path} is no whole safetensors file of {size} bytes; fetch it again")
         header, at = _parsed(path, file.read(length)), 8 + length
         data = np.memmap(file, np.uint8, "r") if size > at else np.zeros(at, np.uint8)
-    header.pop("__metadata__", None)
+    said = header.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(x, str) for x in said.values()):
+        raise ValueError(
+            f"{path}: its __metadata__ must be an object of strings, got {shown(said)}; fetch it "
+            f"again"
+        )
     entries = sorted((_entry(path, name, x) for name, x in header.items()), key=lambda x: x[3:])
     tensors = {}
     for name, dtype, shape, begin, end in entries:
@@ -104,7 +109,9 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...]
         dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
         is_sound = name.isprintable() and len(shape) <= _MOST_AXES
-        if is_sound and all(type(x) is int and 0 <= x < 2**48 for x in (*shape, begin, end)):
+        is_sound &= all(type(x) is int and x >= 0 for x in (*shape, begin, end))
+        # NumPy counts what there were without an axis of 0, too.
+        if is_sound and math.prod(x for x in shape if x) < 2**48:
             return name, dtype, shape, begin, end
     except (KeyError, TypeError, ValueError):
         pass
