@@ -70,7 +70,7 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
         with ocp.StandardCheckpointer() as checkpointer:
             # Of NumPy: arrays of JAX are tied to the devices of this machine.
             checkpointer.save(target / _WEIGHTS, jax.tree.map(np.array, variables))
-        (target / _CONFIG).write_text((source / _CONFIG).read_text())
+        (target / _CONFIG).write_bytes((source / _CONFIG).read_bytes())
         kind = "a checkpoint of Orbax"
     count = sum(x.size for x in jax.tree.leaves(variables))
     return f"{target}: {count:,} parameters of a {config['model_type']}, {kind}"

@@ -1,16 +1,17 @@
 """What a decoder of a Hugging Face folder makes of a prompt."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import files
+from flax_mha.interop.settings import Settings, shown
 from flax_mha.models import LanguageModel, Translator
 
 _TOKENIZER = "tokenizer.json"
@@ -33,7 +34,7 @@ def respond(
       ValueError: if the folder or the prompt is not what it must be.
     """
     folder = Path(folder).expanduser()
-    config = files.read_json(folder / "config.json")
+    config = Settings(files.read_json(folder / "config.json"))
     encode, decode = _tokenizer(folder)
     model, variables = interop.load(folder)
     if isinstance(model, Translator):
@@ -42,9 +43,16 @@ def respond(
         options["start"] = config["decoder_start_token_id"]
     elif not isinstance(model, LanguageModel):
         raise RunError(f"a {config['model_type']} writes no text; give a decoder, or a T5")
+    ids, size = encode(prompt), config["vocab_size"]
+    if not ids:
+        raise RunError(f"the prompt must have a token at least, got none of {shown(prompt)}")
+    if max(ids) >= size:
+        raise RunError(
+            f"the ids of the prompt must be in 0 … {size - 1}, got {max(ids)}; take weights and "
+            f"{_TOKENIZER} from one model"
+        )
     # Small models keep the end of a large vocabulary, which they can't write.
-    ends = np.atleast_1d(np.array(config.get("eos_token_id") or (), int))
-    ends = ends[ends < config["vocab_size"]].tolist()
+    ends = [end for end in np.atleast_1d(config.get("eos_token_id", [])).tolist() if end < size]
     tokens: list[int] = []
     said = ""
 
@@ -61,11 +69,8 @@ def respond(
     # Several ends may be named, of which `generate` stops at the first alone.
     if options.get("beams", 1) == 1:
         options["callback"] = show
-    ids = jnp.array([encode(prompt)], jnp.int32)
-    found = generate(
-        model, variables, ids, max_new_tokens=max_new_tokens, eos=ends[0] if ends else None,
-        **options,
-    )  # fmt: skip
+    options |= {"max_new_tokens": max_new_tokens, "eos": ends[0] if ends else None}
+    found = generate(model, variables, np.array([ids], np.int32), **options)
     if "callback" not in options:
         for token in np.asarray(found.tokens[0]):
             show(0, token[None])
@@ -75,23 +80,42 @@ def respond(
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
     """From text to ids and back."""
-    if not (folder / _TOKENIZER).is_file():
+    path = folder / _TOKENIZER
+    if not path.exists():
         return _ids, lambda ids: " ".join(map(str, ids))
     try:
         tokenizers = importlib.import_module("tokenizers")
-    except ModuleNotFoundError:
-        raise RunError(
-            f"{folder / _TOKENIZER} needs the package tokenizers; pip install tokenizers"
-        ) from None
-    found = tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER))
-    return lambda text: found.encode(text).ids, found.decode
+    except ImportError:
+        raise RunError(f"{path} needs the package tokenizers; pip install tokenizers") from None
+
+    def guarded(call: Callable[..., Any], *args: Any) -> Any:
+        """Call the library, which raises plain exceptions, and panics that are none."""
+        try:
+            return call(*args)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise RunError(
+                f"{path} must be a tokenizer that the package tokenizers can use, got "
+                f"{shown(str(error))}; fetch it again"
+            ) from None
+
+    tokenizer = guarded(tokenizers.Tokenizer.from_buffer, files.read_bytes(path))
+    # What pads rows to one length has no place in a prompt.
+    guarded(tokenizer.no_padding)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = guarded(tokenizer.encode, text).ids
+        return ids
+
+    return encode, functools.partial(guarded, tokenizer.decode)
 
 
 def _ids(text: str) -> list[int]:
     words = text.split()
-    if not words or not all(word.isdecimal() for word in words):
+    if not words or not all(word.isdecimal() and len(word) < 20 for word in words):
         raise RunError(
             f"the folder has no {_TOKENIZER}: the prompt must be ids such as '12 7 401', got "
-            f"{text!r}"
+            f"{shown(text)}"
         )
     return [int(word) for word in words]

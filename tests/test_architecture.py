@@ -71,6 +71,7 @@ LAYERS = [
     {"models", "sampling"},
     {"search"},
     {"generation"},
+    {"interop.settings"},
     {"interop.config", "interop.files", "interop.placing", "interop.table"},
     {"interop.classes"},
     {

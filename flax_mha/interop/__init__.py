@@ -35,18 +35,18 @@ from flax_mha.interop import (
     vit_pytorch,
     whisper,
 )
-from flax_mha.interop.config import Config
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
 from flax_mha.interop.placing import Joined, place
+from flax_mha.interop.settings import Config, Settings, checked, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
 from flax_mha.interop.torch_layers import from_torch as from_torch
 from flax_mha.interop.torch_layers import to_torch as to_torch
 
 # By `model_type` of a config.
-FAMILIES: dict[str, Callable[[Config], Family]] = {
+FAMILIES: dict[str, Callable[[Config], Family]] = {name: checked(make) for name, make in {
     "bert": bert.bert, "roberta": bert.bert, "distilbert": bert.distilbert,
     "gpt2": gpt2.gpt2, "gpt_neox": gpt_neox.gpt_neox,
     "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
@@ -57,7 +57,7 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
     "timm_vit": timm.timm_vit, "vit_pytorch": vit_pytorch.vit_pytorch,
     "clip": vit.clip, "siglip": vit.siglip,
     "whisper": whisper.whisper,
-}  # fmt: skip
+}.items()}  # fmt: skip
 
 
 def family(config: Config) -> Family:
@@ -66,14 +66,15 @@ def family(config: Config) -> Family:
     Raises:
       ValueError: if there is no such family, or its table lacks what the config asks for.
     """
-    kind = config.get("model_type")
+    settings = Settings(config)
+    kind = settings.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(
-            f"the config's model_type must be one of {sorted(FAMILIES)}, got {kind!r}; "
+            f"the config's model_type must be one of {sorted(FAMILIES)}, got {shown(kind)}; "
             f"docs/interop.md shows how to write a table"
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unknown method")
+    if quantized := settings.get("quantization_config"):
+        method = quantized.get("quant_method", "an unknown method")
         raise ValueError(
             f"weights must be in a floating dtype, by the config's quantization_config they are "
             f"{method}; have transformers load them with dequantize=True, and save them"

@@ -11,7 +11,8 @@ from flax_mha.attention import LayerOptions, MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.interop.classes import classified
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, refuse
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
 from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Encoder

@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from flax_mha.interop.config import Config
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, linear
 from flax_mha.mlp import Activation
 from flax_mha.models import Classifier

@@ -2,12 +2,11 @@
 
 import math
 
-import numpy as np
-
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, blank, grid, refuse
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
 from flax_mha.models import Classifier
 from flax_mha.positions import Axial
@@ -19,9 +18,9 @@ _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 def dinov3(config: Config) -> Family:
     """Of `DINOv3ViTModel`, for images of the size that the config names."""
     refuse(config, mlp_bias=True)
-    D, size, layers = config["hidden_size"], config["patch_size"], config["num_hidden_layers"]
+    D, layers = config["hidden_size"], config["num_hidden_layers"]
+    down, across, h, w = grid(config)
     count = 1 + config["num_register_tokens"]
-    side = config["image_size"] // size
     base = (config.get("rope_parameters") or config)["rope_theta"]
     gated = config.get("use_gated_mlp", False)
     own = ("query", "key", "value", "proj")
@@ -30,7 +29,7 @@ def dinov3(config: Config) -> Family:
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         use_bias=tuple(name for name, biased in zip(named, biases, strict=True) if biased),
-        rotary=Axial((side, side), base, span=2 * math.pi, prefix=count),
+        rotary=Axial((down, across), base, span=2 * math.pi, prefix=count),
     )
     block = EncoderBlock(
         layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
@@ -38,13 +37,17 @@ def dinov3(config: Config) -> Family:
         layer_scale=config.get("layerscale_value", 1.0),
     )  # fmt: skip
     module = Classifier(
-        PatchEmbedding(size, D), Encoder(layers, block), None, positions="none", class_tokens=count
+        PatchEmbedding((h, w), D),
+        Encoder(layers, block),
+        None,
+        positions="none",
+        class_tokens=count,
     )
     at, mine = "model.layer.{}", "encoder/layers_{}"
     rows = [
         Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
         Row("embeddings.register_tokens", "class_tokens", wrapped(1), part=(1, count)),
-        *linear("embeddings.patch_embeddings", "embedding/patches", axes=patches(size, size)),
+        *linear("embeddings.patch_embeddings", "embedding/patches", axes=patches(h, w)),
         *each(layers, [
             *attention(f"{at}.attention", f"{mine}/attention", _HEADS, biases),
             *norm(f"{at}.norm1", f"{mine}/attention_norm"),
@@ -57,6 +60,6 @@ def dinov3(config: Config) -> Family:
         ]),
         *norm("norm", "encoder/norm"),
     ]  # fmt: skip
-    image = np.zeros((1, side * size, side * size, config.get("num_channels", 3)), np.float32)
+    image = blank(1, down * h, across * w, config.get("num_channels", 3))
     # Names of the first checkpoints have no "model." before the layers.
     return Family(module, (image,), rows, ("embeddings.mask_token",), prefix="model.")

@@ -6,15 +6,19 @@ which can be transposed and cut before anything is read.
 Source of the format: https://github.com/huggingface/safetensors, "Format".
 """
 
+import collections
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
+
+from flax_mha.interop.settings import several, shown
 
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -23,8 +27,10 @@ _DTYPES: dict[str, Any] = {
 }  # fmt: skip
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# A header larger than this is none: the format allows no more.
-_HEADER = 100 * 2**20
+# Bytes of a header, as the format has it, and of files of JSON.
+_MOST = 100_000_000
+# Of an array of NumPy.
+_MOST_AXES = 32
 
 
 def read_folder(path: Path) -> dict[str, np.ndarray]:
@@ -39,15 +45,22 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
     index = read_json(path / _INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(x, str) for x in index.values()):
         raise ValueError(f"{path / _INDEX} must have a weight_map from tensors to files")
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for name in sorted({*index.values()}):
-        if name != os.path.basename(name):
-            raise ValueError(f"{path / _INDEX} must name files beside it, got {name!r}")
-        found |= read(path / name)
-    lacking = sorted(index.keys() - found.keys())
+        if name != os.path.basename(name) or not name.isprintable():
+            raise ValueError(f"{path / _INDEX} must name files beside it, got {shown(name)}")
+        try:
+            part = read(path / name)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{path / _INDEX} names the file {shown(name)}, which is not there; fetch it too"
+            ) from None
+        # Of a tensor in two files the one counts that the index names.
+        tensors |= {key: x for key, x in part.items() if index.get(key, name) == name}
+    lacking = sorted(index.keys() - tensors.keys())
     if lacking:
-        raise ValueError(f"{path / _INDEX} names tensors that its files lack: {lacking}")
-    return found
+        raise ValueError(f"{path / _INDEX} names tensors that its files lack: {several(lacking)}")
+    return tensors
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
@@ -56,33 +69,56 @@ def read(path: Path) -> dict[str, np.ndarray]:
     Raises:
       ValueError: if it is no such file, or not whole.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _HEADER):
+        if size < 8 or length > min(size - 8, _MOST):
             raise ValueError(f"{path} is no whole safetensors file of {size} bytes; fetch it again")
-        header = _parsed(path, file.read(length))
-    start, found = 8 + length, {}
-    data = np.memmap(path, np.uint8, "r") if size > start else np.zeros(start, np.uint8)
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(map(int, entry["shape"]))
-            begin, end = (int(x) + start for x in entry["data_offsets"])
-        except (KeyError, TypeError, ValueError) as error:
+        header, at = _parsed(path, file.read(length)), 8 + length
+        data = np.memmap(file, np.uint8, "r") if size > at else np.zeros(at, np.uint8)
+    said = header.pop("__metadata__", {})
+    if not isinstance(said, dict) or not all(isinstance(x, str) for x in said.values()):
+        raise ValueError(
+            f"{path}: its __metadata__ must be an object of strings, got {shown(said)}; fetch it "
+            f"again"
+        )
+    entries = sorted((_entry(path, name, x) for name, x in header.items()), key=lambda x: x[3:])
+    tensors = {}
+    for name, dtype, shape, begin, end in entries:
+        # One after another, so that no byte is in two of them, or in none.
+        first, last = at, at + math.prod(shape) * dtype.itemsize
+        at += end - begin
+        if (begin + 8 + length, at) != (first, last) or last > size:
             raise ValueError(
-                f"{path}: tensor {name} has no dtype, shape and data_offsets that can be read, got "
-                f"{str(entry)[:200]}"
-            ) from error
-        wanted = math.prod(shape) * dtype.itemsize
-        if min(shape, default=0) < 0 or not start <= begin <= end <= size or end - begin != wanted:
-            raise ValueError(
-                f"{path}: tensor {name}, {dtype}{list(shape)}, must lie in {wanted} bytes of the "
-                f"file's {size}, its offsets are {begin} … {end}; fetch it again"
+                f"{path}: tensor {name}, {dtype}{list(shape)}, must lie at {first} … {last} of the "
+                f"file's {size} bytes, where the one before it ends, its offsets are {begin} … "
+                f"{end} after {8 + length}; fetch it again"
             )
-        found[name] = data[begin:end].view(dtype).reshape(shape)
-    return found
+        tensors[name] = data[first:last].view(dtype).reshape(shape)
+    if at != size:
+        raise ValueError(
+            f"{path} must end with its last tensor, after {at} bytes, got {size}; fetch it again"
+        )
+    # As the header names them.
+    return {name: tensors[name] for name in header}
+
+
+def _entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...], int, int]:
+    """Return what the header says of a tensor: name, dtype, shape, and where it begins and ends."""
+    try:
+        dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
+        begin, end = entry["data_offsets"]
+        is_sound = name.isprintable() and len(shape) <= _MOST_AXES
+        is_sound &= all(type(x) is int and x >= 0 for x in (*shape, begin, end))
+        # NumPy counts what there were without an axis of 0, too.
+        if is_sound and math.prod(x for x in shape if x) < 2**48:
+            return name, dtype, shape, begin, end
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise ValueError(
+        f"{path}: tensor {shown(name)} has no dtype, shape and data_offsets that can be read, got "
+        f"{shown(entry)}; fetch it again"
+    )
 
 
 def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -106,18 +142,57 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object of a JSON file."""
-    if not path.is_file():
+    return _parsed(path, read_bytes(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return what is in a small file, such as a config or a tokenizer."""
+    try:
+        with _opened(path) as file:
+            text = file.read(_MOST + 1)
+    except FileNotFoundError:
         raise FileNotFoundError(
             f"{path} is not there; give the folder of a model, which has {path.name} and weights"
-        )
-    return _parsed(path, path.read_bytes())
+        ) from None
+    if len(text) > _MOST:
+        raise ValueError(f"{path} must have at most {_MOST} bytes, got more; fetch it again")
+    return text
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, to be closed; others may never end."""
+    try:
+        file = open(path, "rb", opener=_at_once)  # noqa: SIM115
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} must be a file that can be read, got: {told}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError(f"{path} must be a regular file, got a pipe or a device; fetch it again")
+    return file
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a pipe, too, without waiting for who writes into it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        parsed = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, its JSON can't be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object, of which no key may be there twice: readers would differ in which counts."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        twice, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {shown(twice)} is there twice")
+    return made

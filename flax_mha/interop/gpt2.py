@@ -5,7 +5,8 @@ import numpy as np
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, refuse
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import PROJECTIONS, Family, Row, each, linear, norm, straight
 from flax_mha.models import LanguageModel
 from flax_mha.positions import PositionEmbedding

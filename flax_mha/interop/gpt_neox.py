@@ -5,7 +5,8 @@ import numpy as np
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import Config, activation, rotary
+from flax_mha.interop.config import activation, rotary
+from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import SAME, Axes, Family, Row, each, linear, norm
 from flax_mha.models import LanguageModel
 from flax_mha.stacks import Decoder
@@ -23,7 +24,7 @@ def gpt_neox(config: Config) -> Family:
     }
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     biased, tied = config.get("attention_bias", True), config.get("tie_word_embeddings", False)
-    layer = MultiHeadAttention(N, use_bias=biased, rotary=rotary({**config, **old}))
+    layer = MultiHeadAttention(N, use_bias=biased, rotary=rotary(filled(config, **old)))
     block = DecoderBlock(
         layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,

@@ -9,7 +9,8 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.experts import Experts
-from flax_mha.interop.config import Config, activation, in_turn, refuse, rotary
+from flax_mha.interop.config import activation, in_turn, refuse, rotary
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm
 from flax_mha.models import LanguageModel
 from flax_mha.qk_norm import QKNorm
@@ -47,7 +48,7 @@ def _block(config: Config, kind: str, mlp: Experts | None, sinks: bool) -> Decod
     cap = config.get("attn_logit_softcapping")
     layer = MultiHeadAttention(
         config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
+        num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
         use_bias=_biased(config),
         rotary=rotary(config, kind),
@@ -98,9 +99,15 @@ def _rows(config: Config, own: list[Row] | None) -> list[Row]:
 
 def _kinds(config: Config) -> list[str]:
     """Which layers have a window; configs from before `layer_types` left it to the model."""
-    if config.get("layer_types") is not None:
-        return config["layer_types"]
     kind, layers = config["model_type"], config["num_hidden_layers"]
+    if config.get("layer_types") is not None:
+        kinds = config["layer_types"]
+        if len(kinds) != layers:
+            raise ValueError(
+                f"the config's layer_types must be one for each of num_hidden_layers={layers}, got "
+                f"{len(kinds)}; take both from one config.json"
+            )
+        return kinds
     windows = config.get("use_sliding_window", not kind.startswith("qwen"))
     if not (windows and config.get("sliding_window")):
         return ["full_attention"] * layers

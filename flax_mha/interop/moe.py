@@ -1,10 +1,12 @@
 """gpt-oss, Mixtral and Qwen3-MoE: decoders as Llama's, with experts in place of the MLP."""
 
 from flax_mha.experts import Experts
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.llama import llama
+from flax_mha.interop.settings import REMEDY, Config
 from flax_mha.interop.table import Family, Row, linear, one_of_many
 
+_MOST = 2**15  # of each there are rows; Qwen3-235B-A22B has 12,032
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 
 
@@ -52,6 +54,11 @@ def _plain(config: Config, experts: Experts, part: str, names: dict[str, str]) -
     """Experts whose kernels lie in a tensor each."""
     at, mine = f"{_THEIRS}.{part}", f"{_OURS}/mlp"
     own = linear(f"{at}.gate", f"{mine}/router", bias=False)
+    if config["num_hidden_layers"] * experts.num_experts > _MOST:
+        raise ValueError(
+            f"the config's layers must have at most {_MOST:,} experts in all, got "
+            f"{config['num_hidden_layers']:,} of {experts.num_experts:,}; {REMEDY}"
+        )
     for i in range(experts.num_experts):
         own += [
             Row(f"{at}.experts.{i}.{theirs}.weight", f"{mine}/{name}_kernel", one_of_many(),

@@ -7,7 +7,8 @@ import numpy as np
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock, EncoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import Config, activation
+from flax_mha.interop.config import activation
+from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, transposed
 from flax_mha.models import LanguageModel, Translator
 from flax_mha.scores import RelativeBias
@@ -27,7 +28,7 @@ def t5(config: Config) -> Family:
     )
     options: dict[str, Any] = {
         "norm": "rmsnorm", "norm_epsilon": config["layer_norm_epsilon"],
-        "gated": gated, "activation": activation(act | {**config}, "dense_act_fn"),
+        "gated": gated, "activation": activation(filled(config, **act), "dense_act_fn"),
     }  # fmt: skip
 
     def bias(bidirectional: bool) -> tuple[RelativeBias]:

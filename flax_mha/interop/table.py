@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_mha.interop.settings import several
 from flax_mha.shapes import Shape
 
 Tensors: TypeAlias = Mapping[str, Any]
@@ -185,23 +186,22 @@ def from_tensors(
     """
     tensors, heads, surplus = family.named(tensors)
     wrong = [f"surplus {name}" for name in sorted(surplus)]
-    wanted, found = family.shapes(), dict[str, list[Any]]()
-    for row in family.rows:
-        if row.theirs not in tensors:
-            wrong.append(f"missing {row.theirs}")
-            continue
-        x = tensors[row.theirs]
-        shapes = [row.shape(wanted[path].shape) for path in row.paths]
-        expected = _shape(row, shapes)
-        if x.shape != expected:
+    present = [row for row in family.rows if row.theirs in tensors]
+    wrong += [f"missing {row.theirs}" for row in family.rows if row.theirs not in tensors]
+    # Shapes take time for each layer, which a file that lacks most of them is not worth.
+    wanted = family.shapes() if 2 * len(present) > len(family.rows) else {}
+    found = dict[str, list[Any]]()
+    for row in present if wanted else ():
+        x, shapes = tensors[row.theirs], [row.shape(wanted[path].shape) for path in row.paths]
+        if x.shape != (expected := _shape(row, shapes)):
             wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
         for path, part, shape in zip(row.paths, row.apart(x), shapes, strict=True):
             found.setdefault(path, []).append(row.axes.ours(part, shape))
     if wrong:
         raise ValueError(
-            "the tensors do not fit the model of this config: " + "; ".join(wrong) + "; take "
-            "both from one checkpoint"
+            f"the tensors do not fit the model of this config: {several(wrong)}; take both from "
+            f"one checkpoint"
         )
     if heads:
         warnings.warn(
@@ -217,7 +217,7 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
     params = flatten_dict(variables["params"], sep="/")
     lacking = {path for row in family.rows for path in row.paths} ^ params.keys()
     if lacking:
-        raise ValueError(f"the variables are not those of the model: {sorted(lacking)}")
+        raise ValueError(f"the variables are not those of the model: {several(sorted(lacking))}")
     found = {}
     for row in family.rows:
         parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]

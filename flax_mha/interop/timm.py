@@ -1,12 +1,11 @@
 """The Vision Transformers of timm, whose configs are the arguments of `VisionTransformer`."""
 
-import numpy as np
-
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, blank, grid, refuse
 from flax_mha.interop.libraries import LIBRARIES
+from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
 from flax_mha.models import Classifier
 from flax_mha.stacks import Encoder
@@ -23,17 +22,15 @@ def timm_vit(config: Config) -> Family:
         fc_norm=None, embed_norm_layer=None, norm_layer=None, embed_layer=None, block_fn=None,
         attn_layer=None, mlp_layer=None,
     )  # fmt: skip
-    given = {
-        "img_size": 224, "patch_size": 16, "num_classes": 1000, "embed_dim": 768, "depth": 12,
-        "num_heads": 12, "mlp_ratio": 4.0, "qkv_bias": True, "init_values": None, "reg_tokens": 0,
-        "pre_norm": False, "act_layer": "gelu", "in_chans": 3, **config,
-    }  # fmt: skip
+    given = filled(
+        config, img_size=224, patch_size=16, num_classes=1000, embed_dim=768, depth=12,
+        num_heads=12, mlp_ratio=4.0, qkv_bias=True, reg_tokens=0, pre_norm=False, act_layer="gelu",
+        in_chans=3,
+    )  # fmt: skip
     D, first, count = given["embed_dim"], given["pre_norm"], 1 + given["reg_tokens"]
-    height, width, h, w = (
-        n for name in ("img_size", "patch_size") for n in np.broadcast_to(given[name], 2).tolist()
-    )
+    down, across, h, w = grid(given, "img_size")
     layer = MultiHeadAttention(given["num_heads"], use_bias=given["qkv_bias"] or ("out",))
-    scale = given["init_values"] or None
+    scale = given.get("init_values") or None
     block = EncoderBlock(
         layer, int(D * given["mlp_ratio"]), activation=activation(given, "act_layer"),
         layer_scale=scale,
@@ -63,4 +60,4 @@ def timm_vit(config: Config) -> Family:
         *norm("norm", "encoder/norm"),
         *(linear("head", "head") if given["num_classes"] else ()),
     ]  # fmt: skip
-    return Family(module, (np.zeros((1, height, width, given["in_chans"]), np.float32),), rows)
+    return Family(module, (blank(1, down * h, across * w, given["in_chans"]),), rows)

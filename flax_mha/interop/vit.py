@@ -13,7 +13,8 @@ from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding, TokenEmbedding
 from flax_mha.interop.bert import POOLER, Bert
 from flax_mha.interop.classes import classified
-from flax_mha.interop.config import Config, activation
+from flax_mha.interop.config import activation, blank, grid
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import (
     FLAT,
     PROJECTIONS,
@@ -111,7 +112,7 @@ def vit(config: Config) -> Family:
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
     own = ("attention.query", "attention.key", "attention.value", "output.dense")
     biases = (biased, biased, biased, True)
-    kernel = patches(config["patch_size"], config["patch_size"])
+    kernel = patches(*grid(config)[2:])
     rows = [
         Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
         *[Row("embeddings.distillation_token", "class_tokens", wrapped(1), part=(1, 2))]
@@ -196,7 +197,7 @@ def _image(
     input_norm: bool = False,
 ) -> Classifier:  # fmt: skip
     stack = Encoder(config["num_hidden_layers"], _block(config, biased), input_norm=input_norm)
-    embedding = PatchEmbedding(config["patch_size"], config["hidden_size"], use_bias=patch_bias)
+    embedding = PatchEmbedding(grid(config)[2:], config["hidden_size"], use_bias=patch_bias)
     return Classifier(embedding, stack, None, class_tokens=class_tokens)
 
 
@@ -210,13 +211,12 @@ def _text(config: Config, causal: bool) -> Bert:
 
 
 def _example(config: Config) -> np.ndarray:
-    size = config["image_size"]
-    return np.zeros((1, size, size, config["num_channels"]), np.float32)
+    down, across, h, w = grid(config)
+    return blank(1, down * h, across * w, config["num_channels"])
 
 
 def _images(config: Config, patch_bias: bool = True) -> list[Row]:
-    at, size = "vision_model.embeddings", config["patch_size"]
-    kernel = patches(size, size)
+    at, kernel = "vision_model.embeddings", patches(*grid(config)[2:])
     return [
         *linear(f"{at}.patch_embedding", "image/embedding/patches", patch_bias, axes=kernel),
         Row(f"{at}.position_embedding.weight", "image/positions/embedding"),

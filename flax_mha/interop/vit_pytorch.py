@@ -1,11 +1,10 @@
 """The ViT of vit-pytorch, whose config is its arguments."""
 
-import numpy as np
-
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding
-from flax_mha.interop.config import Config
+from flax_mha.interop.config import blank, grid
+from flax_mha.interop.settings import Config, filled, shown
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
 from flax_mha.models import Classifier
 from flax_mha.stacks import Encoder
@@ -16,17 +15,16 @@ def vit_pytorch(config: Config) -> Family:
 
     With num_classes=0 the features of all tokens.
     """
-    given = {"pool": "cls", "channels": 3, "dim_head": 64, **config}
+    given = filled(config, pool="cls", channels=3, dim_head=64)
     D, heads, is_first = given["dim"], given["heads"], given["pool"] == "cls"
     if given["pool"] not in ("cls", "mean"):
-        raise ValueError(f"the config's pool must be 'cls' or 'mean', got {given['pool']!r}")
+        raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(given['pool'])}")
     if heads == 1 and given["dim_head"] == D:
         raise ValueError(
             f"the config's heads=1 with dim_head={D} leaves out the projection of what heads give, "
             f"and ours always has it; give more heads, or another dim_head"
         )
-    sizes = (given["image_size"], given["patch_size"])
-    height, width, h, w = (n for size in sizes for n in np.broadcast_to(size, 2).tolist())
+    down, across, h, w = grid(given)
     block = EncoderBlock(
         MultiHeadAttention(heads, head_dim=given["dim_head"], use_bias=("out",)), given["mlp_dim"],
         activation="gelu_exact", norm_epsilon=1e-5,
@@ -56,5 +54,5 @@ def vit_pytorch(config: Config) -> Family:
     ]  # fmt: skip
     # With pool="mean" theirs is empty.
     ignored = () if is_first else ("cls_token",)
-    image = np.zeros((1, height, width, given["channels"]), np.float32)
+    image = blank(1, down * h, across * w, given["channels"])
     return Family(module, (image,), rows, ignored)

@@ -9,7 +9,8 @@ import numpy as np
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock, EncoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import Config, activation, refuse
+from flax_mha.interop.config import activation, blank, refuse
+from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Axes, Family, Row, attention, each, linear, norm
 from flax_mha.models import LanguageModel
 from flax_mha.positions import PositionEmbedding
@@ -91,7 +92,7 @@ def whisper(config: Config) -> Family:
     ]
     for n in (1, 2):
         rows += linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
-    sound = np.zeros((1, 2 * config["max_source_positions"], config["num_mel_bins"]), np.float32)
+    sound = blank(1, 2 * config["max_source_positions"], config["num_mel_bins"])
     return Family(module, (sound, np.zeros((1, 1), np.int32)), rows, ("proj_out.weight",))
 
 

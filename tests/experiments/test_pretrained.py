@@ -132,7 +132,7 @@ def test_a_tokenizer_without_its_package(
     [
         ("hello", "has no tokenizer.json: the prompt must be ids such as '12 7 401', got 'hello'"),
         ("", "must be ids"), ("1 -2", "must be ids"),
-        ("1 100", r"prompt must be in 0 … 99, got 100"),
+        ("1 100", r"ids of the prompt must be in 0 … 99, got 100; take"),
     ],
 )  # fmt: skip
 def test_prompts_that_are_none(qwen: Path, prompt: str, told: str) -> None:

@@ -1,0 +1,181 @@
+"""Configs that strangers wrote: each setting has a type and a range, checked where it is read."""
+
+import functools
+import numbers
+import reprlib
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+Config: TypeAlias = Mapping[str, Any]
+Made = TypeVar("Made")
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+REMEDY = "take the config.json that was published with the weights"
+_NAMED = 100
+_SHOWN = reprlib.Repr(maxstring=80, maxother=80, maxlong=40)
+
+
+def shown(x: Any) -> str:
+    """Return a value as one short line of an error."""
+    return _SHOWN.repr(x)[:100]
+
+
+def several(xs: Sequence[str]) -> str:
+    """Return the first of them as one line of an error, and how many more there are."""
+    more = [f"{len(xs) - _NAMED:,} more"] * (len(xs) > _NAMED)
+    return "; ".join([*xs[:_NAMED], *more])
+
+
+class Rule(NamedTuple):
+    """A type and a range: in words, and as a test of a value."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _whole(least: int, most: int) -> Rule:
+    def holds(x: Any) -> bool:
+        is_whole = isinstance(x, numbers.Integral) and not isinstance(x, bool)
+        return is_whole and least <= int(x) <= most
+
+    return Rule(f"a whole number in {least:,} … {most:,}", holds)
+
+
+def _number(words: str, least: float, most: float = 1e30) -> Rule:
+    def holds(x: Any) -> bool:
+        return isinstance(x, numbers.Real) and not isinstance(x, bool) and least <= x <= most
+
+    return Rule(words, holds)
+
+
+def _listed(rule: Rule, words: str, count: int | None = None) -> Rule:
+    def holds(x: Any) -> bool:
+        return isinstance(x, list | tuple) and count in (None, len(x)) and all(map(rule.holds, x))
+
+    return Rule(words, holds)
+
+
+def _or_list(rule: Rule, count: int | None = None) -> Rule:
+    many = _listed(rule, "", count)
+    words = f"{rule.words}, or a list of {count or 'such numbers'}"
+    return Rule(words, lambda x: rule.holds(x) or many.holds(x))
+
+
+_FLAG = Rule("true or false", lambda x: x is None or isinstance(x, bool))
+_TABLE = Rule("an object", lambda x: isinstance(x, Mapping))
+_TEXT = Rule("a string", lambda x: isinstance(x, str) and x.isprintable())
+_LAYERS = _whole(1, 512)
+_HEADS = _whole(1, 2**16)
+_SIZE = _whole(1, 2**24)
+# Of images and of sound: every position of the example is there when a model is built.
+_LENGTH = _whole(1, 2**16)
+_COUNT = _whole(0, 2**16)
+_SPAN = _whole(0, 2**31 - 1)
+_POSITIVE = _number("a positive number", 1e-30)
+_EPSILON = _number("a number in 0 … 1", 0, 1)
+_SHARE = _number("a positive number up to 1", 1e-30, 1)
+
+_BY_RULE: dict[Rule, str] = {
+    _FLAG: (
+        "attention_bias is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias qkv_bias "
+        "query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
+        "use_parallel_residual use_sliding_window value_bias"
+    ),
+    _TABLE: (
+        "full_attention id2label quantization_config rope_parameters rope_scaling "
+        "sliding_attention text_config vision_config"
+    ),
+    _TEXT: (
+        "act_layer activation activation_function dense_act_fn feed_forward_proj hidden_act "
+        "hidden_activation model_type pool quant_method rope_type type"
+    ),
+    _LAYERS: (
+        "decoder_layers depth encoder_layers n_layer n_layers num_decoder_layers "
+        "num_hidden_layers num_layers"
+    ),
+    _HEADS: (
+        "decoder_attention_heads encoder_attention_heads heads n_head n_heads "
+        "num_attention_heads num_experts num_experts_per_tok num_heads num_key_value_heads "
+        "num_local_experts relative_attention_num_buckets sliding_window_pattern"
+    ),
+    _SIZE: (
+        "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim encoder_ffn_dim "
+        "head_dim hidden_dim hidden_size in_chans intermediate_size max_target_positions mlp_dim "
+        "moe_intermediate_size n_embd n_inner n_positions num_channels num_mel_bins "
+        "projection_dim type_vocab_size vocab_size"
+    ),
+    _LENGTH: "max_source_positions",
+    _or_list(_LENGTH, 2): "image_size img_size patch_size",
+    _COUNT: "num_classes num_labels num_register_tokens reg_tokens",
+    _SPAN: (
+        "decoder_start_token_id max_position_embeddings original_max_position_embeddings "
+        "pad_token_id relative_attention_max_distance sliding_window"
+    ),
+    _or_list(_SPAN): "eos_token_id",
+    _EPSILON: "layer_norm_eps layer_norm_epsilon rms_norm_eps",
+    _SHARE: "partial_rotary_factor rotary_pct",
+    _POSITIVE: (
+        "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
+        "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio query_pre_attn_scalar "
+        "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit"
+    ),
+    _number("a number", -1e30): "init_values layerscale_value",
+    _listed(_TEXT, "a list of strings"): "architectures",
+    _listed(
+        Rule("", lambda x: x in LAYER_TYPES), f"a list of {' and '.join(LAYER_TYPES)}"
+    ): "layer_types",
+}  # fmt: skip
+RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
+
+
+class Settings(UserDict[str, Any]):
+    """A config, of which each setting that has a rule is checked when it is read.
+
+    What no family of ours reads is not checked, nor what this one does not read. Null is as if it
+    were not there, and of a flag it is False.
+    """
+
+    def __init__(self, config: Config, at: str = "") -> None:
+        """Take a config, and the path to it if it is a part of one."""
+        self.at = at
+        self.data = {
+            name: x
+            for name, x in config.items()
+            if x is not None or RULES.get(name) in (None, _FLAG)
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the setting.
+
+        Raises:
+          KeyError: if it is not there.
+          ValueError: if it is of another type, or out of its range.
+        """
+        if name not in self.data:
+            raise KeyError(f"{self.at}{name}")
+        value, rule = self.data[name], RULES.get(name)
+        if rule is None:
+            return value
+        if not rule.holds(value):
+            raise ValueError(
+                f"the config's {self.at}{name} must be {rule.words}, got {shown(value)}; {REMEDY}"
+            )
+        if rule is _TABLE:
+            return Settings(value, f"{self.at}{name}.")
+        return bool(value) if rule is _FLAG else value
+
+
+def checked(make: Callable[[Config], Made]) -> Callable[[Config], Made]:
+    """Return a function of a config as one that reads it checked."""
+    return functools.wraps(make)(lambda config: make(Settings(config)))
+
+
+def filled(config: Config, *others: Config, **defaults: Any) -> Settings:
+    """Return a config with settings where neither it nor those before it have them."""
+    parts = [each for each in (config, *others) if isinstance(each, Settings)]
+    merged = Settings(defaults, parts[0].at if parts else "")
+    # What is copied is not read yet, and so not checked.
+    for each in (*reversed(others), config):
+        merged.data |= each.data if isinstance(each, Settings) else each
+    return merged

@@ -1,0 +1,95 @@
+"""A small config of every family, and the same with one setting that is odd."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.interop.test_files import CONFIG
+from tests.interop.test_published import (
+    BERT,
+    DISTILBERT,
+    GPT2,
+    LLAMA,
+    ROBERTA,
+    SIZES,
+    T5,
+    TEXT,
+    VIT,
+)
+
+Config = dict[str, Any]
+
+IMAGES = {"image_size": 8, "patch_size": 4, "num_channels": 3}
+LAYERS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8,
+        "beta_fast": 32, "beta_slow": 1.0, "truncate": False}  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
+LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+         "full_attention": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+TOWERS = {"text_config": TEXT, "vision_config": SIZES | IMAGES, "projection_dim": 8}
+CONFIGS: dict[str, Config] = {
+    "bert": BERT | {"architectures": ["BertForSequenceClassification"], "num_labels": 3},
+    "roberta": ROBERTA, "distilbert": DISTILBERT, "vit": VIT | {"qkv_bias": True},
+    "deit": VIT | {"model_type": "deit", "architectures": ["DeiTForImageClassification"],
+                   "id2label": {"0": "cat", "1": "dog"}},
+    "dinov3": SIZES | IMAGES | {
+        "model_type": "dinov3_vit", "num_register_tokens": 2, "rope_theta": 100.0,
+        "layerscale_value": 1.0, "use_gated_mlp": False, "key_bias": False,
+    },
+    "clip": TOWERS | {"model_type": "clip"}, "siglip": TOWERS | {"model_type": "siglip"},
+    "gpt2": GPT2 | {"n_inner": 24, "eos_token_id": 2},
+    "gpt_neox": TEXT | {
+        "model_type": "gpt_neox", "layer_norm_eps": 1e-5, "rotary_pct": 0.5,
+        "rotary_emb_base": 100.0, "use_parallel_residual": True, "attention_bias": True,
+    },
+    "t5": T5 | {"num_decoder_layers": 2, "relative_attention_max_distance": 20,
+                "feed_forward_proj": "gated-gelu", "tie_word_embeddings": True},
+    "whisper": {
+        "model_type": "whisper", "vocab_size": 24, "d_model": 16, "encoder_layers": 2,
+        "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 24, "decoder_ffn_dim": 20, "num_mel_bins": 8, "max_source_positions": 16,
+        "max_target_positions": 16, "activation_function": "gelu",
+    },
+    "llama": LLAMA | {"rope_parameters": LLAMA3, "mlp_bias": False, "attention_bias": True},
+    "qwen2": CONFIG | {"model_type": "qwen2", "use_sliding_window": False},
+    "qwen3": CONFIG | LAYERS | {"rope_scaling": YARN, "quantization_config": {}},
+    "gemma2": CONFIG | {
+        "model_type": "gemma2", "sliding_window": 4, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3": CONFIG | {
+        "model_type": "gemma3_text", "sliding_window": 4, "sliding_window_pattern": 2,
+        "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma3, two rotations": CONFIG | LAYERS | {
+        "model_type": "gemma3_text", "rope_parameters": LOCAL,
+    },
+    "gpt_oss": CONFIG | EXPERTS | LAYERS | {"model_type": "gpt_oss", "swiglu_limit": 7.0},
+    "mixtral": CONFIG | EXPERTS | {"model_type": "mixtral"},
+    "qwen3_moe": CONFIG | {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20, "norm_topk_prob": True,
+    },
+    "timm": {
+        "model_type": "timm_vit", "img_size": 8, "patch_size": [4, 4], "embed_dim": 16, "depth": 2,
+        "num_heads": 4, "mlp_ratio": 2.0, "reg_tokens": 1, "init_values": 0.1, "in_chans": 3,
+        "num_classes": 3, "qkv_bias": True, "pre_norm": False, "act_layer": "gelu",
+    },
+    "vit_pytorch": {
+        "model_type": "vit_pytorch", "image_size": [8, 8], "patch_size": 4, "dim": 16, "depth": 2,
+        "heads": 4, "dim_head": 4, "mlp_dim": 24, "channels": 3, "num_classes": 3, "pool": "mean",
+    },
+}  # fmt: skip
+VALUES = ("8", 8.5, None, [8], {}, True, -1, 0, 10**9, float("nan"), 10**400, "a\nb" * 99)
+
+
+def odd(config: Config) -> Iterator[tuple[str, Any, Config]]:
+    """Every setting, those within others too, every odd value, and the config with it."""
+    for name, x in config.items():
+        for value in VALUES:
+            yield name, value, config | {name: value}
+        if isinstance(x, dict):
+            for setting, value, inner in odd(x):
+                yield f"{name}.{setting}", value, config | {name: inner}

@@ -1,0 +1,181 @@
+"""Folders of strangers: files that lie about what is in them, and such as never end."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments import pretrained
+from experiments.convert import convert
+from flax_mha import interop
+from flax_mha.interop import files
+from tests.interop.test_files import CONFIG, variables
+
+INDEX = "model.safetensors.index.json"
+X = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+Y = X | {"data_offsets": [8, 16]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sound")
+    interop.save(CONFIG, variables(), path)
+    return path
+
+
+@pytest.fixture
+def linked(folder: Path, tmp_path: Path) -> Path:
+    """As the cache of Hugging Face has them: links to files elsewhere."""
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path
+
+
+def read(path: Path, header: Any, size: int = 16) -> dict[str, np.ndarray]:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path = path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(size)))
+    return files.read(path)
+
+
+def test_any_order_and_empty_tensors(tmp_path: Path) -> None:
+    empty = {"dtype": "F32", "shape": [0, 3], "data_offsets": [8, 8]}
+    header = {"__metadata__": {"format": "pt"}, "b": Y, "c": empty, "a": X}
+    tensors = read(tmp_path, header)
+    assert [*tensors] == ["b", "c", "a"]
+    assert [x.tobytes()[:1] for x in tensors.values()] == [b"\x08", b"", b"\x00"]
+    assert read(tmp_path, {}, 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "words"),
+    [
+        ({"a": X, "b": X}, 8, "tensor b.* where the one before it ends"),
+        ({"a": X, "b": Y | {"data_offsets": [4, 12]}}, 12, "tensor b.* where the one before"),
+        ({"a": X, "b": Y | {"data_offsets": [12, 20]}}, 20, "tensor b.* where the one before"),
+        ({"b": Y}, 16, "tensor b.* where the one before it ends"),
+        ({"a": X}, 16, "must end with its last tensor, after .* bytes, got"),
+        ({}, 1, "must end with its last tensor"),
+        ({"a": X, "b": Y}, 15, "tensor b.*the file's"),
+        ({"a": X | {"shape": [3]}, "b": Y}, 16, "tensor a.*must lie at"),
+        (b'{"a":%b,"a":%b}' % ((json.dumps(X).encode(),) * 2), 8, "the key 'a' is there twice"),
+        (b'{"a":{"dtype":"F32","dtype":"I32","shape":[2],"data_offsets":[0,8]}}', 8, "'dtype' is"),
+        ({"a": X, "more": {}}, 8, "tensor 'more' has no dtype, shape"),
+        ({"a": X, "more": [1]}, 8, "tensor 'more' has no dtype, shape"),
+        ({"a": X, "__metadata__": 1}, 8, "__metadata__ must be an object of strings, got 1"),
+        ({"a": X, "__metadata__": {"a": 1}}, 8, "__metadata__ must be an object of strings"),
+        ({"a": X | {"shape": ["2"]}}, 8, "tensor 'a' has no dtype"),
+        ({"a": X | {"shape": [2.0]}}, 8, "tensor 'a' has no dtype"),
+        ({"a": X | {"shape": [2, True]}}, 8, "tensor 'a' has no dtype"),
+        ({"a": X | {"shape": [1] * 99 + [2]}}, 8, "tensor 'a' has no dtype"),
+        ({"a": X | {"shape": [10**30, 0], "data_offsets": [0, 0]}}, 0, "tensor 'a' has no dtype"),
+        ({"a": X | {"shape": [2**47, 2**47, 0], "data_offsets": [0, 0]}}, 0, "'a' has no dtype"),
+        ({"a": X | {"dtype": ["F32"]}}, 8, "tensor 'a' has no dtype"),
+        ({"a": X | {"data_offsets": [0, 8, 9]}}, 8, "tensor 'a' has no dtype"),
+        ({"a": X | {"data_offsets": [8, 0]}}, 8, "tensor a.*must lie at"),
+        (b'{"a":' + b"9" * 5000 + b"}", 0, "its JSON can't be read"),
+        (b'{"a":' * 10**5, 0, "its JSON can't be read"),
+    ],
+)  # fmt: skip
+def test_headers_that_lie(header: Any, size: int, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        read(tmp_path, header, size)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def to_shards(path: Path) -> dict[str, str]:
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    weights = dict.fromkeys(files.read(path / "a.safetensors"), "a.safetensors")
+    (path / INDEX).write_text(json.dumps({"weight_map": weights}))
+    return weights
+
+
+def test_a_tensor_in_two_files(linked: Path) -> None:
+    """The one counts that the index names."""
+    to_shards(linked)
+    other = {"model.norm.weight": np.full(16, 7, np.float32)}
+    files.write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
+    index = json.loads((linked / INDEX).read_text())
+    index["weight_map"]["b"] = "b.safetensors"
+    (linked / INDEX).write_text(json.dumps(index))
+    tensors = files.read_folder(linked)
+    assert "b" in tensors
+    assert not np.array_equal(tensors["model.norm.weight"], other["model.norm.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("b.safetensors", f"{INDEX} names the file 'b.safetensors', which is not there; fetch it"),
+        ("..", "must be a file that can be read, got: Is a directory"),
+        ("x" * 300, "must be a file that can be read, got: File name too long"),
+        ("a\0", r"must name files beside it, got 'a\\x00'"), ("", "got: Is a directory"),
+    ],
+    ids=["missing", "folder", "long", "zero", "empty"],
+)  # fmt: skip
+def test_shards_that_are_not_there(name: str, words: str, linked: Path) -> None:
+    weights = to_shards(linked)
+    (linked / INDEX).write_text(json.dumps({"weight_map": weights | {"more": name}}))
+    with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
+        interop.load(linked)
+    assert "\n" not in str(error.value)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(10**10)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+CASES = [
+    ("config.json", pipe, "must be a regular file"),
+    ("config.json", endless, "must be a regular file"),
+    ("config.json", huge, "must have at most 100000000 bytes"),
+    ("config.json", loop, "can be read, got: Too many levels"),
+    ("config.json", Path.mkdir, "can be read, got: Is a directory"),
+    ("a.safetensors", pipe, "must be a regular file"),
+    ("a.safetensors", endless, "must be a regular file"),
+    ("a.safetensors", huge, "its JSON can't be read"),
+    (INDEX, huge, "must have at most 100000000 bytes"),
+]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes and devices")
+@pytest.mark.parametrize(("name", "make", "words"), CASES)
+def test_what_is_no_file_or_too_large(
+    name: str, make: Callable[[Path], None], words: str, linked: Path
+) -> None:
+    to_shards(linked)
+    (linked / name).unlink()
+    make(linked / name)
+    start = time.monotonic()
+    for use in (
+        interop.load,
+        lambda path: pretrained.respond(path, "1 2", print),
+        lambda path: convert(path, path / "converted"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            use(linked)
+        assert "\n" not in str(error.value)
+    assert time.monotonic() - start < 10
+
+
+def test_links_are_followed(linked: Path) -> None:
+    assert interop.load(linked)[0] == interop.family(CONFIG).module
