@@ -114,7 +114,7 @@ def _prepare(asked: settings.Asked) -> tuple[runs.Run, program.Program]:
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
     try:
         built = loop.build(run.config, data.make(run.config))
-        built.check_fits()
+        built.check()
     except Exception as error:
         if not run.resumed or isinstance(error, ValueError):
             raise

@@ -97,7 +97,8 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
         if layout.found and layout.found.unknown:
             console.print(f"of unknown length, counted once: loops {layout.found.unknown}")
     rows = [report.row(layout) for layout in layouts]
-    title = f"{Path(asked.path).name} on {len(found)} × {kind} ({TOPOLOGY.value}), by {header['compiler']}"
+    name = Path(asked.path).name
+    title = f"{name} on {len(found)} × {kind} ({TOPOLOGY.value}), by {header['compiler']}"
     picture.draw(folder / "plan.png", rows, title)
     seconds = sum(layout.found.seconds for layout in compiled if layout.found)
     console.print(f"{seconds:.0f} s to compile; plan.json and plan.png are in {folder}")

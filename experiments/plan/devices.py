@@ -38,8 +38,8 @@ def of(topology: str) -> Sequence[jax.Device]:
     if chip not in TPUS or not (min(sizes) and math.prod(sizes) <= gpus.MOST):
         raise RunError(
             f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, a GPU and "
-            f"how many, such as h200:8, or cpu:8 or gpu:8, at most {gpus.MOST:,} devices in all, got "
-            f"{topology!r:.100}; TPUs are {', '.join(TPUS)}"
+            f"how many, such as h200:8, or cpu:8 or gpu:8, at most {gpus.MOST:,} devices in all, "
+            f"got {topology!r:.100}; TPUs are {', '.join(TPUS)}"
         )
     if not importlib.util.find_spec("libtpu"):
         raise RunError(

@@ -1,11 +1,10 @@
 """The keys of all configs: what each means, and which values it takes.
 
-A row for each key, by its dotted name. `check` holds values against them, wherever they come from: a
-config file, a command line, or a run's folder.
+A row for each key, by its dotted name. `check` holds values against them, wherever they come from:
+a config file, a command line, or a run's folder.
 """
 
 import ast
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ class Field(NamedTuple):
     Attributes:
       about: what it means.
       rule: which values it takes, in words.
-      kind: their type; an int counts as a float too.
+      kind: their type, NoneType for any; an int counts as a float too.
       allows: the rule for a value of that type.
     """
 
@@ -46,7 +45,7 @@ class Field(NamedTuple):
             # As float32, which it is trained in.
             inside = type(value) in (int, float) and abs(value) <= _LARGEST
             return inside and self.allows(float(np.float32(value)))
-        return type(value) is self.kind and self.allows(value)
+        return self.kind in (type(value), type(None)) and self.allows(value)
 
     def read(self, word: str) -> Any:
         """Return the value that a word stands for, or the word itself if it stands for none."""
@@ -86,7 +85,7 @@ def one_of(about: str, *values: Any) -> Field:
 def like(example: Any) -> Field:
     """Return the field of a key that the table lacks, of a config of your own: of the same type."""
     kind = type(example)
-    return Field("", _RULES.get(kind, f"a {kind.__name__}"), kind)
+    return Field("", RULES.get(kind, f"a {kind.__name__}"), kind)
 
 
 def _trackers(value: str) -> bool:
@@ -100,7 +99,7 @@ def _kernel(value: str) -> bool:
         return False
 
 
-_RULES: dict[type, str] = {
+RULES: dict[type, str] = {
     bool: "true or false", int: "a whole number", float: "a finite number", str: "a text",
 }  # fmt: skip
 _RATE = "[0, 1)"
@@ -146,14 +145,14 @@ TABLE = {
     "model.positions": one_of("how a patch knows its place", *positions.KINDS),
     "model.activation": one_of("of the MLP", *mlp.ACTIVATIONS),
     "model.norm": one_of("in front of each half of a block", *residual.NORMS),
-    "model.gated": Field("a gated MLP", _RULES[bool], bool),
-    "model.tied": Field("one table for tokens and logits", _RULES[bool], bool),
-    "model.scan": Field("layers as one loop, compiled once", _RULES[bool], bool),
-    "model.remat": Field("compute layers again in the backward pass", _RULES[bool], bool),
+    "model.gated": Field("a gated MLP", RULES[bool], bool),
+    "model.tied": Field("one table for tokens and logits", RULES[bool], bool),
+    "model.scan": Field("layers as one loop, compiled once", RULES[bool], bool),
+    "model.remat": Field("compute layers again in the backward pass", RULES[bool], bool),
     "model.dtype": one_of("of the computation", "float32", "bfloat16", "float16"),
     "model.dropout_rate": real("of embeddings and of what blocks add", _RATE),
     "model.attention_dropout_rate": real("of the attention weights", _RATE),
-    "model.kernel": Field("of the attention", "auto, or a kernel of flax_mha.explain", str, _kernel),
+    "model.kernel": Field("of attention", "auto, or a kernel of flax_mha.explain", str, _kernel),
     "augment.shift": real("pixels that an image moves by at most", "[0, 8]"),
     "augment.rotate": real("degrees that it turns by at most", "[0, 180]"),
     "augment.scale": real("relative change of its size at most", _RATE),
@@ -193,14 +192,24 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
         if key not in schema:
             raise RunError(f"there is no such key as {key!r:.100}")
         if key not in values:
-            raise RunError(f"config.{key} is missing; it may be {schema[key]!r}")
+            raise RunError(f"config.{key} is missing; give it, such as {schema[key]!r:.100}")
         field = of(key, schema[key])
         if not field.takes(values[key]):
-            raise RunError(
-                f"config.{key} must be {field.rule}, got {values[key]!r:.100}; try {schema[key]!r}"
-            )
-    if values["seed"] + values["seeds"] > SEEDS:
+            usual = f"; try {schema[key]!r:.100}" if field.takes(schema[key]) else ""
+            raise RunError(f"config.{key} must be {field.rule}, got {values[key]!r:.100}{usual}")
+    seed, seeds = values["seed"], values["seeds"]
+    if seed + seeds > SEEDS:
         raise RunError(
-            f"config.seed + config.seeds must be at most {SEEDS:,}, got {values['seed']} and "
-            f"{values['seeds']}; try seed=0"
+            f"config.seed + config.seeds must be at most {SEEDS:,}, got {seed} + {seeds}; "
+            f"try config.seed={SEEDS - seeds}"
         )
+    features, heads = values["model.features"], values["model.num_heads"]
+    for key, whole, part in (
+        ("features", features, heads), ("num_heads", heads, values.get("model.num_kv_heads", 1)),
+    ):  # fmt: skip
+        if whole % part:
+            name = "num_heads" if key == "features" else "num_kv_heads"
+            raise RunError(
+                f"config.model.{name} must divide config.model.{key}={whole}, got {part}; "
+                f"try {max(n for n in range(1, part) if whole % n == 0)}"
+            )

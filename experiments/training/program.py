@@ -123,11 +123,15 @@ class Program:
             jax.eval_shape(self.create, self.seeds), self.shardings,
         )  # fmt: skip
 
-    def check_fits(self) -> None:
-        """Raise a RunError if state and batch alone are more than the memory there is."""
-        state, here = self.abstract_state(), self.mesh.local_devices
-        held = (state.params, state.opt_state, self.abstract_batch())
-        needed, available = shard_bytes(held), (here[0].memory_stats() or {}).get("bytes_limit")
+    def check(self) -> None:
+        """Check that state and batch fit the memory, and a step these devices, without running it.
+
+        Raises:
+          ValueError: if they do not.
+        """
+        state, batch, here = self.abstract_state(), self.abstract_batch(), self.mesh.local_devices
+        needed = shard_bytes((state.params, state.opt_state, batch))
+        available = (here[0].memory_stats() or {}).get("bytes_limit")
         if here[0].platform == "cpu":  # All devices share it.
             needed *= len(here)
             available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -137,6 +141,8 @@ class Program:
                 f"GiB, got {needed / 2**30:,.1f} GiB; try smaller sizes of config.model, or a "
                 f"smaller config.batch_size"
             )
+        with self.on_mesh():
+            jax.eval_shape(self.step, state, batch)
 
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and shardings of a training batch."""

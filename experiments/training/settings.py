@@ -68,9 +68,12 @@ def read(argv: Sequence[str], default: Path) -> Asked:
         if wrong := re.match(r"--?(?:no)?config\.([^=]*)", word):
             check_key(wrong[1], config)
             raise RunError(_no_value(wrong[1], values, word))
-    typed = {key: word for key, word in ((k.removeprefix("config."), w) for k, w in words.items())}
-    typed = {key: fields.of(key, schema[key]).read(word) for key, word in typed.items()}
-    fields.check(values | typed, schema)
+    typed = {
+        key: fields.of(key, schema[key]).read(words[f"config.{key}"])
+        for key in values
+        if f"config.{key}" in words
+    }
+    fields.check(values | typed, fields.schema(typed.get("task", config.task), values))
     with config.ignore_type():  # A file may have an int for a float.
         config.update_from_flattened_dict(typed)
     named = flatten(config.to_dict()) if path != str(default) else {}
@@ -94,7 +97,8 @@ def _taken(argv: Sequence[str], names: dict[str, bool]) -> tuple[dict[str, str],
       argv: the command line.
       names: of the flags, and whether each is a switch, as which its name alone will do.
     """
-    values, parser = flags.FlagValues(), flags.ArgumentParser()
+    parser: flags.ArgumentParser[str] = flags.ArgumentParser()
+    values = flags.FlagValues()
     values.set_gnu_getopt()
     for name, switch in names.items():
         flags.DEFINE_flag(flags.Flag(parser, None, name, None, "", boolean=switch), values)
@@ -102,7 +106,7 @@ def _taken(argv: Sequence[str], names: dict[str, bool]) -> tuple[dict[str, str],
         rest = values(argv, known_only=True)
     except (flags.Error, ValueError) as error:
         raise RunError(command.line(error)) from None
-    return {name: values[name].value for name in names if values[name].present}, rest
+    return {name: str(values[name].value) for name in names if values[name].present}, rest
 
 
 def _no_value(key: str, values: dict[str, Any], word: str) -> str:

@@ -101,7 +101,10 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     [
         ("--config.optimizer.learning_rat=1", "the nearest is 'optimizer.learning_rate'"),
         ("--num_processes=2", "are for --distributed, which is missing"),
-        ("--config.mesh.force_host_devices=-1", "force_host_devices must be a whole number from 0 to 512, got -1"),
+        (
+            "--config.mesh.force_host_devices=-1",
+            "force_host_devices must be a whole number from 0 to 512, got -1",
+        ),
         ("--workdir=experiments", "not empty and not a run"),
     ],
 )
