@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags
 
-from experiments import folders
+from experiments import command, folders
 from experiments.failures import RunError
 from experiments.training import log
 from flax_mha import inputs, interop
@@ -84,4 +84,4 @@ def _cast(variables: Any, dtype: Any) -> Any:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=command.parse)

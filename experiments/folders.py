@@ -20,8 +20,10 @@ def local(workdir: str | Path, flag: str = "--workdir") -> Path:
     """The folder that a flag names, with ~ for a home.
 
     Raises:
-      RunError: if it is none of a file system.
+      RunError: if it is empty, or none of a file system.
     """
+    if not str(workdir):
+        raise RunError(f"{flag} must name a folder, got an empty name; leave it out for a new one")
     # Of a Path the slashes are one already.
     if found := re.match(r"([A-Za-z][\w+.-]+):/", str(workdir)):
         raise RunError(

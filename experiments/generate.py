@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import data, pretrained
+from experiments import command, data, pretrained
 from experiments.data.task import Speaker
 from experiments.failures import RunError
 from experiments.training import checkpoints, log, loop, program, runs
@@ -30,7 +30,7 @@ PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translat
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
 TOP_K = flags.DEFINE_integer("top_k", None, "Draw from so many most likely tokens only.")
 TOP_P = flags.DEFINE_float("top_p", None, "Draw from the most likely that have this probability.")
-SEED = flags.DEFINE_integer("seed", 0, "Of the draws.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, upper_bound=2**32 - 1)
 NEW = flags.DEFINE_integer("max_new_tokens", None, "How many at most (default: the task's).")
 BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.")
 
@@ -93,4 +93,4 @@ def _say(piece: str) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=command.parse)

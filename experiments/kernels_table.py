@@ -5,8 +5,10 @@ $ python -m experiments.kernels_table    # writes it anew
 Each kernel is asked on a platform that it runs on, as if that were here: nothing is run.
 """
 
+import argparse
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,5 +231,15 @@ def page(text: str) -> str:
     return f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}"
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> None:
+    """Writes the page anew."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.kernels_table", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.parse_args(argv)
     PAGE.write_text(page(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

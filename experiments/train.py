@@ -18,20 +18,17 @@ a checkpoint, which the same command goes on with, and another of one that faile
 """
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 from absl import app, flags
 from jax.experimental import multihost_utils
-from ml_collections import config_flags
 
 from experiments import data, failures, plots
 from experiments.failures import RunError
 from experiments.training import (
     checkpoints,
     hosts,
-    keys,
     log,
     loop,
     profile,
@@ -40,11 +37,10 @@ from experiments.training import (
     settings,
     signals,
     speedup,
+    writers,
 )
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
-# No default: ml_collections would parse the overrides now, with messages of its own.
-CONFIG = config_flags.DEFINE_config_file("config", None, f"What to train; unless said, {DEFAULT}.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Train over several processes.")
 PROFILE = flags.DEFINE_string(
@@ -61,18 +57,18 @@ HEARTBEAT = flags.DEFINE_integer(
 )
 
 
-def main(argv: Sequence[str]) -> None:
+def main(asked: settings.Asked) -> None:
     """Trains, reports, draws; the last line says the score."""
     if not flags.FLAGS["verbosity"].present:
         log.hush()
     try:
-        if argv[1:]:
-            raise RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
+        if asked.rest[1:]:
+            raise RunError(f"unexpected {asked.rest[1:]}; settings are --config.KEY=VALUE")
         _join()
     except RunError as error:
         sys.exit(f"error: {error}")
     with hosts.ending_together():
-        _run()
+        _run(asked)
 
 
 def _join() -> None:
@@ -81,16 +77,18 @@ def _join() -> None:
     )
     if DISTRIBUTED.value:
         hosts.start(cluster)
-    elif (cluster.address, cluster.processes, cluster.process) != (None, None, None):
+        return
+    if (cluster.address, cluster.processes, cluster.process) != (None, None, None):
         raise RunError(
             "--coordinator_address, --num_processes and --process_id are for --distributed, "
             "which is missing"
         )
+    cluster.check()
 
 
-def _run() -> None:
+def _run(asked: settings.Asked) -> None:
     try:
-        run, built = _prepare()
+        run, built = _prepare(asked)
     except ValueError as error:
         hosts.agree(None)
         sys.exit(f"error: {error}")
@@ -110,13 +108,15 @@ def _run() -> None:
     report(built, run.path, result)
 
 
-def _prepare() -> tuple[runs.Run, program.Program]:
-    run = runs.open_run(WORKDIR.value, CONFIG.value, _overrides())
+def _prepare(asked: settings.Asked) -> tuple[runs.Run, program.Program]:
+    run = runs.open_run(WORKDIR.value, asked.config, asked.overrides)
     if PROFILE.value is not None:
         profile.parse(PROFILE.value, 0)
+    writers.check(run.config)
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
     try:
         built = loop.build(run.config, data.make(run.config))
+        built.check()
     except Exception as error:
         if not run.resumed or isinstance(error, ValueError):
             raise
@@ -168,16 +168,8 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _overrides() -> dict[str, object]:
-    flag = flags.FLAGS["config"]
-    chosen = config_flags.get_config_filename(flag) != str(DEFAULT)
-    named = CONFIG.value.to_dict() if chosen else {}
-    return keys.flatten(named) | config_flags.get_override_values(flag)
-
-
-def _parse(argv: list[str]) -> list[str]:
-    """The parser of absl, after a check of the config's keys with a kinder message."""
-    return app.parse_flags_with_usage(settings.checked(argv, DEFAULT))
+def _parse(argv: list[str]) -> settings.Asked:
+    return settings.parse(argv, DEFAULT)
 
 
 if __name__ == "__main__":

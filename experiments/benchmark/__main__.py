@@ -183,7 +183,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     add("--repeats", type=_count, help="rounds of a race at most")
     add("--seconds", type=_seconds, help="for the rounds of a race")
     add("--total", type=_seconds, help="seconds, after which nothing new is begun")
-    add("--workdir", type=Path, help="a new or empty folder for the results")
+    add("--workdir", help="a new or empty folder for the results")
     said = vars(parser.parse_args(argv))
     return FULL | (QUICK if said.get("quick") else {}) | said
 

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from grain.experimental import RebatchIterDataset
 
+from experiments.failures import RunError
+
 Params = Any
 Batch = Mapping[str, Any]  # arrays whose first axis counts the rows
 
@@ -86,6 +88,21 @@ class Speaker(Protocol):
         Raises:
           RunError: if the prompt does not suit the model.
         """
+
+
+def contents(path: str) -> bytes:
+    """Return the bytes of the file that config.data.path names.
+
+    Raises:
+      RunError: if it can't be read, or is no file: of a device or a pipe there is no end.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is no regular file")
+        return Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"config.data.path must be a file, got {path:.300}: {reason}") from None
 
 
 def shuffled(size: int, batch_size: int, seed: int) -> grain.IterDataset:

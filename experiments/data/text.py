@@ -18,7 +18,7 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data.task import Batch, Params, shuffled
+from experiments.data.task import Batch, Params, contents, shuffled
 from experiments.failures import RunError
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.generation import generate
@@ -64,14 +64,20 @@ def _topics() -> list[bytes]:
 
 
 def _tenths(path: str) -> list[bytes]:
-    try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise RunError(f"config.data.path must be a file of text: {error}") from None
+    text = contents(path)
+    if len(text) < EVERY**2:  # So that a tenth of a tenth is left.
+        raise RunError(f"{path} must hold at least {EVERY**2} bytes, got {len(text)}; give more")
     size = -(-len(text) // EVERY)
-    if not size:
-        raise RunError(f"config.data.path must be a file of text, and {path} is empty")
     return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+def _check_stride(stride: int, length: int) -> None:
+    """Raise a RunError unless windows that far apart leave out no byte."""
+    if not 1 <= stride <= length:
+        raise RunError(
+            f"config.data.stride must be in 1 … config.length={length}, got {stride}; try "
+            f"{max(1, length // 4)}"
+        )
 
 
 def windows(text: bytes, length: int, stride: int) -> Batch:
@@ -87,8 +93,7 @@ def windows(text: bytes, length: int, stride: int) -> Batch:
       `tokens` uint8 [windows, T + 1], the last T of which are predicted, and their `weight`
       float32 [windows, T]: 1 where a byte is predicted that no window before predicts.
     """
-    if not 1 <= stride <= length:
-        raise RunError(f"config.data.stride must be in 1 … config.length={length}, got {stride}")
+    _check_stride(stride, length)
     n = len(text)
     starts = range(0, max(1, n - length + stride), stride)
     padded = np.frombuffer(START + text + bytes(length + stride), np.uint8)
@@ -167,6 +172,7 @@ class Text:
                 f"the training text must be longer than config.length={config.length} bytes, got "
                 f"{len(self.train)}; give more text, or a shorter length"
             )
+        _check_stride(config.data.stride, config.length)
         self.model = language_model(config.model)
 
     def init(self, key: jax.Array) -> Params:

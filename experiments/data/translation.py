@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from experiments import plots
 from experiments.data import dates
 from experiments.data.dates import Pair, Split
-from experiments.data.task import Batch, Params, shuffled
+from experiments.data.task import Batch, Params, contents, shuffled
 from experiments.failures import RunError
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
 from flax_mha.generation import Generated, generate
@@ -65,8 +65,8 @@ def read(path: str) -> Split:
       RunError: if there is no such file, or a line is something else.
     """
     try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = contents(path).decode().splitlines()
+    except UnicodeDecodeError as error:
         raise RunError(f"config.data.path must be a text file of pairs: {error}") from None
     pairs = []
     for number, line in enumerate(lines, 1):

@@ -47,12 +47,13 @@ def main(argv: Sequence[str]) -> None:
         prog="python -m experiments.gpu_day", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--workdir", type=Path, help="new, or of a day to go on with")
+    parser.add_argument("--workdir", help="new, or of a day to go on with")
     parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
     parser.add_argument("--total", type=_seconds, default=TOTAL, help="seconds; 1500 unless said")
     flags = parser.parse_args(argv)
     try:
-        folder = (flags.workdir or folders.new_folder("gpu-day")).absolute()
+        unsaid = flags.workdir is None
+        folder = folders.new_folder("gpu-day") if unsaid else folders.local(flags.workdir)
         day = _opened(folder, flags.small)
     except RunError as error:
         sys.exit(f"error: {error}")

@@ -15,7 +15,6 @@ runs/). Without --search the layout is that of config.mesh.
 import datetime
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 # Before jax starts. Threads for XLA: with two cores' own, 8 devices can wait for each other's
@@ -24,7 +23,6 @@ os.environ.setdefault("NPROC", "32")
 
 import jax
 from absl import app, flags
-from ml_collections import config_flags
 
 from experiments import folders, libtpu
 from experiments.failures import RunError
@@ -33,7 +31,6 @@ from experiments.training import settings
 
 PROGRAM = "experiments.plan"
 DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
-CONFIG = config_flags.DEFINE_config_file("config", None, f"What to plan; unless said, {DEFAULT}.")
 TOPOLOGY = flags.DEFINE_string(
     "topology", "v5e:16x16", "Such as v5e:16x16, v5p:4x4x4, h200:8, cpu:8."
 )
@@ -43,24 +40,24 @@ SCALING = flags.DEFINE_bool("scaling", False, "The study of docs/scaling.md, whi
 WORKDIR = flags.DEFINE_string("workdir", None, "A new or empty folder for the results.")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(asked: settings.Asked) -> None:
     """Compiles, reports, draws."""
     try:
-        if argv[1:]:
-            raise RunError(f"unexpected {argv[1:]}; settings are --config.KEY=VALUE")
+        if asked.rest[1:]:
+            raise RunError(f"unexpected {asked.rest[1:]}; settings are --config.KEY=VALUE")
         if not TOPOLOGY.value.startswith("gpu"):
             jax.config.update("jax_platforms", "cpu")
             libtpu.quiet()
         if SCALING.value:
             scaling.study(Path(WORKDIR.value or folders.new_folder("scaling")))
         else:
-            _plan(folders.result_folder(WORKDIR.value, "plan"))
+            _plan(asked, folders.result_folder(WORKDIR.value, "plan"))
     except ValueError as error:
         sys.exit(f"error: {error}")
 
 
-def _plan(folder: Path) -> None:
-    config, console = CONFIG.value, report.console()
+def _plan(asked: settings.Asked, folder: Path) -> None:
+    config, console = asked.config, report.console()
     found = devices.of(TOPOLOGY.value)
     kind = found[0].device_kind
     header = {
@@ -100,15 +97,15 @@ def _plan(folder: Path) -> None:
         if layout.found and layout.found.unknown:
             console.print(f"of unknown length, counted once: loops {layout.found.unknown}")
     rows = [report.row(layout) for layout in layouts]
-    name = Path(config_flags.get_config_filename(flags.FLAGS["config"])).name
+    name = Path(asked.path).name
     title = f"{name} on {len(found)} × {kind} ({TOPOLOGY.value}), by {header['compiler']}"
     picture.draw(folder / "plan.png", rows, title)
     seconds = sum(layout.found.seconds for layout in compiled if layout.found)
     console.print(f"{seconds:.0f} s to compile; plan.json and plan.png are in {folder}")
 
 
-def _parse(argv: list[str]) -> list[str]:
-    return app.parse_flags_with_usage(settings.checked(argv, DEFAULT))
+def _parse(argv: list[str]) -> settings.Asked:
+    return settings.parse(argv, DEFAULT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The trainer's own step, compiled for devices that need not be there, and read."""
 
-import math
 import re
 import tempfile
 import time
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from experiments import data
@@ -90,7 +88,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     module = Module(text)
     stats: Any = found.memory_analysis()
     held = stats.argument_size_in_bytes
-    parameters, optimizer = shard_bytes(state.params), shard_bytes(state.opt_state)
+    parameters, optimizer = map(program.shard_bytes, (state.params, state.opt_state))
     produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
     memory = Memory(
         parameters, optimizer, held - parameters - optimizer, stats.temp_size_in_bytes,
@@ -123,14 +121,6 @@ def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
             raise
         (path,) = Path(folder).glob("*after_optimizations.txt")
         return path.read_text(), found
-
-
-def shard_bytes(tree: Any) -> int:
-    """Bytes of the shards that one device holds of a tree of arrays with shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
-        for x in jax.tree.leaves(tree)
-    )
 
 
 def _bytes(number: str, unit: str) -> float:

@@ -1,6 +1,7 @@
 """The devices that a topology's name stands for, which need not be there."""
 
 import importlib.util
+import math
 import re
 from collections.abc import Sequence
 
@@ -9,7 +10,9 @@ from jax.experimental import topologies
 
 from experiments.failures import RunError
 from experiments.plan import gpus
-from experiments.training import hosts
+from experiments.training import fields, hosts
+
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # as libtpu calls them
 
 
 def of(topology: str) -> Sequence[jax.Device]:
@@ -17,7 +20,7 @@ def of(topology: str) -> Sequence[jax.Device]:
 
     | name | devices |
     |---|---|
-    | `v5e:16x16`, and all others that libtpu knows | those chips, for its compiler alone |
+    | `v5e:16x16`, and others of `TPUS` | those chips, for its compiler alone |
     | `a100:8`, `h100:8`, `h200:64`, `b200:8` | so many GPUs of NVIDIA, for the compiler alone |
     | `cpu:8` | so many, as which the cores of this machine serve |
     | `gpu:8` | so many of the GPUs that are here |
@@ -25,14 +28,18 @@ def of(topology: str) -> Sequence[jax.Device]:
     Raises:
       RunError: if there is no such topology, or nothing that could compile for it.
     """
-    if here := re.fullmatch(r"(cpu|gpu):(\d+)", topology):
-        return _local(here[1], int(here[2]))
-    if elsewhere := re.fullmatch(rf"({'|'.join(gpus.TARGETS)}):(\d+)", topology):
-        return gpus.of(elsewhere[1], int(elsewhere[2]))
-    if not re.fullmatch(r"\w+:\d+(x\d+)*", topology):
+    known = re.fullmatch(r"(\w+):(\d{1,9}(?:x\d{1,9})*)", topology, re.ASCII)
+    chip, sizes = (known[1], [*map(int, known[2].split("x"))]) if known else ("", [])
+    one = len(sizes) == 1
+    if one and chip in ("cpu", "gpu"):
+        return _local(chip, sizes[0])
+    if one and chip in gpus.TARGETS:
+        return gpus.of(chip, sizes[0])
+    if chip not in TPUS or not (min(sizes) and math.prod(sizes) <= gpus.MOST):
         raise RunError(
             f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, a GPU and "
-            f"how many, such as h200:8, or cpu:8 or gpu:8, got {topology!r}"
+            f"how many, such as h200:8, or cpu:8 or gpu:8, at most {gpus.MOST:,} devices in all, "
+            f"got {topology!r:.100}; TPUs are {', '.join(TPUS)}"
         )
     if not importlib.util.find_spec("libtpu"):
         raise RunError(
@@ -51,7 +58,7 @@ def of(topology: str) -> Sequence[jax.Device]:
 
 def _local(platform: str, count: int) -> Sequence[jax.Device]:
     if platform == "cpu" and count:
-        hosts.force_host_devices(count)
+        hosts.force_host_devices(min(count, fields.DEVICES))
     try:
         found = jax.devices(platform)
     except RuntimeError as error:

@@ -17,6 +17,7 @@ from experiments.failures import RunError
 from experiments.plan.chips import GPUS, Gpu
 from experiments.plan.collectives import Collective
 
+MOST = 2**14  # devices of any topology: more than a pod has
 HOST = 8  # GPUs with NVLink to each other: those of one machine
 
 
@@ -102,9 +103,9 @@ def of(chip: str, count: int) -> Sequence[jax.Device]:
     Raises:
       RunError: if they do not fill machines, or nothing here can compile for them.
     """
-    if not count or (count > HOST and count % HOST):
+    if not count or count > MOST or (count > HOST and count % HOST):
         raise RunError(f"--topology={chip}:{count} must count 1 to {HOST} GPUs, or machines of "
-                       f"{HOST}: {HOST * max(1, round(count / HOST))}")  # fmt: skip
+                       f"{HOST}: {HOST * max(1, round(min(count, MOST) / HOST))}")  # fmt: skip
     if reason := lacking():
         raise RunError(
             f"--topology={chip}:{count} {reason} (no GPU); "

@@ -1,7 +1,6 @@
-"""The keys of a config, as dotted names, and what a value of each may be."""
+"""The keys of a config, as dotted names."""
 
 import difflib
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,29 +34,3 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
-
-
-def check_values(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Raises a RunError unless flat values have the keys of a schema, and types like its values.
-
-    Args:
-      values: by dotted key; those of a mesh's axis may be missing.
-      schema: a config's own, by dotted key.
-    """
-    for key in sorted(schema.keys() | values.keys()):
-        if key not in schema:
-            raise RunError(f"there is no such key as {key!r:.100}")
-        if key not in values:
-            if not key.startswith("mesh."):
-                raise RunError(f"{key} is missing")
-        elif not _like(values[key], schema[key]):
-            raise RunError(
-                f"{key} must be {type(schema[key]).__name__}, such as {schema[key]!r}, got "
-                f"{values[key]!r:.100}"
-            )
-
-
-def _like(value: Any, example: Any) -> bool:
-    if isinstance(example, float):
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is type(example)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -122,10 +123,31 @@ class Program:
             jax.eval_shape(self.create, self.seeds), self.shardings,
         )  # fmt: skip
 
+    def check(self) -> None:
+        """Check that state and batch fit the memory, and a step these devices, without running it.
+
+        Raises:
+          ValueError: if they do not.
+        """
+        state, batch, here = self.abstract_state(), self.abstract_batch(), self.mesh.local_devices
+        needed = shard_bytes((state.params, state.opt_state, batch))
+        available = (here[0].memory_stats() or {}).get("bytes_limit")
+        if here[0].platform == "cpu":  # All devices share it.
+            needed *= len(here)
+            available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if available is not None and needed > available:
+            raise RunError(
+                f"parameters, optimizer and a batch must fit the memory of {available / 2**30:.1f} "
+                f"GiB, got {needed / 2**30:,.1f} GiB; try smaller sizes of config.model, or a "
+                f"smaller config.batch_size"
+            )
+        with self.on_mesh():
+            jax.eval_shape(self.step, state, batch)
+
     def abstract_batch(self) -> Batch:
         """Shapes, dtypes and shardings of a training batch."""
         axis, size = int(self.config.seeds > 1), self.config.batch_size
-        row = next(iter(self.task.batches(self.config.seed, size, np.arange(1))))
+        row = next(iter(self.task.batches(self.config.seed, 1, np.arange(1))))
         seeds = (self.config.seeds,) * axis
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
@@ -172,6 +194,14 @@ class Program:
         return NamedSharding(self.mesh, spec or PartitionSpec())
 
 
+def shard_bytes(tree: Any) -> int:
+    """Bytes of the shards that one device holds of a tree of arrays with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
 def build(
     config: ConfigDict,
     task: Task,
@@ -191,9 +221,6 @@ def build(
     Raises:
       ValueError: if the config does not fit itself, the devices or the model.
     """
-    for name in ("seeds", "steps", "batch_size", "log_every", "evaluate_every", "checkpoint_every"):
-        if config[name] < 1:
-            raise RunError(f"config.{name} must be at least 1, got {config[name]}")
     mesh = make_mesh(config, devices)
     several = config.seeds > 1
     over_seeds: Callable[..., Any] = jax.vmap if several else lambda f, **_: f

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from experiments import data as tasks
 from experiments import files, folders
 from experiments.failures import RunError
-from experiments.training import checkpoints, hosts, lock
+from experiments.training import checkpoints, fields, hosts, lock
 from experiments.training.integrity import digest
-from experiments.training.keys import check_values, flatten
+from experiments.training.keys import flatten
 
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
@@ -138,15 +137,14 @@ def find_run(
             f"{path / CONFIG} is not what the run began with; restore it, or choose a new --workdir"
         )
     task = found.get("task")
-    if not isinstance(task, str) or task not in tasks.TASKS:
-        raise RunError(f"{path / CONFIG} names no task of {sorted(tasks.TASKS)}: {task!r:.100}")
-    schema = flatten(tasks.EXAMPLES[task]().to_dict())
-    if own is not None and own.task == task:
-        schema = flatten(own.to_dict()) | schema
+    more = own.to_dict() if own is not None and own.task == task else {}
     try:
-        check_values(flatten(found), schema)
+        schema = fields.schema(task, flatten(more))
+        # A run of a time when meshes had fewer axes has the others' defaults.
+        axes = {key: value for key, value in schema.items() if key.startswith("mesh.")}
+        fields.check(axes | flatten(found), schema)
     except RunError as error:
-        raise RunError(f"{path / CONFIG} is no config of {task}: {error}") from None
+        raise RunError(f"{path / CONFIG} is no config of a run: {error}") from None
     for key, value in flatten(found).items():
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(

@@ -1,40 +1,138 @@
-"""The flags of a config file, checked before their parser sees them."""
+"""What a command line asks for: a config file, its keys set anew, and the other flags."""
 
+import os
 import re
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import command
 from experiments.failures import RunError
-from experiments.training.keys import check_key
+from experiments.training import fields
+from experiments.training.keys import check_key, flatten
 
 
-def checked(argv: Sequence[str], default: Path) -> list[str]:
-    """The command line, with a config, if its keys are keys of that config.
+class Asked(NamedTuple):
+    """What a command line asks for.
+
+    Attributes:
+      config: what the file says, with the keys that the command line sets.
+      overrides: values that are insisted on, by dotted key: those of the command line, and those of
+        a file that it names.
+      path: of the file.
+      rest: the other words of the command line.
+    """
+
+    config: ConfigDict
+    overrides: dict[str, Any]
+    path: str
+    rest: list[str]
+
+
+def parse(argv: Sequence[str], default: Path) -> Asked:
+    """Return what a command line asks for, once the program's other flags are parsed too.
+
+    Ends the program, with one line, where something is wrong; or with the help that was asked for.
+    """
+    try:
+        asked = read(argv, default)
+    except RunError as error:
+        sys.exit(f"error: {error}")
+    return asked._replace(rest=command.parse(asked.rest, described(asked.config, asked.path)))
+
+
+def read(argv: Sequence[str], default: Path) -> Asked:
+    """Return what a command line asks for, every value checked; other flags are left in its rest.
 
     Args:
       argv: the command line.
-      default: the config's file where `--config` is not given.
+      default: the config's file where `--config` is not there.
 
     Raises:
-      SystemExit: with a message that names the nearest key, or a file.
+      RunError: if the file is no config, or a key or a value is wrong.
     """
-    path, keys = None, []
-    for i, word in enumerate(argv):
-        if match := re.fullmatch(r"--?config(?:=(.*))?", word):
-            path = match[1] if match[1] is not None else "".join(argv[i + 1 : i + 2])
-        elif match := re.match(r"--?(?:no)?config\.([^=]+)", word):
-            keys.append(match[1])
-    if path is None:
-        path = str(default)
-        argv = [argv[0], f"--config={path}", *argv[1:]]
+    words, rest = _taken(argv, {"config": False})
+    path = words.get("config", str(default))
+    config = _load(path, default)
+    values = flatten(config.to_dict())
+    schema = fields.schema(values.get("task"), values)
+    fields.check(values, schema)
+    kinds = {f"config.{key}": type(value) is bool for key, value in values.items()}
+    words, rest = _taken(rest, kinds)
+    for word in rest[1:]:
+        if wrong := re.match(r"--?(?:no)?config\.([^=]*)", word):
+            check_key(wrong[1], config)
+            raise RunError(_no_value(wrong[1], values, word))
+    typed = {
+        key: fields.of(key, schema[key]).read(words[f"config.{key}"])
+        for key in values
+        if f"config.{key}" in words
+    }
+    fields.check(values | typed, fields.schema(typed.get("task", config.task), values))
+    with config.ignore_type():  # A file may have an int for a float.
+        config.update_from_flattened_dict(typed)
+    named = flatten(config.to_dict()) if path != str(default) else {}
+    return Asked(config, named | typed, path, rest)
+
+
+def described(config: ConfigDict, path: str) -> str:
+    """Return help on the keys of a config: what each means, which values it takes, and its own."""
+    lines = [f"--config=FILE: a config, such as {path}, which has these keys:"]
+    for key, value in flatten(config.to_dict()).items():
+        field = fields.of(key, value)
+        about = f"{field.about}; " if field.about else ""
+        lines.append(f"  --config.{key}: {about}{field.rule} (default: {value!r})")
+    return "\n".join(lines)
+
+
+def _taken(argv: Sequence[str], names: dict[str, bool]) -> tuple[dict[str, str], list[str]]:
+    """Return the words of some flags that are there, and all other words.
+
+    Args:
+      argv: the command line.
+      names: of the flags, and whether each is a switch, as which its name alone will do.
+    """
+    parser: flags.ArgumentParser[str] = flags.ArgumentParser()
+    values = flags.FlagValues()
+    values.set_gnu_getopt()
+    for name, switch in names.items():
+        flags.DEFINE_flag(flags.Flag(parser, None, name, None, "", boolean=switch), values)
     try:
-        if not Path(path).is_file():
-            raise RunError(f"--config must name a file such as {default}, got {path!r}")
+        rest = values(argv, known_only=True)
+    except (flags.Error, ValueError) as error:
+        raise RunError(command.line(error)) from None
+    return {name: str(values[name].value) for name in names if values[name].present}, rest
+
+
+def _no_value(key: str, values: dict[str, Any], word: str) -> str:
+    """Return why a word does not set a key, or group of keys, of the config."""
+    if key in values:
+        rule = fields.of(key, values[key]).rule
+        return f"config.{key} must be {rule}, got {word}; try --config.{key}={values[key]}"
+    first = next(each for each in values if each.startswith(f"{key}."))
+    return (
+        f"config.{key} is a group of keys, got {word:.100}; set its keys one by one: "
+        f"--config.{first}={values[first]}"
+    )
+
+
+def _load(path: str, default: Path) -> ConfigDict:
+    """Return the config that a file makes: code, which is run."""
+    if not os.path.isfile(path):
+        raise RunError(f"--config must name a file such as {default}, got {path!r}")
+    try:
         config = runpy.run_path(path)["get_config"]()
-        for key in keys:
-            check_key(key, config)
-    except RunError as error:
-        sys.exit(f"error: {error}")
-    return list(argv)
+        if not isinstance(config, ConfigDict):
+            raise TypeError(f"get_config() must return a ConfigDict, got {type(config).__name__}")
+        config.to_dict()  # Values that are still missing raise an error.
+    except Exception as error:
+        reason = "it has no get_config()" if repr(error) == "KeyError('get_config')" else (
+            f"{type(error).__name__}: {command.line(error)}"
+        )  # fmt: skip
+        raise RunError(f"--config={path} can't be read as a config: {reason}") from error
+    return config

@@ -79,17 +79,31 @@ def _wandb(path: Path, config: ConfigDict) -> Writer:
 OTHERS: dict[str, Callable[[Path, ConfigDict], Writer]] = {"mlflow": MLflow, "wandb": _wandb}
 
 
+# Modules that each needs, and the packages that bring them.
+NEEDED = {
+    "mlflow": {"mlflow": "mlflow"}, "wandb": {"wandb": "wandb", "metrax.logging": "google-metrax"},
+}  # fmt: skip
+
+
+def named(value: str) -> list[str]:
+    """Return the names in a value of config.report_to, such as "wandb" or "wandb,mlflow"."""
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
+def check(config: ConfigDict) -> None:
+    """Raise a RunError unless what config.report_to names is installed."""
+    for name in named(config.report_to):
+        for module, package in NEEDED[name].items():
+            _package(module, package)
+
+
 def others(path: Path, config: ConfigDict) -> list[Writer]:
-    """Those that config.report_to names, such as "wandb" or "wandb,mlflow"; the same run resumes.
+    """Those that config.report_to names; the same run resumes.
 
     Raises:
-      RunError: if one is unknown, or its package is missing.
+      RunError: if one fails, or its package is missing.
     """
-    names = [name.strip() for name in config.report_to.split(",") if name.strip()]
-    for name in names:
-        if name not in OTHERS:
-            raise RunError(f"config.report_to may name {sorted(OTHERS)}, got {name!r}")
-    return [_opened(name, path, config) for name in names]
+    return [_opened(name, path, config) for name in named(config.report_to)]
 
 
 def _opened(name: str, path: Path, config: ConfigDict) -> Writer:

@@ -32,7 +32,7 @@ def test_every_step_is_a_command_that_there_is(small: bool, tmp_path: Path) -> N
             assert all((ROOT / path).is_file() for path in rest if path.endswith(".py"))
         elif module == "experiments.train":
             argv = [x for x in rest if x.startswith("--config.")]
-            assert settings.checked(["train", *argv], ROOT / "configs" / "masked.py")
+            assert settings.read(["train", *argv], ROOT / "configs" / "masked.py")
         else:
             assert module == "experiments.benchmark"
             flags = benchmark.parse(rest)

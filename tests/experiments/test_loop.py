@@ -162,7 +162,6 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         ),
         ({"mesh.data": 2, "mesh.fsdp": 4, "batch_size": 12}, r"fsdp=4, got 12; try 16"),
         ({"mesh.fsdp": 0}, "at least 1"),
-        ({"steps": 0}, "config.steps must be at least 1, got 0"),
         ({"model.num_heads": 5}, "num_heads=5"),
         ({"task": "digit"}, r"one of \['digits', .*\], got 'digit'"),
     ],

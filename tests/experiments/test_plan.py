@@ -258,7 +258,12 @@ def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
         ("gpu:1", "needs a GPU"),
         ("h200:12", "1 to 8 GPUs, or machines of 8: 16"),
         ("h200:0", "must count 1 to 8 GPUs"),
-        ("v9:2x2", "libtpu"),  # refuses it, or is not there
+        ("v9:2x2", "TPUs are v2"),
+        ("v5e:0x0", "such as v5e:16x16.*got 'v5e:0x0'"),
+        ("v5e:100000x100000", "at most 16,384 devices"),
+        ("v5e:" + "9" * 5000, "such as v5e:16x16"),
+        ("v5e:3x3", "libtpu"),  # refuses it, or is not there
+        ("h200:80000", "machines of 8: 16384"),
     ],
 )
 def test_topologies_that_are_none(topology: str, message: str) -> None:
