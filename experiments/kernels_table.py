@@ -229,5 +229,10 @@ def page(text: str) -> str:
     return f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Writes the table anew."""
     PAGE.write_text(page(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

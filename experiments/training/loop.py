@@ -4,6 +4,7 @@ Read `one_model` for what a step is and `train` for what happens around it. How 
 over seeds and devices is in `program`, what is kept on disk in `checkpoints` and `log`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.data.task import Batch, Params, Task
+from experiments.phases import Phase
 from experiments.training import program, signals
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.clock import Clock
@@ -95,9 +97,12 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
     data = program.batches()
     keep = (workdir, config.keep_last, config.keep_best)
     with program.on_mesh(), Checkpoints(*keep) as checkpoints:
-        saved = checkpoints.restore(program, data)
-        start, state = (saved.step, saved.state) if saved else (0, program.create(program.seeds))
-        tests = [program.put_test(batch) for batch in task.test_batches()]
+        with Phase("making the model, or reading its checkpoint"):
+            saved = checkpoints.restore(program, data)
+            start, state = (
+                (saved.step, saved.state) if saved else (0, program.create(program.seeds))
+            )
+            tests = [program.put_test(batch) for batch in task.test_batches()]
         with (
             Log(workdir, config, saved) as log,
             shown(config.steps, start) as show,
@@ -108,11 +113,13 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
             for step in range(start + 1, config.steps + 1):
                 trace(step)
                 batch = program.put(next(data))
-                speed = speed or Speed(program, state, batch)
-                state, metrics = program.step(state, batch)
+                first = step == start + 1
+                with Phase("compiling the step") if first else contextlib.nullcontext():
+                    speed = speed or Speed(program, state, batch)
+                    state, metrics = program.step(state, batch)
+                    if first:
+                        clock.first(step, metrics)
                 log.add(metrics)
-                if step == start + 1:
-                    clock.first(step, metrics)
                 last, stopping = step == config.steps, stop(step) and step < config.steps
                 test = last or step % config.evaluate_every == 0
                 save = last or step % config.checkpoint_every == 0
@@ -120,7 +127,7 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
                     found = log.means(step)
                     rate = speed.text(clock.lap(step), config.steps - step)
                     text = f"loss {found['loss'].mean():.4f}{rate}"
-                with clock.aside():
+                with clock.aside(), Phase(f"evaluating or saving step {step}", aloud=False):
                     if test:
                         tested = evaluate(program, state.params, tests)
                         log.write(step, "test", tested)
@@ -134,7 +141,9 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
                     raise signals.Stopped(f"stopped at step {step}; to go on: --workdir={workdir}")
             seconds = clock.stop(state)
             trace(config.steps + 1)
-            tested = evaluate(program, state.params, tests)
+            with Phase("evaluating, and writing the last checkpoint"):
+                tested = evaluate(program, state.params, tests)
+                checkpoints.wait()
             return Result(state, tested, log.rows, start, *seconds)
 
 
