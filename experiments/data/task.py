@@ -8,6 +8,7 @@ import grain
 import jax
 import numpy as np
 from grain.experimental import RebatchIterDataset
+from ml_collections import ConfigDict
 
 Params = Any
 Batch = Mapping[str, Any]  # arrays whose first axis counts the rows
@@ -86,6 +87,18 @@ class Speaker(Protocol):
         Raises:
           RunError: if the prompt does not suit the model.
         """
+
+
+def measured(config: ConfigDict, *ways: str) -> str:
+    """Return how the metrics of the training rows are measured: in some ways, and with dropout.
+
+    Args:
+      config: of the run, whose rates of dropout count.
+      *ways: such as "images moved"; empty ones are left out.
+    """
+    rates = [rate for name, rate in config.model.items() if name.endswith("dropout_rate")]
+    how = ", ".join(way for way in (*ways, "with dropout" if any(rates) else "") if way)
+    return f"training: {how}" if how else "training"
 
 
 def shuffled(size: int, batch_size: int, seed: int) -> grain.IterDataset:
