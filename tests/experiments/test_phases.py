@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
-from experiments import phases
+from experiments import data, phases
 from experiments.phases import Phase
+from experiments.training import loop
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -113,3 +115,31 @@ def test_the_command_speaks_before_it_loads_jax() -> None:
         process.wait()
         process.stderr.close()
     assert not {"jax", "numpy", "flax", "rich", "matplotlib"} & set(imported)
+
+
+def test_a_run_says_what_it_is_at(
+    config: ConfigDict, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loop.train(loop.build(config, data.make(config)), tmp_path)
+    out, err = capfd.readouterr()
+    begun = [line.removesuffix(" …") for line in err.splitlines() if line.endswith(" …")]
+    assert begun == [
+        "making the model, or reading its checkpoint", "compiling the step",
+        "evaluating, and writing the last checkpoint",
+    ]  # fmt: skip
+    assert any(line.startswith("still compiling the step, ") for line in err.splitlines())
+    assert [line[:8] for line in out.splitlines()] == ["step 3/6", "step 6/6"]
+
+
+@pytest.mark.slow
+def test_the_planner_says_that_it_compiles(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.plan", "--topology=cpu:2", f"--workdir={tmp_path}",
+         f"--config={ROOT / 'configs' / 'digits.py'}", "--search", "--most=1"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    assert re.search(
+        r"(?s)^loading JAX.* …\n.*describing cpu:2 …\ncompiling for cpu:2 …\n.*compiled ",
+        done.stderr,
+    )
+    assert "one device, one step" in done.stdout
