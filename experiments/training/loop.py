@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from experiments.data.task import Batch, Params, Task
 from experiments.phases import Phase
 from experiments.training import program, signals
-from experiments.training.checkpoints import Checkpoints
+from experiments.training.checkpoints import Checkpoints, Saved
 from experiments.training.clock import Clock
 from experiments.training.log import Log, Row
 from experiments.training.optimizer import make_optimizer
@@ -97,12 +97,8 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
     data = program.batches()
     keep = (workdir, config.keep_last, config.keep_best)
     with program.on_mesh(), Checkpoints(*keep) as checkpoints:
-        with Phase("making the model, or reading its checkpoint"):
-            saved = checkpoints.restore(program, data)
-            start, state = (
-                (saved.step, saved.state) if saved else (0, program.create(program.seeds))
-            )
-            tests = [program.put_test(batch) for batch in task.test_batches()]
+        saved, state, tests = _begin(program, checkpoints, data)
+        start = saved.step if saved else 0
         with (
             Log(workdir, config, saved) as log,
             shown(config.steps, start) as show,
@@ -113,11 +109,10 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
             for step in range(start + 1, config.steps + 1):
                 trace(step)
                 batch = program.put(next(data))
-                first = step == start + 1
-                with Phase("compiling the step") if first else contextlib.nullcontext():
+                with contextlib.nullcontext() if speed else Phase("compiling the step"):
                     speed = speed or Speed(program, state, batch)
                     state, metrics = program.step(state, batch)
-                    if first:
+                    if step == start + 1:
                         clock.first(step, metrics)
                 log.add(metrics)
                 last, stopping = step == config.steps, stop(step) and step < config.steps
@@ -127,7 +122,7 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
                     found = log.means(step)
                     rate = speed.text(clock.lap(step), config.steps - step)
                     text = f"loss {found['loss'].mean():.4f}{rate}"
-                with clock.aside(), Phase(f"evaluating or saving step {step}", aloud=False):
+                with clock.aside():
                     if test:
                         tested = evaluate(program, state.params, tests)
                         log.write(step, "test", tested)
@@ -145,6 +140,16 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
                 tested = evaluate(program, state.params, tests)
                 checkpoints.wait()
             return Result(state, tested, log.rows, start, *seconds)
+
+
+def _begin(
+    program: Program, checkpoints: Checkpoints, data: Any
+) -> tuple[Saved | None, TrainState, list[Batch]]:
+    """Return the latest checkpoint, if any, the state to begin with, and the test data in place."""
+    with Phase("making the model, or reading its checkpoint"):
+        saved = checkpoints.restore(program, data)
+        state = saved.state if saved else program.create(program.seeds)
+        return saved, state, [program.put_test(batch) for batch in program.task.test_batches()]
 
 
 def evaluate(program: Program, params: Params, batches: Sequence[Batch]) -> Metrics:
