@@ -230,7 +230,7 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    """Writes the table anew."""
+    """Write the table anew."""
     PAGE.write_text(page(PAGE.read_text()))
 
 

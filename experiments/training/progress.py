@@ -19,7 +19,7 @@ from experiments.training.program import Program
 
 @contextlib.contextmanager
 def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
-    """A live bar on a terminal; elsewhere, a line for each evaluation.
+    """Show a live bar on a terminal; elsewhere print a line for each evaluation, or of what lasts.
 
     Yields:
       A function of the step, of a short text for the bar, and of a line (or "").
