@@ -2,9 +2,10 @@
 
 import sys
 
-from experiments import failures, libtpu
+from experiments import failures, libtpu, phases
 
 if sys.argv[0] == "-m":  # So it is while Python looks for the module of `python -m`.
     failures.install()
+    phases.begin(sys.argv[1:])
 
 libtpu.compiler_only()

@@ -21,6 +21,7 @@ from absl import app, flags
 from experiments import command, data, pretrained
 from experiments.data.task import Speaker
 from experiments.failures import RunError
+from experiments.phases import Phase
 from experiments.training import checkpoints, log, loop, program, runs
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
@@ -81,7 +82,8 @@ def speak(workdir: str | Path, prompt: str, path: str | None = None, **options: 
             f"{run.path} was trained on {run.config.task!r}, which makes no text; give a run of "
             f"configs/pydoc_lm.py or configs/dates.py"
         )
-    params = checkpoints.load(loop.build(run.config, task), run.path).params
+    with Phase("reading the checkpoint"):
+        params = checkpoints.load(loop.build(run.config, task), run.path).params
     if run.config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
     task.respond(params, prompt, _say, **options)

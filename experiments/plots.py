@@ -158,21 +158,22 @@ def alignment(
     rows = -(-len(sources) // 2)
     figure = Figure(figsize=(15, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, 2, squeeze=False).flat
+    shades = ScalarMappable(Normalize(0.0, 1.0), "Reds")
+    figure.colorbar(shades, ax=panels[:], label=weighed, shrink=0.6, aspect=40, pad=0.01)
     for axes in panels[len(sources) :]:
         axes.set_axis_off()
     for axes, source, output, target, each in zip(
         panels, sources, found, true, weights, strict=False
     ):
         labels = [*map(_tick, output)] or ["end"]  # What the first query gives then.
-        image = axes.imshow(
-            each[: len(labels), : len(source)], cmap="Reds", vmin=0, vmax=1, aspect="auto"
+        axes.imshow(
+            each[: len(labels), : len(source)], cmap=shades.cmap, norm=shades.norm, aspect="auto"
         )
         axes.set_xticks(range(len(source)), map(_tick, source))
         axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel="character of the source", ylabel="character of the output")
         verdict = "right" if output == target else f"wrong, true is {readable(target)}"
         axes.set_title(f"read as {readable(output) or 'nothing'}: {verdict}", fontsize=10)
-        figure.colorbar(image, ax=axes, label=weighed)
     save(figure, path, 110)
 
 

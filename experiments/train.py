@@ -24,8 +24,9 @@ import jax
 from absl import app, flags
 from jax.experimental import multihost_utils
 
-from experiments import data, failures, plots
+from experiments import data, failures, phases, plots
 from experiments.failures import RunError
+from experiments.phases import Phase
 from experiments.training import (
     checkpoints,
     hosts,
@@ -38,6 +39,7 @@ from experiments.training import (
     signals,
     speedup,
     writers,
+    written,
 )
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
@@ -76,7 +78,8 @@ def _join() -> None:
         ADDRESS.value, PROCESSES.value, PROCESS.value, START.value, HEARTBEAT.value
     )
     if DISTRIBUTED.value:
-        hosts.start(cluster)
+        with Phase("waiting for the other processes"):
+            hosts.start(cluster)
         return
     if (cluster.address, cluster.processes, cluster.process) != (None, None, None):
         raise RunError(
@@ -88,10 +91,12 @@ def _join() -> None:
 
 def _run(asked: settings.Asked) -> None:
     try:
-        run, built = _prepare(asked)
+        with Phase("reading the data"):
+            run, built = _prepare(asked)
     except ValueError as error:
         hosts.agree(None)
         sys.exit(f"error: {error}")
+    phases.quiet = jax.process_index() > 0
     try:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
         run.begin(built.task.fingerprint())
@@ -145,15 +150,21 @@ def report(built: program.Program, workdir: Path, result: loop.Result) -> None:
         _say(f"finished before, at step {result.start}: evaluating it again")
     if steps and config.seeds > 1 and jax.process_count() == 1:
         together = result.compiling + result.running
-        ratio = speedup.speedup(built, result.compiling)
+        with Phase("timing one model alone"):
+            ratio = speedup.speedup(built, result.compiling)
         _say(
             f"{config.seeds} models in one step took {together:.1f} s; one after another they "
             f"would take {ratio * together:.1f} s ({ratio:.2f}×)"
         )
     if jax.process_index() == 0:
-        plots.curves(workdir / "curves.png", result.rows, task.training, task.objective)
-        task.draw(params, workdir)
-        for name, score in task.baselines().items():
+        with Phase("drawing the pictures"):
+            plots.curves(workdir / "curves.png", result.rows, task.training, task.objective)
+            task.draw(params, workdir)
+        with Phase("scoring the baselines"):
+            baselines = task.baselines()
+        for line in written.lines(workdir):
+            _say(line)
+        for name, score in baselines.items():
             _say(f"{name} {task.score(score)}")
     _say(task.headline(result.metrics))
 

@@ -39,6 +39,7 @@ from experiments.benchmark import (
     torch_peers,
 )
 from experiments.failures import RunError
+from experiments.phases import Phase
 
 PROGRAM = "experiments.benchmark"
 QUICK = {
@@ -70,7 +71,7 @@ def main(argv: Sequence[str]) -> None:
     for race in races.plan(settings):
         dtypes = {entry.case.dtype for entry in race.entries}
         header["ceilings"] |= machine.ceilings(sorted(dtypes), header["ceilings"])
-        with console.status(race.title):
+        with Phase(f"timing {race.title}"):
             found = run(race, flags["repeats"], flags["seconds"], end)
         rows += found
         report.compare(rows, header["ceilings"])
@@ -90,7 +91,7 @@ def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[s
     for size in decoding.sizes(machine.free_bytes(), flags):
         if time.perf_counter() - started > flags["total"]:
             break
-        with console.status(f"B={size.B}, S={size.S}"):
+        with Phase(f"timing steps of B={size.B}, S={size.S}"):
             try:
                 bandwidth = decoding.bandwidth(size)
                 here = decoding.race(size, flags["repeats"], flags["seconds"])

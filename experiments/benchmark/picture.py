@@ -1,4 +1,4 @@
-"""Time over length, both in logarithms, a line for each contestant."""
+"""Time of a token over length, both in logarithms, a line for each contestant."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,10 @@ OTHERS = (("navy", "x"), ("darkgreen", "+"), ("maroon", "1"))  # of kernels not 
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """A column of panels for each pass and mask, a row for each part and dtype."""
+    """A column of panels for each pass and mask, a row for each part and dtype.
+
+    Times are divided by the tokens of the batch, which may be another at each length.
+    """
     timed = [row for row in rows if row["seconds"] and not row["extra"]]
     lines = list(dict.fromkeys((row["part"], row["dtype"]) for row in timed))
     columns = list(dict.fromkeys((row["passes"], row["mask"]) for row in timed))
@@ -39,7 +42,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             mine = [row for row in here if (row["passes"], row["mask"]) == column]
             _panel(axes, mine, ticks)
             axes.set_title(f"{column[0].replace('backward', 'forward + backward')}, {column[1]}")
-        panels[0].set_ylabel(f"{line[0]}, {line[1]}\nseconds")
+        panels[0].set_ylabel(f"{line[0]}, {line[1]}\nµs a token")
         plots.widen(panels[0])  # All of the row share it.
         handles = {
             label: handle
@@ -61,14 +64,16 @@ def _panel(axes: Axes, rows: Sequence[Row], ticks: Sequence[int]) -> None:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["T"])
         color, marker = STYLES.get(name) or OTHERS[order % len(OTHERS)]
         lengths = [row["T"] for row in mine]
-        low, high = ([row["seconds"][q] for row in mine] for q in ("q1", "q3"))
+        low, median, high = (
+            [1e6 * row["seconds"][q] / (row["B"] * row["T"]) for row in mine]
+            for q in ("q1", "median", "q3")
+        )
         if len(lengths) > 1:
             axes.fill_between(lengths, low, high, color=color, alpha=0.15, linewidth=0)
         else:
             axes.vlines(lengths, low, high, color=color, alpha=0.3, linewidth=3)
         axes.plot(
-            lengths, [row["seconds"]["median"] for row in mine],
-            label=name, color=color, marker=marker, markersize=4, linewidth=1.3,
+            lengths, median, label=name, color=color, marker=marker, markersize=4, linewidth=1.3,
             zorder=100 - order,  # ours on top
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")

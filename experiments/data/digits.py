@@ -14,7 +14,7 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data.task import Batch, Params, shuffled
+from experiments.data.task import Batch, Params, measured, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
 
@@ -104,11 +104,10 @@ def vision_encoder(config: ConfigDict) -> Classifier:
 class Digits:
     """Which of ten digits an image shows: a `Task`."""
 
-    training = "training: images moved, with dropout"
-    objective = "training loss: of smoothed labels"
-
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
+        self.training = measured(config, "images moved" if any(config.augment.values()) else "")
+        self.objective = "training loss: of smoothed labels" if config.label_smoothing else ""
         self.train, self.test = load()
         self.model = vision_encoder(config.model)
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from experiments import plots
 from experiments.data import text
-from experiments.data.task import Batch, Params, shuffled
+from experiments.data.task import Batch, Params, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.models import Encoder, TokenEmbedding
@@ -56,10 +56,11 @@ class Masked:
     Source: Devlin et al., "BERT", 2018; every hidden byte becomes the same token.
     """
 
-    training, objective = "training, with dropout", ""
+    objective = ""
 
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
+        self.training = measured(config)
         self.train, self.test = (np.frombuffer(part, np.uint8) for part in text.load())
         if not 0 < config.length <= len(self.test):
             raise RunError(

@@ -8,6 +8,7 @@ import grain
 import jax
 import numpy as np
 from grain.experimental import RebatchIterDataset
+from ml_collections import ConfigDict
 
 from experiments.failures import RunError
 
@@ -103,6 +104,18 @@ def contents(path: str) -> bytes:
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"config.data.path must be a file, got {path:.300}: {reason}") from None
+
+
+def measured(config: ConfigDict, *ways: str) -> str:
+    """Return how the metrics of the training rows are measured: in some ways, and with dropout.
+
+    Args:
+      config: of the run, whose rates of dropout count.
+      *ways: such as "images moved"; empty ones are left out.
+    """
+    rates = [rate for name, rate in config.model.items() if name.endswith("dropout_rate")]
+    how = ", ".join(way for way in (*ways, "with dropout" if any(rates) else "") if way)
+    return f"training: {how}" if how else "training"
 
 
 def shuffled(size: int, batch_size: int, seed: int) -> grain.IterDataset:

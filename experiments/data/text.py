@@ -18,7 +18,7 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data.task import Batch, Params, contents, shuffled
+from experiments.data.task import Batch, Params, contents, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.generation import generate
@@ -162,10 +162,11 @@ def language_model(config: ConfigDict) -> LanguageModel:
 class Text:
     """Which byte comes next: a `Task`."""
 
-    training, objective = "training: any context, with dropout", ""
+    objective = ""
 
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
+        self.training = measured(config, "any context")
         self.train, self.test = load(config.data.path, config.data.split)
         if len(self.train) <= config.length:
             raise RunError(

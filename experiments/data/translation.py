@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from experiments import plots
 from experiments.data import dates
 from experiments.data.dates import Pair, Split
-from experiments.data.task import Batch, Params, contents, shuffled
+from experiments.data.task import Batch, Params, contents, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
 from flax_mha.generation import Generated, generate
@@ -110,10 +110,11 @@ def translator(config: ConfigDict, vocab_size: int) -> Translator:
 class Translation:
     """Which string a string is turned into: a `Task`."""
 
-    training, objective = "training, with dropout", ""
+    objective = ""
 
     def __init__(self, config: ConfigDict) -> None:
         self.config = config
+        self.training = measured(config)
         self.split = read(config.data.path) if config.data.path else dates.load()
         sources, targets = zip(*self.split.sample, strict=True)
         self.vocabulary = Vocabulary([*sources, *targets])

@@ -31,6 +31,7 @@ from experiments import files, folders
 from experiments.failures import RunError
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
+from experiments.phases import Phase
 
 TOTAL = 25 * 60.0
 GRACE = 20.0  # seconds in which a step that is told to end may write what it has
@@ -64,7 +65,8 @@ def main(argv: Sequence[str]) -> None:
         if before["status"] == "ok":
             print(f"{step.name}: was done before")
             continue
-        found = run(step, folder, end - time.perf_counter())
+        with Phase(step.name):
+            found = run(step, folder, end - time.perf_counter())
         if found["result"] is not None or before["result"] is None:  # Else what there was stays.
             day["steps"][step.name] = found
         _write(folder, day)

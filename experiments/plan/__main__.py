@@ -24,8 +24,9 @@ os.environ.setdefault("NPROC", "32")
 import jax
 from absl import app, flags
 
-from experiments import folders, libtpu
+from experiments import folders, libtpu, phases
 from experiments.failures import RunError
+from experiments.phases import Phase
 from experiments.plan import devices, picture, report, scaling, search
 from experiments.training import settings
 
@@ -58,7 +59,8 @@ def main(asked: settings.Asked) -> None:
 
 def _plan(asked: settings.Asked, folder: Path) -> None:
     config, console = asked.config, report.console()
-    found = devices.of(TOPOLOGY.value)
+    with Phase(f"describing {TOPOLOGY.value}"):
+        found = devices.of(TOPOLOGY.value)
     kind = found[0].device_kind
     header = {
         "program": PROGRAM,
@@ -74,17 +76,10 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
         f"{len(found)} × {kind}, {TOPOLOGY.value}, compiled by {header['compiler']}", style="dim"
     )
     folder.mkdir(parents=True, exist_ok=True)
-    if SEARCH.value:
-        with console.status("compiling") as status:
-
-            def tell(layout: search.Layout) -> None:
-                status.update(f"compiled {layout}")
-                if not console.is_terminal:
-                    console.print(f"compiled {layout}")
-
-            layouts = search.search(config, found, MOST.value, tell)
-    else:
-        with console.status("compiling"):
+    with Phase(f"compiling for {TOPOLOGY.value}"):
+        if SEARCH.value:
+            layouts = search.search(config, found, MOST.value, _tell)
+        else:
             layouts = [search.plan(config, found)]
     report.write(folder / "plan.json", header, layouts)
     compiled = [layout for layout in layouts if layout.found]
@@ -102,6 +97,10 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
     picture.draw(folder / "plan.png", rows, title)
     seconds = sum(layout.found.seconds for layout in compiled if layout.found)
     console.print(f"{seconds:.0f} s to compile; plan.json and plan.png are in {folder}")
+
+
+def _tell(layout: search.Layout) -> None:
+    phases.say(f"compiled {layout}", sys.stderr)
 
 
 def _parse(argv: list[str]) -> settings.Asked:

@@ -16,7 +16,7 @@ SPENT = {"compute": "tab:green", "memory": "tab:purple", "network": "tab:red"}
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """A stacked bar of memory for each layout, and beside it its three times.
+    """A stacked bar of memory for each layout, and beside it its three times, where known.
 
     Args:
       path: of the PNG.
@@ -30,9 +30,10 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
         " ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n > 1) or "one device"
         for row in rows
     ]
-    figure = Figure(figsize=(11, 2.0 + 0.5 * len(rows)), layout="constrained")
+    timed = all(row["seconds"] for row in rows)
+    figure = Figure(figsize=(11 if timed else 8, 2.0 + 0.5 * len(rows)), layout="constrained")
     figure.suptitle(title)
-    left, right = figure.subplots(1, 2, sharey=True)
+    left, *others = figure.subplots(1, 1 + timed, sharey=True, squeeze=False)[0]
     at = np.arange(len(rows))
     start = np.zeros(len(rows))
     chip, most = rows[0]["bytes"]["chip"], max(row["bytes"]["peak"] for row in rows)
@@ -47,13 +48,12 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     elif chip:  # Beside that line the bars would not be seen.
         label += f" (a chip has {chip / 2**30:.3g} GiB)"
     left.set(xlabel=label, yticks=at, yticklabels=names)
-    timed = all(row["seconds"] for row in rows)
-    for i, (kind, color) in enumerate(SPENT.items() if timed else ()):
-        seconds = [1e3 * row["seconds"][kind] for row in rows]
-        right.barh(at + 0.27 * (1 - i), seconds, height=0.25, color=color, label=kind)
-    right.set(xlabel="least time of a step, ms" if timed else "no constants of this device")
-    for axes in (left, right):
+    for right in others:
+        for i, (kind, color) in enumerate(SPENT.items()):
+            seconds = [1e3 * row["seconds"][kind] for row in rows]
+            right.barh(at + 0.27 * (1 - i), seconds, height=0.25, color=color, label=kind)
+        right.set(xlabel="least time of a step, ms")
+    for axes in (left, *others):
         axes.grid(alpha=0.3, axis="x")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
+        axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5)
     figure.savefig(path, dpi=110)

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from configs import long_encoder, masked
 from experiments import data
+from experiments.phases import Phase
 from experiments.plan import devices, report, search
 from experiments.training import hosts, loop, program
 
@@ -56,9 +57,9 @@ def study(folder: Path) -> None:
                 config = large(law, count) if where == "v5p" else small(law, count)
                 twin = [row for row in rows if _point(row)[1:] == (where, count)]
                 twin = [row | {"law": law} for row in twin if row["rows"] == config.batch_size]
-                console.print(f"{law} scaling, {count} devices, {where}")
-                found = devices.of(PODS[count]) if where == "v5p" else here[:count]
-                rows += twin[:1] or [_measured(law, where, config, found)]
+                with Phase(f"{law} scaling, {count} devices, {where}"):
+                    found = devices.of(PODS[count]) if where == "v5p" else here[:count]
+                    rows += twin[:1] or [_measured(law, where, config, found)]
                 path.write_text(json.dumps(rows, indent=2) + "\n")
     draw(folder / "scaling.png", rows)
     print(table(rows))

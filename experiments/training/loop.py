@@ -4,6 +4,7 @@ Read `one_model` for what a step is and `train` for what happens around it. How 
 over seeds and devices is in `program`, what is kept on disk in `checkpoints` and `log`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.data.task import Batch, Params, Task
+from experiments.phases import Phase
 from experiments.training import program, signals
-from experiments.training.checkpoints import Checkpoints
+from experiments.training.checkpoints import Checkpoints, Saved
 from experiments.training.clock import Clock
 from experiments.training.log import Log, Row
 from experiments.training.optimizer import make_optimizer
@@ -95,9 +97,8 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
     data = program.batches()
     keep = (workdir, config.keep_last, config.keep_best)
     with program.on_mesh(), Checkpoints(*keep) as checkpoints:
-        saved = checkpoints.restore(program, data)
-        start, state = (saved.step, saved.state) if saved else (0, program.create(program.seeds))
-        tests = [program.put_test(batch) for batch in task.test_batches()]
+        saved, state, tests = _begin(program, checkpoints, data)
+        start = saved.step if saved else 0
         with (
             Log(workdir, config, saved) as log,
             shown(config.steps, start) as show,
@@ -108,11 +109,12 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
             for step in range(start + 1, config.steps + 1):
                 trace(step)
                 batch = program.put(next(data))
-                speed = speed or Speed(program, state, batch)
-                state, metrics = program.step(state, batch)
+                with contextlib.nullcontext() if speed else Phase("compiling the step"):
+                    speed = speed or Speed(program, state, batch)
+                    state, metrics = program.step(state, batch)
+                    if step == start + 1:
+                        clock.first(step, metrics)
                 log.add(metrics)
-                if step == start + 1:
-                    clock.first(step, metrics)
                 last, stopping = step == config.steps, stop(step) and step < config.steps
                 test = last or step % config.evaluate_every == 0
                 save = last or step % config.checkpoint_every == 0
@@ -134,8 +136,20 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
                     raise signals.Stopped(f"stopped at step {step}; to go on: --workdir={workdir}")
             seconds = clock.stop(state)
             trace(config.steps + 1)
-            tested = evaluate(program, state.params, tests)
+            with Phase("evaluating, and writing the last checkpoint"):
+                tested = evaluate(program, state.params, tests)
+                checkpoints.wait()
             return Result(state, tested, log.rows, start, *seconds)
+
+
+def _begin(
+    program: Program, checkpoints: Checkpoints, data: Any
+) -> tuple[Saved | None, TrainState, list[Batch]]:
+    """Return the latest checkpoint, if any, the state to begin with, and the test data in place."""
+    with Phase("making the model, or reading its checkpoint"):
+        saved = checkpoints.restore(program, data)
+        state = saved.state if saved else program.create(program.seeds)
+        return saved, state, [program.put_test(batch) for batch in program.task.test_batches()]
 
 
 def evaluate(program: Program, params: Params, batches: Sequence[Batch]) -> Metrics:

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column
 
+from experiments import phases
 from experiments.plan import work
 from experiments.plan.hlo import Module
 from experiments.training.program import Program
@@ -17,7 +19,7 @@ from experiments.training.program import Program
 
 @contextlib.contextmanager
 def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
-    """A live bar on a terminal; elsewhere, a line for each evaluation.
+    """Show a live bar on a terminal; elsewhere print a line for each evaluation, or of what lasts.
 
     Yields:
       A function of the step, of a short text for the bar, and of a line (or "").
@@ -25,15 +27,39 @@ def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
     if jax.process_index() > 0:
         yield lambda step, short, line: None
     elif not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        yield lambda step, short, line: print(line, flush=True) if line else None
+        with phases.Phase("training", aloud=False) as training:
+
+            def tell(step: int, short: str, line: str) -> None:
+                training.detail = f": step {step}/{steps}: {short}"
+                if line:
+                    phases.say(line, sys.stdout)
+
+            yield tell
     else:
-        columns = (
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )  # fmt: skip
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task("", total=steps, completed=start)
-            yield lambda step, short, line: bar.update(task, completed=step, description=short)
+        with bar(steps, start, Console(stderr=True)) as show:
+            yield show
+
+
+@contextlib.contextmanager
+def bar(steps: int, start: int, console: Console) -> Iterator[Callable[[int, str, str], None]]:
+    """Show a line from the first step on, whose text takes what room the terminal has."""
+    text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    columns = (
+        SpinnerColumn(), BarColumn(20, table_column=Column(no_wrap=True)),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description}", table_column=text),
+    )  # fmt: skip
+    progress = Progress(*columns, console=console, expand=True)
+    task = progress.add_task("", total=steps, completed=start)
+
+    def show(step: int, short: str, line: str) -> None:
+        progress.update(task, completed=step, description=short)
+        progress.start()
+
+    try:
+        yield show
+    finally:
+        progress.stop()
 
 
 class Speed:
@@ -64,11 +90,11 @@ class Speed:
         if not rate:
             return ""
         rows = self._program.config.batch_size * self._program.config.seeds * rate
-        parts = [f"{rows:,.0f} examples/s"]
+        # What has no room is cut off at the end.
+        parts = [f"{duration(left / rate)} left"] if left else []
+        parts.append(f"{rows:,.0f} examples/s")
         if self._peak:
             parts.append(f"MFU {self._flops * rate / self._peak:.1%}")
-        if left:
-            parts.append(f"{duration(left / rate)} left")
         return ", ".join(["", *parts])
 
 

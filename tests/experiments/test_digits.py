@@ -7,6 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 from sklearn.datasets import load_digits
 
+from experiments import data
 from experiments.data import digits
 from experiments.data.task import shuffled
 
@@ -68,3 +69,32 @@ def test_augmentation_moves_by_at_most_the_shift(shift: float) -> None:
 def test_the_baselines_do_what_they_are_known_for(config: ConfigDict) -> None:
     scores = digits.Digits(config).baselines()
     assert 0.95 < scores["logistic regression"] < scores["RBF SVM"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "training", "objective"),
+    [
+        ({}, "training: images moved", True),
+        ({"model.dropout_rate": 0.1}, "training: images moved, with dropout", True),
+        ({"model.attention_dropout_rate": 0.1}, "training: images moved, with dropout", True),
+        ({"augment.shift": 0.0, "augment.rotate": 0.0, "augment.scale": 0.0}, "training", True),
+        ({"label_smoothing": 0.0}, "training: images moved", False),
+    ],
+)
+def test_the_legend_says_how_training_was_measured(
+    config: ConfigDict, settings: dict[str, float], training: str, objective: bool
+) -> None:
+    config.update_from_flattened_dict(settings)
+    task = digits.Digits(config)
+    assert (task.training, bool(task.objective)) == (training, objective)
+
+
+@pytest.mark.parametrize(
+    ("task", "training"),
+    [("masked", "training"), ("text", "training: any context"), ("translation", "training")],
+)
+def test_no_legend_tells_of_dropout_that_is_not_there(task: str, training: str) -> None:
+    config = data.EXAMPLES[task]()
+    assert data.make(config).training == training
+    config.model.dropout_rate = 0.1
+    assert data.make(config).training.removeprefix(training).strip(":, ") == "with dropout"

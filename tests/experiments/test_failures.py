@@ -44,9 +44,10 @@ def call(
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of an error."""
+    """The one line of an error, after those of phases."""
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    *before, line = done.stderr.splitlines()
+    assert all(each.endswith(" …") or each.startswith("still ") for each in before)
     assert line.startswith("error: ")
     return line
 

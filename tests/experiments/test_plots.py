@@ -61,17 +61,28 @@ def test_a_short_run_is_no_dot_on_a_narrow_axis(drawn: list[Figure], tmp_path: P
     assert all(line.get_marker() == "o" for line in loss.lines)
 
 
+def timed(label: str, seconds: float, B: int, T: int) -> dict[str, Any]:
+    return {
+        "seconds": dict.fromkeys(("median", "q1", "q3"), seconds), "extra": False, "B": B, "T": T,
+        "part": "layer", "dtype": "float32", "passes": "forward", "mask": "causal", "label": label,
+    }  # fmt: skip
+
+
 def test_two_times_that_hardly_differ_look_so(drawn: list[Figure], tmp_path: Path) -> None:
-    rows = [
-        {
-            "seconds": {"median": m, "q1": m, "q3": m}, "extra": False, "part": "layer", "T": 1024,
-            "dtype": "float32", "passes": "forward", "mask": "causal", "label": label,
-        }
-        for label, m in (("ours", 0.05), ("linen", 0.0505))
-    ]  # fmt: skip
+    rows = [timed("ours", 0.05, 2, 1024), timed("linen", 0.0505, 2, 1024)]
     benchmark.draw(tmp_path / "a.png", rows)
     low, high = drawn[0].axes[0].get_ylim()
     assert high / low >= 3.99
+
+
+def test_times_of_batches_of_any_size_are_compared_by_the_token(
+    drawn: list[Figure], tmp_path: Path
+) -> None:
+    rows = [timed("ours", 0.004, 8, 128), timed("ours", 0.008, 2, 1024)]
+    benchmark.draw(tmp_path / "a.png", rows)
+    (axes,) = drawn[0].axes
+    assert axes.get_ylabel().endswith("µs a token")
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [4000 / 1024, 8000 / 2048])
 
 
 def test_the_attention_says_what_its_colors_are(drawn: list[Figure], tmp_path: Path) -> None:
@@ -100,6 +111,9 @@ def test_alignments_in_any_script(drawn: list[Figure], tmp_path: Path) -> None:
     assert titles[1] == "read as 2<U+0966>12: wrong, true is 2012"
     assert titles[3] == "read as nothing: wrong, true is 2012"
     assert all(axes.get_xlabel() and axes.get_ylabel() for axes in panels)
+    (bar,) = drawn[0].axes[4:]
+    assert bar.get_ylabel() == "weight"
+    assert {axes.images[0].get_clim() for axes in panels} == {bar.get_ylim()} == {(0.0, 1.0)}
 
 
 def test_the_dates_that_are_drawn_are_in_scripts_of_the_font() -> None:
@@ -121,9 +135,19 @@ def test_what_a_plan_holds_can_be_seen(
     held = {"parameters": used, "optimizer": 0, "batch": 0, "activations": 0, "peak": used}
     row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": None}
     picture.draw(tmp_path / "a.png", [row], "masked.py on v5e:2x2, by libtpu 0.0.52")
-    memory = drawn[0].axes[0]
+    (memory,) = drawn[0].axes  # Without the times, which nobody knows, there is no other panel.
     assert (memory.get_xlabel(), len(memory.lines)) == (label, chips)
     assert max(bar.get_width() for bar in memory.patches) > memory.get_xlim()[1] / 50
+
+
+def test_a_plan_shows_its_times_where_they_are_known(drawn: list[Figure], tmp_path: Path) -> None:
+    held = dict.fromkeys(("parameters", "optimizer", "batch", "activations", "peak"), 2**20)
+    spent = {"compute": 0.002, "memory": 0.001, "network": 0.0}
+    row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": spent}
+    picture.draw(tmp_path / "a.png", [row], "title")
+    _, times = drawn[0].axes
+    assert times.get_xlabel() == "least time of a step, ms"
+    assert max(bar.get_width() for bar in times.patches) == 2.0
 
 
 def test_a_plan_names_its_compiler() -> None:

@@ -1,0 +1,98 @@
+"""What a command is at, in lines on stderr: each phase as it begins, and again while it lasts.
+
+`experiments/__init__.py` says the first line before JAX is imported: nothing here takes time to
+import.
+"""
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+EVERY = 4.0  # seconds between lines, so that none is awaited for 5; later a hundredth of the phase
+LOADING = "loading JAX and what goes with it"
+_HELP = re.compile(r"--?h(elp\w*)?")
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+quiet = False  # as all processes of a run but the first are
+_open: list["Phase"] = []  # the innermost last: the only one that is heard
+_said = 0.0  # when the last line was
+
+
+class Phase:
+    """Something that takes its time, in a `with`.
+
+    Args:
+      text: what is done, such as "compiling the step".
+      aloud: says a line as it begins; else only what lasts is said.
+      over: whether it has ended by itself.
+
+    Attributes:
+      detail: how far it is; may be changed while it lasts.
+    """
+
+    def __init__(
+        self, text: str, *, aloud: bool = True, over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._text, self._aloud, self._over, self.detail = text, aloud, over, ""
+        self._ended = threading.Event()
+
+    def __enter__(self) -> "Phase":
+        self._start = time.monotonic()
+        _open.append(self)
+        if self._aloud:
+            say(f"{self._text} …", sys.stderr)
+        # It ends with the process, whatever becomes of the phase.
+        threading.Thread(target=self._go_on, name=self._text, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        _open.remove(self)
+
+    def _go_on(self) -> None:
+        while not self._ended.wait(max(0.02, self._left())):
+            if self._over():
+                self.__exit__()
+            elif self._left() <= 0 and _open[-1:] == [self]:
+                seconds = time.monotonic() - self._start
+                say(f"still {self._text}, {seconds:.0f} s{self.detail}", sys.stderr)
+
+    def _left(self) -> float:
+        """Return the seconds until the next line is due."""
+        now = time.monotonic()
+        return max(self._start, _said) + max(EVERY, (now - self._start) / 100) - now
+
+
+def say(line: str, file: TextIO) -> None:
+    """Print a line at once, unless other processes do it."""
+    global _said
+    _said = time.monotonic()
+    if not quiet:
+        file.write(f"{line}\n")  # in one piece, which those of threads can't part
+        file.flush()
+
+
+def begin(argv: list[str]) -> None:
+    """Say that a command's modules are imported, until it has its `main`.
+
+    Args:
+      argv: its arguments; with --help there is nothing to wait for, and of several processes the
+        first speaks.
+    """
+    global quiet
+    quiet = _rank(argv) > 0
+    if not any(map(_HELP.fullmatch, argv)):
+        Phase(LOADING, over=lambda: hasattr(sys.modules["__main__"], "main")).__enter__()
+
+
+def _rank(argv: list[str]) -> int:
+    """Return which process of a run this is, as far as is known before JAX is there."""
+    line = " ".join(argv)
+    if match := re.search(r"--?process_id[= ](\d+)", line):
+        return int(match[1])
+    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
+    return int(ranks[0]) if ranks and re.search(r"--?distributed\b", line) else 0

@@ -1,0 +1,20 @@
+"""What a run has left in its folder, for people."""
+
+import shlex
+from pathlib import Path
+
+from experiments.training.checkpoints import FOLDER
+from experiments.training.runs import METRICS
+
+EVENTS, TRACE = "tensorboard", "profile"
+
+
+def lines(folder: Path) -> list[str]:
+    """Return the names of what is there, and the command that shows its curves."""
+    pictures = sorted(path.name for path in folder.glob("*.png"))
+    names = [METRICS, *pictures, *(f"{name}/" for name in (FOLDER, EVENTS, TRACE))]
+    there = [name for name in names if (folder / name).exists()]
+    said = [f"written to {folder}: {', '.join(there)}"]
+    if (folder / EVENTS).exists():
+        said.append(f"its curves, live: tensorboard --logdir={shlex.quote(str(folder / EVENTS))}")
+    return said
