@@ -4,7 +4,6 @@ import contextlib
 import json
 import signal
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -112,44 +111,6 @@ def test_four_processes_go_on_where_eight_devices_stopped(
 
 
 @pytest.mark.slow
-def test_damage_that_one_process_reads_ends_all(config: ConfigDict, tmp_path: Path) -> None:
-    config.steps, config.checkpoint_every, config.mesh.data, config.mesh.fsdp = 6, 2, 1, 4
-    run, heartbeat = tmp_path / "run", f"--heartbeat_timeout={HEARTBEAT}"
-    with together(2, tmp_path / "1", *settings(config), f"--workdir={run}") as processes:
-        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
-    (path,) = (run / "checkpoints/6/state/d").iterdir()
-    content = bytearray(path.read_bytes())
-    content[4000:4016] = bytes(16)  # In an array's chunk, of which another process may have none.
-    path.write_bytes(content)
-    with together(2, tmp_path / "2", f"--workdir={run}", heartbeat) as processes:
-        assert 0 not in processes.wait(), processes.said(0) + processes.said(1)
-        said = processes.said(0) + processes.said(1)
-    assert "the checkpoint of step 6 is damaged" in said
-    assert "start the command once on one process" in said
-    config.mesh.fsdp = 1
-    assert alone(config, run).start < 6
-    assert (run / "checkpoints.damaged" / "6").is_dir()
-
-
-@pytest.mark.slow
-def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
-    config.steps, config.mesh.data = 100_000, -1
-    config.evaluate_every = config.checkpoint_every = 100_000
-    with together(
-        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
-        f"--heartbeat_timeout={HEARTBEAT}",
-    ) as processes:  # fmt: skip
-        log = tmp_path / "run" / "metrics.jsonl"
-        processes.until(lambda: log.exists() and log.stat().st_size > 0)
-        processes.all[1].kill()
-        start = time.monotonic()
-        assert processes.wait()[0] != 0
-        assert time.monotonic() - start < HEARTBEAT + 30
-        assert "another" in processes.said(0)
-        assert "Thread 0x" not in processes.said(0)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"fsdp": 4}])
 def test_parameters_divided_within_a_process_are_saved(
     mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -166,60 +127,6 @@ def test_parameters_divided_within_a_process_are_saved(
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
     assert [row["step"] for row in rows(run) if row["split"] == "train"] == [*range(1, 7)]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"3", "6"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_process_that_stands_still_is_said_to_be_lost(
-    stopped: int, config: ConfigDict, tmp_path: Path
-) -> None:
-    config.steps, config.mesh.data = 100_000, -1
-    config.evaluate_every = config.checkpoint_every = 100_000
-    with together(
-        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
-        f"--heartbeat_timeout={HEARTBEAT}",
-    ) as processes:  # fmt: skip
-        log = tmp_path / "run" / "metrics.jsonl"
-        processes.until(lambda: log.exists() and log.stat().st_size > 0)
-        processes.all[stopped].send_signal(signal.SIGSTOP)
-        assert processes.all[1 - stopped].wait(HEARTBEAT + 60) == 1
-        last = processes.said(1 - stopped).splitlines()[-1]
-        assert last.startswith("error: ")
-        assert "start all with the same --workdir" in last
-
-
-def test_processes_with_different_packages_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    own = f'"the version of jax": "{jax.__version__}"'
-    monkeypatch.setattr(hosts, "_gather", lambda x: [x, x.replace(own, own[:-1] + '.dev1"')])
-    with pytest.raises(RunError, match=r"the version of jax is .* at process 0 and .*dev1' at"):
-        hosts.agree({"config": {"steps": 7}})
-    monkeypatch.setattr(hosts, "_gather", lambda x: [x, x])
-    hosts.agree({"config": {"steps": 7}})
-
-
-@pytest.mark.slow
-def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: Path) -> None:
-    config.mesh.data = -1
-    with together(
-        2, tmp_path / "logs", *settings(config), f"--workdir={tmp_path / 'run'}",
-        each=lambda i: [f"--config.optimizer.b1=0.{8 + i}"],
-    ) as processes:  # fmt: skip
-        assert processes.wait() == [1, 1]
-        for i in range(2):
-            assert "config.optimizer.b1 is 0.8 at process 0 and 0.9 at" in processes.said(i)
-            assert "Traceback" not in processes.said(i)
-    assert not (tmp_path / "run").exists()
-
-
-def test_who_comes_alone_is_told(tmp_path: Path) -> None:
-    with together(
-        1, tmp_path / "logs", f"--workdir={tmp_path / 'run'}", "--start_timeout=2",
-        each=lambda i: ["--num_processes=2", "--process_id=1"],
-    ) as processes:  # fmt: skip
-        assert processes.wait() == [1]
-        assert "no run of 2 processes came together at 127.0.0.1:" in processes.said(0)
-        assert "within 2 s" in processes.said(0)
 
 
 @pytest.mark.parametrize(

@@ -152,5 +152,6 @@ def test_the_commands(changed: Callable[..., Path]) -> None:
     for process in running:
         out, errors = process.communicate(timeout=120)
         assert (process.returncode, out) == (1, "")
-        (line,) = (line for line in errors.splitlines() if line)
+        *phases, line = errors.splitlines()
+        assert all(each.endswith(" …") or each.startswith("still ") for each in phases)
         assert line.startswith("error: the config's hidden_size must be a whole number in 1")

@@ -233,7 +233,8 @@ def test_help_does_nothing_else(command: str, tmp_path: Path) -> None:
 def test_commands_refuse_in_one_line(command: str, word: str, message: str, tmp_path: Path) -> None:
     done = _call(command, word, cwd=tmp_path)
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
+    *phases, line = done.stderr.splitlines()
+    assert all(each.endswith(" …") or each.startswith("still ") for each in phases)
     assert line.startswith("error: ")
     assert message in line
     assert not list(tmp_path.iterdir())
