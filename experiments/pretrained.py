@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.failures import RunError
@@ -70,7 +71,7 @@ def respond(
     if options.get("beams", 1) == 1:
         options["callback"] = show
     options |= {"max_new_tokens": max_new_tokens, "eos": ends[0] if ends else None}
-    found = generate(model, variables, np.array([ids], np.int32), **options)
+    found = generate(model, variables, jnp.array([ids], jnp.int32), **options)
     if "callback" not in options:
         for token in np.asarray(found.tokens[0]):
             show(0, token[None])

@@ -13,7 +13,9 @@ Made = TypeVar("Made")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 REMEDY = "take the config.json that was published with the weights"
 _NAMED = 100
-_SHOWN = reprlib.Repr(maxstring=80, maxother=80, maxlong=40)
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
+_SHOWN.maxlong = 40
 
 
 def shown(x: Any) -> str:
@@ -34,17 +36,21 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+def _is_a(x: Any, kind: type) -> bool:
+    """Return True if x is a number of that kind, which true and false are not."""
+    return isinstance(x, kind) and not isinstance(x, bool)
+
+
 def _whole(least: int, most: int) -> Rule:
     def holds(x: Any) -> bool:
-        is_whole = isinstance(x, numbers.Integral) and not isinstance(x, bool)
-        return is_whole and least <= int(x) <= most
+        return _is_a(x, numbers.Integral) and least <= x <= most
 
     return Rule(f"a whole number in {least:,} … {most:,}", holds)
 
 
 def _number(words: str, least: float, most: float = 1e30) -> Rule:
     def holds(x: Any) -> bool:
-        return isinstance(x, numbers.Real) and not isinstance(x, bool) and least <= x <= most
+        return _is_a(x, numbers.Real) and least <= x <= most
 
     return Rule(words, holds)
 
