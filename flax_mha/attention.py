@@ -253,6 +253,7 @@ class MultiHeadAttention(nn.Module):
             self.sow("intermediates", f"attention_{name}", x)
         return core.returned(found, return_weights, return_kv)
 
+    @nn.nowrap
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: core.Settings, call: Call, cache: core.Held,
@@ -271,6 +272,7 @@ class MultiHeadAttention(nn.Module):
         weights = self.weights(x_q, x_k, x_v)
         return core.attention(weights, settings, x_q, x_k, x_v, call, cache)
 
+    @nn.nowrap
     def weights(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> core.Weights:
         """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
         N, K, H, Hv = self.sizes(x_q.shape[-1])
@@ -280,10 +282,10 @@ class MultiHeadAttention(nn.Module):
             names = ("embed", heads, "head_dim")
             return None if x is None else self.linear(name, x.shape[-1:], names, features)
 
-        def norm(name: str, x: Any) -> Any:
+        def norm(name: str) -> Any:
             found = as_qk_norm(self.qk_norm, self.normalize_qk)
-            wanted = found is not None and found.scale and x is not None
-            return _Scale(self.param_dtype, name=name)(H) if wanted else None
+            same = {"dtype": self.dtype, "param_dtype": self.param_dtype, "name": name}
+            return None if found is None else found.linen(**same)
 
         gate = fields.gate_features(self.gate, N, Hv)
 
@@ -292,13 +294,14 @@ class MultiHeadAttention(nn.Module):
             linear("key", x_k, "kv_heads", (K, H)),
             linear("value", x_v, "kv_heads", (K, Hv)),
             self._out((N, Hv), x_q.shape[-1]) if self.project_out else None,
-            norm("query_ln", x_q), norm("key_ln", x_k),
+            norm("query_ln"), norm("key_ln"),
             self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
             linear("output_gate", x_q, "heads", gate) if gate else None,
             self._of_heads("score_scale", nn.initializers.constant(H**-0.5))
             if fields.learns_scale(self.scale) else None,
         )  # fmt: skip
 
+    @nn.nowrap
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """N, K, H and Hv, for inputs_q of so many features."""
         return shapes.head_sizes(
@@ -306,6 +309,7 @@ class MultiHeadAttention(nn.Module):
             self.v_head_dim,
         )  # fmt: skip
 
+    @nn.nowrap
     def _out(self, heads: Shape, features: int) -> Linear:
         return self.linear(
             "out", heads, ("heads", "head_dim", "embed"), (self.out_features or features,),
@@ -314,6 +318,7 @@ class MultiHeadAttention(nn.Module):
             bias_init=self.out_bias_init or self.bias_init,
         )  # fmt: skip
 
+    @nn.nowrap
     def linear(
         self, name: str, inputs: Shape, names: LogicalNames, features: Shape, **settings: Any
     ) -> Linear:
@@ -329,10 +334,12 @@ class MultiHeadAttention(nn.Module):
         biased = fields.has_bias(self.use_bias, name)
         return projection(self, name, features, names, biased, **settings).weights(inputs)
 
+    @nn.nowrap
     def _of_heads(self, name: str, init: Initializer) -> jax.Array:
         init = sharding.named(init, ("heads",), self.partitioned)
         return self.param(name, init, (self.num_heads,), self.param_dtype)
 
+    @nn.nowrap
     def _held(self, cross: bool) -> Any:
         """What the layer holds of earlier calls, or what it is to make of this one."""
         if not self.decode:
@@ -346,6 +353,7 @@ class MultiHeadAttention(nn.Module):
             return self.get_variable("cache", "memory")
         return config
 
+    @nn.nowrap
     def _dropout_rng(self, deterministic: bool | None, rng: Any) -> jax.Array | None:
         """A key, if there is to be dropout."""
         if self.dropout_rate == 0:
@@ -366,16 +374,6 @@ def with_parameters(
         return module.param(name, init, shape, like.param_dtype)
 
     return learned(given, like.num_heads, like.sizes(features)[2], make) if given else ()
-
-
-class _Scale(nn.Module):
-    """The parameter of an `nn.LayerNorm` without bias."""
-
-    param_dtype: Dtype
-
-    @nn.compact
-    def __call__(self, features: int) -> jax.Array:
-        return self.param("scale", nn.initializers.ones, (features,), self.param_dtype)
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):

@@ -104,13 +104,13 @@ def projected(
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     with jax.named_scope("project"):  # These names are what profiles show.
         q, k, v, gate = project(weights, x_q, x_k, x_v)
-    norm = settings.qk_norm
-    if norm is not None and not norm.after_rotary:
-        q, k = normed(norm, weights, q, k, settings.dtype)
+    turned_first = settings.qk_norm is not None and settings.qk_norm.after_rotary
+    if not turned_first:
+        q, k = normed(weights, q, k)
     with jax.named_scope("rotate"):
         q, k = turned(settings.rotary, q, k, call.positions, order, cache)
-    if norm is not None and norm.after_rotary:
-        q, k = normed(norm, weights, q, k, settings.dtype)
+    if turned_first:
+        q, k = normed(weights, q, k)
     return Projected(q, k, v, gate, order, itself)
 
 
@@ -138,7 +138,8 @@ def attend(
     kv: Shared
     if isinstance(cache, Shared):
         kv, cache = cache, None
-        Hv = None if weights.out is None else weights.out.kernel.shape[-2]
+        kernel = None if weights.out is None else weights.out.kernel
+        Hv = None if kernel is None else kernel.shape[-2]
         shared.check(kv, q, Hv, rest["mask"], order)
     elif isinstance(cache, KVCache):
         kv, cache = cache.extended(k, v, call.lengths)

@@ -143,6 +143,7 @@ class PatchEmbedding(nn.Module):
         )(patches)  # fmt: skip
         return self._norm("norm", x)
 
+    @nn.nowrap
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         if self.norm_epsilon is None:
             return x

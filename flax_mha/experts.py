@@ -85,6 +85,7 @@ class Experts(nn.Module):
         x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
         return sharding.auto(self._divided, _TOKENS, x, logits, *weights)
 
+    @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
         """Of each expert an array of that shape."""
         init = for_shape(self.kernel_init if len(shape) > 1 else self.bias_init, len(shape) - 1)
@@ -96,6 +97,7 @@ class Experts(nn.Module):
         boxed = sharding.named(each, ("experts", *names), self.partitioned)
         return self.param(name, boxed, (self.num_experts, *shape), self.param_dtype)
 
+    @nn.nowrap
     def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
         """The sum, each device with its own tokens, experts and hidden features."""
         tokens = {axis for part in sharding.spec(x.shape, _TOKENS) for axis in mesh_axes.each(part)}
@@ -126,11 +128,13 @@ class Experts(nn.Module):
         given = [_TOKENS, _TOKENS, *names]
         return sharding.local(local, given, (x.shape, _TOKENS), x, logits, *weights)
 
+    @nn.nowrap
     def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Shares p [n, top_k], and of which experts."""
         p, ids = lax.top_k(jax.nn.softmax(logits.astype(shapes.wide(logits.dtype))), self.top_k)
         return p / jnp.sum(p, -1, keepdims=True) if self.normalize else p, ids
 
+    @nn.nowrap
     def _expert(self, product: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
         """What experts give, of product(x, kernel, bias)."""
         gate, up = product(x, *layers[0]), product(x, *layers[1])

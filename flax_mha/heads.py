@@ -1,18 +1,18 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from flax.typing import Dtype
 
 from flax_mha.cache import Extended, KVCache
 from flax_mha.grid import Array
 from flax_mha.linear import Linear, fused
 from flax_mha.positions import Rotation, rotate
-from flax_mha.qk_norm import QKNorm
+
+Norm: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class Weights(struct.PyTreeNode):
@@ -23,8 +23,8 @@ class Weights(struct.PyTreeNode):
       key: to [K, H]; None where no keys are projected.
       value: to [K, Hv]; likewise.
       out: from [N, Hv] to [D_out]; None if there is no output projection.
-      query_norm: [H], the scale of a norm of queries; or None.
-      key_norm: [H], that of keys; or None.
+      query_norm: the norm of queries [*B, T, N, H]; or None.
+      key_norm: the norm of keys; or None.
       sinks: [N], a score more for each head; or None.
       gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
       scale: [N], of each head's scores; or None.
@@ -34,8 +34,8 @@ class Weights(struct.PyTreeNode):
     key: Linear | None
     value: Linear | None
     out: Linear | None
-    query_norm: jax.Array | None = None
-    key_norm: jax.Array | None = None
+    query_norm: Norm | None = struct.field(pytree_node=False, default=None)
+    key_norm: Norm | None = struct.field(pytree_node=False, default=None)
     sinks: jax.Array | None = None
     gate: Linear | None = None
     scale: jax.Array | None = None
@@ -50,28 +50,24 @@ def project(
     """
     query, key, value = weights.query, weights.key, weights.value
     of_q = [query] if weights.gate is None else [query, weights.gate]
-    N, H = query.features
     if key is None or value is None or x_k is None or x_v is None:
-        q, *gates = fused(x_q, of_q, groups=N)
+        q, *gates = fused(x_q, of_q)
         return q, None, None, gates[0] if gates else None
-    K, Hv = value.features
     if x_q is x_k is x_v:
-        q, *gates, k, v = fused(x_q, (*of_q, key, value), groups=K)
+        q, *gates, k, v = fused(x_q, (*of_q, key, value))
     else:
-        q, *gates = fused(x_q, of_q, groups=N)
-        k, v = fused(x_k, (key, value), groups=K) if x_k is x_v else (key(x_k), value(x_v))
-    chex.assert_shape(q, (*x_q.shape[:-1], N, H))
-    chex.assert_shape(k, (*x_k.shape[:-1], K, H))
-    chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
+        q, *gates = fused(x_q, of_q)
+        k, v = fused(x_k, (key, value)) if x_k is x_v else (key(x_k), value(x_v))
     return q, k, v, gates[0] if gates else None
 
 
-def normed(
-    norm: QKNorm, weights: Weights, q: jax.Array, k: Any, dtype: Dtype | None
-) -> tuple[jax.Array, Any]:
-    """Queries, and keys if there are some, after their norm."""
-    q = norm(q, weights.query_norm, dtype)
-    return q, None if k is None else norm(k, weights.key_norm, dtype)
+def normed(weights: Weights, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
+    """Return queries, and keys if there are some, after their norms."""
+    if weights.query_norm is not None:
+        q = weights.query_norm(q)
+    if weights.key_norm is not None and k is not None:
+        k = weights.key_norm(k)
+    return q, k
 
 
 def turned(

@@ -1,11 +1,13 @@
 """Linear maps from and to heads as functions of their weights, and several as one product."""
 
+import contextvars
 import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -23,27 +25,30 @@ class Linear(struct.PyTreeNode):
     """y = x·W + b over the last axes of x, with what is needed to compute it on any mesh.
 
     Attributes:
-      kernel: W [*in, *features].
+      kernel: W [*in, *features]; None for a `module` that somebody else wrote, which is called.
       bias: b [*features], or None.
       names: logical names of W's axes.
       contracted: how many of x's last axes are contracted.
       rows: logical names of the other axes of y.
       dtype: of the computation (default: promoted from x, W and b).
       precision: of the product, see `jax.lax.Precision`.
+      module: the submodule that has these parameters, whose calls Flax's tools see; or None.
     """
 
-    kernel: jax.Array
+    kernel: Any
     bias: jax.Array | None
     names: LogicalNames = struct.field(pytree_node=False)
     contracted: int = struct.field(pytree_node=False, default=1)
     rows: LogicalNames = struct.field(pytree_node=False, default=("batch", "length"))
     dtype: Dtype | None = struct.field(pytree_node=False, default=None)
     precision: PrecisionLike = struct.field(pytree_node=False, default=None)
+    module: Any = struct.field(pytree_node=False, default=None)
 
     @property
     def features(self) -> Shape:
         """The axes of y that replace those of x."""
-        return self.kernel.shape[self.contracted :]
+        shape: Shape = self.kernel.shape[self.contracted :]
+        return shape
 
     @property
     def names_of_result(self) -> LogicalNames:
@@ -51,7 +56,29 @@ class Linear(struct.PyTreeNode):
         return self.rows + gathered(self.names[self.contracted :])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [*B, T, *in] to [*B, T, *features]."""
+        """Map [*B, T, *in] to [*B, T, *features], by a call of the submodule if there is one."""
+        return self.product(x) if self.module is None else self.show(x, None)
+
+    def show(self, x: jax.Array, y: jax.Array | None) -> jax.Array:
+        """Return the submodule's output for x, after all that listens to its calls.
+
+        Args:
+          x: [*B, T, *in].
+          y: its product, where it has been computed together with others.
+        """
+        if self.module is None and y is not None:
+            return y
+        token = _CALLED.set(_Called(self, x, y))
+        try:
+            out: jax.Array = self.module(x)
+        finally:
+            _CALLED.reset(token)
+        if self.kernel is not None:
+            chex.assert_shape(out, (*x.shape[: -self.contracted], *self.features))
+        return out
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Return x·W + b."""
         x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
         multiply = functools.partial(jnp.tensordot, axes=self.contracted, precision=self.precision)
         if jax.sharding.get_abstract_mesh().empty:
@@ -67,31 +94,60 @@ class Linear(struct.PyTreeNode):
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
 
 
-def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.Array]:
-    """Several projections of one input as one product, so that its gradient is one sum too.
+class _Called(NamedTuple):
+    linear: Linear
+    x: jax.Array
+    y: jax.Array | None
+
+
+_CALLED: contextvars.ContextVar[_Called | None] = contextvars.ContextVar("called", default=None)
+
+
+def answer(module: Any, x: jax.Array, weights: Callable[[], Linear]) -> jax.Array:
+    """Return the output of a submodule that was called with x.
+
+    It is the part of a joined product that `Linear.show` has handed over. Where an interceptor has
+    put another array in place of x, or where the module is called by itself, it is x's own product.
+
+    Args:
+      module: the submodule.
+      x: [*B, T, *in].
+      weights: makes its weights.
+    """
+    called = _CALLED.get()
+    if called is None or called.linear.module is not module:
+        return weights().product(x)
+    if called.y is not None and called.x is x:
+        return called.y
+    return called.linear.product(x)
+
+
+def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
+    """Return several projections of one input, by one product, so that its gradient is one sum too.
 
     The kernels [D, n, h] are joined along the features of each group of heads, to
-    [D, K, Σ (n/K)·h], so that where heads are sharded every device joins its own.
+    [D, K, Σ (n/K)·h] with K the greatest number that divides each n, so that where heads are
+    sharded every device joins its own.
 
     On a CPU without an ambient mesh they stay separate, which is faster there.
 
     Args:
       x: [*B, T, D].
       projections: each to features (n, h).
-      groups: K, which divides every n.
 
     Returns:
       One [*B, T, n, h] for each projection.
     """
     # On such a CPU joining the kernels, and splitting what comes out, takes longer than it saves.
     apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
-    found = {sharding.spec(p.kernel.shape, p.names)[1] for p in projections}
+    if apart or len(projections) == 1 or any(p.kernel is None for p in projections):
+        return [project(x) for project in projections]
     # Where key/value heads are not divided as query heads are, they can't be joined.
-    if apart or len(projections) == 1 or len(found) > 1:
+    if len({sharding.spec(p.kernel.shape, p.names)[1] for p in projections}) > 1:
         return [project(x) for project in projections]
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
-    first = projections[0]
-    x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
+    first, groups = projections[0], math.gcd(*(p.features[0] for p in projections))
+    promoted_x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
 
     sizes = [p.features[0] // groups for p in projections]
 
@@ -116,7 +172,9 @@ def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.
             parts = multiply(x, *constrained)
         return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
 
-    return sharding.auto(product, [p.names_of_result for p in projections], x, *promoted)
+    names = [p.names_of_result for p in projections]
+    parts = sharding.auto(product, names, promoted_x, *promoted)
+    return [p.show(x, part) for p, part in zip(projections, parts, strict=True)]
 
 
 def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:

@@ -78,6 +78,7 @@ class Classifier(nn.Module):
         )
         return head(pooled)
 
+    @nn.nowrap
     def _with_class_tokens(self, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
         """The tokens with those that are learned before them, and the options for all."""
         count, lengths = self.class_tokens, options.get("lengths")
@@ -217,6 +218,7 @@ class LanguageModel(nn.Module):
         x = (self.embedding if embedding is None else embedding)(tokens)
         return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
 
+    @nn.nowrap
     def _goes_on(self) -> bool:
         """Whether there are tokens before those of the call, and P needs their number."""
         started = self.has_variable("cache", "decoder")

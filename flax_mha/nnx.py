@@ -1,7 +1,6 @@
 # Over 300 lines: half of them name arguments, and say what they mean.
 """The nnx layer: its parameters, its cache, and a call of the core."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Unpack, overload
@@ -18,7 +17,7 @@ from flax_mha.grid import Array
 from flax_mha.kernels import Capture
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
-from flax_mha.linear import Linear
+from flax_mha.linear import Linear, answer
 from flax_mha.positions import Rotation
 from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
@@ -43,6 +42,32 @@ class NnxOptions(CallOptions, total=False):
     rngs: nnx.Rngs | nnx.RngStream | None
     decode: bool | None
     is_causal: bool
+
+
+class Projection(nnx.LinearGeneral):
+    """Flax's `nnx.LinearGeneral`, which the layer may compute together with others.
+
+    Attributes:
+      names: logical names of the kernel's axes.
+    """
+
+    names: LogicalNames
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Map [*B, T, *in] to [*B, T, *features]."""
+        if out_sharding is not None:
+            return super().__call__(inputs, out_sharding)
+        return answer(self, inputs, self._weights)
+
+    # Not public, or `nnx.tabulate` would take it for a call.
+    def _weights(self) -> Linear:
+        """Return the kernel and the bias, without the product."""
+        bias = None if self.bias is None else self.bias[...]
+        rows = ("batch", "norm_length" if len(self.axis) == 2 else "length")
+        return Linear(
+            self.kernel[...], bias, self.names, len(self.axis), rows, self.dtype, self.precision,
+            self,
+        )  # fmt: skip
 
 
 class MultiHeadAttention(nnx.Module):
@@ -143,42 +168,33 @@ class MultiHeadAttention(nnx.Module):
         self.mask, self.scores = nnx.data(mask), nnx.data(as_scores(scores))
         self._check()
 
-        linear = functools.partial(
-            nnx.LinearGeneral, dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
-        )
-        heads = functools.partial(
-            linear, kernel_init=kernel_init, bias_init=bias_init,
-            kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
-        )  # fmt: skip
-        biased = functools.partial(fields.has_bias, use_bias)
-        self.query = heads(in_features, (N, H), use_bias=biased("query"))
-        own = self.in_kv_features
-        self.key, self.value = (
-            nnx.data(heads(own, features, use_bias=biased(name)) if own else None)
-            for name, features in (("key", (K, H)), ("value", (K, Hv)))
-        )
-        norm = functools.partial(
-            nnx.LayerNorm, H, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
-        )
-        found = as_qk_norm(qk_norm, normalize_qk)
-        scaled = found is not None and found.scale
-        # Of an RMSNorm the parameter is the same, and the core computes it.
-        self.query_ln = nnx.data(norm(scale_metadata=query_ln_scale_metadata) if scaled else None)
-        there = scaled and own
-        self.key_ln = nnx.data(norm(scale_metadata=key_ln_scale_metadata) if there else None)
-        features = fields.gate_features(gate, N, Hv)
-        gated = biased("output_gate")
-        self.output_gate = nnx.data(
-            heads(in_features, features, use_bias=gated) if features else None
-        )
+        same = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+
+        def heads(name: str, features: int, to: Shape) -> Projection | None:
+            if not features or not to:
+                return nnx.data(None)
+            return self._projection(
+                name, features, to, kernel_init=kernel_init, bias_init=bias_init,
+                kernel_metadata=kernel_metadata, bias_metadata=bias_metadata, **same,
+            )  # fmt: skip
+
+        self.query = heads("query", in_features, (N, H))
+        self.key = heads("key", self.in_kv_features, (K, H))
+        self.value = heads("value", self.in_kv_features, (K, Hv))
+        norm = as_qk_norm(qk_norm, normalize_qk)
+        self.query_ln = self.key_ln = nnx.data(None)
+        if norm is not None:
+            self.query_ln = norm.nnx(H, scale_metadata=query_ln_scale_metadata, **same)
+        if norm is not None and self.in_kv_features:
+            self.key_ln = norm.nnx(H, scale_metadata=key_ln_scale_metadata, **same)
+        self.output_gate = heads("output_gate", in_features, fields.gate_features(gate, N, Hv))
         self.out = nnx.data(None)
         if project_out:
-            self.out = linear(
-                (N, Hv), self.out_features, axis=(-2, -1),
+            self.out = self._projection(
+                "out", (N, Hv), self.out_features, axis=(-2, -1),
                 kernel_init=out_kernel_init or kernel_init, bias_init=out_bias_init or bias_init,
-                use_bias=biased("out"),
                 kernel_metadata=out_kernel_metadata or kernel_metadata,
-                bias_metadata=out_bias_metadata or bias_metadata,
+                bias_metadata=out_bias_metadata or bias_metadata, **same,
             )  # fmt: skip
 
         def make(name: str, shape: Shape, _: Any, init: Initializer = INIT, /) -> jax.Array:
@@ -194,6 +210,12 @@ class MultiHeadAttention(nnx.Module):
         self.score_scale: nnx.Param | None = nnx.data(scales)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         self.kv: nnx.Cache | None = nnx.data(None)
+
+    def _projection(self, name: str, *args: Any, **kwargs: Any) -> Projection:
+        biased = fields.has_bias(self.use_bias, name)
+        made = Projection(*args, use_bias=biased, precision=self.precision, **kwargs)
+        made.names = _NAMES[name]
+        return made
 
     def _check(self) -> None:
         """The settings that say by name or type what they must be."""
@@ -385,31 +407,20 @@ class MultiHeadAttention(nnx.Module):
         return core.Settings.of(self, scores)
 
     def _weights(self) -> core.Weights:
-        def linear(name: str, **more: Any) -> Linear:
-            layer = getattr(self, name)
-            bias = None if layer.bias is None else layer.bias[...]
-            return Linear(
-                layer.kernel[...], bias, _NAMES[name], dtype=self.dtype, precision=self.precision,
-                **more,
-            )  # fmt: skip
-
-        def optional(name: str) -> Linear | None:
-            return None if getattr(self, name) is None else linear(name)
-
-        def scale(norm: Any) -> jax.Array | None:
-            return None if norm is None else norm.scale[...]
-
-        out = None
-        if self.out is not None:
-            out = linear("out", contracted=2, rows=("batch", "norm_length"))
+        def linear(name: str) -> Any:
+            module = getattr(self, name)
+            if isinstance(module, Projection):
+                return module._weights()
+            # One that somebody else has put there is called.
+            return None if module is None else Linear(None, None, _NAMES[name], module=module)
 
         def value(param: Any) -> jax.Array | None:
             return None if param is None else param.get_value()
 
         return core.Weights(
-            linear("query"), optional("key"), optional("value"), out,
-            scale(self.query_ln), scale(self.key_ln), value(self.sinks),
-            optional("output_gate"), value(self.score_scale),
+            linear("query"), linear("key"), linear("value"), linear("out"),
+            self.query_ln, self.key_ln, value(self.sinks),
+            linear("output_gate"), value(self.score_scale),
         )  # fmt: skip
 
     def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:

@@ -1,14 +1,15 @@
 """Linear maps as linen modules: their parameters."""
 
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import Scope
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import sharding
-from flax_mha.linear import Linear, for_shape
+from flax_mha.linear import Linear, answer, for_shape
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
 
@@ -44,14 +45,19 @@ class Projection(nn.Module):
     partitioned: bool = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [*B, T, *in] to [*B, T, *features]."""
-        return self.weights(x.shape[-self.contracted :])(x)
+        """Map [*B, T, *in] to [*B, T, *features]."""
+        return answer(self, x, lambda: self.weights(x.shape[-self.contracted :]))
 
-    @nn.compact
+    @nn.nowrap
     def weights(self, inputs: Shape) -> Linear:
-        """W [*inputs, *features] and b [*features], without the product."""
+        """Return W [*inputs, *features] and b [*features], without the product.
+
+        It is no call to those who listen to the module's calls, as interceptors do.
+        """
+        # Made by the scope, which needs no method of the module to be running.
+        scope = cast(Scope, self.scope).rewound()
         kernel_init = for_shape(self.kernel_init, len(inputs))
-        kernel = self.param(
+        kernel = scope.param(
             "kernel", sharding.named(kernel_init, self.names, self.partitioned),
             (*inputs, *self.features), self.param_dtype,
         )  # fmt: skip
@@ -59,9 +65,9 @@ class Projection(nn.Module):
         if self.bias_init is not None:
             names = self.names[len(inputs) :]
             bias_init = sharding.named(for_shape(self.bias_init, 0), names, self.partitioned)
-            bias = self.param("bias", bias_init, self.features, self.param_dtype)
+            bias = scope.param("bias", bias_init, self.features, self.param_dtype)
         return Linear(
-            kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision
+            kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision, self
         )
 
 

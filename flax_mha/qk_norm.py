@@ -3,13 +3,11 @@
 import dataclasses
 from typing import Any
 
-import flax.linen as nn
-import jax
-from flax.typing import Dtype
+from flax import linen, nnx
 
 from flax_mha import inputs
 
-_KINDS: dict[str, Any] = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+_KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +39,21 @@ class QKNorm:
         if inputs.number("QKNorm.epsilon", self.epsilon) < 0:
             raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
 
-    def __call__(self, x: jax.Array, scale: jax.Array | None, dtype: Dtype | None) -> jax.Array:
-        """Norms [*B, T, N, H]; Flax's own function, with the scale where there is one."""
-        fields: dict[str, Any] = {"epsilon": self.epsilon, "dtype": dtype}
-        if self.kind == "layernorm":
-            fields["use_bias"] = False
-        if scale is None:
-            return _KINDS[self.kind](use_scale=False, **fields).apply({}, x)
-        norm = _KINDS[self.kind](param_dtype=scale.dtype, **fields)
-        return norm.apply({"params": {"scale": scale}}, x)
+    def linen(self, **fields: Any) -> linen.Module:
+        """Return Flax's module of linen for this norm, with other fields as given."""
+        kind: Any = getattr(linen, _KINDS[self.kind])
+        module: linen.Module = kind(**self._fields(), **fields)
+        return module
+
+    def nnx(self, features: int, **fields: Any) -> nnx.Module:
+        """Return Flax's module of nnx for this norm, with other arguments as given."""
+        kind: Any = getattr(nnx, _KINDS[self.kind])
+        module: nnx.Module = kind(features, **self._fields(), **fields)
+        return module
+
+    def _fields(self) -> dict[str, Any]:
+        same: dict[str, Any] = {"epsilon": self.epsilon, "use_scale": self.scale}
+        return same | ({"use_bias": False} if self.kind == "layernorm" else {})
 
 
 def as_qk_norm(given: QKNorm | None, normalize_qk: bool) -> QKNorm | None:

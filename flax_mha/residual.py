@@ -74,6 +74,7 @@ class Block(nn.Module):
         """Whether the norms stand after the sums: then a stack needs none at its end."""
         return not (self.pre_norm or self.branch_norm)
 
+    @nn.nowrap
     @mesh_axes.whole_steps("attention")
     def run(self, x: jax.Array, deterministic: bool | None, calls: Calls, return_kv: bool) -> Any:
         """Runs the attention layers, each with its arguments in `calls`, and the MLP."""
@@ -94,6 +95,7 @@ class Block(nn.Module):
         x, kv = (nn.remat(branches) if self.remat else branches)(self, x)
         return (x, kv) if return_kv else x
 
+    @nn.nowrap
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
         """A norm over features, in the dtypes of the attention layer."""
         parent = self if parent is None else parent
@@ -113,6 +115,7 @@ class Block(nn.Module):
             parent=parent,
         )  # fmt: skip
 
+    @nn.nowrap
     def _branches(
         self, x: jax.Array, deterministic: bool | None, calls: Calls
     ) -> tuple[jax.Array, Shared | None]:
@@ -141,6 +144,7 @@ class Block(nn.Module):
             x = sharding.constrain(x, ("batch", "norm_length", None))
         return x, kv
 
+    @nn.nowrap
     def _mlp(self) -> nn.Module:
         if isinstance(self.mlp, nn.Module) and self.mlp_dim is None:
             return self.mlp
@@ -158,6 +162,7 @@ class Block(nn.Module):
             name="mlp",
         )  # fmt: skip
 
+    @nn.nowrap
     def _added(
         self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
     ) -> jax.Array:

@@ -73,6 +73,7 @@ class Stack(nn.Module):
         """The first of them, whose dtypes are those of all."""
         return self.blocks[0]
 
+    @nn.nowrap
     @mesh_axes.whole_steps("first.attention")
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
         """The blocks one after another, each with the same other inputs and arguments."""
@@ -134,6 +135,7 @@ class Stack(nn.Module):
         final = not self.first.post_norm if self.final_norm is None else self.final_norm
         return self.first.make_norm("norm", self)(x) if final else x
 
+    @nn.nowrap
     def _sources(self, call: dict[str, Any]) -> tuple[int | None, ...]:
         """`kv_from`, if it fits: the layer whose keys and values each layer takes, or None."""
         if self.kv_from is None:
@@ -171,6 +173,7 @@ class Stack(nn.Module):
             )
         return found
 
+    @nn.nowrap
     def _of_each(self, call: dict[str, Any]) -> list[dict[str, Any]]:
         """What each block is given of its own, taken out of the arguments that all share.
 

@@ -47,8 +47,7 @@ def swap(model: Model, **fields: Any) -> Model:
     base of `nn.SelfAttention` and of classes of one's own, whose code still runs) becomes a
     `flax_mha.MultiHeadAttention` with the same fields, and each `nnx.MultiHeadAttention`, but no
     class on top of it, one of `flax_mha.nnx`. What differs: dropout draws other weights; caches of
-    decoding are ours, made by `init` (in nnx `init_cache`) as before; no intermediates are captured
-    of single projections.
+    decoding are ours, made by `init` (in nnx `init_cache`) as before.
 
     Args:
       model: of linen, or of nnx.
@@ -92,13 +91,22 @@ def _swapped(model: Any, fields: dict[str, Any]) -> Any:
     return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
 
 
+class _Standing(MultiHeadAttention):
+    """Our layer in the scope of theirs, whose call is the one that Flax captures."""
+
+    @nn.compact
+    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer by a method of another name, so that no call is captured twice."""
+        return cast(Any, MultiHeadAttention.__call__).__wrapped__(self, *args, **kwargs)
+
+
 def _ours(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Calls our layer in place of theirs, in its scope; all other methods as they are."""
     theirs = context.module
     if inspect.unwrap(context.orig_method.func) is not _THEIRS:
         return call(*args, **kwargs)
     same = {name: getattr(theirs, name) for name in _SAME} | _attention_fn(theirs, nn)
-    return MultiHeadAttention(**same | fields, parent=theirs.scope)(*args, **kwargs)
+    return _Standing(**same | fields, parent=theirs.scope).stand_in(*args, **kwargs)
 
 
 def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
@@ -112,7 +120,14 @@ def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
     kind = flax_mha.nnx.MultiHeadAttention
     # Without parameters of its own: those of the other take their place.
     ours = nnx.eval_shape(lambda: kind(**same | fields, rngs=nnx.Rngs(0)))
-    for name in ("query", "key", "value", "out", "query_ln", "key_ln", "rngs"):
+    for name in ("query", "key", "value", "out"):
+        linear = getattr(node, name)
+        if type(linear) is nnx.LinearGeneral:
+            mine = getattr(ours, name)
+            mine.kernel, mine.bias = linear.kernel, linear.bias
+        else:
+            setattr(ours, name, linear)
+    for name in ("query_ln", "key_ln", "rngs"):
         setattr(ours, name, getattr(node, name))
     return ours
 
