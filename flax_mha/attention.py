@@ -16,9 +16,8 @@ from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
 from flax_mha.kernels import Capture
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.linear import Linear
+from flax_mha.linear import Linear, projection
 from flax_mha.positions import Rotation
-from flax_mha.projections import projection
 from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.shapes import Shape

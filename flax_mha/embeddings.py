@@ -9,7 +9,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer
 
 from flax_mha import inputs, padding, shapes, sharding
-from flax_mha.projections import Projection, default_bias_init, default_kernel_init
+from flax_mha.linear import Projection, default_bias_init, default_kernel_init
 
 
 class TokenEmbedding(nn.Module):

@@ -12,9 +12,9 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 from jax import lax
 
 from flax_mha import inputs, mesh_axes, routed, shapes, sharding
-from flax_mha.linear import for_shape, gathered
+from flax_mha.linear import default_bias_init, default_kernel_init, for_shape, projection
 from flax_mha.mlp import Activation, activation
-from flax_mha.projections import default_bias_init, default_kernel_init, projection
+from flax_mha.tensor_parallel import gathered
 
 _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}

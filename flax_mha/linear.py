@@ -1,24 +1,28 @@
-"""Linear maps from and to heads as functions of their weights, and several as one product."""
+"""Linear maps: their parameters in linen, and several of them as one product."""
 
 import contextvars
 import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
-from flax.core import meta
+from flax.core import Scope, meta
 from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import inputs, mesh_axes, shapes, sharding
+from flax_mha import inputs, shapes, sharding
 from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
+from flax_mha.tensor_parallel import column_parallel, gathered, row_parallel
+
+default_kernel_init = nn.linear.default_kernel_init
+default_bias_init = nn.initializers.zeros_init()
 
 
 class Linear(struct.PyTreeNode):
@@ -86,8 +90,8 @@ class Linear(struct.PyTreeNode):
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
             kernel = sharding.constrain(kernel, gathered(self.names))
-            y = _columns(multiply, x, [self], kernel) if self.contracted == 1 else None
-            y = _rows(multiply, x, self, kernel) if y is None else y
+            y = column_parallel(multiply, x, [self], kernel) if self.contracted == 1 else None
+            y = row_parallel(multiply, x, self, kernel) if y is None else y
             y = multiply(x, kernel) if y is None else y
             return _plus(y, bias)
 
@@ -167,7 +171,7 @@ def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
             sharding.constrain(w, gathered(p.names))
             for w, p in zip(kernels, projections, strict=True)
         ]
-        parts = _columns(multiply, x, projections, *constrained)
+        parts = column_parallel(multiply, x, projections, *constrained)
         if parts is None:
             parts = multiply(x, *constrained)
         return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
@@ -181,68 +185,69 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else y + shapes.lead(bias, y.ndim)
 
 
-def _columns(
-    multiply: Callable[..., Any], x: jax.Array, projections: Sequence[Linear],
-    *kernels: jax.Array,
-) -> Any:  # fmt: skip
-    """multiply(x, *kernels) from features, if the positions of x are divided; else None.
+class Projection(nn.Module):
+    """A `Linear` with parameters of its own: Flax's `DenseGeneral`, with named axes.
 
-    Each device brings them together before the product, and sums its gradient over devices only
-    for its own: one all-gather, and one reduce-scatter in the backward pass, of all projections.
+    Attributes:
+      features: the axes of y that replace those of x.
+      names: logical names of W's axes, the contracted ones first.
+      contracted: how many of x's last axes are contracted.
+      rows: logical names of the other axes of y.
+      kernel_init: initializer of W, called with the shape [in, out].
+      bias_init: initializer of b; None for no bias.
+      dtype: of the computation (default: promoted from x and the parameters).
+      param_dtype: of the parameters.
+      precision: of the product, see `jax.lax.Precision`.
+      partitioned: box the parameters with their names.
     """
-    if projections[0].rows != ("batch", "length") or x.ndim < 2:
-        return None
-    at, given = x.ndim - 2, ("batch", "norm_length", None)
-    apart = _apart(x.shape, at)
-    if not apart:
-        return None
 
-    def local(x: jax.Array, *kernels: jax.Array) -> Any:
-        return multiply(jax.lax.all_gather(x, apart, axis=at, tiled=True), *kernels)
+    features: Shape
+    names: LogicalNames
+    contracted: int = 1
+    rows: LogicalNames = ("batch", "length")
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer | None = default_bias_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    partitioned: bool = False
 
-    pairs = list(zip(projections, kernels, strict=True))
-    outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
-    names = [given, *(gathered(p.names) for p in projections)]
-    return sharding.local(local, names, outs if len(outs) > 1 else outs[0], x, *kernels)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [*B, T, *in] to [*B, T, *features]."""
+        return answer(self, x, lambda: self.weights(x.shape[-self.contracted :]))
 
+    @nn.nowrap
+    def weights(self, inputs: Shape) -> Linear:
+        """Return W [*inputs, *features] and b [*features], without the product.
 
-def _rows(
-    multiply: Callable[..., Any], x: jax.Array, projection: Linear, kernel: jax.Array
-) -> jax.Array | None:
-    """multiply(x, kernel), if it is summed over the devices that divide its positions; else None.
-
-    Each device keeps the sums of its own: one reduce-scatter, and an all-gather backward.
-    """
-    inner, outer = projection.names[: projection.contracted], projection.names_of_result
-    shape = (*x.shape[: -projection.contracted], *projection.features)
-    names = [("batch", "length", *inner), gathered(projection.names)]
-    over, at = sharding.spec(kernel.shape, names[1]), x.ndim - projection.contracted - 1
-    if projection.rows[-1] != "norm_length":
-        return None
-    apart = _apart(shape, at)
-    if not apart or apart != mesh_axes.each(over[0]):
-        return None
-
-    def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(multiply(x, kernel), apart, scatter_dimension=at, tiled=True)
-
-    return sharding.local(local, names, (shape, outer), x, kernel)
-
-
-def _apart(shape: Shape, at: int) -> tuple[str, ...]:
-    """The mesh axes that divide positions between the layers, beyond those that do everywhere."""
-    found = []
-    for name in ("length", "norm_length"):
-        axes = sharding.spec(shape[: at + 1], (name,))
-        found.append(mesh_axes.each(axes[at]))
-    everywhere, between = found
-    return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
+        It is no call to those who listen to the module's calls, as interceptors do.
+        """
+        # Made by the scope, which needs no method of the module to be running.
+        scope = cast(Scope, self.scope).rewound()
+        kernel_init = for_shape(self.kernel_init, len(inputs))
+        kernel = scope.param(
+            "kernel", sharding.named(kernel_init, self.names, self.partitioned),
+            (*inputs, *self.features), self.param_dtype,
+        )  # fmt: skip
+        bias = None
+        if self.bias_init is not None:
+            names = self.names[len(inputs) :]
+            bias_init = sharding.named(for_shape(self.bias_init, 0), names, self.partitioned)
+            bias = scope.param("bias", bias_init, self.features, self.param_dtype)
+        return Linear(
+            kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision, self
+        )
 
 
-def gathered(names: LogicalNames) -> LogicalNames:
-    """The names of a parameter as products take it: what FSDP has spread is brought together."""
-    together = "embed" if mesh_axes.has_rule("embed") else None
-    return tuple(None if name == together else name for name in names)
+def projection(
+    like: nn.Module, name: str, features: Shape, names: LogicalNames, biased: bool, **fields: Any
+) -> Projection:
+    """A `Projection` whose other fields are those of a module, or as given."""
+    same = ("kernel_init", "bias_init", "dtype", "param_dtype", "precision", "partitioned")
+    fields = {field: getattr(like, field) for field in same} | fields
+    if not biased:
+        fields["bias_init"] = None
+    return Projection(features, names, name=name, **fields)
 
 
 def for_shape(init: Initializer, contracted: int) -> Initializer:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import inputs, shapes, sharding
-from flax_mha.projections import default_bias_init, default_kernel_init, projection
+from flax_mha.linear import default_bias_init, default_kernel_init, projection
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Activation] = {

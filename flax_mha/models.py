@@ -12,9 +12,9 @@ from flax_mha.embeddings import PatchEmbedding as PatchEmbedding
 from flax_mha.embeddings import TokenEmbedding as TokenEmbedding
 from flax_mha.fields import check_module
 from flax_mha.inputs import choose, fields, integer, number, optional
+from flax_mha.linear import Projection
 from flax_mha.mlp import Dropout
 from flax_mha.positions import PositionEmbedding
-from flax_mha.projections import Projection
 from flax_mha.stacks import Decoder as Decoder
 from flax_mha.stacks import Encoder as Encoder
 

@@ -23,8 +23,8 @@ LAYERS = [
     {"masks.base", "scores.rules", "scores.relative"},
     {"masks.rules", "masks.lattice", "scores"},
     {"masks.tokens", "masks.chosen"},
-    {"masks", "positions", "linear"},
-    {"projections"},
+    {"masks", "positions", "tensor_parallel"},
+    {"linear"},
     {"kernels.normalizers"},
     {
         "kernels.dropout",

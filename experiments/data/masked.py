@@ -18,9 +18,9 @@ from experiments.data import text
 from experiments.data.task import Batch, Params, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import EncoderBlock, MultiHeadAttention
+from flax_mha.linear import Projection
 from flax_mha.models import Encoder, TokenEmbedding
 from flax_mha.positions import Rotary
-from flax_mha.projections import Projection
 
 BYTES = 256
 HIDDEN = 255  # in the place of a byte that is to be guessed: no byte of UTF-8

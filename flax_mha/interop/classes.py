@@ -7,9 +7,9 @@ import jax
 
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, linear
+from flax_mha.linear import Projection
 from flax_mha.mlp import Activation
 from flax_mha.models import Classifier
-from flax_mha.projections import Projection
 
 _HEADED = ("ForSequenceClassification", "ForImageClassification")
 

@@ -27,10 +27,10 @@ from flax_mha.interop.table import (
     patches,
     wrapped,
 )  # fmt: skip
+from flax_mha.linear import Projection
 from flax_mha.mlp import MLP
 from flax_mha.models import Classifier
 from flax_mha.positions import PositionEmbedding
-from flax_mha.projections import Projection
 from flax_mha.stacks import Encoder
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
