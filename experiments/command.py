@@ -1,4 +1,4 @@
-"""The flags of a command: what is wrong with them is said in one line."""
+"""The flags of a command, with errors of one line."""
 
 import sys
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from absl import flags
 
 
 def parse(argv: Sequence[str], more: str = "") -> list[str]:
-    """Return the words of a command line that are no flags, for `app.run(flags_parser=…)`.
+    """Parse the flags, and return the other arguments, for `app.run(flags_parser=…)`.
 
-    Ends the program, with one line, where a flag is wrong; or with the help that was asked for.
+    Ends the program with one line if a flag is wrong, and after printing help if --help is given.
 
     Args:
       argv: the command line.
-      more: what help says beyond the flags.
+      more: text that help prints after the flags.
     """
     try:
         return flags.FLAGS(argv)

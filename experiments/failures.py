@@ -1,4 +1,4 @@
-"""What went wrong, said in one line: a mistake, or what the machine lacks.
+"""Errors as one line: a mistake of the user, or something that the machine lacks.
 
 `experiments/__init__.py` installs this for the commands, so that it covers their imports too.
 """
@@ -35,7 +35,7 @@ class RunError(ValueError):
 
 
 def install() -> None:
-    """Lets the program say what the machine lacks, from its imports on."""
+    """Install the hooks that report errors in one line, from the imports on."""
     sys.excepthook, sys.unraisablehook = say, unraisable
     threading.excepthook = in_thread
 
@@ -46,7 +46,7 @@ def needs(path: Path) -> None:
 
 
 def reason(error: BaseException) -> str | None:
-    """Return the line that says what the machine lacks, or None for an error of another kind."""
+    """Return the line that reports an error of the user or the machine, or None for others."""
     chain = list(_chain(error))
     if any(isinstance(each, KeyboardInterrupt) for each in chain):
         saved = [f"to go on from what was saved: --workdir={path.parent}" for path in _needed]
@@ -121,7 +121,7 @@ def _lost(texts: Iterable[str]) -> Path | None:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that led to it."""
+    """Yield an error and its causes."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):

@@ -1,7 +1,7 @@
-"""What a command is at, in lines on stderr: each phase as it begins, and again while it lasts.
+"""Progress of a command: a line on stderr as each phase begins, and again while it lasts.
 
-`experiments/__init__.py` says the first line before JAX is imported: nothing here takes time to
-import.
+`experiments/__init__.py` prints the first line before JAX is imported, so this module must import
+fast.
 """
 
 import os
@@ -23,15 +23,15 @@ _said = 0.0  # when the last line was
 
 
 class Phase:
-    """Something that takes its time, in a `with`.
+    """A context manager around something that takes time.
 
     Args:
-      text: what is done, such as "compiling the step".
-      aloud: says a line as it begins; else only what lasts is said.
-      over: whether it has ended by itself.
+      text: the description, such as "compiling the step".
+      aloud: prints a line as the phase begins; if False, only a phase that lasts prints lines.
+      over: returns True once the phase has ended by itself.
 
     Attributes:
-      detail: how far it is; may be changed while it lasts.
+      detail: the progress, added to each line; may be changed while the phase lasts.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ SUBMODULES = {"query", "key", "value", "out", "query_ln", "key_ln"}
 
 
 def changing(name: str, change: Callable[[Any, Any], Any]) -> Any:
-    """Put change(call, x) in place of each call of the submodules of that name."""
+    """Replace each call of the submodules with this name by change(call, x)."""
 
     def interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if context.module.name != name or context.method_name != "__call__":
@@ -111,7 +111,7 @@ def test_tabulate_shows_each_projection() -> None:
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_changed_calls_send_no_more_over_a_mesh(optimized, kind: str) -> None:
-    """Of B·T·D forward and of as much backward, whether a value is looked at, doubled or left."""
+    """A gradient sends 2·B·T·D, whether a value is looked at, doubled or left alone."""
     layer = flax_mha.MultiHeadAttention(8)
     x = jnp.ones((B, 16, 32))
 

@@ -34,7 +34,7 @@ _RECORD = {
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds; the start of a run where there is none."""
+    """The content of a checkpoint."""
 
     step: int
     state: Any
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 
 
 class _DamagedError(ValueError):
-    """What is wrong with a checkpoint."""
+    """A checkpoint that is not whole."""
 
 
 class Checkpoints:
@@ -202,13 +202,12 @@ class Checkpoints:
 
 
 def _matches(value: Any, form: Any) -> bool:
-    """Return True if a value that was read from JSON has a form.
+    """Return True if a value read from JSON has a form.
 
     Args:
-      value: of JSON.
-      form: a type; a tuple of forms, one of which is meant; a list, of which each element has the
-        form of the first; or a dict whose keys must be there, and whose form at `str` is that of
-        all other keys.
+      value: the value.
+      form: a type; a tuple of alternatives; a list with the form of every element; or a dict with
+        the forms of keys that must be there, and at `str` the form of all other keys.
     """
     if isinstance(form, tuple):
         return any(_matches(value, each) for each in form)
@@ -241,7 +240,7 @@ class _Keep:
 
 
 def _mean(loss: Any) -> float:
-    """That of all seeds; what is not finite is worst."""
+    """Return the mean over seeds; a loss that is not finite counts as infinite."""
     values = loss if isinstance(loss, list) else [loss]
     return float("inf") if None in values else sum(values) / len(values)
 

@@ -1,7 +1,7 @@
-"""The keys of all configs: what each means, and which values it takes.
+"""A table of all config keys: their meaning and their valid values.
 
-A row for each key, by its dotted name. `check` holds values against them, wherever they come from:
-a config file, a command line, or a run's folder.
+A row for each key, by its dotted name. `check` validates the values of a config file, a command
+line or a run's folder.
 """
 
 import ast
@@ -25,11 +25,11 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class Field(NamedTuple):
-    """What a key means, and which values it takes.
+    """A row of the table.
 
     Attributes:
-      about: what it means.
-      rule: which values it takes, in words.
+      about: the meaning of the key.
+      rule: its valid values, in words.
       kind: their type, NoneType for any; an int counts as a float too.
       allows: the rule for a value of that type.
     """
@@ -167,7 +167,7 @@ TABLE = {
 
 
 def of(key: str, example: Any) -> Field:
-    """Return the row of a key, or of one that the table lacks what an example tells."""
+    """Return the row of a key; for a key that the table lacks, one for values like the example."""
     return TABLE.get(key) or like(example)
 
 

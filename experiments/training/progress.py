@@ -1,4 +1,4 @@
-"""How far a run is, for people."""
+"""The progress of a run, as a bar or as lines."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from experiments.training.program import Program
 
 @contextlib.contextmanager
 def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
-    """Show a live bar on a terminal; elsewhere print a line for each evaluation, or of what lasts.
+    """Show a live bar on a terminal, and elsewhere lines.
 
     Yields:
       A function of the step, of a short text for the bar, and of a line (or "").
@@ -42,7 +42,7 @@ def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
 
 @contextlib.contextmanager
 def bar(steps: int, start: int, console: Console) -> Iterator[Callable[[int, str, str], None]]:
-    """Show a line from the first step on, whose text takes what room the terminal has."""
+    """Show a bar from the first step on, as wide as the terminal."""
     text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     columns = (
         SpinnerColumn(), BarColumn(20, table_column=Column(no_wrap=True)),

@@ -1,4 +1,4 @@
-"""What a command line asks for: a config file, its keys set anew, and the other flags."""
+"""The command line: a config file, the keys that it overrides, and the other flags."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from experiments.training.keys import check_key, flatten
 
 
 class Asked(NamedTuple):
-    """What a command line asks for.
+    """A parsed command line.
 
     Attributes:
-      config: what the file says, with the keys that the command line sets.
-      overrides: values that are insisted on, by dotted key: those of the command line, and those of
-        a file that it names.
-      path: of the file.
-      rest: the other words of the command line.
+      config: the config of the file, with the overrides of the command line.
+      overrides: values by dotted key that a resumed run must have: the overrides, and all values of
+        a file that the command line names.
+      path: the config file.
+      rest: the other arguments.
     """
 
     config: ConfigDict
@@ -35,9 +35,9 @@ class Asked(NamedTuple):
 
 
 def parse(argv: Sequence[str], default: Path) -> Asked:
-    """Return what a command line asks for, once the program's other flags are parsed too.
+    """Parse the command line, the program's other flags included.
 
-    Ends the program, with one line, where something is wrong; or with the help that was asked for.
+    Ends the program with one line if something is wrong, and after the help that --help asks for.
     """
     try:
         asked = read(argv, default)
@@ -47,11 +47,11 @@ def parse(argv: Sequence[str], default: Path) -> Asked:
 
 
 def read(argv: Sequence[str], default: Path) -> Asked:
-    """Return what a command line asks for, every value checked; other flags are left in its rest.
+    """Parse and check the config of a command line; other flags stay in `rest`.
 
     Args:
       argv: the command line.
-      default: the config's file where `--config` is not there.
+      default: the config file without `--config`.
 
     Raises:
       RunError: if the file is no config, or a key or a value is wrong.
@@ -81,7 +81,7 @@ def read(argv: Sequence[str], default: Path) -> Asked:
 
 
 def described(config: ConfigDict, path: str) -> str:
-    """Return help on the keys of a config: what each means, which values it takes, and its own."""
+    """Return help on the keys of a config: meaning, valid values and current value."""
     lines = [f"--config=FILE: a config, such as {path}, which has these keys:"]
     for key, value in flatten(config.to_dict()).items():
         field = fields.of(key, value)
@@ -91,11 +91,11 @@ def described(config: ConfigDict, path: str) -> str:
 
 
 def _taken(argv: Sequence[str], names: dict[str, bool]) -> tuple[dict[str, str], list[str]]:
-    """Return the words of some flags that are there, and all other words.
+    """Return the values of some flags by name, and all other arguments.
 
     Args:
       argv: the command line.
-      names: of the flags, and whether each is a switch, as which its name alone will do.
+      names: the flags; True for a switch, which needs no value.
     """
     parser: flags.ArgumentParser[str] = flags.ArgumentParser()
     values = flags.FlagValues()

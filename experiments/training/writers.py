@@ -91,14 +91,18 @@ def named(value: str) -> list[str]:
 
 
 def check(config: ConfigDict) -> None:
-    """Raise a RunError unless what config.report_to names is installed."""
+    """Check that the trackers of config.report_to are installed.
+
+    Raises:
+      RunError: if one is not.
+    """
     for name in named(config.report_to):
         for module, package in NEEDED[name].items():
             _package(module, package)
 
 
 def others(path: Path, config: ConfigDict) -> list[Writer]:
-    """Those that config.report_to names; the same run resumes.
+    """Return the writers that config.report_to names; a resumed run goes on in the same ones.
 
     Raises:
       RunError: if one fails, or its package is missing.

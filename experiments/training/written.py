@@ -1,4 +1,4 @@
-"""What a run has left in its folder, for people."""
+"""The files that a run has written."""
 
 import shlex
 from pathlib import Path
@@ -10,7 +10,7 @@ EVENTS, TRACE = "tensorboard", "profile"
 
 
 def lines(folder: Path) -> list[str]:
-    """Return the names of what is there, and the command that shows its curves."""
+    """Return lines with the files in a run's folder, and the command that shows its curves."""
     pictures = sorted(path.name for path in folder.glob("*.png"))
     names = [METRICS, *pictures, *(f"{name}/" for name in (FOLDER, EVENTS, TRACE))]
     there = [name for name in names if (folder / name).exists()]

@@ -44,7 +44,7 @@ def call(
 
 
 def said(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of an error, after those of phases."""
+    """Return the line of an error, which follows the lines of phases."""
     assert done.returncode == 1
     *before, line = done.stderr.splitlines()
     assert all(each.endswith(" …") or each.startswith("still ") for each in before)

@@ -165,7 +165,7 @@ FORGED = {
 def test_a_record_of_another_form_counts_as_damaged(
     folder: Path, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its digest is right: whoever wrote it knew how."""
+    """The digest of the record is right, and its structure wrong."""
     shutil.copytree(folder, tmp_path / "run")
     (path,) = (tmp_path / "run" / "checkpoints" / "6" / "run").glob("metadata")
     good = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Folders whose tokens are not what they must be: one line that says so, and no traceback."""
+"""Folders with broken tokenizers: an error of one line, and no traceback."""
 
 import json
 import os

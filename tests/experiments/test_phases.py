@@ -1,4 +1,4 @@
-"""No command is silent for long: what it is at is said in lines."""
+"""Commands print their progress, and are never silent for long."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""How fast a run is, in words, how far, and what it leaves."""
+"""The lines about a run: its speed, its progress and its files."""
 
 import io
 import re

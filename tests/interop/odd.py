@@ -86,7 +86,7 @@ VALUES = ("8", 8.5, None, [8], {}, True, -1, 0, 10**9, float("nan"), 10**400, "a
 
 
 def odd(config: Config) -> Iterator[tuple[str, Any, Config]]:
-    """Every setting, those within others too, every odd value, and the config with it."""
+    """Yield each setting, nested ones included, with each odd value, and the config with it."""
     for name, x in config.items():
         for value in VALUES:
             yield name, value, config | {name: value}

@@ -1,4 +1,4 @@
-"""Configs that are not what they must be: one line that says so, at once, and nothing else."""
+"""Configs with wrong values: an error of one line, at once."""
 
 import inspect
 import json
@@ -114,7 +114,7 @@ def test_what_is_not_read_is_not_checked() -> None:
 
 
 def test_more_layers_than_the_file_has(tmp_path: Path) -> None:
-    """What is missing is said before shapes are asked for, which take time for each layer."""
+    """A missing setting is reported before shapes are computed, which takes time per layer."""
     interop.save(CONFIG, variables(), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 512}))
     start = time.monotonic()
@@ -127,7 +127,7 @@ def test_more_layers_than_the_file_has(tmp_path: Path) -> None:
 
 
 def test_images_that_are_not_square() -> None:
-    """Also of transformers, whose sizes may be pairs; what is left beside patches is not seen."""
+    """Sizes may be pairs, as in transformers; pixels beyond the last patch are ignored."""
     family = interop.family(CONFIGS["vit"] | {"image_size": [9, 14], "patch_size": [2, 4]})
     assert family.example[0].shape == (1, 8, 12, 3)
     assert family.shapes()["positions/embedding"].shape == (13, 16)

@@ -1,4 +1,4 @@
-"""Folders of strangers: files that lie about what is in them, and such as never end."""
+"""Folders from strangers: files whose headers lie, and files without an end."""
 
 import json
 import os
