@@ -13,8 +13,8 @@ from flax_mha.positions import Rotary
 from flax_mha.variants import ChosenBlocksAttention
 from tests import oracle
 from tests.decoded import decoded
-from tests.every_layer import same_on_a_mesh, same_under_scan
-from tests.oracle import error, float64, random_like
+from tests.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.oracle import error, float64
 
 N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
 KEY = jax.random.key(0)
@@ -23,7 +23,7 @@ X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 
 def layer(**fields: Any) -> ChosenBlocksAttention:
     defaults: dict[str, Any] = {
-        "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0), "use_bias": False,
+        "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0),
         "block": BLOCK, "count": 3,
     }  # fmt: skip
     return ChosenBlocksAttention(N, **defaults | fields)
@@ -31,10 +31,8 @@ def layer(**fields: Any) -> ChosenBlocksAttention:
 
 def expected(params: Any, x: Any, share: bool = False, query_block: int = 1) -> np.ndarray:
     """Query by query."""
-    x, p = float64(x), jax.tree.map(float64, params)
-    q, k, v = (
-        np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
-    )
+    x, p = float64(x), float64(params)
+    q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
     q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
     allowed = np.zeros((2, N, T, T), bool)
     for b, n, i in np.ndindex(2, N, T):
@@ -51,7 +49,7 @@ def expected(params: Any, x: Any, share: bool = False, query_block: int = 1) -> 
         for c in [*np.argsort(-scores)[: 3 - len(own)], *own]:
             allowed[b, n, i, BLOCK * int(c) : BLOCK * (int(c) + 1)] = True
     out, _, _ = oracle.attention(q, k, v, allowed=allowed & np.tri(T, dtype=bool))
-    return np.einsum("btnh,nhd->btd", out, p["out"]["kernel"])
+    return oracle.project(p["out"], out, contracted=2)
 
 
 @pytest.mark.sampled(0.5)
@@ -59,7 +57,7 @@ def expected(params: Any, x: Any, share: bool = False, query_block: int = 1) -> 
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
 def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
     module = layer(kernel=kernel, **fields)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X, **fields)) < 5e-6
 
 
@@ -67,7 +65,7 @@ def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
 def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
     """Not by what is chosen, either."""
     module = layer(**fields)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     apply = jax.jit(module.apply)
     out = apply(params, X)
     for t in range(1, T, 5):
@@ -80,7 +78,7 @@ def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("share", [False, True])
 def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
     cached = layer(decode=True, share=share)
-    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    params = drawn(layer(), X)
     whole = jax.jit(layer(share=share).apply)(params, X)
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 

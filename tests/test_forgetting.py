@@ -14,9 +14,9 @@ from flax_mha.scores import Relative
 from flax_mha.variants import ForgettingAttention
 from tests import oracle
 from tests.decoded import cache_of, decoded
-from tests.every_layer import same_on_a_mesh, writes_as_the_whole
+from tests.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
 from tests.meshes import EIGHT
-from tests.oracle import einsum, error, float64, random_like
+from tests.oracle import einsum, error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
 KEY = jax.random.key(0)
@@ -45,14 +45,14 @@ def expected(params: Any, x: Any, **call: Any) -> np.ndarray:
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_against_the_formula(kernel: str) -> None:
     module = layer(kernel=kernel)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
 def test_gradients() -> None:
     """Of the gates, by differences of the formula in float64."""
     module = layer(kernel="blockwise")
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
     rng = np.random.default_rng(1)
     p = float64(params["params"])
@@ -74,7 +74,7 @@ def test_gradients() -> None:
 def test_without_a_gate_it_is_multi_head_attention() -> None:
     """At f = 1 nothing is forgotten."""
     module = layer()
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
     plain = {k: v for k, v in params["params"].items() if not k.startswith("forget")}
     x, causal = float64(X), np.tri(T, dtype=bool)
@@ -86,7 +86,7 @@ def test_without_a_gate_it_is_multi_head_attention() -> None:
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
-    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
     assert cache["kv"].key.shape == (2, K, T, H + 3 * N // K)
     assert cache["kv"].value.shape == (2, K, T, H)
@@ -100,7 +100,7 @@ def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
     """Of bfloat16 only keys and values are rounded, however large the sums of the gates are."""
     fields = {"mask": masks.Window(4, 0)} if window else {}
     module = layer(**fields)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     # Every token forgets nearly all: c is near −3,000 at the end. Keys and values say nothing.
     params["params"]["forget_bias"] = np.full(N, -300.0, np.float32)
     params["params"]["key"]["kernel"] *= 0
@@ -123,13 +123,15 @@ def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
 @pytest.mark.slow
 def test_lengths_order_and_options() -> None:
     """Rows of different lengths, in a cache too; tokens in another order; norms and gates."""
-    module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned", use_bias=False)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned")
+    params = drawn(module, X)
     lengths = np.array([T, 6])
     bad = np.where((np.arange(T) < lengths[:, None])[..., None], X, np.nan)
     out = jax.jit(module.apply)(params, bad, lengths=lengths)
     whole = jax.jit(module.apply)(params, X)
-    np.testing.assert_array_equal(out[1, 6:], 0)
+    # Padding attends to nothing: the bias alone is left.
+    bias = params["params"]["out"]["bias"]
+    np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     assert error(out[1, :6], whole[1, :6]) < 1e-6
     order = np.random.default_rng(3).permutation(T)
     turned = jax.jit(functools.partial(module.apply, order=order))(params, X[:, order])
