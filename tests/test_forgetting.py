@@ -27,10 +27,10 @@ def layer(**fields: Any) -> ForgettingAttention:
     return ForgettingAttention(N, **{"num_kv_heads": K, "head_dim": H} | fields)
 
 
-def forgotten(params: Any, x: np.ndarray) -> np.ndarray:
-    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T]."""
+def forgotten(params: Any, x: np.ndarray, told: Any = True) -> np.ndarray:
+    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T], of `told` ones."""
     z = einsum("btd,dn->bnt", x, params["forget_gate"]["kernel"]) + params["forget_bias"][:, None]
-    logs = -np.log1p(np.exp(-z))
+    logs = np.where(told, -np.log1p(np.exp(-z)), 0)
     i, j, gate = np.ogrid[: x.shape[1], : x.shape[1], : x.shape[1]]
     return einsum("bnl,ijl->bnij", logs, (j < gate) & (gate <= i))
 
@@ -118,6 +118,55 @@ def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
     bias = params["params"]["forget_bias"].reshape(K, 1, -1)
     c = np.cumsum(np.broadcast_to(-np.logaddexp(0, -float64(bias)), (2, K, 5, N // K)), 2)
     np.testing.assert_allclose(parts, c, rtol=3e-7)
+
+
+REAL = np.ones((2, T), bool)
+REAL[0, [0, 4]] = REAL[1, 7:9] = False
+
+
+def test_hidden_tokens_leave_no_trace() -> None:
+    """Of NaN in them neither, in outputs, gradients and steps; their gates are those of the mask."""
+    module = layer(mask=masks.Keys(REAL), kernel="blockwise")
+    params = drawn(module, X)
+    bad = np.where(REAL[..., None], X, np.nan)
+    x, p = float64(X), float64(params["params"])
+    allowed = np.tri(T, dtype=bool) & REAL[:, None, None]
+    bias = forgotten(p, x, REAL[:, None])
+    wanted = oracle.multi_head(p, x, bias=bias, allowed=allowed)[0]
+
+    def loss(params: Any, x: Any) -> tuple[jax.Array, jax.Array]:
+        out = module.apply(params, x)
+        return jnp.sum(jnp.sin(out[REAL])), out
+
+    pull = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (clean, _), (dirty, out) = pull(params, X), pull(params, bad)
+    assert error(out[REAL], wanted[REAL]) < 5e-6
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    steps = decoded(module.clone(decode=True), params, bad, (3, 1, 1, 5))
+    assert error(steps[REAL], wanted[REAL]) < 5e-6
+
+
+@pytest.mark.parametrize("steps", [None, (3, 1, 6)])
+def test_a_document_changes_no_other(steps: Any) -> None:
+    """Not by NaN, before it or behind; tokens that see it are NaN."""
+    module = layer(mask=masks.Documents(np.array([5, 3])))
+    params = drawn(module, X)
+    bad = X.copy()
+    bad[:, [2, 9]] = np.nan
+    out = jax.jit(module.apply)(params, X)
+    if steps:
+        found = decoded(module.clone(decode=True), params, bad, steps)
+    else:
+        found = jax.jit(module.apply)(params, bad)
+    finite = np.isfinite(found).all((0, 2))
+    np.testing.assert_array_equal(finite, [i not in (2, 3, 4, 9) for i in range(T)])
+    assert error(found[:, finite], out[:, finite]) < 5e-6
+
+
+def test_a_gate_that_is_no_number_is_seen() -> None:
+    params = drawn(layer(), X)
+    params["params"]["forget_gate"]["kernel"][3, 1] = np.nan
+    assert np.isnan(layer().apply(params, X)).all()
 
 
 @pytest.mark.slow
