@@ -28,6 +28,7 @@ class Weights(struct.PyTreeNode):
       sinks: [N], a score more for each head; or None.
       gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
       scale: [N], of each head's scores; or None.
+      beside: more projections of inputs_q, each to [N, ·], which `project` gives last.
     """
 
     query: Linear
@@ -39,31 +40,37 @@ class Weights(struct.PyTreeNode):
     sinks: jax.Array | None = None
     gate: Linear | None = None
     scale: jax.Array | None = None
+    beside: tuple[Linear, ...] = ()
 
 
 def project(
     weights: Weights, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None
-) -> tuple[jax.Array, Any, Any, jax.Array | None]:
-    """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], and gates.
+) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:
+    """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates, and what is beside.
 
     Of no x_k there are no keys and values; of one input as few products as the mesh allows.
     """
     query, key, value = weights.query, weights.key, weights.value
-    of_q = [query] if weights.gate is None else [query, weights.gate]
+    of_q = [query, *weights.beside, *([] if weights.gate is None else [weights.gate])]
     N, H = query.features
     if key is None or value is None or x_k is None or x_v is None:
-        q, *gates = fused(x_q, of_q, groups=N)
-        return q, None, None, gates[0] if gates else None
+        return _parts(weights, fused(x_q, of_q, groups=N), None, None)
     K, Hv = value.features
     if x_q is x_k is x_v:
-        q, *gates, k, v = fused(x_q, (*of_q, key, value), groups=K)
+        *found, k, v = fused(x_q, (*of_q, key, value), groups=K)
     else:
-        q, *gates = fused(x_q, of_q, groups=N)
+        found = fused(x_q, of_q, groups=N)
         k, v = fused(x_k, (key, value), groups=K) if x_k is x_v else (key(x_k), value(x_v))
-    chex.assert_shape(q, (*x_q.shape[:-1], N, H))
+    chex.assert_shape(found[0], (*x_q.shape[:-1], N, H))
     chex.assert_shape(k, (*x_k.shape[:-1], K, H))
     chex.assert_shape(v, (*x_v.shape[:-1], K, Hv))
-    return q, k, v, gates[0] if gates else None
+    return _parts(weights, found, k, v)
+
+
+def _parts(weights: Weights, of_q: list[jax.Array], k: Any, v: Any) -> Any:
+    """Return the products as `project` does."""
+    gate = None if weights.gate is None else of_q.pop()
+    return of_q[0], k, v, gate, tuple(of_q[1:])
 
 
 def normed(

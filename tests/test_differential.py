@@ -60,7 +60,8 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
     params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == cache["kv"].value.shape == (2, 2 * K, T, H)
+    assert cache["kv"].key.shape == (2, 2 * K, T, H)
+    assert cache["kv"].value.shape == (2, 2 * K, T, 2 * H)
     whole = jax.jit(layer().apply)(params, X)
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 

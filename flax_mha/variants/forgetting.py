@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import core, masks, padding, shapes, sharding
+from flax_mha import core, masks, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.call import Call, Settings
 from flax_mha.grid import Array, At, Grid
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
+from flax_mha.linear import Linear
 from flax_mha.scores.base import ScoreMod, without_vectors
 from flax_mha.shapes import Dims
 from flax_mha.variants import common
@@ -51,14 +52,11 @@ class ForgettingAttention(MultiHeadAttention):
         common.check_inputs("forgetting attention", x_q, x_k, x_v)
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
-        weights = self.weights(x, x, x)
+        weights = self.weights(x, x, x).replace(beside=(self._forget_gate(x),))
         heads = core.projected(weights, settings, x, x, x, call, cache)
         q, v, order = heads.q, heads.v, heads.order
         k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
-        heads = heads._replace(k=k)
-        names, features = ("embed", "heads"), (self.num_heads,)
-        forget = self.linear("forget_gate", x.shape[-1:], names, features, bias_init=None)
-        z = forget(padding.cleared(x, call.lengths, order))
+        heads, z = heads._replace(k=k), heads.beside[0][..., 0]
         bias = self._of_heads("forget_bias", nn.initializers.zeros_init())
         dims, positions, last = shapes.Dims.of(q, k, v), order, None
         if isinstance(cache, KVCache):
@@ -86,6 +84,12 @@ class ForgettingAttention(MultiHeadAttention):
             _check_dtype(cache.dtype or k.dtype)
             made = cache.empty(kept, v, self.mask)
         return found._replace(cache=made, kv=None)
+
+    def _forget_gate(self, x: jax.Array) -> Linear:
+        """Return W_f as a projection to heads of one feature, which others can be joined with."""
+        names, features = ("embed", "heads"), (self.num_heads,)
+        gate = self.linear("forget_gate", x.shape[-1:], names, features, bias_init=None)
+        return gate.replace(kernel=gate.kernel[..., None], names=(*names, None))
 
 
 class _Forget(ScoreMod):

@@ -14,7 +14,7 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.call import Call, Settings
 from flax_mha.heads import turned
 from flax_mha.kernels.stored import widened
-from flax_mha.linear import Linear
+from flax_mha.linear import Linear, fused
 from flax_mha.scores.base import without_vectors
 from flax_mha.variants import common
 
@@ -89,8 +89,9 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             call = dataclasses.replace(call, attention=absorbed)
             kept = core.Projected(q_rope, r, latent)
             return core.attend(weights, settings, kept, call, cache)._replace(kv=None)
-        q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)
-        heads = core.Projected(q, k, value(c), order=order)
+        k, v = fused(c, (key, value), groups=N)
+        q, k = _joined(q[..., :H], q_rope), _joined(k, r)
+        heads = core.Projected(q, k, v, order=order)
         found = core.attend(weights, settings, heads, call, None)
         made = cache.empty(r, latent, self.mask) if isinstance(cache, CacheConfig) else None
         return found._replace(cache=made, kv=None)
