@@ -125,7 +125,7 @@ REAL[0, [0, 4]] = REAL[1, 7:9] = False
 
 
 def test_hidden_tokens_leave_no_trace() -> None:
-    """Of NaN in them neither, in outputs, gradients and steps; their gates are those of the mask."""
+    """Not by NaN, in outputs, gradients and steps: their gates are 1."""
     module = layer(mask=masks.Keys(REAL), kernel="blockwise")
     params = drawn(module, X)
     bad = np.where(REAL[..., None], X, np.nan)

@@ -34,6 +34,23 @@ def attend(change: Callable[[jax.Array], jax.Array], q: Any, k: Any, v: Any, **c
     return (change(out), *more) if more else change(out)
 
 
+def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
+    """Return which of some queries may see which of some keys, bool [*B|1, N|1, n|1, m|1].
+
+    Args:
+      mask: bound to the call.
+      at: the places of all its scores.
+      q: int [n], indices of queries; one beyond the last stands for the last.
+      k: int [m], indices of keys, likewise (default: all).
+    """
+
+    def pick(x: Array) -> Array:
+        x = x if x.shape[-2] == 1 else jnp.take(x, q, -2, mode="clip")
+        return x if k is None or x.shape[-1] == 1 else jnp.take(x, k, -1, mode="clip")
+
+    return seen(map_grids(pick, mask), at._replace(q=pick(at.q), k=pick(at.k)))
+
+
 def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
     """Return which queries may see the key of their own token, bool [*B|1, N|1, T].
 

@@ -35,10 +35,11 @@ class ForgettingAttention(MultiHeadAttention):
 
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` says. It needs
     no positions. A token that the mask hides from itself, as it hides padding, leaves everything:
-    its f is 1, and NaN in it reaches no other token and no gradient. Fields and arguments are those of `MultiHeadAttention`, but that there is no
-    cross-attention and no `attention_fn`, and that no scores see queries and keys. Sums and
-    differences of c are in float32. A cache keeps c with each key, as 3·N/K features more, from
-    which it comes back to the bit: its dtype is bfloat16, float32 or float64.
+    its f is 1, and NaN in it reaches no other token and no gradient. Fields and arguments are those
+    of `MultiHeadAttention`, but that there is no cross-attention and no `attention_fn`, and that no
+    scores see queries and keys. Sums and differences of c are in float32. A cache keeps c with each
+    key, as 3·N/K features more, from which it comes back to the bit: its dtype is bfloat16, float32
+    or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
