@@ -184,7 +184,7 @@ def test_the_best_and_the_own() -> None:
     assert seen(9, scores[3:], causal=False) == "█·██"
     # What is not visible takes no place, and NaN none of an own one.
     visible = np.array([[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1]], bool)
-    assert seen(2, visible=visible) == "█···\n█···\n█·█·\n█··█"
+    assert seen(2, visible=visible) == "█···\n█···\n█·█·\n··██"
     assert seen(2, np.where(np.isfinite(scores), scores, np.nan)) == "█···\n██··\n·██·\n·█·█"
     later = masks.top_blocks(scores[:2], 2, query_block=1, key_block=1, positions=np.array([2, 3]))
     assert isinstance(later, masks.And)
