@@ -11,6 +11,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha import inputs
 
 _NAME = "attention_max_logit"
+# Parameters of layers whose scores are not q·k of one head each.
+_REFUSED = {
+    "query_ln": "a norm of queries and keys", "key_ln": "a norm of queries and keys",
+    "mix_scores": "mixed heads",
+}  # fmt: skip
 
 
 def qk_clip(
@@ -20,8 +25,11 @@ def qk_clip(
 
         γ = min(1, τ / S),   W_q ← γ^β W_q,   W_k ← γ^(1 − β) W_k
 
-    for each head with the greatest score S; biases too. Of heads that share their keys queries
-    alone are scaled, by γ. It stands last in a chain, and is given what the layers captured:
+    for each head with the greatest score S; biases too. Where heads share keys, γ scales their
+    queries alone: all features in grouped-query attention and in layers that take another's keys,
+    and in latent attention the features that rotary turns. S is as the softmax has it, with biases
+    such as the forget gates of `ForgettingAttention`; q·k alone shrinks, so that such scores end
+    near the threshold. It stands last in a chain, and is given what the layers captured:
 
     >>> layer = MultiHeadAttention(8, capture=Capture(("max_logit",)))
     >>> optimizer = optax.chain(optax.adam(1e-3), qk_clip(100.0))
@@ -37,8 +45,9 @@ def qk_clip(
 
     Raises:
       ValueError: if the threshold or the balance is out of range; from `update`, without params,
-        if nothing was captured, or of a layer whose queries and keys are normed, for which the
-        size of W_q and W_k says nothing.
+        if nothing was captured, if it is not of all heads of a layer, or of a layer for whose
+        scores the size of W_q and W_k says nothing: one that norms queries and keys, or mixes
+        heads.
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1 (MuonClip).
     """
@@ -54,12 +63,9 @@ def qk_clip(
             raise ValueError("qk_clip needs the parameters, got none; call update(..., params)")
         whole, steps = flatten_dict(params), flatten_dict(updates)
         for path, greatest in _captured(max_logits).items():
-            if any((*path, norm, "scale") in whole for norm in ("query_ln", "key_ln")):
-                raise ValueError(
-                    f"qk_clip is for layers without a norm of queries and keys, got one at "
-                    f"{'/'.join(path)}; leave it out of max_logits"
-                )
-            for name, factor in _factors(greatest, whole, path, threshold, balance).items():
+            S = _by_head(greatest, whole, path)
+            shrink = jnp.where(threshold < S, threshold / S, 1.0)
+            for name, factor in _factors(shrink, whole, path, balance).items():
                 for leaf in ("kernel", "bias"):
                     at = (*path, name, leaf)
                     if at in whole:
@@ -87,22 +93,47 @@ def _captured(collection: Any) -> dict[tuple[str, ...], jax.Array]:
     return found
 
 
-def _factors(
-    greatest: jax.Array, params: Mapping[Any, jax.Array], path: tuple[str, ...], threshold: float,
-    balance: float,
-) -> dict[str, jax.Array]:  # fmt: skip
-    """What queries and keys of each head are scaled by, [layers…, N]."""
-    query, key = (params[(*path, name, "kernel")].shape for name in ("query", "key"))
+def _by_head(
+    greatest: jax.Array, params: Mapping[Any, jax.Array], path: tuple[str, ...]
+) -> jax.Array:
+    """Return the greatest score of each head, [layers…, N], of a layer that can be scaled."""
+    where = "/".join(path) or "the top"
+    for name, kind in _REFUSED.items():
+        if any(at[: len(path) + 1] == (*path, name) for at in params):
+            raise ValueError(
+                f"qk_clip is for layers without {kind}, got one at {where}; leave it out of "
+                f"max_logits"
+            )
+    if (*path, "query", "kernel") not in params:
+        raise ValueError(
+            f"max_logits must be of layers in params, got {where}, which has no query there; give "
+            f"the parameters of the model that captured them"
+        )
+    query = params[(*path, "query", "kernel")].shape
+    if greatest.ndim < 2 or greatest.shape[-2] != query[-2]:
+        raise ValueError(
+            f"max_logits must be of all {query[-2]} heads of {where}, [*B, {query[-2]}, T], got "
+            f"{greatest.shape}; capture them without heads=, which chooses some"
+        )
     # Under `scan` layers are stacked on the axes before those of the kernel.
     rows = tuple(range(len(query) - 3, greatest.ndim - 2))
-    S = jnp.max(greatest, axis=(*rows, greatest.ndim - 1))
-    shrink = jnp.where(threshold < S, threshold / S, 1.0)
-    if query[-2] != key[-2]:
-        return {"query": shrink}
-    return {"query": shrink**balance, "key": shrink ** (1 - balance)}
+    return jnp.max(greatest, axis=(*rows, greatest.ndim - 1))
+
+
+def _factors(
+    shrink: jax.Array, params: Mapping[Any, jax.Array], path: tuple[str, ...], balance: float
+) -> dict[str, jax.Array]:
+    """Return the factors of queries and of keys, [layers…, N, H|1], by each head's γ."""
+    whole = shrink[..., None]
+    query, key = (params.get((*path, name, "kernel")) for name in ("query", "key"))
+    if query is None or key is None or query.shape[-2] != key.shape[-2]:
+        return {"query": whole}
+    # Later features meet a key that all heads share.
+    own = jnp.arange(query.shape[-1]) < key.shape[-1]
+    return {"query": jnp.where(own, whole**balance, whole), "key": whole ** (1 - balance)}
 
 
 def _scaled(param: jax.Array, step: jax.Array, factor: jax.Array, leaf: str) -> jax.Array:
     """The step to factor·(param + step)."""
-    factor = factor[..., None, :, None] if leaf == "kernel" else factor[..., :, None]
+    factor = factor[..., None, :, :] if leaf == "kernel" else factor
     return (factor * (param + step) - param).astype(step.dtype)

@@ -83,6 +83,7 @@ class Projected(NamedTuple):
       gate: what the heads' outputs are scaled by, before the sigmoid; or None.
       order: where the tokens stand, see `Call`.
       itself: whether keys are of the queries' tokens.
+      beside: the products of `Weights.beside`.
     """
 
     q: jax.Array
@@ -91,6 +92,7 @@ class Projected(NamedTuple):
     gate: jax.Array | None = None
     order: Array | None = None
     itself: bool = True
+    beside: tuple[jax.Array, ...] = ()
 
 
 def projected(
@@ -103,7 +105,7 @@ def projected(
     order = ordered(call.order, whole, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     with jax.named_scope("project"):  # These names are what profiles show.
-        q, k, v, gate = project(weights, x_q, x_k, x_v)
+        q, k, v, gate, beside = project(weights, x_q, x_k, x_v)
     turned_first = settings.qk_norm is not None and settings.qk_norm.after_rotary
     if not turned_first:
         q, k = normed(weights, q, k)
@@ -111,7 +113,7 @@ def projected(
         q, k = turned(settings.rotary, q, k, call.positions, order, cache)
     if turned_first:
         q, k = normed(weights, q, k)
-    return Projected(q, k, v, gate, order, itself)
+    return Projected(q, k, v, gate, order, itself, beside)
 
 
 def attend(
@@ -126,7 +128,7 @@ def attend(
       call: see `Call`.
       cache: see `attention`.
     """
-    q, k, v, gate, order, itself = heads
+    q, k, v, gate, order, itself, _ = heads
     q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))

@@ -28,6 +28,7 @@ class Weights(struct.PyTreeNode):
       sinks: [N], a score more for each head; or None.
       gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
       scale: [N], of each head's scores; or None.
+      beside: more projections of inputs_q, each to [N, ·], which `project` gives last.
     """
 
     query: Linear
@@ -39,26 +40,30 @@ class Weights(struct.PyTreeNode):
     sinks: jax.Array | None = None
     gate: Linear | None = None
     scale: jax.Array | None = None
+    beside: tuple[Linear, ...] = ()
 
 
 def project(
     weights: Weights, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None
-) -> tuple[jax.Array, Any, Any, jax.Array | None]:
-    """Queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], and gates.
+) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:
+    """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates and the rest.
 
     Of no x_k there are no keys and values; of one input as few products as the mesh allows.
     """
     query, key, value = weights.query, weights.key, weights.value
-    of_q = [query] if weights.gate is None else [query, weights.gate]
+    of_q = [query, *weights.beside, *([] if weights.gate is None else [weights.gate])]
+    k: jax.Array | None = None
+    v: jax.Array | None = None
     if key is None or value is None or x_k is None or x_v is None:
-        q, *gates = fused(x_q, of_q)
-        return q, None, None, gates[0] if gates else None
-    if x_q is x_k is x_v:
-        q, *gates, k, v = fused(x_q, (*of_q, key, value))
+        found = fused(x_q, of_q)
+    elif x_q is x_k is x_v:
+        *found, k, v = fused(x_q, (*of_q, key, value))
     else:
-        q, *gates = fused(x_q, of_q)
+        found = fused(x_q, of_q)
         k, v = fused(x_k, (key, value)) if x_k is x_v else (key(x_k), value(x_v))
-    return q, k, v, gates[0] if gates else None
+    gate = None if weights.gate is None else found.pop()
+    q, *beside = found
+    return q, k, v, gate, tuple(beside)
 
 
 def normed(weights: Weights, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, generate, sharding
 from flax_mha.models import TokenEmbedding
@@ -14,6 +15,20 @@ from tests.decoded import cache_of, greedy
 from tests.oracle import error, random_like
 
 KEY = jax.random.key(0)
+
+
+def drawn(module: nn.Module, *inputs: Any) -> Any:
+    """Return random parameters, of biases and scales too, which would begin at 0 and 1.
+
+    Every projection must have a bias, so that no test passes because the layer forgets it.
+    """
+    params = random_like(jax.eval_shape(module.init, KEY, *inputs))
+    paths = flatten_dict(params["params"])
+    for path in paths:
+        # The bias of the forget gate has a name of its own.
+        if path[-1] == "kernel" and "forget_gate" not in path:
+            assert (*path[:-1], "bias") in paths, f"no bias beside {path}"
+    return params
 
 
 def same_on_a_mesh(

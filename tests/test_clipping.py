@@ -10,10 +10,14 @@ import pytest
 
 from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, QKNorm
 from flax_mha.clipping import qk_clip
+from flax_mha.positions import Rotary
+from flax_mha.variants import MultiHeadLatentAttention, TalkingHeadsAttention
+from tests.every_layer import drawn
 from tests.oracle import error, random_like
 
 X = np.random.default_rng(0).normal(size=(2, 7, 16)).astype(np.float32)
 KEY = jax.random.key(0)
+SCORES = Capture(("max_logit",))
 
 
 def captured(module: Any, params: Any, x: Any = X) -> Any:
@@ -26,7 +30,7 @@ def greatest(found: Any) -> np.ndarray:
 
 
 def layer(**fields: Any) -> MultiHeadAttention:
-    return MultiHeadAttention(4, capture=Capture(("max_logit",)), **fields)
+    return MultiHeadAttention(4, capture=SCORES, **fields)
 
 
 def clipped(module: Any, params: Any, clip: Any) -> Any:
@@ -121,8 +125,70 @@ def test_what_it_refuses(call: Any, words: str) -> None:
         call(params, captured(module, params))
 
 
-def test_norms_of_queries_and_keys() -> None:
-    module = layer(qk_norm=QKNorm())
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (layer(qk_norm=QKNorm()), "without a norm of queries and keys, got one at the top"),
+        (TalkingHeadsAttention(4, capture=SCORES), "without mixed heads, got one"),
+        (
+            MultiHeadAttention(4, capture=Capture(("max_logit",), heads=(0,))),
+            r"of all 4 heads of the top, \[\*B, 4, T\], got \(2, 1, 7\)",
+        ),
+        (
+            Encoder(
+                1, EncoderBlock(MultiHeadAttention(4, capture=Capture(("max_logit",), (0, 3))), 24)
+            ),
+            "of all 4 heads of layers_0/attention",
+        ),
+    ],
+)
+def test_layers_that_it_refuses(module: Any, words: str) -> None:
     params = module.init(KEY, X)["params"]
-    with pytest.raises(ValueError, match="without a norm of queries and keys"):
+    with pytest.raises(ValueError, match=words):
         clipped(module, params, qk_clip())
+
+
+def test_scores_of_another_model() -> None:
+    module = layer()
+    params = module.init(KEY, X)["params"]
+    seen = {"encoder": captured(module, params)}
+    with pytest.raises(ValueError, match="of layers in params, got encoder, which has no query"):
+        qk_clip().update(params, None, params, max_logits=seen)
+
+
+def test_latent_attention() -> None:
+    """The key that all heads share stays, so what meets it in queries takes the whole factor."""
+    module = MultiHeadLatentAttention(
+        4, head_dim=6, kv_rank=7, rope_dim=4, rotary=Rotary(), capture=SCORES
+    )
+    params = drawn(module, X)["params"]
+    before = greatest(captured(module, params))[0]
+    threshold = float(np.sort(before)[1:3].mean())
+    after = clipped(module, params, qk_clip(threshold, 0.3))
+    factor = np.minimum(1, threshold / before)[:, None]
+    for leaf in ("kernel", "bias"):
+        old, new = (tree["query"][leaf] for tree in (params, after))
+        wanted = np.concatenate([old[..., :6] * factor**0.3, old[..., 6:] * factor], -1)
+        assert error(new, wanted) < 1e-6
+        assert error(after["key"][leaf], params["key"][leaf] * factor**0.7) < 1e-6
+    np.testing.assert_array_equal(after["kv_down"]["kernel"], params["kv_down"]["kernel"])
+    np.testing.assert_allclose(
+        greatest(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
+    )
+
+
+def test_a_layer_that_takes_keys_of_another() -> None:
+    """Its queries alone are scaled."""
+    module = layer()
+    kv = (jnp.asarray(X[..., None, :4]), jnp.asarray(X[..., None, 4:8]))
+    params = random_like(jax.eval_shape(lambda: module.init(KEY, X, kv=kv)))["params"]
+
+    def scores(params: Any) -> Any:
+        return module.apply({"params": params}, X, kv=kv, mutable=["intermediates"])[1]
+
+    threshold = 0.5 * greatest(scores(params))[0].max()
+    steps = jax.tree.map(jnp.zeros_like, params)
+    steps, _ = qk_clip(threshold).update(steps, None, params, max_logits=scores(params))
+    after = optax.apply_updates(params, steps)
+    wanted = np.minimum(greatest(scores(params))[0], threshold)
+    np.testing.assert_allclose(greatest(scores(after))[0], wanted, rtol=1e-5)

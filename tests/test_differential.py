@@ -11,8 +11,8 @@ from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests import oracle
 from tests.decoded import decoded
-from tests.every_layer import same_on_a_mesh, same_under_scan
-from tests.oracle import error, float64, random_like
+from tests.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.oracle import error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
 KEY = jax.random.key(0)
@@ -22,16 +22,14 @@ X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 def layer(**fields: Any) -> DifferentialAttention:
     defaults: dict[str, Any] = {
         "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0), "mask": masks.Causal(),
-        "use_bias": False, "offset": 0.3,
+        "offset": 0.3,
     }  # fmt: skip
     return DifferentialAttention(N, **defaults | fields)
 
 
 def expected(params: Any, x: Any) -> np.ndarray:
-    x, p = float64(x), jax.tree.map(float64, params)
-    q, k, v = (
-        np.einsum("btd,dnh->btnh", x, p[name]["kernel"]) for name in ("query", "key", "value")
-    )
+    x, p = float64(x), float64(params)
+    q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
     q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
     q = q.reshape(2, T, K, 2, N // K, H)
     k, v = k.reshape(2, T, K, 2, H), v.reshape(2, T, K, 2 * H)
@@ -46,13 +44,13 @@ def expected(params: Any, x: Any) -> np.ndarray:
         weight = np.exp(p["lambda_a1"] @ p["lambda_b1"]) - np.exp(p["lambda_a2"] @ p["lambda_b2"])
         out = (maps[0] - (weight + 0.3) * maps[1]) @ v[:, :, i]
         heads.append(0.7 * oracle.rms_norm(p["norm"], out, 1e-5))
-    return np.einsum("btnh,nhd->btd", np.stack(heads, 2), p["out"]["kernel"])
+    return oracle.project(p["out"], np.stack(heads, 2), contracted=2)
 
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_against_the_formula(kernel: str) -> None:
     module = layer(kernel=kernel)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
@@ -60,9 +58,10 @@ def test_against_the_formula(kernel: str) -> None:
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6)])
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
-    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
-    assert cache["kv"].key.shape == cache["kv"].value.shape == (2, 2 * K, T, H)
+    assert cache["kv"].key.shape == (2, 2 * K, T, H)
+    assert cache["kv"].value.shape == (2, 2 * K, T, 2 * H)
     whole = jax.jit(layer().apply)(params, X)
     assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
 

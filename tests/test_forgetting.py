@@ -14,9 +14,9 @@ from flax_mha.scores import Relative
 from flax_mha.variants import ForgettingAttention
 from tests import oracle
 from tests.decoded import cache_of, decoded
-from tests.every_layer import same_on_a_mesh, writes_as_the_whole
+from tests.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
 from tests.meshes import EIGHT
-from tests.oracle import einsum, error, float64, random_like
+from tests.oracle import einsum, error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
 KEY = jax.random.key(0)
@@ -27,10 +27,10 @@ def layer(**fields: Any) -> ForgettingAttention:
     return ForgettingAttention(N, **{"num_kv_heads": K, "head_dim": H} | fields)
 
 
-def forgotten(params: Any, x: np.ndarray) -> np.ndarray:
-    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T]."""
+def forgotten(params: Any, x: np.ndarray, told: Any = True) -> np.ndarray:
+    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T], of `told` ones."""
     z = einsum("btd,dn->bnt", x, params["forget_gate"]["kernel"]) + params["forget_bias"][:, None]
-    logs = -np.log1p(np.exp(-z))
+    logs = np.where(told, -np.log1p(np.exp(-z)), 0)
     i, j, gate = np.ogrid[: x.shape[1], : x.shape[1], : x.shape[1]]
     return einsum("bnl,ijl->bnij", logs, (j < gate) & (gate <= i))
 
@@ -45,14 +45,14 @@ def expected(params: Any, x: Any, **call: Any) -> np.ndarray:
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_against_the_formula(kernel: str) -> None:
     module = layer(kernel=kernel)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
 def test_gradients() -> None:
     """Of the gates, by differences of the formula in float64."""
     module = layer(kernel="blockwise")
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
     rng = np.random.default_rng(1)
     p = float64(params["params"])
@@ -74,7 +74,7 @@ def test_gradients() -> None:
 def test_without_a_gate_it_is_multi_head_attention() -> None:
     """At f = 1 nothing is forgotten."""
     module = layer()
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
     plain = {k: v for k, v in params["params"].items() if not k.startswith("forget")}
     x, causal = float64(X), np.tri(T, dtype=bool)
@@ -86,7 +86,7 @@ def test_without_a_gate_it_is_multi_head_attention() -> None:
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
-    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
     assert cache["kv"].key.shape == (2, K, T, H + 3 * N // K)
     assert cache["kv"].value.shape == (2, K, T, H)
@@ -100,7 +100,7 @@ def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
     """Of bfloat16 only keys and values are rounded, however large the sums of the gates are."""
     fields = {"mask": masks.Window(4, 0)} if window else {}
     module = layer(**fields)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     # Every token forgets nearly all: c is near −3,000 at the end. Keys and values say nothing.
     params["params"]["forget_bias"] = np.full(N, -300.0, np.float32)
     params["params"]["key"]["kernel"] *= 0
@@ -120,16 +120,67 @@ def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
     np.testing.assert_allclose(parts, c, rtol=3e-7)
 
 
+REAL = np.ones((2, T), bool)
+REAL[0, [0, 4]] = REAL[1, 7:9] = False
+
+
+def test_hidden_tokens_leave_no_trace() -> None:
+    """Not by NaN, in outputs, gradients and steps: their gates are 1."""
+    module = layer(mask=masks.Keys(REAL), kernel="blockwise")
+    params = drawn(module, X)
+    bad = np.where(REAL[..., None], X, np.nan)
+    x, p = float64(X), float64(params["params"])
+    allowed = np.tri(T, dtype=bool) & REAL[:, None, None]
+    bias = forgotten(p, x, REAL[:, None])
+    wanted = oracle.multi_head(p, x, bias=bias, allowed=allowed)[0]
+
+    def loss(params: Any, x: Any) -> tuple[jax.Array, jax.Array]:
+        out = module.apply(params, x)
+        return jnp.sum(jnp.sin(out[REAL])), out
+
+    pull = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (clean, _), (dirty, out) = pull(params, X), pull(params, bad)
+    assert error(out[REAL], wanted[REAL]) < 5e-6
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    steps = decoded(module.clone(decode=True), params, bad, (3, 1, 1, 5))
+    assert error(steps[REAL], wanted[REAL]) < 5e-6
+
+
+@pytest.mark.parametrize("steps", [None, (3, 1, 6)])
+def test_a_document_changes_no_other(steps: Any) -> None:
+    """Not by NaN, before it or behind; tokens that see it are NaN."""
+    module = layer(mask=masks.Documents(np.array([5, 3])))
+    params = drawn(module, X)
+    bad = X.copy()
+    bad[:, [2, 9]] = np.nan
+    out = jax.jit(module.apply)(params, X)
+    if steps:
+        found = decoded(module.clone(decode=True), params, bad, steps)
+    else:
+        found = jax.jit(module.apply)(params, bad)
+    finite = np.isfinite(found).all((0, 2))
+    np.testing.assert_array_equal(finite, [i not in (2, 3, 4, 9) for i in range(T)])
+    assert error(found[:, finite], out[:, finite]) < 5e-6
+
+
+def test_a_gate_that_is_no_number_is_seen() -> None:
+    params = drawn(layer(), X)
+    params["params"]["forget_gate"]["kernel"][3, 1] = np.nan
+    assert np.isnan(layer().apply(params, X)).all()
+
+
 @pytest.mark.slow
 def test_lengths_order_and_options() -> None:
     """Rows of different lengths, in a cache too; tokens in another order; norms and gates."""
-    module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned", use_bias=False)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned")
+    params = drawn(module, X)
     lengths = np.array([T, 6])
     bad = np.where((np.arange(T) < lengths[:, None])[..., None], X, np.nan)
     out = jax.jit(module.apply)(params, bad, lengths=lengths)
     whole = jax.jit(module.apply)(params, X)
-    np.testing.assert_array_equal(out[1, 6:], 0)
+    # Padding attends to nothing: the bias alone is left.
+    bias = params["params"]["out"]["bias"]
+    np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     assert error(out[1, :6], whole[1, :6]) < 1e-6
     order = np.random.default_rng(3).permutation(T)
     turned = jax.jit(functools.partial(module.apply, order=order))(params, X[:, order])

@@ -16,8 +16,8 @@ from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests import oracle
 from tests.decoded import decoded
-from tests.every_layer import same_on_a_mesh, writes_as_the_whole
-from tests.oracle import error, float64, random_like
+from tests.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.oracle import error, float64
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
 KEY = jax.random.key(0)
@@ -27,27 +27,27 @@ X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
 def layer(**fields: Any) -> MultiHeadLatentAttention:
     defaults: dict[str, Any] = {
         "head_dim": H, "v_head_dim": HV, "kv_rank": RANK, "rope_dim": R, "q_rank": 9,
-        "rotary": Rotary(100.0, interleaved=True), "mask": masks.Causal(), "use_bias": False,
+        "rotary": Rotary(100.0, interleaved=True), "mask": masks.Causal(),
     }  # fmt: skip
     return MultiHeadLatentAttention(N, **defaults | fields)
 
 
 def expected(params: Any, x: Any) -> np.ndarray:
     """The equations of DeepSeek-V2, 2.1, one after another."""
-    x, p = float64(x), jax.tree.map(float64, params)
+    x, p = float64(x), float64(params)
     of_q = x
     if "query_down" in p:
-        of_q = oracle.rms_norm(p["query_norm"], x @ p["query_down"]["kernel"], 1e-6)
-    q = np.einsum("btd,dnh->btnh", of_q, p["query"]["kernel"])
-    down = x @ p["kv_down"]["kernel"]
+        of_q = oracle.rms_norm(p["query_norm"], oracle.project(p["query_down"], x), 1e-6)
+    q = oracle.project(p["query"], of_q)
+    down = oracle.project(p["kv_down"], x)
     c = oracle.rms_norm(p["kv_norm"], down[..., :RANK], 1e-6)
-    k, v = (np.einsum("btr,rnh->btnh", c, p[name]["kernel"]) for name in ("key", "value"))
+    k, v = (oracle.project(p[name], c) for name in ("key", "value"))
     turn = lambda x: oracle.rotary(x, np.arange(T), base=100.0, interleaved=True)  # noqa: E731
     r = np.broadcast_to(turn(down[..., None, RANK:]), (*k.shape[:-1], R))
     q = np.concatenate([q[..., :H], turn(q[..., H:])], -1)
     k = np.concatenate([k, r], -1)
     out = oracle.attention(q, k, v, allowed=np.tri(T, dtype=bool))[0]
-    return np.einsum("btnh,nhd->btd", out, p["out"]["kernel"])
+    return oracle.project(p["out"], out, contracted=2)
 
 
 @pytest.mark.sampled(0.5)
@@ -55,7 +55,7 @@ def expected(params: Any, x: Any) -> np.ndarray:
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
     module = layer(q_rank=q_rank, kernel=kernel)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     out = jax.jit(module.apply)(params, X)
     assert error(out, expected(params["params"], X)) < 2e-6
 
@@ -65,7 +65,7 @@ def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
 def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
     """In the absorbed form, from a cache that holds each latent once."""
     cached = layer(decode=True)
-    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
     assert cache["kv"].key.shape == (2, 1, T, R)
     assert cache["kv"].value.shape == (2, 1, T, RANK)
@@ -78,12 +78,14 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
 def test_gradients_and_options(cache: str) -> None:
     """Lengths, a window, sinks, head_mask, weights; and what the cache rounds."""
     module = layer(mask=masks.Window(4, 0), sinks=True)
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     lengths, head_mask = np.array([T, 6]), np.array([1.0, 0.0, 0.5, 2.0], np.float32)
     call = {"lengths": lengths, "head_mask": head_mask}
     out, weights = module.apply(params, X, **call, return_weights=True)
     assert weights.shape == (2, N, T, T)
-    np.testing.assert_array_equal(out[1, 6:], 0)
+    # Padding attends to nothing: the bias alone is left.
+    bias = params["params"]["out"]["bias"]
+    np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     cached = module.clone(decode=True, cache=CacheConfig(dtype=cache))
     held = cached.init(KEY, X)["cache"]
     found, _ = cached.apply({**params, "cache": held}, X, **call, mutable="cache")
@@ -112,12 +114,22 @@ def test_in_a_model(scan: bool) -> None:
         ({"scale": "learned"}, "a number for scale"),
         ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
         ({"kv_rank": 0}, "kv_rank must be at least 1"),
-        ({"head_dim": None}, "head_dim must be an int"),
+        ({"qkv_features": 7}, r"qkv_features must be num_heads \* head_dim = 4 \* 6"),
+        ({"head_dim": 0}, "head_dim must be at least 1"),
     ],
 )
 def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         layer(**fields).init(KEY, X)
+
+
+def test_qkv_features_are_those_of_all_heads() -> None:
+    """Without those that are turned; by default as many as the input has."""
+    wanted = jax.eval_shape(layer().init, KEY, X)
+    found = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), found, wanted)
+    kernel = jax.eval_shape(layer(head_dim=None).init, KEY, X)["params"]["key"]["kernel"]
+    assert kernel.shape == (RANK, N, D // N)
 
 
 def test_it_is_self_attention() -> None:

@@ -20,9 +20,9 @@ from flax_mha.scores import Relative
 from flax_mha.variants import TalkingHeadsAttention
 from tests import oracle
 from tests.decoded import decoded
-from tests.every_layer import same_on_a_mesh, writes_as_the_whole
+from tests.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
 from tests.meshes import EIGHT
-from tests.oracle import einsum, error, float64, random_like
+from tests.oracle import einsum, error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
 KEY = jax.random.key(0)
@@ -50,14 +50,14 @@ def expected(params: Any, x: Any) -> np.ndarray:
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 def test_against_the_formula(kernel: str) -> None:
     module = layer(kernel=kernel, mask=masks.Causal())
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
 def test_gradients() -> None:
     """By differences of the formula in float64."""
     module = layer(kernel="blockwise", mask=masks.Causal())
-    params = random_like(jax.eval_shape(module.init, KEY, X))
+    params = drawn(module, X)
     found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
     rng = np.random.default_rng(1)
     p = float64(params["params"])
@@ -85,7 +85,7 @@ def test_it_begins_as_multi_head_attention(across: bool) -> None:
         "rotary": Rotary(), "v_head_dim": 5,
     }  # fmt: skip
     ours, plain = TalkingHeadsAttention(N, **fields), MultiHeadAttention(N, **fields)
-    variables = random_like(jax.eval_shape(plain.init, KEY, X))
+    variables = drawn(plain, X)
     eye = np.eye(N, dtype=np.float32)
     both = {"params": {**variables["params"], "mix_scores": eye, "mix_weights": eye}}
     init = jax.jit(ours.init)(KEY, X)["params"]
@@ -116,7 +116,7 @@ def test_it_begins_as_multi_head_attention(across: bool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_decoding_is_the_whole(dtype: str) -> None:
     cached = layer(decode=True, cache=CacheConfig(dtype=dtype))
-    params = random_like(jax.eval_shape(layer().init, KEY, X))
+    params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
     assert cache["kv"].key.shape == (2, 1, T, K * H)
     whole = jax.jit(functools.partial(layer().apply, mask=masks.Causal()))(params, X)

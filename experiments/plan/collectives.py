@@ -113,6 +113,7 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     | lists | `{{0,1},{2,3}}`, or `{}` for all |
     | a reshaped and transposed count | `[2,2]<=[2,2]T(1,0)` |
     | axes of a mesh | `mesh['a'=2,'b'=2] {'b'}` |
+    | part of an axis, 2 after 4 | `mesh['a'=8] {'a':(4)2}` |
     | of devices in another order | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
     | pairs of a permutation | `source_target_pairs={{0,1},{1,0}}` |
     """
@@ -123,20 +124,27 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", rest):
         return _order(iota[2]).reshape(_numbers(iota[1]))
     if mesh := re.search(
-        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}:]*)\}", rest
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", rest
     ):
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         order = _order(mesh[2]) if mesh[2] else np.arange(math.prod(axes.values()))
-        return _over(axes, order, re.findall(r"'(\w+)'", mesh[3]))
+        over = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
+        return _over(
+            axes, order, [(name, int(m or 1), int(k or axes[name])) for name, m, k in over]
+        )
     raise ValueError(f"can't read the groups of a collective: {rest[:200]}")
 
 
-def _over(axes: dict[str, int], order: np.ndarray, over: list[str]) -> np.ndarray:
-    """Groups along axes of a mesh, whose devices stand in that order."""
-    sizes, names = list(axes.values()), list(axes)
-    places = order.reshape(sizes)
-    axis_order = [names.index(n) for n in (*(n for n in names if n not in over), *over)]
-    return places.transpose(axis_order).reshape(-1, math.prod(axes[n] for n in over))
+def _over(axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, int]]) -> np.ndarray:
+    """Groups along parts (name, m, k) of a mesh's axes, its devices in that order.
+
+    Of an axis that is reshaped to [m, k, ·] the part is the second.
+    """
+    parts = {name: (m, k, axes[name] // (m * k)) for name, m, k in over}
+    sizes = [size for name, n in axes.items() for size in parts.get(name, (n, 1, 1))]
+    inner = [3 * [*axes].index(name) + 1 for name in parts]
+    rest = [i for i in range(len(sizes)) if i not in inner]
+    return order.reshape(sizes).transpose(*rest, *inner).reshape(-1, math.prod(k for *_, k in over))
 
 
 def _order(text: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import inputs, shapes
+from flax_mha import inputs, shapes, sharding
 from flax_mha.grid import Array, At, Grid, Tiles, blocks
 from flax_mha.masks.base import Mask, judge, known
 from flax_mha.masks.rules import Causal
@@ -97,7 +97,7 @@ class Chosen(Mask):
 
 def top_blocks(
     scores: Array, count: int, *, query_block: int, key_block: int, causal: bool = True,
-    positions: Array | None = None,
+    positions: Array | None = None, visible: Array | None = None,
 ) -> Mask:  # fmt: skip
     """The blocks of keys of the highest scores, so many for each block of queries.
 
@@ -114,6 +114,8 @@ def top_blocks(
       causal: see above.
       positions: int [nq] or [*B, nq], where the blocks of queries begin (default: one after the
         other from 0 on).
+      visible: bool, broadcastable to the scores: the others are not chosen, own ones neither, so
+        that none takes the place of one that another mask lets them see (default: all).
 
     Returns:
       `Causal() & Chosen(...)`, or without causality `Chosen(...)`.
@@ -133,29 +135,57 @@ def top_blocks(
     scores = jax.lax.stop_gradient(jnp.asarray(scores))
     nq, nk = scores.shape[-2:]
     if causal:
-        aligned = positions is None and not (query_block % key_block and key_block % query_block)
-        own = (
-            -(-query_block // key_block)
-            if aligned
-            else (query_block + key_block - 2) // key_block + 1
-        )
-        if count < own:
-            raise ValueError(
-                f"count must be at least {own}, the blocks of {key_block} keys that {query_block} "
-                f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
-            )
+        _check_count(count, query_block, key_block, positions is None)
         if positions is None:
             positions = np.arange(nq, dtype=np.int32) * query_block
         at = shapes.per_token("positions", positions, (*scores.shape[:-3], nq), "nq")
         at = shapes.lead(at[..., None, :, None], scores.ndim)
         first, last = at // key_block, (at + query_block - 1) // key_block
         block = shapes.lead(np.arange(nk, dtype=np.int32), scores.ndim)
+        # Infinity and NaN come after the own ones.
         most = jnp.finfo(scores.dtype).max
-        scores = jnp.where(block < first, jnp.minimum(scores, most), -jnp.inf)
+        scores = jnp.where(scores < most, scores, most)
+        scores = jnp.where(block < first, scores, -jnp.inf)
         scores = jnp.where((block >= first) & (block <= last), jnp.inf, scores)
-    found, chosen = jax.lax.top_k(scores, min(count, nk))
-    mask = Chosen(jnp.where(found == -jnp.inf, -1, chosen), query_block, key_block)
+    if visible is not None:
+        visible = inputs.array("visible", visible)
+        remedy = "say of each block of queries which blocks of keys any of them may see"
+        shapes.check_broadcasts("visible", visible.shape, scores.shape, "the scores", remedy)
+        scores = jnp.where(shapes.lead(visible, scores.ndim), scores, -jnp.inf)
+    best, chosen = _best(scores, min(count, nk), query_block)
+    mask = Chosen(jnp.where(best == -jnp.inf, -1, chosen), query_block, key_block)
     return Causal() & mask if causal else mask
+
+
+def _check_count(count: int, query_block: int, key_block: int, consecutive: bool) -> None:
+    """Check that so many blocks hold those that a block of queries stands in."""
+    if consecutive and not (query_block % key_block and key_block % query_block):
+        own = -(-query_block // key_block)
+    else:
+        own = (query_block + key_block - 2) // key_block + 1
+    if count < own:
+        raise ValueError(
+            f"count must be at least {own}, the blocks of {key_block} keys that {query_block} "
+            f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
+        )
+
+
+def _best(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, jax.Array]:
+    """Return the highest scores of each row [*B, N|1, nq, nk], and where they are.
+
+    On each device of its own rows: XLA would bring those of all devices together.
+    """
+    # Blocks of queries need not be divided as queries are.
+    names = ("batch", "heads", "length" if query_block == 1 else None, None)
+    names = tuple(
+        None if n == 1 else x
+        for n, x in zip(scores.shape[-4:], names[-scores.ndim :], strict=False)
+    )
+    out = ((*scores.shape[:-1], count), names)
+    best, where = sharding.local(
+        lambda scores: list(jax.lax.top_k(scores, count)), [names], [out, out], scores
+    )
+    return best, where
 
 
 def _once(chosen: Array) -> Array:

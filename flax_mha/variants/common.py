@@ -1,11 +1,15 @@
-"""What several variants refuse, and how they change what attention gives."""
+"""Checks, questions to masks, and changes of attention's output that several variants share."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from flax_mha.grid import Array, At, map_grids, whole
 from flax_mha.kernels import dot_product_attention
+from flax_mha.masks.base import Mask, placed, seen
+from flax_mha.shapes import Dims
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
@@ -28,3 +32,40 @@ def attend(change: Callable[[jax.Array], jax.Array], q: Any, k: Any, v: Any, **c
     found = dot_product_attention(q, k, v, **call)
     out, *more = found if isinstance(found, tuple) else (found,)
     return (change(out), *more) if more else change(out)
+
+
+def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
+    """Return which of some queries may see which of some keys, bool [*B|1, N|1, n|1, m|1].
+
+    Args:
+      mask: bound to the call.
+      at: the places of all its scores.
+      q: int [n], indices of queries; one beyond the last stands for the last.
+      k: int [m], indices of keys, likewise (default: all).
+    """
+
+    def pick(x: Array) -> Array:
+        x = x if x.shape[-2] == 1 else jnp.take(x, q, -2, mode="clip")
+        return x if k is None or x.shape[-1] == 1 else jnp.take(x, k, -1, mode="clip")
+
+    return seen(map_grids(pick, mask), at._replace(q=pick(at.q), k=pick(at.k)))
+
+
+def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
+    """Return which queries may see the key of their own token, bool [*B|1, N|1, T].
+
+    Args:
+      mask: of the call.
+      dims: of the call.
+      positions: int [T] or [*B, T], of the tokens (default: 0 … T−1).
+      cached: whether keys are the slots of a cache, slot j of position j; else they are the
+        queries' tokens.
+    """
+    at = whole(dims, positions)
+    at = at._replace(k=at.q)
+    index = jnp.asarray(at.q if cached else whole(dims).q)
+
+    def own(x: Array) -> Array:
+        return x if x.shape[-1] == 1 else jnp.take_along_axis(x, index, -1, mode="clip")
+
+    return seen(map_grids(own, placed(mask.bind(dims), at)), at)[..., 0]

@@ -8,11 +8,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import core, inputs, padding, shapes, sharding
+from flax_mha import core, inputs, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.call import Call, Settings
-from flax_mha.heads import turned
-from flax_mha.kernels.stored import widened
 from flax_mha.variants import common
 
 
@@ -27,7 +25,9 @@ class DifferentialAttention(MultiHeadAttention):
     arguments are those of `MultiHeadAttention`, but that there is no cross-attention, no
     `v_head_dim`, `qk_norm`, `normalize_qk`, `gate`, `sinks` or `attention_fn`, and `scale` is a
     number. Weights that are returned or captured are those of both maps, 2·N heads: of each
-    key/value head first all of the first map, then of the second.
+    key/value head first all of the first map, then of the second. A cache holds the values of a
+    head with each of its two keys, so that a step neither copies them nor sends them between
+    devices: 6·H numbers a token and key/value head.
 
     Attributes:
       offset: λ₀; the paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
@@ -39,31 +39,31 @@ class DifferentialAttention(MultiHeadAttention):
     offset: float = 0.8
     norm_epsilon: float = 1e-5
 
+    @nn.nowrap
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
-        order = core.ordered(call.order, cache is None, x_q.shape[-2])
-        x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
-        D = x.shape[-1]
+        D = x_q.shape[-1]
         N, K, H, _ = self.sizes(D)
-        # Values of 2·H as two heads of H, so that the cache takes them with the keys.
+        # Values of 2·H as two heads of H, so that one product gives them with queries and keys.
         query, key, value = (
-            self.linear(name, (D,), ("embed", heads, "head_dim"), (2 * n, H))
-            for name, heads, n in (
+            self.linear(name, (D,), ("embed", names, "head_dim"), (2 * n, H))
+            for name, names, n in (
                 ("query", "heads", N), ("key", "kv_heads", K), ("value", "kv_heads", K)
             )
         )  # fmt: skip
-        q, k = turned(settings.rotary, query(x), key(x), call.positions, order, cache)
         out = self._out((N, 2 * H), D) if self.project_out else None
         weights = core.Weights(query, key, value, out)
+        heads = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
+        v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
         attention = functools.partial(_attend, self._lambda(H), self._norm(2 * H), K)
-        call = dataclasses.replace(call, attention=attention)
-        heads = core.Projected(q, k, value(x), order=order)
+        heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
         return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def sizes(self, features: int) -> tuple[int, int, int, int]:
         """N, K, H and Hv, of one map."""
         return shapes.head_sizes(
@@ -71,6 +71,7 @@ class DifferentialAttention(MultiHeadAttention):
             self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
         )  # fmt: skip
 
+    @nn.nowrap
     def _lambda(self, H: int) -> jax.Array:
         """λ, float32."""
         init = nn.initializers.normal(0.1)
@@ -80,11 +81,13 @@ class DifferentialAttention(MultiHeadAttention):
         )
         return jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
 
+    @nn.nowrap
     def _norm(self, features: int) -> Any:
         """The norm of a head's output, and the factor 1 − λ₀."""
         norm = nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="norm")
         return lambda x: norm(x) * jnp.asarray(1 - self.offset, x.dtype)
 
+    @nn.nowrap
     def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
         inputs.number("offset", self.offset)
         common.check_inputs("differential attention", x_q, x_k, x_v)
@@ -92,12 +95,14 @@ class DifferentialAttention(MultiHeadAttention):
         common.check("differential attention", self, absent)
 
 
+def _of_both(K: int, v: jax.Array) -> jax.Array:
+    """Return values [*B, T, 2·K, H] as those of 2·H that each map of a head has."""
+    whole = v.reshape(*v.shape[:-2], K, 1, -1)
+    return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
+
+
 def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
     """Attention by both maps, and their difference: 2·N heads in, N out."""
-
-    def both(v: jax.Array) -> jax.Array:
-        whole = v.reshape(*v.shape[:-2], K, 1, -1)
-        return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
 
     def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
         *rows, heads, features = out.shape
@@ -108,5 +113,4 @@ def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, 
     def normed(out: jax.Array) -> jax.Array:
         return norm(sharding.auto(difference, sharding.HEADS, out, weight))
 
-    v = sharding.auto(both, sharding.KV_HEADS, widened(v))
-    return common.attend(normed, q, widened(k), v, **call)
+    return common.attend(normed, q, k, v, **call)

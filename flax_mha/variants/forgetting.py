@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import core, masks, padding, shapes, sharding
+from flax_mha import core, masks, shapes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.call import Call, Settings
 from flax_mha.grid import Array, At, Grid
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
+from flax_mha.linear import Linear
 from flax_mha.scores.base import ScoreMod, without_vectors
 from flax_mha.shapes import Dims
 from flax_mha.variants import common
@@ -33,14 +34,17 @@ class ForgettingAttention(MultiHeadAttention):
         out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
 
     with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` says. It needs
-    no positions. Fields and arguments are those of `MultiHeadAttention`, but that there is no
-    cross-attention and no `attention_fn`, and that no scores see queries and keys. Sums and
-    differences of c are in float32. A cache keeps c with each key, as 3·N/K features more, from
-    which it comes back to the bit: its dtype is bfloat16, float32 or float64.
+    no positions. A token that the mask hides from itself, as it hides padding, leaves everything:
+    its f is 1, and NaN in it reaches no other token and no gradient. Fields and arguments are those
+    of `MultiHeadAttention`, but that there is no cross-attention and no `attention_fn`, and that no
+    scores see queries and keys. Sums and differences of c are in float32. A cache keeps c with each
+    key, as 3·N/K features more, from which it comes back to the bit: its dtype is bfloat16, float32
+    or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
 
+    @nn.nowrap
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
@@ -49,16 +53,21 @@ class ForgettingAttention(MultiHeadAttention):
         without_vectors("forgetting attention", settings.scores, call.scores)
         common.check_inputs("forgetting attention", x_q, x_k, x_v)
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
-        weights = self.weights(x_q, x_q, x_q)
-        heads = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
-        q, k, v, order = heads.q, heads.k, heads.v, heads.order
-        names, features = ("embed", "heads"), (self.num_heads,)
-        forget = self.linear("forget_gate", x_q.shape[-1:], names, features, bias_init=None)
-        z = forget(padding.cleared(x_q, call.lengths, order))
-        bias, last = self._of_heads("forget_bias", nn.initializers.zeros_init()), None
+        x, bad = sharding.auto(_cleaned, ((), ()), x_q)
+        weights = self.weights(x, x, x).replace(beside=(self._forget_gate(x),))
+        heads = core.projected(weights, settings, x, x, x, call, cache)
+        q, v, order = heads.q, heads.v, heads.order
+        k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
+        heads, z = heads._replace(k=k), heads.beside[0][..., 0]
+        bias = self._of_heads("forget_bias", nn.initializers.zeros_init())
+        dims, positions, last = shapes.Dims.of(q, k, v), order, None
         if isinstance(cache, KVCache):
+            dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
             last = sharding.auto(_last, ("batch", None, "heads"), cache.key, cache.length, z)
-        c = sharding.auto(_summed, _OF_TOKENS, z, bias, order, last)
+        mask = masks.combine(settings.mask, call.mask)
+        of_tokens = functools.partial(_gates, dims, isinstance(cache, KVCache))
+        gates = sharding.auto(of_tokens, _OF_TOKENS, z, bias, bad, mask, positions)
+        c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
         if settings.scale is None:
             settings = dataclasses.replace(settings, scale=q.shape[-1] ** -0.5)
         kept = sharding.auto(_joined, sharding.KV_HEADS, k, c)
@@ -77,6 +86,13 @@ class ForgettingAttention(MultiHeadAttention):
             _check_dtype(cache.dtype or k.dtype)
             made = cache.empty(kept, v, self.mask)
         return found._replace(cache=made, kv=None)
+
+    @nn.nowrap
+    def _forget_gate(self, x: jax.Array) -> Linear:
+        """Return W_f as a projection to heads of one feature, which others can be joined with."""
+        names, features = ("embed", "heads"), (self.num_heads,)
+        gate = self.linear("forget_gate", x.shape[-1:], names, features, bias_init=None)
+        return gate.replace(kernel=gate.kernel[..., None], names=(*names, None))
 
 
 class _Forget(ScoreMod):
@@ -111,11 +127,35 @@ def _check_dtype(dtype: Any) -> None:
         )
 
 
-def _summed(
-    z: jax.Array, bias: jax.Array, order: Array | None, last: jax.Array | None
-) -> jax.Array:
-    """C [*B, T, N] of gates before the sigmoid, after the last of the tokens before."""
+def _cleaned(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return tokens [*B, T, D] with 0 for each that is not finite, and which those are [*B, T].
+
+    A sum over tokens would carry NaN to all that follow, whatever the mask says.
+    """
+    bad = ~jnp.isfinite(x).all(-1)
+    return jnp.where(bad[..., None], jnp.zeros_like(x), x), bad
+
+
+def _poisoned(k: jax.Array, bad: jax.Array) -> jax.Array:
+    """Return keys with NaN for bad tokens, from where it spreads if the mask allows."""
+    return jnp.where(bad[..., None, None], jnp.full_like(k, jnp.nan), k)
+
+
+def _gates(
+    dims: Dims, cached: bool, z: jax.Array, bias: jax.Array, bad: jax.Array,
+    mask: masks.Mask | None, positions: Array | None,
+) -> jax.Array:  # fmt: skip
+    """Return log f [*B, T, N] of gates before the sigmoid, 0 of tokens that are bad or hidden."""
+    told = ~bad[..., None]
+    if mask is not None:
+        itself = common.sees_itself(mask, dims, positions, cached)
+        told &= jnp.swapaxes(jnp.broadcast_to(itself, dims.logits[:-1]), -1, -2)
     gates = jax.nn.log_sigmoid(z.astype(jnp.float32) + shapes.lead(bias, z.ndim))
+    return jnp.where(told, gates, 0.0)
+
+
+def _summed(gates: jax.Array, order: Array | None, last: jax.Array | None) -> jax.Array:
+    """C [*B, T, N] of log f, after the last of the tokens before."""
     if order is not None:
         order = jnp.asarray(order)
         c = jnp.cumsum(jnp.take(gates, jnp.argsort(order), -2), -2)

@@ -14,7 +14,7 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.call import Call, Settings
 from flax_mha.heads import turned
 from flax_mha.kernels.stored import widened
-from flax_mha.linear import Linear
+from flax_mha.linear import Linear, fused
 from flax_mha.scores.base import without_vectors
 from flax_mha.variants import common
 
@@ -29,11 +29,12 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps c and
     r alone, `kv_rank` + R numbers a token whatever the number of heads, and never computes k and v:
-    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v.
+    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are rows more of
+    W_k and W_v, and a 1 in c.
 
     All fields and arguments are those of `MultiHeadAttention`, but that there is no
     cross-attention, no `num_kv_heads`, `qk_norm`, `normalize_qk`, `gate` or `attention_fn`, and
-    `scale` is a number. `head_dim` and `rotary` must be given.
+    `scale` is a number. `qkv_features` counts N·H, without R. `rotary` must be given.
 
     Attributes:
       kv_rank: features of c.
@@ -49,6 +50,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
     q_rank: int | None = None
     norm_epsilon: float = 1e-6
 
+    @nn.nowrap
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
@@ -56,7 +58,7 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
         without_vectors("latent attention", settings.scores, call.scores)
-        N, H, R, Hv = self.num_heads, self.head_dim or 0, self.rope_dim, self.v_head_dim
+        (N, _, H, Hv), R = self.sizes(x_q.shape[-1]), self.rope_dim
         order = core.ordered(call.order, cache is None, x_q.shape[-2])
         x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
 
@@ -74,10 +76,10 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         )
         names = (None, "heads", "head_dim")
         key = self.linear("key", (self.kv_rank,), names, (N, H))
-        value = self.linear("value", (self.kv_rank,), names, (N, Hv or H))
+        value = self.linear("value", (self.kv_rank,), names, (N, Hv))
         weights = core.Weights(
             query, key, value,
-            self._out((N, Hv or H), x.shape[-1]) if self.project_out else None,
+            self._out((N, Hv), x.shape[-1]) if self.project_out else None,
             sinks=self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
         )  # fmt: skip
         if settings.scale is None:
@@ -88,18 +90,21 @@ class MultiHeadLatentAttention(MultiHeadAttention):
             call = dataclasses.replace(call, attention=absorbed)
             kept = core.Projected(q_rope, r, latent)
             return core.attend(weights, settings, kept, call, cache)._replace(kv=None)
-        q, k = _joined(q[..., :H], q_rope), _joined(key(c), r)
-        heads = core.Projected(q, k, value(c), order=order)
+        k, v = fused(c, (key, value))
+        q, k = _joined(q[..., :H], q_rope), _joined(k, r)
+        heads = core.Projected(q, k, v, order=order)
         found = core.attend(weights, settings, heads, call, None)
         made = cache.empty(r, latent, self.mask) if isinstance(cache, CacheConfig) else None
         return found._replace(cache=made, kv=None)
 
+    @nn.nowrap
     def _norm(self, name: str) -> nn.Module:
         return nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name=name)
 
+    @nn.nowrap
     def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-        inputs.positive(head_dim=self.head_dim, kv_rank=self.kv_rank, rope_dim=self.rope_dim)
-        inputs.optional(q_rank=self.q_rank, v_head_dim=self.v_head_dim)
+        inputs.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
+        inputs.optional(q_rank=self.q_rank)
         common.check_inputs("latent attention", x_q, x_k, x_v)
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
@@ -113,16 +118,25 @@ def _absorbed(
     """Attention to latents as they are kept: keys [c, r] and values c, of one head for all."""
     r, c = widened(r), widened(c)
     q = _product("...tnh,rnh->...tnr", key, q)
-    q, k = _joined(q, q_rope), jnp.concatenate([c, r], -1).astype(q.dtype)
+    k, v = (_with_bias(linear, c).astype(q.dtype) for linear in (key, value))
+    q, k = _joined(q, q_rope), jnp.concatenate([k, r.astype(q.dtype)], -1)
     of_heads = functools.partial(_product, "...tnr,rnh->...tnh", value)
-    return common.attend(of_heads, q, k, c.astype(q.dtype), **call)
+    return common.attend(of_heads, q, k, v, **call)
+
+
+def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:
+    """Latents [*B, S, 1, rank] with a 1 after each, if the map from them has a bias."""
+    return c if linear.bias is None else jnp.concatenate([c, jnp.ones_like(c[..., :1])], -1)
 
 
 def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
-    def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        return jnp.einsum(sums, x, kernel, precision=linear.precision)
+    """The product with a kernel [rank, N, ·] that has the bias, if there is one, as a row more."""
 
-    return sharding.auto(product, sharding.HEADS, x, linear.kernel.astype(x.dtype))
+    def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        kernel = kernel if bias is None else jnp.concatenate([kernel, bias[None]])
+        return jnp.einsum(sums, x, kernel.astype(x.dtype), precision=linear.precision)
+
+    return sharding.auto(product, sharding.HEADS, x, linear.kernel, linear.bias)
 
 
 def _joined(x: jax.Array, rotated: jax.Array) -> jax.Array:

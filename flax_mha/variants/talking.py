@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
@@ -33,6 +34,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
 
+    @nn.nowrap
     def compute(
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
@@ -59,6 +61,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
         # Keys and values are in the form of this layer alone.
         return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
 
+    @nn.nowrap
     def _mixing(self, name: str) -> jax.Array:
         """From each head to each."""
         init = sharding.named(_identity, (None, "heads"), self.partitioned)

@@ -73,6 +73,8 @@ def test_loops_count_as_often_as_they_run(optimized: None) -> None:
         ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", [[0, 1, 2, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}", [[0, 1], [2, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", [[3, 1], [2, 0]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'b':(2)2}", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'a','b':(1)2}", [[0, 2], [1, 3]]),
         ("source_target_pairs={{0,1},{1,2}}", [[0, 1], [1, 2]]),
     ],
 )
