@@ -85,10 +85,18 @@ def fused(x: jax.Array, projections: Sequence[Linear], groups: int) -> list[jax.
     """
     # On such a CPU joining the kernels, and splitting what comes out, takes longer than it saves.
     apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
-    found = {sharding.spec(p.kernel.shape, p.names)[1] for p in projections}
-    # Where key/value heads are not divided as query heads are, they can't be joined.
-    if apart or len(projections) == 1 or len(found) > 1:
+    if apart or len(projections) == 1:
         return [project(x) for project in projections]
+    divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
+    if len(set(divided)) > 1:
+        # Key/value heads that are not divided as query heads are can't be joined with those.
+        alike = {axes: [i for i, a in enumerate(divided) if a == axes] for axes in divided}
+        found: dict[int, jax.Array] = {}
+        for part in alike.values():
+            some = [projections[i] for i in part]
+            fewest = math.gcd(*(p.features[0] for p in some))
+            found |= zip(part, fused(x, some, fewest), strict=True)
+        return [found[i] for i in range(len(projections))]
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
     first = projections[0]
     x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
