@@ -128,14 +128,13 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     ):
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         order = _order(mesh[2]) if mesh[2] else np.arange(math.prod(axes.values()))
-        over = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
-        return _over(axes, order, [(name, int(m or 1), int(k or axes[name])) for name, m, k in over])
+        found = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
+        over = [(name, int(m or 1), int(k or axes[name])) for name, m, k in found]
+        return _over(axes, order, over)
     raise ValueError(f"can't read the groups of a collective: {rest[:200]}")
 
 
-def _over(
-    axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, int]]
-) -> np.ndarray:
+def _over(axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, int]]) -> np.ndarray:
     """Groups along parts (name, m, k) of a mesh's axes, its devices in that order.
 
     Of an axis that is reshaped to [m, k, ·] the part is the second.
