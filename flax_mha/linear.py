@@ -144,11 +144,21 @@ def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
     """
     # On such a CPU joining the kernels, and splitting what comes out, takes longer than it saves.
     apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
-    if apart or len(projections) == 1 or any(p.kernel is None for p in projections):
+    if apart or any(p.kernel is None for p in projections):
         return [project(x) for project in projections]
-    # Where key/value heads are not divided as query heads are, they can't be joined.
-    if len({sharding.spec(p.kernel.shape, p.names)[1] for p in projections}) > 1:
-        return [project(x) for project in projections]
+    # Key/value heads that are not divided as query heads are can't be joined with those.
+    divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
+    found: dict[int, jax.Array] = {}
+    for axes in dict.fromkeys(divided):
+        alike = [i for i, other in enumerate(divided) if other == axes]
+        found |= zip(alike, _join(x, [projections[i] for i in alike]), strict=True)
+    return [found[i] for i in range(len(projections))]
+
+
+def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
+    """Return projections whose heads are divided alike, by one product."""
+    if len(projections) == 1:
+        return [projections[0](x)]
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
     first, groups = projections[0], math.gcd(*(p.features[0] for p in projections))
     promoted_x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)

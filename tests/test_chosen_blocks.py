@@ -106,7 +106,7 @@ def test_a_document_changes_no_other(fields: dict[str, Any], lengths: list[int])
     ids = np.searchsorted(np.cumsum(lengths), np.arange(T), side="right")
     # Rows with NaN in one of the first two documents.
     x = np.concatenate([X, *(np.where((ids == n)[:, None], np.nan, X) for n in range(2))])
-    out = decoded(module, params, x) if "decode" in fields else jax.jit(module.apply)(params, x)
+    out = decoded(module, params, x) if module.decode else jax.jit(module.apply)(params, x)
     block, mask = fields.get("query_block", 1), ids[:, None] == ids
     wanted = expected(params["params"], X, query_block=block, mask=mask)
     assert error(out[:2], wanted) < 5e-6

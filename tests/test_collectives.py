@@ -1,5 +1,7 @@
 """What layers and each way to others' keys send over a mesh, counted in compiled programs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,6 +17,13 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.positions import Rotary
+from flax_mha.variants import (
+    ChosenBlocksAttention,
+    DifferentialAttention,
+    ForgettingAttention,
+    MultiHeadLatentAttention,
+    TalkingHeadsAttention,
+)
 from tests.meshes import EIGHT, KEY, KINDS, RNG, B, H, N, X, changed, collectives, on
 
 T = 64
@@ -46,6 +55,86 @@ def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind
     # One group's keys and values are on every device: their gradients are summed over devices.
     shared = 0 if K == 8 else 2 * 4 * B * 16 * H
     assert sum(size for _, size in found) == 2 * BTD + shared
+
+
+BTD = 4 * X.size
+LATENT: dict[str, Any] = {"head_dim": 4, "kv_rank": 6, "rope_dim": 4, "rotary": Rotary()}
+# Layers of 8 heads over 8 devices, and the bytes that their gradients send by each collective.
+SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
+    # One group's keys and values are on every device: their gradients are summed over devices.
+    "gates and one group": (
+        MultiHeadAttention(8, num_kv_heads=1, gate="head"),
+        {"all-reduce": 2 * BTD + 2 * 4 * B * 16 * H},
+    ),
+    "differential": (DifferentialAttention(8, head_dim=4), {"all-reduce": 2 * BTD}),
+    "forgetting": (ForgettingAttention(8), {"all-reduce": 2 * BTD}),
+    "chosen blocks": (ChosenBlocksAttention(8, block=4, count=2), {"all-reduce": 2 * BTD}),
+    # Gradients of what all heads are projected from: 5 features for queries, 6 for keys and values,
+    # and the 4 that rotary turns.
+    "latent": (
+        MultiHeadLatentAttention(8, q_rank=5, **LATENT), {"all-reduce": BTD + 4 * B * 16 * 15}
+    ),
+    "latent, queries of the input": (
+        MultiHeadLatentAttention(8, **LATENT), {"all-reduce": 2 * BTD + 4 * B * 16 * 10}
+    ),
+    "talking heads": (
+        TalkingHeadsAttention(8),
+        {"all-gather": 4 * BTD, "reduce-scatter": 2 * BTD // 8, "all-reduce": 4 * BTD},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.35)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SENT)
+def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kind: str) -> None:
+    layer, wanted = SENT[name]
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+    _, leave = on(kind, shape=(1, 8))
+    try:
+        params = sharding.init(layer, KEY, X)
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
+    finally:
+        leave()
+    found = dict.fromkeys(wanted, 0)
+    for collective, size in collectives(text):
+        # Parameters that heads share, of a few numbers.
+        if size > 64:
+            found[collective] = found.get(collective, 0) + size
+    assert found.keys() == wanted.keys()
+    for collective, size in wanted.items():
+        assert abs(found[collective] - size) <= 64, (found, wanted)
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        DifferentialAttention(8, num_kv_heads=4, head_dim=4),
+        ChosenBlocksAttention(8, block=4, count=2),
+        TalkingHeadsAttention(8, num_kv_heads=4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_steps_send_nothing_that_grows_with_the_cache(optimized, layer) -> None:
+    cached = layer.clone(decode=True)
+
+    def step(variables, x):
+        return cached.apply(variables, x, mutable="cache")
+
+    _, leave = on("Auto", shape=(1, 8))
+    try:
+        sent = []
+        for slots in (16, 64):
+            variables = sharding.init(cached, KEY, jnp.zeros((B, slots, X.shape[-1])))
+            text = jax.jit(step).lower(variables, X[:, :1]).compile().as_text()
+            sent.append(collectives(text))
+    finally:
+        leave()
+    assert sent[0] == sent[1]
 
 
 @pytest.mark.slow

@@ -128,10 +128,9 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     ):
         axes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
         order = _order(mesh[2]) if mesh[2] else np.arange(math.prod(axes.values()))
-        over = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
-        return _over(
-            axes, order, [(name, int(m or 1), int(k or axes[name])) for name, m, k in over]
-        )
+        found = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", mesh[3])
+        over = [(name, int(m or 1), int(k or axes[name])) for name, m, k in found]
+        return _over(axes, order, over)
     raise ValueError(f"can't read the groups of a collective: {rest[:200]}")
 
 

@@ -176,10 +176,9 @@ def _best(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, j
     On each device of its own rows: XLA would bring those of all devices together.
     """
     # Blocks of queries need not be divided as queries are.
-    names = ("batch", "heads", "length" if query_block == 1 else None, None)
+    axes = ("batch", "heads", "length" if query_block == 1 else None, None)
     names = tuple(
-        None if n == 1 else x
-        for n, x in zip(scores.shape[-4:], names[-scores.ndim :], strict=False)
+        None if n == 1 else x for n, x in zip(scores.shape[-4:], axes[-scores.ndim :], strict=False)
     )
     out = ((*scores.shape[:-1], count), names)
     best, where = sharding.local(

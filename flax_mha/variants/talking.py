@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
 
-from flax_mha import core, sharding
+from flax_mha import core, mesh_axes, sharding
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.call import Call, Settings
 from flax_mha.scores.base import without_vectors
@@ -29,7 +30,9 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
     The sums go into longer vectors, so that any kernel computes them: query n is all P_mn q_m,
     key and value those of all heads. Beside them memory is that of the kernel, no head's scores
-    wait for another's; both products take K times those of `MultiHeadAttention`.
+    wait for another's; both products take K times those of `MultiHeadAttention`. Where heads are
+    divided over devices, each is sent the queries, keys and values of all, and outputs are summed
+    on the device of their head; see docs/sharding.md for what that takes.
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
@@ -50,7 +53,7 @@ class TalkingHeadsAttention(MultiHeadAttention):
         if settings.scale is None:
             settings = dataclasses.replace(settings, scale=H**-0.5)
         mix = functools.partial(_mixed_queries, K, self.precision)
-        q = sharding.auto(mix, sharding.HEADS, heads.q, self._mixing("mix_scores"))
+        q = _gathered(mix, heads.q, self._mixing("mix_scores"))
         k, v = (
             None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
             for x in (heads.k, heads.v)
@@ -70,30 +73,63 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
 def _mixed(own: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
     """Attention to the values of all heads, of which each takes its own by mixed weights."""
+    return common.attend(functools.partial(_summed, own, mixing), q, k, v, **call)
 
-    def mixed(out: jax.Array) -> jax.Array:
-        return sharding.auto(own, sharding.HEADS, out, mixing)
 
-    return common.attend(mixed, q, k, v, **call)
+def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> jax.Array:
+    """Return fn(x, mixing) of all heads of x [*B, T, N, ·], on each device for its own heads."""
+    axes = _axes(x)
+
+    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
+        return fn(jax.lax.all_gather(x, axes, axis=x.ndim - 2, tiled=True), mixing)
+
+    return _on_devices(fn, local if axes else None, (None, "heads"), x, mixing)
+
+
+def _summed(fn: Callable[..., jax.Array], mixing: jax.Array, x: jax.Array) -> jax.Array:
+    """Return fn(x, mixing), a sum over heads of x [*B, T, N, ·]: on each device its own heads'."""
+    axes = _axes(x)
+
+    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=x.ndim - 2, tiled=True)
+
+    return _on_devices(fn, local if axes else None, ("heads", None), x, mixing)
+
+
+def _axes(x: jax.Array) -> tuple[str, ...]:
+    """Return the mesh axes that divide the heads of x [*B, T, N, ·]."""
+    return mesh_axes.each(sharding.spec(x.shape, sharding.HEADS)[-2])
+
+
+def _on_devices(
+    fn: Callable[..., jax.Array], local: Callable[..., jax.Array] | None,
+    names: sharding.LogicalNames, x: jax.Array, mixing: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Return fn(x, mixing) of heads, by `local` if given, with mixing divided by its names."""
+    if local is None:
+        return sharding.auto(fn, sharding.HEADS, x, mixing)
+    shape = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, mixing))).shape
+    out = (shape, sharding.HEADS)
+    return sharding.local(local, [sharding.HEADS, names], out, x, mixing)
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Of q [*B, T, N, H] what meets the keys of all K heads: [*B, T, N, K·H]."""
+    """Of q [*B, T, N, H] what meets the keys of all K heads, of n of them: [*B, T, n, K·H]."""
     *tokens, N, H = q.shape
-    mixing = mixing.astype(q.dtype).reshape(K, -1, N)
-    q = q.reshape(*tokens, K, -1, H)
+    n = mixing.shape[-1]
+    mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
+    q = q.reshape(*tokens, K, N // K, H)
     mixed = jnp.einsum("...tkgh,kgn->...tnkh", q, mixing, precision=precision)
-    return mixed.reshape(*tokens, N, K * H)
+    return mixed.reshape(*tokens, n, K * H)
 
 
 def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Of values of all K heads by the weights of each, [*B, T, N, K·Hv]: [*B, T, N, Hv]."""
-    *tokens, N, features = x.shape
-    mixing = mixing.astype(x.dtype).reshape(N, K, -1)
-    x = x.reshape(*tokens, N, K, features // K)
-    return jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision).reshape(
-        *tokens, N, features // K
-    )
+    """Of values of all K heads by the weights of n of them, [*B, T, n, K·Hv]: [*B, T, N, Hv]."""
+    *tokens, n, features = x.shape
+    mixing = mixing.astype(x.dtype).reshape(n, K, -1)
+    x = x.reshape(*tokens, n, K, features // K)
+    own = jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision)
+    return own.reshape(*tokens, -1, features // K)
 
 
 def _as_one(x: jax.Array) -> jax.Array:
