@@ -53,7 +53,7 @@ def test_beyond_the_lattice() -> None:
     """A layer refuses more tokens than there are places; positions that are traced give NaN."""
     layer = MultiHeadAttention(2, rotary=Axial((2, 2)))
     x = np.ones((1, 6, 16), np.float32)
-    with pytest.raises(ValueError, match="positions must be in 0 … 3, got 5; raise Axial.sizes"):
+    with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 5; raise Axial\.sizes"):
         jax.eval_shape(layer.init, KEY, x)
     at = np.array([0, 3, 1, 0, 2, 3])
     jax.eval_shape(lambda *a: layer.init(*a, positions=at), KEY, x)

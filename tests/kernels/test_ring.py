@@ -153,7 +153,7 @@ def test_cudnn_on_a_ring(nvidia, mask, sunk: bool) -> None:
 
 
 def test_axes_of_one_device_are_left_to_nobody() -> None:
-    """No rule names "data": Mosaic refuses to run where an axis is left, though it has one device."""
+    """No rule names "data": Mosaic refuses to run where even such an axis is left."""
     left = []
 
     def score(s: jax.Array, *at: Any) -> jax.Array:
