@@ -1,4 +1,4 @@
-"""Which kernel takes what: the table of docs/kernels.md, asked of the kernels' own `refuses`.
+"""Which kernel takes what: the table of docs/kernels.md, asked of the kernels' own `lower`.
 
 $ python -m experiments.kernels_table    # writes it anew
 

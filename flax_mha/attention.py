@@ -63,7 +63,8 @@ class MultiHeadAttention(nn.Module):
         attention instead of the kernels, with its own answer for queries that see nothing. It is
         called as Flax's layer calls it; keys and values of groups are repeated to N heads, and
         masks given as one table. What it has no parameter for is an error (default: the kernels).
-      force_fp32_for_softmax: for `attention_fn`; the kernels' softmax is in float32 anyhow.
+      force_fp32_for_softmax: for `attention_fn`; the kernels' softmax is in float32 anyhow, and
+        weights that are sown are in the compute dtype either way.
       decode: keep keys and values in the `cache` collection (see `flax_mha.cache`). `init` with an
         input of the full length makes room for that many tokens; each `apply` appends the tokens
         it is given (one or more) and attends to all so far, each token to itself and those before.

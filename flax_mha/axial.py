@@ -27,6 +27,10 @@ class Axial:
         (DINOv3: 2π), in place of 0 … n − 1.
       prefix: how many tokens before the lattice do not turn: class tokens.
 
+    Raises:
+      ValueError: if fields do not fit, or a position is known to be beyond the lattice. Where it is
+        not known before tracing, such a token becomes NaN.
+
     Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
     "DINOv3", 2025, for the span.
     """
@@ -51,10 +55,20 @@ class Axial:
             raise ValueError("Axial.sizes must have a size for each axis, got none")
         return found
 
+    def check(self, positions: inputs.Integers) -> int:
+        """Return the number of places, prefix and lattice, if no position is known to be beyond."""
+        sizes = self._sizes()
+        end = self.prefix + math.prod(sizes)
+        remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
+        inputs.within("positions", positions, end, remedy)
+        return end
+
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Turns x [*B, T, N, H] by where its tokens stand, int [T] or [*B, T]."""
         x, sizes = turning.heads(x), self._sizes()
-        positions = jnp.asarray(shapes.per_token("positions", positions, x.shape[:-2]))
+        positions = shapes.per_token("positions", positions, x.shape[:-2])
+        end = self.check(positions)
+        positions = jnp.asarray(positions)
         pairs = _share(x.shape[-1], len(sizes))
         at = jnp.maximum(positions - self.prefix, 0)
         each = []
@@ -64,7 +78,9 @@ class Axial:
                 c = self.span * ((2 * c + 1) / size - 1)
             each.append(turning.angles(c, pairs, 1 / pairs, self.base))
         theta = jnp.concatenate(each, -1)
+        outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
+        theta = jnp.where(outside[..., None], jnp.nan, theta)
         return turning.turn(x, theta, self.interleaved)
 
 

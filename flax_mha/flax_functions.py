@@ -65,7 +65,8 @@ def attention_fn(
       precision: of the matrix products.
       module: a linen or nnx module that sows the weights, as before dropout, under the name
         `attention_weights`.
-      force_fp32_for_softmax: the softmax is in float32 at least, whatever this says.
+      force_fp32_for_softmax: the softmax is in float32 at least, and weights are sown in the
+        dtype of the query, whatever this says.
       einsum_dot_general: must be None, as the two that follow: kernels have no einsums to replace.
       qk_attn_weights_einsum: see above.
       attn_weights_value_einsum: see above.

@@ -151,12 +151,14 @@ def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
     """The mesh axes over which `jax.shard_map` divides arrays laid out by these specs.
 
     Over Auto axes that no spec names the compiler may have divided what is unconstrained. That it
-    stays so, these axes are left to the compiler inside, too.
+    stays so, these axes are left to the compiler inside, too, but for those of one device: there is
+    nothing to divide, and Mosaic's kernels run only where no axis is left.
     """
     parts = [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in each(part)}
     unknown = any(part is UNCONSTRAINED for part in parts)
-    return {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
+    found = {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
+    return found and found | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)

@@ -91,6 +91,8 @@ class MultiHeadAttention(nnx.Module):
       dtype: see `flax_mha.MultiHeadAttention`, as all that are not named here.
       decode: keep the keys and values of earlier calls, for which `init_cache` makes room; here or
         in the call (default: False).
+      broadcast_dropout: one dropout pattern for all rows of the batch and heads (default: True,
+        as in Flax; False in `flax_mha.MultiHeadAttention`).
       rngs: of parameters, and of dropout.
       keep_rngs: whether to keep a stream for dropout; else it is given in the call.
       kernel_metadata: of the parameters of that name, such as `{"out_sharding": (None, "model",

@@ -162,7 +162,7 @@ def rotate(
     No keys (None) stand for those that a cache holds, turned already.
 
     Raises:
-      ValueError: if positions are given and there is no rotation.
+      ValueError: if positions are given and there is no rotation, or a lattice has too few places.
     """
     if rotation is None:
         if positions is not None:
@@ -171,6 +171,10 @@ def rotate(
                 "set it to positions.Rotary(), or drop positions"
             )
         return q, k
+    if positions is None and isinstance(rotation, Axial):
+        # Inside `jit` q_pos and k_pos are traced, but T tokens need T places wherever they start.
+        for x in (q, k):
+            rotation.check(np.arange(0 if x is None else x.shape[-3]))
     if isinstance(positions, tuple) and len(positions) == 2:
         q_pos, k_pos = positions
     elif positions is not None:

@@ -293,6 +293,12 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         with _initializing(True):
             return model.init(rngs, *args, **kwargs)
 
-    if jax.sharding.get_mesh().empty:
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
         return jax.jit(create)(rngs, *args)
-    return jax.jit(create, out_shardings=of(create, rngs, *args))(rngs, *args)
+    shardings = of(create, rngs, *args)
+    if explicit := mesh.abstract_mesh.explicit_axes:
+        # On these each device would draw whole parameters and keep its shard, and XLA would round
+        # the last bits of some otherwise.
+        create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=shardings)
+    return jax.jit(create, out_shardings=shardings)(rngs, *args)

@@ -24,9 +24,9 @@ def blocks(language: str, text: str) -> list[str]:
     return [code for name, code in fences if name == language]
 
 
-def run(page: str, **given: Any) -> dict[str, Any]:
+def run(page: str) -> dict[str, Any]:
     """Runs a page's Python from top to bottom, as a user does, and gives its variables."""
-    scope = {"__name__": Path(page).stem, **given}
+    scope: dict[str, Any] = {"__name__": Path(page).stem}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for code in blocks("python", read(page)):
             if not _lacks(code):

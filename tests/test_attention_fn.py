@@ -148,3 +148,14 @@ def test_wrong_numbers_in_a_mask_reach_its_outputs() -> None:
     np.testing.assert_array_equal(np.isnan(out).all(-1), np.isnan(out).any(-1))
     assert np.isnan(out[1, 2]).all()
     assert np.isnan(out).any(-1).sum() == 1
+
+
+@pytest.mark.parametrize("kind", [Flax, MultiHeadDotProductAttention])
+def test_the_dtype_of_sown_weights(kind: Any) -> None:
+    """README's row: under force_fp32_for_softmax Flax's are float32, ours as without it."""
+    for forced in (False, True):
+        layer = kind(2, dtype=jnp.bfloat16, force_fp32_for_softmax=forced)
+        sow = functools.partial(layer.apply, sow_weights=True, mutable="intermediates")
+        _, found = jax.eval_shape(lenient(sow), params_of(layer), X)
+        (weights,) = jax.tree.leaves(found["intermediates"])
+        assert weights.dtype == (jnp.float32 if forced and kind is Flax else jnp.bfloat16)

@@ -49,6 +49,21 @@ def test_axial(sizes: tuple[int, ...], interleaved: bool, span: float | None, pr
     assert error(found, turned(x, angle, interleaved)) < 1e-6
 
 
+def test_beyond_the_lattice() -> None:
+    """A layer refuses more tokens than there are places; positions that are traced give NaN."""
+    layer = MultiHeadAttention(2, rotary=Axial((2, 2)))
+    x = np.ones((1, 6, 16), np.float32)
+    with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 5; raise Axial\.sizes"):
+        jax.eval_shape(layer.init, KEY, x)
+    at = np.array([0, 3, 1, 0, 2, 3])
+    jax.eval_shape(lambda *a: layer.init(*a, positions=at), KEY, x)
+    turn = jax.jit(Axial((2, 2), prefix=1))
+    heads = RNG.normal(size=(1, 6, 1, 8)).astype(np.float32)
+    found = np.asarray(turn(heads, np.array([0, 1, 4, 5, -1, 2])))
+    np.testing.assert_array_equal(np.isnan(found).any((0, 2, 3)), [0, 0, 0, 1, 1, 0])
+    assert np.isnan(found[0, 3:5]).all()
+
+
 def test_one_axis_is_rotary() -> None:
     x = RNG.normal(size=(2, 7, 3, 8)).astype(np.float32)
     at = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
@@ -96,6 +111,9 @@ def test_in_the_layer(rotary: Any, positions: Any) -> None:
         (lambda x: Axial((2, 2), prefix=-1), "Axial.prefix must be in 0"),
         (lambda x: Axial((2, 2, 2))(x, np.arange(4)), "must be a multiple of 6, got 8"),
         (lambda x: Axial((2, 2))(x, np.arange(3)), "positions must have shape"),
+        (lambda x: Axial((3,))(x, np.arange(4)), r"positions must be in 0 … 2, got 3; raise Axial"),
+        (lambda x: Axial((3,), prefix=1)(x, np.arange(1, 5)), r"in 0 … 3, got 4; .* prefix of 1"),
+        (lambda x: Axial((3, 2))(x, np.arange(-1, 3)), r"positions must be in 0 … 5, got -1"),
         (lambda x: MRope((1, 1))(x, np.arange(4)), "must have H/2 pairs in all"),
         (lambda x: MRope((2, 2))(x, np.zeros((4, 3), int)), "a coordinate for each section"),
         (lambda x: MRope((2, 0)), r"MRope.sections\[1\] must be at least 1"),

@@ -180,7 +180,9 @@ def test_a_loss_over_a_divided_vocabulary_gathers_no_logits(optimized) -> None:
     assert sum(size for _, size in found) <= 4 * 3 * B * 6
 
 
-def program(way: str, mask: masks.Mask | None, K: int, *, grad: bool) -> list[tuple[str, int]]:
+def program(
+    way: str, mask: masks.Mask | None, K: int, *, grad: bool, dtype: str = "float32"
+) -> list[tuple[str, int]]:
     """What is sent for heads of 8 features over 4 devices, forward, or forward and backward."""
 
     def attend(*qkv):
@@ -192,7 +194,7 @@ def program(way: str, mask: masks.Mask | None, K: int, *, grad: bool) -> list[tu
     mesh, leave = on("Auto", EIGHT, shape=(2, 4))
     try:
         placed = NamedSharding(mesh, P("data", "model"))
-        q, k = (jax.ShapeDtypeStruct((B, T, n, 8), jnp.float32, sharding=placed) for n in (N, K))
+        q, k = (jax.ShapeDtypeStruct((B, T, n, 8), dtype, sharding=placed) for n in (N, K))
         fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
         text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
     finally:
@@ -214,6 +216,9 @@ def test_rings_send_each_block_once_round(optimized: None) -> None:
     once = keys_and_values * (n - 1) // n
     assert sent(program("ring", masks.Causal(), K, grad=False), "collective-permute") == once
     assert sent(program("ring", None, K, grad=True), "collective-permute") == 3 * once
+    # Of float16 half of them, and as many bytes of gradients: a ring sums them in float32.
+    halves = program("ring", None, K, grad=True, dtype="float16")
+    assert sent(halves, "collective-permute") == 2 * once
     # A window of a block needs one step, of the block before, which is kept till the backward pass.
     window = masks.Window(T // n, 0)
     block = keys_and_values // n

@@ -11,7 +11,14 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
-from flax_mha.scores import Alibi, Relative, RelativeBias, SoftCap, TransformerXL
+from flax_mha.scores import (
+    Alibi,
+    Relative,
+    RelativeBias,
+    SoftCap,
+    TransformerXL,
+    relative_bucket,
+)
 from tests.decoded import decoded
 from tests.oracle import error
 
@@ -22,6 +29,39 @@ X = jax.random.normal(KEY, (2, T, D))
 
 def block(**fields: Any) -> EncoderBlock:
     return EncoderBlock(MultiHeadAttention(N, **fields), mlp_dim=8)
+
+
+def bucket_of(d: int, buckets: int, bidirectional: bool, most: int) -> int:
+    """T5's bucket of a distance, in integers: no logarithm is rounded."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first, d = buckets * (d > 0), abs(d)
+    d = max(-d, 0) if not bidirectional else d
+    exact = buckets // 2
+    count, bucket = buckets - exact, min(d, exact)
+    # d ≥ exact·(most/exact)^(m/count), both to the power of count.
+    while d >= exact and bucket < buckets - 1:
+        if d**count < most ** (bucket + 1 - exact) * exact ** (buckets - 1 - bucket):
+            break
+        bucket += 1
+    return first + bucket
+
+
+def test_buckets() -> None:
+    """At all distances, of 138 settings, those of published models among them."""
+    distances = np.array([*range(-70, 71), *np.arange(71, 1100, 19), *(-np.arange(80, 1100, 20))])
+    settings = [
+        (buckets, bidirectional, most)
+        for buckets in (4, 6, 8, 16, 20, 32, 64, 128, 320)
+        for bidirectional in (False, True)
+        for most in (50, 64, 100, 128, 256, 512, 800, 1000)
+        if most > buckets // (4 if bidirectional else 2)
+    ]
+    assert len(settings) >= 135
+    for setting in settings:
+        wanted = [bucket_of(int(d), *setting) for d in distances]
+        np.testing.assert_array_equal(relative_bucket(distances, *setting), wanted, str(setting))
 
 
 def test_a_layer_learns_its_table() -> None:

@@ -142,7 +142,8 @@ CHECKS: dict[str, Callable[[Scope], None]] = {
 )
 def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interop, "FAMILIES", dict(interop.FAMILIES))  # The page adds one.
-    scope = pages.run(page, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)  # Some make folders.
+    scope = pages.run(page)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         CHECKS.get(page, lambda scope: None)(scope)
 
@@ -162,6 +163,15 @@ def test_commands_name_what_is_there() -> None:
             assert importlib.util.find_spec(module), (page, module)
         for path in re.findall(r"--config=(configs/\w+\.py)", text):
             assert (ROOT / path).is_file(), (page, path)
+
+
+def test_pages_say_how_many_devices_they_take() -> None:
+    """Of a CPU JAX makes one by default, of which no mesh of theirs can be built."""
+    for page in PAGES:
+        code = "".join(pages.blocks("python", pages.read(page)))
+        for sizes in re.findall(r"make_mesh\(\(([\d, ]+)\)", code):
+            needed = math.prod(int(size) for size in sizes.split(",") if size.strip())
+            assert f"JAX_NUM_CPU_DEVICES={needed} " in pages.read(page), (page, sizes)
 
 
 def is_figure(block: str) -> bool:

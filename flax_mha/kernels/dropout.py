@@ -1,4 +1,4 @@
-"""WeightDropout of attention weights, whose bits depend on nothing but what they belong to.
+"""Dropout of attention weights, whose bits depend on nothing but the place of each weight.
 
 Whether a weight is kept is a pure function of (key, batch row, head, query position, key
 position). So every kernel drops the same weights in whatever blocks it works, and every device

@@ -30,9 +30,13 @@ def softpick(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
     """See above; numerator and denominator are both divided by exp(the greatest score)."""
     # Any shift gives the same weights; one below 0 would make exp(−top) overflow.
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=0.0))
-    e = jnp.exp(s - top) - jnp.exp(-top)
+    # exp(s) − 1 would have no digits left of a score near 0, and overflow of a great one.
+    above, below = jnp.where(s > 0, s, 0.0), jnp.where(s > 0, 0.0, s)
+    above, below = -jnp.exp(above - top) * jnp.expm1(-above), jnp.exp(-top) * jnp.expm1(below)
+    e = jnp.where(s > 0, above, below)
     e = e if allowed is None else jnp.where(allowed, e, 0.0)
-    return jnp.maximum(e, 0.0) / (jnp.sum(jnp.abs(e), axis=-1, keepdims=True) + 1e-8)
+    total = jnp.sum(jnp.abs(e), axis=-1, keepdims=True)
+    return jnp.maximum(e, 0.0) / (total + 1e-8 * jnp.exp(-top))
 
 
 SOFTMAX = "softmax"

@@ -1,5 +1,7 @@
 """Scores by how far a key stands from its query."""
 
+import functools
+import math
 from typing import Any, Self
 
 import jax
@@ -237,6 +239,7 @@ def relative_bucket(
 ) -> jax.Array:
     """The bucket, int32, of each distance j − i; see `RelativeBias`."""
     _check_distance(buckets, bidirectional, max_distance)
+    distance = jnp.asarray(distance)
     first = jnp.zeros_like(distance)
     if bidirectional:
         buckets //= 2
@@ -245,11 +248,27 @@ def relative_bucket(
     else:
         distance = jnp.maximum(-distance, 0)
     exact = buckets // 2
-    # The argument stays above 0: the branch not taken must be finite too.
-    far = jnp.maximum(distance, exact).astype(jnp.float32) / exact
-    steps = jnp.log(far) / np.log(max_distance / exact) * (buckets - exact)
-    far_bucket = jnp.minimum(exact + steps.astype(jnp.int32), buckets - 1)
-    return first + jnp.where(distance < exact, distance, far_bucket)
+    # Compared in integers: a float32 logarithm puts some boundaries one bucket too low.
+    starts = _bucket_starts(exact, buckets - exact, max_distance)
+    return sum(((distance >= start).astype(jnp.int32) for start in starts), first) + jnp.minimum(
+        distance, exact
+    )
+
+
+@functools.cache
+def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]:
+    """Return the least distance of each of `count` logarithmic buckets but the first.
+
+    Bucket m of them starts at the least integer d ≥ exact·(max_distance/exact)^(m/count).
+    """
+    starts = []
+    for m in range(1, count):
+        d = math.floor(exact * (max_distance / exact) ** (m / count))
+        # Whether d is below the boundary is asked of its power, an integer of any size.
+        while d**count < max_distance**m * exact ** (count - m):
+            d += 1
+        starts.append(d)
+    return tuple(starts)
 
 
 def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:

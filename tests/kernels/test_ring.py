@@ -16,7 +16,8 @@ from jax.sharding import AxisType
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.registry import KERNELS
 from flax_mha.masks import Causal, Mask, Segments, Window
-from flax_mha.scores import RelativeBias
+from flax_mha.scores import RelativeBias, Score
+from tests import oracle
 from tests.kernels.near import close as near
 from tests.kernels.test_flex import close
 
@@ -149,6 +150,44 @@ def test_cudnn_on_a_ring(nvidia, mask, sunk: bool) -> None:
         # Blocks that a window splits elsewhere than on the diagonal are not of one kind.
         refused = explain(q, k, v, mask=Causal() & Window(20), kernel="ring").refused["cudnn"]
         assert "q_positions do not count from one number" in refused
+
+
+def test_axes_of_one_device_are_left_to_nobody() -> None:
+    """No rule names "data": Mosaic refuses to run where even such an axis is left."""
+    left = []
+
+    def score(s: jax.Array, *at: Any) -> jax.Array:
+        left.append(jax.sharding.get_abstract_mesh().auto_axes)
+        return s
+
+    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        jax.eval_shape(
+            lambda q: dot_product_attention(q, q, q, scores=(Score(score),), kernel="ring"), x
+        )
+    assert left[-1] == ()
+
+
+def test_gradients_are_summed_in_float32() -> None:
+    """Of bfloat16 over 8 devices: each block's is rounded, but not their sum at each device."""
+    rng = np.random.default_rng(6)
+    q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 64, 2, 32)), jnp.bfloat16) for _ in range(4))
+    exact = oracle.attention_gradients(q, k, v, cotangent=dout)
+
+    def errors(kernel: str) -> list[float]:
+        @jax.jit
+        def pull(*qkv: jax.Array) -> Any:
+            return jax.vjp(lambda *x: dot_product_attention(*x, kernel=kernel), *qkv)[1](dout)
+
+        pairs = zip(pull(q, k, v), (exact.q, exact.k, exact.v), strict=True)
+        return [oracle.error(*pair) for pair in pairs]
+
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    alone = errors("blockwise")
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        over = errors("ring:blockwise")
+    assert max(a / b for a, b in zip(over, alone, strict=True)) < 1.5, (over, alone)
 
 
 def test_cudnn_on_a_ring_with_a_bias(nvidia) -> None:

@@ -9,7 +9,8 @@ the next device, and merges what it gets with what it has:
 Steps in which a mask known before tracing lets no device see anything are left out, and their
 blocks never sent; a device that sees nothing in a step computes nothing. The backward pass goes
 round again, from the out and lse of all blocks, with the gradients of each block travelling behind
-it, and home in the end. So memory is that of one block and its neighbour, forward and backward.
+it, and home in the end. They are summed in float32: in bfloat16 each device on the way would round
+the sum once more. So memory is that of one block and its neighbour, forward and backward.
 
 Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
 that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -240,9 +241,13 @@ def _backward(
 
         def see(k: jax.Array, v: jax.Array) -> Any:
             dq, dk, dv, dmine = jax.vjp(block, q, k, v, mine)[1](douts)
-            return (dq.astype(acc), dmine), (dk, dv)
+            dq, dk, dv = (x.astype(acc) for x in (dq, dk, dv))
+            return (dq, dmine), (dk, dv)
 
-        zeros = jax.tree.map(jnp.zeros_like, ((q.astype(acc), mine), blocks))
+        def wide(x: jax.Array) -> jax.Array:
+            return jnp.zeros_like(x, acc)
+
+        zeros = (wide(q), jax.tree.map(jnp.zeros_like, mine)), jax.tree.map(wide, blocks)
         (dq, dmine), found = ring.where_seen(step, see, zeros, *blocks)
         add = functools.partial(_add, start=start)
         return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), found
@@ -252,7 +257,7 @@ def _backward(
     steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
     (dq, dleaves), found = ring.go(steps, visit, zeros, (k, v))
     dk, dv = found or (jnp.zeros_like(k), jnp.zeros_like(v))
-    return dq.astype(q.dtype), dk, dv, dleaves
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dleaves
 
 
 def _add(x: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
