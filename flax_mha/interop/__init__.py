@@ -29,8 +29,10 @@ from flax_mha.interop import (
     gpt_neox,
     llama,
     moe,
+    neutral,
     t5,
     timm,
+    towers,
     vit,
     vit_pytorch,
     whisper,
@@ -39,25 +41,38 @@ from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
 from flax_mha.interop.placing import Joined, place
-from flax_mha.interop.settings import Config, Settings, checked, shown
+from flax_mha.interop.settings import Config, Settings, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, to_tensors
 from flax_mha.interop.torch_layers import from_torch as from_torch
 from flax_mha.interop.torch_layers import to_torch as to_torch
 
+_TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
+    ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
+    ("distilbert", bert.distilbert, neutral.BERT),
+    ("gpt2", gpt2.gpt2, neutral.GPT2),
+    ("gpt_neox", gpt_neox.gpt_neox, neutral.DECODER),
+    ("llama", llama.llama, neutral.LLAMA),
+    ("mistral ministral smollm3", llama.llama, neutral.DECODER),
+    ("qwen2 qwen3", llama.llama, neutral.QWEN),
+    ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
+    ("gpt_oss", moe.gpt_oss, neutral.EXPERTS),
+    ("mixtral", moe.mixtral, neutral.EXPERTS),
+    ("qwen3_moe", moe.qwen3_moe, neutral.QWEN3_MOE),
+    ("t5", t5.t5, neutral.T5),
+    ("vit deit vit_msn", vit.vit, neutral.VIT),
+    ("dinov3_vit", dino.dinov3, neutral.DINO),
+    ("timm_vit", timm.timm_vit, neutral.TIMM),
+    ("vit_pytorch", vit_pytorch.vit_pytorch, neutral.VIT_PYTORCH),
+    ("clip siglip", towers.towers, neutral.TOWERS),
+    ("clip_vision_model siglip_vision_model", towers.images, neutral.TOWERS),
+    ("clip_text_model siglip_text_model", towers.texts, neutral.TOWERS),
+    ("whisper", whisper.whisper, neutral.WHISPER),
+)
 # By `model_type` of a config.
-FAMILIES: dict[str, Callable[[Config], Family]] = {name: checked(make) for name, make in {
-    "bert": bert.bert, "roberta": bert.bert, "distilbert": bert.distilbert,
-    "gpt2": gpt2.gpt2, "gpt_neox": gpt_neox.gpt_neox,
-    "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
-    "gemma2": llama.llama, "gemma3_text": llama.llama,
-    "gpt_oss": moe.gpt_oss, "mixtral": moe.mixtral, "qwen3_moe": moe.qwen3_moe,
-    "t5": t5.t5,
-    "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,
-    "timm_vit": timm.timm_vit, "vit_pytorch": vit_pytorch.vit_pytorch,
-    "clip": vit.clip, "siglip": vit.siglip,
-    "whisper": whisper.whisper,
-}.items()}  # fmt: skip
+FAMILIES: dict[str, Callable[[Config], Family]] = {
+    name: neutral.checked(make, known) for names, make, known in _TABLES for name in names.split()
+}
 
 
 def family(config: Config) -> Family:

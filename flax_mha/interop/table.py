@@ -4,6 +4,7 @@ import fnmatch
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_mha.interop import placing
 from flax_mha.interop.settings import several
 from flax_mha.shapes import Shape
 
@@ -60,7 +62,12 @@ def wrapped(count: int) -> Axes:
 
 def plus(offset: float) -> Axes:
     """A scale that is kept as its distance from the offset, as Gemma's norms are from 1."""
-    return Axes(lambda x, shape: x.reshape(shape) + offset, lambda x: x - offset)
+
+    def moved(x: Any, by: float) -> Any:
+        # NumPy would make float32 of bfloat16.
+        return (x.astype(np.promote_types(x.dtype, np.float32)) + by).astype(x.dtype)
+
+    return Axes(lambda x, shape: moved(x.reshape(shape), offset), lambda x: moved(x, -offset))
 
 
 def one_of_many() -> Axes:
@@ -134,9 +141,10 @@ class Family(NamedTuple):
       module: ours.
       example: arguments that it can be initialized with.
       rows: one for each tensor.
-      ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as copies.
-      heads: patterns of what may stand on top of the module, and is left out with a warning.
+      ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as masks.
+      heads: patterns of what the module has not, such as a head, and is left out with a warning.
       prefix: what models that wrap this one put before all names; it may be there or not.
+      copies: names of tensors that must be equal to others, whose names follow, or stand for them.
     """
 
     module: nn.Module
@@ -145,6 +153,7 @@ class Family(NamedTuple):
     ignored: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     prefix: str = ""
+    copies: Mapping[str, str] = MappingProxyType({})
 
     def shapes(self) -> dict[str, Any]:
         """Our parameters by path: shapes and dtypes."""
@@ -152,9 +161,9 @@ class Family(NamedTuple):
         return flatten_dict(found["params"], sep="/")
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The tensors by the names of the rows; names of heads; names that no row has, or twice."""
+        """The tensors by the names of the rows; names of heads; and what is wrong with others."""
         known = {row.theirs for row in self.rows}
-        found, heads, surplus = {}, [], []
+        found, heads, wrong, copies = dict[str, Any](), [], [], []
         for name, x in tensors.items():
             stem, _, leaf = name.rpartition(".")
             new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
@@ -163,12 +172,17 @@ class Family(NamedTuple):
             if own is not None and own not in found:
                 found[own] = x
             elif own is not None:
-                surplus.append(name)
+                wrong.append(f"surplus {name}")
+            elif (copy := next((n for n in (name, bare) if n in self.copies), None)) is not None:
+                copies.append((name, x, self.copies[copy]))
             elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
                 heads.append(name)
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
-                surplus.append(name)
-        return found, heads, surplus
+                wrong.append(f"surplus {name}")
+        for name, x, whole in copies:
+            if not placing.equal(x, found.setdefault(whole, x)):
+                wrong.append(f"{name} must be {whole}, to which the config ties it, and differs")
+        return found, heads, sorted(wrong)
 
 
 def from_tensors(
@@ -184,8 +198,7 @@ def from_tensors(
     Raises:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
     """
-    tensors, heads, surplus = family.named(tensors)
-    wrong = [f"surplus {name}" for name in sorted(surplus)]
+    tensors, heads, wrong = family.named(tensors)
     present = [row for row in family.rows if row.theirs in tensors]
     wrong += [f"missing {row.theirs}" for row in family.rows if row.theirs not in tensors]
     # Shapes take time for each layer, which a file that lacks most of them is not worth.
@@ -205,7 +218,7 @@ def from_tensors(
         )
     if heads:
         warnings.warn(
-            f"left out, as they stand on top of this {type(family.module).__name__}: "
+            f"left out, as this {type(family.module).__name__} has no place for them: "
             f"{', '.join(sorted(heads))}", stacklevel=3,
         )  # fmt: skip
     whole = {path: x[0] if len(x) == 1 else join(x) for path, x in found.items()}
@@ -238,12 +251,12 @@ def _matrix(x: Any, inputs: int) -> Any:
     return x.reshape(math.prod(x.shape[:inputs]), -1)
 
 
-def each(count: int, rows: Iterable[Row]) -> list[Row]:
-    """The rows of every layer: {} stands for its number."""
+def each(layers: int | Iterable[int], rows: Iterable[Row]) -> list[Row]:
+    """The rows of so many layers, or of those of these numbers, for which {} stands."""
     rows = list(rows)
     return [
         row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
-        for i in range(count)
+        for i in (range(layers) if isinstance(layers, int) else layers)
         for row in rows
     ]
 
