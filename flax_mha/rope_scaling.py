@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs
+from flax_mha import inputs, shapes
 
 
 def frequencies(R: int, base: float) -> np.ndarray:
@@ -166,9 +166,11 @@ class DynamicNtk:
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
         """Return θ [*L, R/2] for rows of length [*L], and the factor of queries and keys."""
         grown = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
-        theta = jnp.asarray(frequencies(R, base), grown.dtype)
-        power = np.arange(0, R, 2) / max(R - 2, 1)
-        return theta * grown[..., None] ** jnp.asarray(-power, grown.dtype), 1.0
+        theta, power = (
+            shapes.lead(jnp.asarray(x, grown.dtype), grown.ndim + 1)
+            for x in (frequencies(R, base), -np.arange(0, R, 2) / max(R - 2, 1))
+        )
+        return theta * grown[..., None] ** power, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +207,8 @@ class LongRope:
             )
         theta = frequencies(R, base)
         short, long = (
-            jnp.asarray(theta / np.array(x), length.dtype) for x in (self.short, self.long)
+            shapes.lead(jnp.asarray(theta / np.array(x), length.dtype), length.ndim + 1)
+            for x in (self.short, self.long)
         )
         is_long = length[..., None] > self.original_length
         return jnp.where(is_long, long, short), self.attention_factor

@@ -93,11 +93,12 @@ GPT2: Neutral = DECODER | _SUMMARY | _any(
     "n_ctx n_special predict_special_tokens reorder_and_upcast_attn"
 )
 T5: Neutral = _any("n_positions")
-# Augmentation in training, the head for classes, and time stamps.
+# Augmentation in training, the head for classes, time stamps, and a scale that the model has never
+# applied.
 WHISPER: Neutral = {"use_weighted_layer_sum": False} | _any("""
     apply_spec_augment classifier_proj_size mask_feature_length mask_feature_min_masks
     mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob median_filter_width
-    num_hidden_layers
+    num_hidden_layers scale_embedding
 """)  # fmt: skip
 
 

@@ -85,7 +85,7 @@ _BY_RULE: dict[Rule, str] = {
     _FLAG: (
         "attention_bias is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias qkv_bias "
         "query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
-        "scale_attn_by_inverse_layer_idx scale_attn_weights scale_embedding use_parallel_residual "
+        "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual "
         "use_sliding_window value_bias vision_use_head"
     ),
     _TABLE: (

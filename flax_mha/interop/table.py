@@ -1,6 +1,7 @@
 """Tables between the tensors of a checkpoint and the parameters of a module, read both ways."""
 
 import fnmatch
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -225,16 +226,47 @@ def from_tensors(
     return {"params": unflatten_dict(whole, sep="/")}
 
 
+class Stored(NamedTuple):
+    """A tensor of a checkpoint that is made when it is asked for, as one array of NumPy.
+
+    Attributes:
+      shape: of it.
+      dtype: of it.
+      make: makes it.
+    """
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it will have."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint from our variables: `from_tensors`, read backwards."""
+    return {name: x.make() for name, x in stored(family, variables).items()}
+
+
+def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return those tensors, none of which is made yet."""
     params = flatten_dict(variables["params"], sep="/")
     lacking = {path for row in family.rows for path in row.paths} ^ params.keys()
     if lacking:
         raise ValueError(f"the variables are not those of the model: {several(sorted(lacking))}")
+
+    def make(row: Row) -> np.ndarray:
+        parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
+        return np.asarray(row.together(parts), order="C")
+
     found = {}
     for row in family.rows:
-        parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
-        found[row.theirs] = np.asarray(row.together(parts), order="C")
+        own = [params[path] for path in row.paths]
+        shape = _shape(row, [row.shape(x.shape) for x in own])
+        dtype = np.result_type(*(x.dtype for x in own))
+        found[row.theirs] = Stored(shape, dtype, functools.partial(make, row))
     return found
 
 

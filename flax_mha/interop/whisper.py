@@ -56,7 +56,6 @@ def whisper(config: Config) -> Family:
     """Of `WhisperForConditionalGeneration`."""
     refuse(config, tie_word_embeddings=True)
     D, V = config["d_model"], config["vocab_size"]
-    scale = D**0.5 if config.get("scale_embedding", False) else 1.0
     biases = ("query", "value", "out")
 
     def options(side: str) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def whisper(config: Config) -> Family:
     module = Whisper(
         Encoder(config["encoder_layers"], EncoderBlock(**options("encoder"))),
         LanguageModel(
-            TokenEmbedding(V, D, scale=scale),
+            TokenEmbedding(V, D),
             Decoder(
                 config["decoder_layers"],
                 DecoderBlock(cross_attention=cross, **options("decoder")),
