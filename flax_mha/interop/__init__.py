@@ -39,6 +39,7 @@ from flax_mha.interop import (
     vit_pytorch,
     whisper,
 )
+from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer

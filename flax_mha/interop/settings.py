@@ -83,7 +83,7 @@ _SHARE = _number("a positive number up to 1", 1e-30, 1)
 
 _BY_RULE: dict[Rule, str] = {
     _FLAG: (
-        "attention_bias is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias qkv_bias "
+        "attention_bias do_sample is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias qkv_bias "
         "query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
         "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual "
         "use_sliding_window value_bias vision_use_head"
@@ -117,16 +117,16 @@ _BY_RULE: dict[Rule, str] = {
     _COUNT: "max_window_layers num_classes num_register_tokens reg_tokens",
     _SPAN: (
         "decoder_start_token_id max_position_embeddings original_max_position_embeddings "
-        "pad_token_id relative_attention_max_distance sliding_window"
+        "pad_token_id relative_attention_max_distance sliding_window top_k"
     ),
     _or_list(_SPAN): "eos_token_id",
     _EPSILON: "layer_norm_eps layer_norm_epsilon rms_norm_eps",
-    _SHARE: "partial_rotary_factor rotary_pct",
+    _SHARE: "partial_rotary_factor rotary_pct top_p",
     _POSITIVE: (
         "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
         "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio mscale "
         "mscale_all_dim query_pre_attn_scalar "
-        "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit"
+        "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit temperature"
     ),
     _number("a number", -1e30): "init_values layerscale_value",
     _listed(_TEXT, "a list of strings"): "architectures",

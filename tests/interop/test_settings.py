@@ -31,7 +31,7 @@ OTHERS: Config = {
 
 def known(config: Config) -> Any:
     (names,) = (x for types, _, x in interop._TABLES if config["model_type"] in types.split())
-    return neutral._ALWAYS | names
+    return neutral.ALWAYS | names
 
 
 def meaning(config: Config) -> Any:
