@@ -61,9 +61,10 @@ def generate(
 
     Args:
       model: a `LanguageModel`; or a `Translator`, such as Whisper, whose prompt is the source; or
-        of any other model, linen or nnx, a function step(variables, cache, tokens [B, T], positions [B, T]) ->
-        (logits [B, T, V], cache), with an argument `lengths` if prompts differ in length. It has
-        to be the same function in every call, or its loop is compiled anew.
+        of any other model, linen or nnx, a function step(variables, cache, tokens [B, T],
+        positions [B, T]) -> (logits [B, T, V], cache), with an argument `lengths` if prompts
+        differ in length. It has to be the same function in every call, or its loop is compiled
+        anew.
       variables: its variables; a `cache` among them is not used. Of a step, what it takes first.
       prompt: int [B, T], ids of the vocabulary. Where they are traced, a row with others has a
         score of NaN. Of Whisper, sound [B, frames, bins].

@@ -86,7 +86,8 @@ class Bert(nn.Module):
 
 def bert(config: Config) -> Family:
     """Of the models of `KINDS`, such as `BertModel`, and `…ForSequenceClassification` of each."""
-    D, layers, kind = config["hidden_size"], config["num_hidden_layers"], KINDS[config["model_type"]]
+    D, layers = config["hidden_size"], config["num_hidden_layers"]
+    kind = KINDS[config["model_type"]]
     refuse(config, position_embedding_type="absolute", embedding_size=D)
     layer = MultiHeadAttention(config["num_attention_heads"])
     block = EncoderBlock(

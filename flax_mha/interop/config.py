@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flax_mha import positions
 from flax_mha.interop.settings import FULL, Config, filled, shown
 from flax_mha.positions import Rotary
+
+Kind = TypeVar("Kind")
 
 # Of one image. A model is built with all of them, and Axial makes a table of them.
 _MOST_PATCHES = 2**16
@@ -58,8 +60,8 @@ def rotary(
     fraction: float = given.get("partial_rotary_factor", outer)
     if not partial and {fraction, outer} != {1}:
         raise ValueError(
-            f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this family "
-            f"turns all features; delete it if its weights do"
+            f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
+            f"family turns all features; delete it if its weights do"
         )
     return Rotary(given["rope_theta"], fraction=fraction, scaling=_scaling(given, config))
 
@@ -91,7 +93,8 @@ def _factor(given: Config, config: Config) -> float:
     if "factor" in given:
         factor: float = given["factor"]
         return factor
-    return config["max_position_embeddings"] / _original(given, config)  # type: ignore[no-any-return]
+    longest: int = config["max_position_embeddings"]
+    return longest / _original(given, config)
 
 
 def _llama3(given: Config, config: Config) -> Any:
@@ -116,8 +119,8 @@ def _longrope(given: Config, config: Config) -> Any:
     factor = _factor(given, config)
     if size is None:
         size = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    factors = (tuple(given[x]) for x in ("short_factor", "long_factor"))
-    return positions.LongRope(*factors, length, size)
+    short, long = (tuple(given[x]) for x in ("short_factor", "long_factor"))
+    return positions.LongRope(short, long, length, size)
 
 
 _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
@@ -149,7 +152,7 @@ def blank(*shape: int) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def in_turn(kinds: Sequence[str]) -> Sequence[str]:
+def in_turn(kinds: Sequence[Kind]) -> Sequence[Kind]:
     """The shortest part of a list that gives all of it again and again."""
     for n in range(1, len(kinds)):
         if all(kind == kinds[i % n] for i, kind in enumerate(kinds)):

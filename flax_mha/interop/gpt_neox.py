@@ -24,7 +24,9 @@ def gpt_neox(config: Config) -> Family:
     }
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     biased, tied = config.get("attention_bias", True), config.get("tie_word_embeddings", False)
-    layer = MultiHeadAttention(N, use_bias=biased, rotary=rotary(filled(config, **old), partial=True))
+    layer = MultiHeadAttention(
+        N, use_bias=biased, rotary=rotary(filled(config, **old), partial=True)
+    )
     block = DecoderBlock(
         layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,

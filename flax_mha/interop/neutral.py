@@ -5,13 +5,13 @@ silence, it would give other numbers and no error.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from flax_mha.interop.settings import Config, Made, Settings, several
 
 # Names, and the value at which each is neutral; `...` for any.
-Neutral: TypeAlias = Mapping[str, Any]
+Neutral: TypeAlias = dict[str, Any]
 
 
 def names(text: str) -> dict[str, Any]:
@@ -77,8 +77,10 @@ VIT_PYTORCH: Neutral = names("emb_dropout")
 # A limit for callers, and a mark of a rotation that was trained.
 DECODER: Neutral = {"is_causal": True} | names("finetuned max_position_embeddings")
 # In how many parts a product is computed.
-LLAMA: Neutral = DECODER | {"use_sliding_window": False, "rope_interleaved": False} | names(
-    "is_llama_config max_sequence_length max_window_layers pretraining_tp"
+LLAMA: Neutral = (
+    DECODER
+    | {"use_sliding_window": False, "rope_interleaved": False}
+    | names("is_llama_config max_sequence_length max_window_layers pretraining_tp")
 )
 # Which biases there are shows the file.
 QWEN: Neutral = DECODER | {"use_mrope": False} | names("attention_bias")
@@ -90,8 +92,8 @@ EXPERTS: Neutral = DECODER | names("""
     router_jitter_noise
 """)  # fmt: skip
 QWEN3_MOE: Neutral = EXPERTS | names("intermediate_size max_window_layers")
-GPT2: Neutral = DECODER | _SUMMARY | names(
-    "n_ctx n_special predict_special_tokens reorder_and_upcast_attn"
+GPT2: Neutral = (
+    DECODER | _SUMMARY | names("n_ctx n_special predict_special_tokens reorder_and_upcast_attn")
 )
 T5: Neutral = names("n_positions")
 # Augmentation in training, the head for classes, time stamps, and a scale that the model has never

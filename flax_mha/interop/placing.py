@@ -151,6 +151,7 @@ def equal(x: np.ndarray, y: np.ndarray) -> bool:
     """Return True if two arrays are the same to the bit, piece by piece."""
     if x is y:
         return True
+    x, y = np.asarray(x), np.asarray(y)
     if (x.shape, x.dtype) != (y.shape, y.dtype):
         return False
     rows = max(1, _AT_ONCE * len(x) // max(x.nbytes, 1))

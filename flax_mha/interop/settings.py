@@ -83,8 +83,8 @@ _SHARE = _number("a positive number up to 1", 1e-30, 1)
 
 _BY_RULE: dict[Rule, str] = {
     _FLAG: (
-        "attention_bias do_sample is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias qkv_bias "
-        "query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
+        "attention_bias do_sample is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias "
+        "qkv_bias query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
         "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual "
         "use_sliding_window value_bias vision_use_head"
     ),
@@ -108,9 +108,9 @@ _BY_RULE: dict[Rule, str] = {
     ),
     _SIZE: (
         "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim embedding_size "
-        "encoder_ffn_dim head_dim hidden_dim hidden_size in_chans intermediate_size max_target_positions mlp_dim "
-        "moe_intermediate_size n_embd n_inner n_positions num_channels num_mel_bins "
-        "projection_dim type_vocab_size vocab_size"
+        "encoder_ffn_dim head_dim hidden_dim hidden_size in_chans intermediate_size "
+        "max_target_positions mlp_dim moe_intermediate_size n_embd n_inner n_positions "
+        "num_channels num_mel_bins projection_dim type_vocab_size vocab_size"
     ),
     _LENGTH: "max_source_positions",
     _or_list(_LENGTH, 2): "image_size img_size patch_size",
@@ -160,7 +160,7 @@ class Settings(UserDict[str, Any]):
             for name, x in config.items()
             if x is not None or RULES.get(name) in (None, _FLAG)
         }
-        self.paths = {name: (f"{at}{name}",) for name in self.data}
+        self.paths: dict[str, tuple[str, ...]] = {name: (f"{at}{name}",) for name in self.data}
 
     def __getitem__(self, name: str) -> Any:
         """Return the setting.

@@ -14,66 +14,19 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha.interop import placing
+from flax_mha.interop.axes import FLAT as FLAT
+from flax_mha.interop.axes import SAME as SAME
+from flax_mha.interop.axes import Axes as Axes
+from flax_mha.interop.axes import one_of_many as one_of_many
+from flax_mha.interop.axes import patches as patches
+from flax_mha.interop.axes import plus as plus
+from flax_mha.interop.axes import straight as straight
+from flax_mha.interop.axes import transposed as transposed
+from flax_mha.interop.axes import wrapped as wrapped
 from flax_mha.interop.settings import several
 from flax_mha.shapes import Shape
 
 Tensors: TypeAlias = Mapping[str, Any]
-
-
-class Axes(NamedTuple):
-    """How one array lies in a checkpoint and in a module.
-
-    Attributes:
-      ours: makes it ours, of that shape.
-      theirs: makes it theirs.
-    """
-
-    ours: Callable[[Any, Shape], Any]
-    theirs: Callable[[Any], Any]
-
-
-SAME = Axes(lambda x, shape: x.reshape(shape), lambda x: x)
-# Heads × features as one axis.
-FLAT = Axes(lambda x, shape: x.reshape(shape), lambda x: x.reshape(-1))
-
-
-def transposed(inputs: int = 1) -> Axes:
-    """[out, in], as PyTorch's Linear; ours has the given number of axes for in."""
-    return Axes(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
-
-
-def straight(inputs: int = 1) -> Axes:
-    """[in, out], as GPT-2's Conv1D."""
-    return Axes(lambda x, shape: x.reshape(shape), lambda x: _matrix(x, inputs))
-
-
-def patches(height: int, width: int) -> Axes:
-    """[out, channels, height, width], as PyTorch's Conv2d over patches."""
-
-    def theirs(x: Any) -> Any:
-        return x.reshape(height, width, -1, x.shape[-1]).transpose(3, 2, 0, 1)
-
-    return Axes(lambda x, shape: x.transpose(2, 3, 1, 0).reshape(shape), theirs)
-
-
-def wrapped(count: int) -> Axes:
-    """With so many axes of size 1 before ours."""
-    return Axes(lambda x, shape: x.reshape(shape), lambda x: x.reshape((1,) * count + x.shape))
-
-
-def plus(offset: float) -> Axes:
-    """A scale that is kept as its distance from the offset, as Gemma's norms are from 1."""
-
-    def moved(x: Any, by: float) -> Any:
-        # NumPy would make float32 of bfloat16.
-        return (x.astype(np.promote_types(x.dtype, np.float32)) + by).astype(x.dtype)
-
-    return Axes(lambda x, shape: moved(x.reshape(shape), offset), lambda x: moved(x, -offset))
-
-
-def one_of_many() -> Axes:
-    """[out, in] of one of several Linears, which ours has on an axis before [in, out]."""
-    return Axes(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 
 class Row(NamedTuple):
@@ -164,7 +117,8 @@ class Family(NamedTuple):
     def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
         """The tensors by the names of the rows; names of heads; and what is wrong with others."""
         known = {row.theirs for row in self.rows}
-        found, heads, wrong, copies = dict[str, Any](), [], [], []
+        found, heads, wrong = dict[str, Any](), list[str](), list[str]()
+        copies = list[tuple[str, Any, str]]()
         for name, x in tensors.items():
             stem, _, leaf = name.rpartition(".")
             new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
@@ -174,15 +128,16 @@ class Family(NamedTuple):
                 found[own] = x
             elif own is not None:
                 wrong.append(f"surplus {name}")
-            elif (copy := next((n for n in (name, bare) if n in self.copies), None)) is not None:
-                copies.append((name, x, self.copies[copy]))
+            elif (whole := self.copies.get(name, self.copies.get(bare))) is not None:
+                copies.append((name, x, whole))
             elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
                 heads.append(name)
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
                 wrong.append(f"surplus {name}")
-        for name, x, whole in copies:
-            if not placing.equal(x, found.setdefault(whole, x)):
-                wrong.append(f"{name} must be {whole}, to which the config ties it, and differs")
+        for name, x, other in copies:
+            table: Any = found.setdefault(other, x)
+            if not placing.equal(x, table):
+                wrong.append(f"{name} must be {other}, to which the config ties it, and differs")
         return found, heads, sorted(wrong)
 
 
@@ -277,10 +232,6 @@ def _shape(row: Row, ours: list[Shape]) -> Shape:
     if len(ours) > 1:
         sizes[-1 if row.alternate else row.split] *= len(ours)
     return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
-
-
-def _matrix(x: Any, inputs: int) -> Any:
-    return x.reshape(math.prod(x.shape[:inputs]), -1)
 
 
 def each(layers: int | Iterable[int], rows: Iterable[Row]) -> list[Row]:

@@ -74,7 +74,7 @@ class Towers(nn.Module):
 
     Attributes:
       image: to features of tokens, of which the first stands for all, or what `pool` makes of them.
-      text: likewise; which of its tokens stands for all says the call.
+      text: to features of tokens; which of them stands for all says the call.
       features: of the common space; None where the towers are in it already.
       pool: attends from one learned query to all tokens of an image (SigLIP).
       biased: whether the logits have a learned bias.
@@ -178,7 +178,6 @@ class AttentionPool(nn.Module):
         return (y + self.mlp(nn.LayerNorm(self.epsilon, name="norm")(y)))[..., 0, :]
 
 
-# One text of one token.
 _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
 
 

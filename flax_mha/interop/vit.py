@@ -74,5 +74,3 @@ def example(config: Config) -> np.ndarray:
     """Return an image of the size that the config names."""
     down, across, h, w = grid(config)
     return blank(1, down * h, across * w, config["num_channels"])
-
-

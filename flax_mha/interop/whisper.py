@@ -44,8 +44,8 @@ class Whisper(Translator):
         """Maps sound [*B, frames, bins] to the memory [*B, frames / 2, D]."""
         if source_lengths is not None:
             raise ValueError(
-                "source_lengths must be None: Whisper reads 30 seconds whatever is in them; pad the "
-                "sound with silence"
+                "source_lengths must be None: Whisper reads 30 seconds whatever is in them; pad "
+                "the sound with silence"
             )
         for convolution in self.convolutions:
             source = nn.gelu(convolution(source), approximate=False)

@@ -35,7 +35,8 @@ SPARSE = DECODER | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediat
 SHORT = {"max_position_embeddings": 16}
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 8,
-    "short_factor": [1.0, 1.5, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0], "long_factor": [2.0 + i for i in range(8)],
+    "short_factor": [1.0, 1.5, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0],
+    "long_factor": [2.0 + i for i in range(8)],
 }  # fmt: skip
 YARN = {
     "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8,
@@ -103,7 +104,8 @@ CASES = {
         hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=LONGROPE)
     ),
     "llama, longrope of short rows": text(hf.LlamaForCausalLM, hf.LlamaConfig(
-        **DECODER, rope_parameters=LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0}
+        **DECODER,
+        rope_parameters=LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0},
     )),
 }  # fmt: skip
 

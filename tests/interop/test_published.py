@@ -65,16 +65,17 @@ def bare(tensors: Tensors) -> Tensors:
 
 
 def and_copies(name: str, *copies: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: tensors | {
-        f"{copy}.weight": tensors[f"{name}.weight"] for copy in copies
-    }
+    return lambda tensors: (
+        tensors | {f"{copy}.weight": tensors[f"{name}.weight"] for copy in copies}
+    )
 
 
 # The config, what becomes of our names, what comes beside them; and which of that is a head.
 PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
     "bert": (
         BERT, of_tensorflow, ("bert.embeddings.position_ids",),
-        ("bert.pooler.dense.weight", "cls.predictions.transform.LayerNorm.gamma", "cls.seq_relationship.weight"),
+        ("bert.pooler.dense.weight", "cls.predictions.transform.LayerNorm.gamma",
+         "cls.seq_relationship.weight"),
     ),
     "bert of classes": (BERT, prefixed("bert"), (), ("classifier.weight", "classifier.bias")),
     "roberta": (ROBERTA, prefixed("roberta"), (), ("lm_head.bias", "lm_head.dense.weight")),
