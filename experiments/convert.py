@@ -61,8 +61,6 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
         if dtype is not None:
             dtype = inputs.dtype("dtype", dtype, "a floating dtype")
             variables = _cast(variables, dtype)
-            # As old and new configs say what transformers shall load them as.
-            config |= {key: dtype.name for key in ("dtype", "torch_dtype") if key in config}
         interop.save(config, variables, target)
         kind = "safetensors"
     else:

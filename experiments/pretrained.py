@@ -38,10 +38,11 @@ def respond(
     config = Settings(files.read_json(folder / "config.json"))
     encode, decode = _tokenizer(folder)
     model, variables = interop.load(folder)
-    if isinstance(model, Translator):
-        if "decoder_start_token_id" not in config:
+    said_there = interop.generation(folder)
+    if isinstance(model, Translator) and model.reads_tokens:
+        if "start" not in said_there:
             raise RunError("config.json must have decoder_start_token_id, and has not")
-        options["start"] = config["decoder_start_token_id"]
+        options["start"] = said_there["start"]
     elif not isinstance(model, LanguageModel):
         raise RunError(f"a {config['model_type']} writes no text; give a decoder, or a T5")
     ids, size = encode(prompt), config["vocab_size"]
@@ -52,8 +53,7 @@ def respond(
             f"the ids of the prompt must be in 0 … {size - 1}, got {max(ids)}; take weights and "
             f"{_TOKENIZER} from one model"
         )
-    # Small models keep the end of a large vocabulary, which they can't write.
-    ends = [end for end in np.atleast_1d(config.get("eos_token_id", [])).tolist() if end < size]
+    ends = said_there.get("eos", ())
     tokens: list[int] = []
     said = ""
 
@@ -67,10 +67,9 @@ def respond(
             say(text[len(said) :])
             said = text
 
-    # Several ends may be named, of which `generate` stops at the first alone.
     if options.get("beams", 1) == 1:
         options["callback"] = show
-    options |= {"max_new_tokens": max_new_tokens, "eos": ends[0] if ends else None}
+    options |= {"max_new_tokens": max_new_tokens, "eos": ends or None}
     found = generate(model, variables, jnp.array([ids], jnp.int32), **options)
     if "callback" not in options:
         for token in np.asarray(found.tokens[0]):

@@ -1,6 +1,6 @@
 """Tokens after a prompt: read it once, then token by token from the cache."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -23,7 +23,7 @@ class Generated(NamedTuple):
     """What `generate` returns.
 
     Attributes:
-      tokens: int32 [B, max_new_tokens]; after a row's eos, eos again.
+      tokens: int32 [B, max_new_tokens]; after a row's eos, eos again (of several the first).
       lengths: int32 [B], tokens up to the eos, and with it.
       scores: float32 [B], the log-probability of those tokens by the model, whatever they were
         drawn by.
@@ -41,8 +41,8 @@ def generate(
     *,
     max_new_tokens: int,
     lengths: jax.Array | None = None,
-    start: int | None = None,
-    eos: int | None = None,
+    start: int | Sequence[int] | None = None,
+    eos: int | Sequence[int] | None = None,
     rng: jax.Array | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -60,18 +60,21 @@ def generate(
     axis rules) everything is laid out as they say.
 
     Args:
-      model: a `LanguageModel`, or a `Translator`, whose prompt is the source; or of any other
-        model, linen or nnx, a function step(variables, cache, tokens [B, T], positions [B, T]) ->
-        (logits [B, T, V], cache), with an argument `lengths` if prompts differ in length. It has
-        to be the same function in every call, or its loop is compiled anew.
+      model: a `LanguageModel`; or a `Translator`, such as Whisper, whose prompt is the source; or
+        of any other model, linen or nnx, a function step(variables, cache, tokens [B, T],
+        positions [B, T]) -> (logits [B, T, V], cache), with an argument `lengths` if prompts
+        differ in length. It has to be the same function in every call, or its loop is compiled
+        anew.
       variables: its variables; a `cache` among them is not used. Of a step, what it takes first.
       prompt: int [B, T], ids of the vocabulary. Where they are traced, a row with others has a
-        score of NaN.
+        score of NaN. Of Whisper, sound [B, frames, bins].
       max_new_tokens: how many tokens at most.
       lengths: int [B], how many tokens of each prompt are real, 1 … T (default: all). The others
         may be anything.
-      start: for a `Translator`, the token that a target begins with; it is not returned.
-      eos: the token that ends a row (default: none, all rows get max_new_tokens).
+      start: for a `Translator`, the token that a target begins with, or several; they are not
+        returned.
+      eos: the token that ends a row, or several, any of which does (default: none, all rows get
+        max_new_tokens).
       rng: a key, which the draws are a pure function of; needed with a temperature.
       temperature: what logits are divided by before a draw; 0 takes the most likely token.
       top_k: draw from the k most likely tokens only.
@@ -103,18 +106,15 @@ def generate(
         )
     if rng is not None:
         inputs.key("rng", rng)
-    start, eos = (
-        None if token is None else inputs.integer(name, token, most=target - 1)
-        for name, token in (("start", start), ("eos", eos))
-    )
+    starts, ends = _ids("start", start, target), _ids("eos", eos, target)
     if callback is not None:
         inputs.function("callback", callback, "(step, tokens)", "None for none", 2)
     if temperature and rng is None:
         raise ValueError(f"temperature={temperature} needs an rng to draw with, got None")
-    read = 1 if isinstance(model, Translator) else prompt.shape[1]
+    read = prompt.shape[1] if starts is None else len(starts)
     capacity = _check_capacity(model, read, max_new_tokens, capacity, cache)
     rules = tuple(nn.get_logical_axis_rules())
-    request = Request(decoding(model), max_new_tokens, capacity, start, eos, beams, rules)
+    request = Request(decoding(model), max_new_tokens, capacity, starts, ends, beams, rules)
     rest: Any = variables
     if cache is None:
         rest = {name: value for name, value in variables.items() if name != "cache"}
@@ -130,7 +130,17 @@ def generate(
     return Generated(*(search.best(request, x) for x in found))
 
 
-def _check_model(model: Model, start: int | None) -> None:
+def _ids(name: str, given: Any, vocabulary: int) -> tuple[int, ...] | None:
+    """Return one token, or several, as a tuple."""
+    if given is None:
+        return None
+    several = given if isinstance(given, list | tuple) else [given]
+    if not several:
+        raise ValueError(f"{name} must be a token or several, got none; None for no such token")
+    return tuple(inputs.integer(name, token, most=vocabulary - 1) for token in several)
+
+
+def _check_model(model: Model, start: Any) -> None:
     ours = isinstance(model, Own)
     if not ours and (isinstance(model, nn.Module | type) or not callable(model)):
         raise TypeError(
@@ -174,6 +184,9 @@ def _check_call(
             f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
             f"give what model.init returned"
         )
+    if isinstance(model, Translator) and not model.reads_tokens:
+        check_module("embedding", model.decoder.embedding, TokenEmbedding)
+        return *_check_source(model, prompt, lengths), model.decoder.embedding.vocab_size
     translates = isinstance(model, Translator)
     target: Any = model.decoder.embedding if translates else model.embedding
     source: Any = (translates and model.embedding) or target
@@ -206,6 +219,22 @@ def _check_step(
             "a step must give a cache of the same structure as it takes; return the new cache alone"
         )
     return int(shape[2])
+
+
+def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a source of numbers [B, S, D], and its lengths, which are all of it."""
+    prompt = inputs.floating("prompt", prompt)
+    if prompt.ndim != 3 or 0 in prompt.shape:
+        raise ValueError(
+            f"prompt must be a source [B, S, D] for a {type(model).__name__}, got shape "
+            f"{prompt.shape}; give a single one as prompt[None]"
+        )
+    if lengths is not None:
+        raise ValueError(
+            f"lengths must be None for a {type(model).__name__}, which reads all of its source, "
+            f"got {inputs.came(lengths)}; pad the source as it was in training"
+        )
+    return jnp.asarray(prompt), jnp.full(len(prompt), prompt.shape[1])
 
 
 def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[jax.Array, jax.Array]:

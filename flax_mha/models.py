@@ -247,6 +247,8 @@ class Translator(nn.Module):
     encoder: Encoder
     decoder: LanguageModel
     embedding: TokenEmbedding | None = None
+    # Of a subclass whose source is no tokens, False.
+    reads_tokens = True
 
     def __call__(
         self,

@@ -13,10 +13,12 @@ from flax.typing import Dtype, Initializer
 from flax_mha import inputs, shapes, sharding, turning
 from flax_mha.axial import Axial as Axial
 from flax_mha.axial import MRope as MRope
+from flax_mha.rope_scaling import DynamicNtk as DynamicNtk
+from flax_mha.rope_scaling import Growing, Scaling
 from flax_mha.rope_scaling import Interpolation as Interpolation
 from flax_mha.rope_scaling import Llama3 as Llama3
+from flax_mha.rope_scaling import LongRope as LongRope
 from flax_mha.rope_scaling import Ntk as Ntk
-from flax_mha.rope_scaling import Scaling
 from flax_mha.rope_scaling import Yarn as Yarn
 
 Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -102,7 +104,8 @@ def rotary(
       fraction: the share of the features that turn; the rest pass unchanged.
       interleaved: pairs are (0, 1), (2, 3), … (RoFormer, GPT-J) instead of (0, R/2),
         (1, R/2 + 1), … (GPT-NeoX, LLaMA).
-      scaling: of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn` or `Llama3`.
+      scaling: of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn`, `Llama3`,
+        `DynamicNtk` or `LongRope`.
 
     Returns:
       [*B, T, N, H] in the dtype of x; the rotation is computed in float32 at least.
@@ -129,9 +132,14 @@ def rotary(
             f"scaling must be of flax_mha.positions, got {inputs.came(scaling)}; give "
             f"Llama3(factor=8, original_length=8192), say"
         )
-    theta, size = scaling(R, base)
     at = turning.floats(positions)
-    angles = at[..., None] * shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
+    if isinstance(scaling, Growing):
+        # Of the row, up to the newest of these tokens.
+        turns, size = scaling(R, base, jnp.max(at, axis=-1, keepdims=True) + 1)
+    else:
+        theta, size = scaling(R, base)
+        turns = shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
+    angles = at[..., None] * turns
     return turning.turn(x, angles, interleaved, size)
 
 

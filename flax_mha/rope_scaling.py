@@ -8,9 +8,11 @@ import dataclasses
 import math
 from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs
+from flax_mha import inputs, shapes
 
 
 def frequencies(R: int, base: float) -> np.ndarray:
@@ -139,7 +141,82 @@ class Llama3:
         return theta * kept + theta / self.factor * (1 - kept), 1.0
 
 
-Scaling: TypeAlias = Interpolation | Ntk | Yarn | Llama3
+@dataclasses.dataclass(frozen=True)
+class DynamicNtk:
+    """`Ntk` that grows with a row of L tokens: the base times (factor·L/original − factor + 1)^….
+
+    The power is R / (R − 2). Up to the original length nothing changes ("dynamic" in checkpoints).
+    A row's length is that of its call, and with a cache that of the tokens so far: keys in the
+    cache keep the turn that they had.
+
+    Attributes:
+      factor: see the equation.
+      original_length: of training, in tokens.
+
+    Source: emozilla, "Dynamically Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.3.
+    """
+
+    factor: float
+    original_length: int
+
+    def __post_init__(self) -> None:
+        _check(self, ("factor",))
+        inputs.positive(**{"DynamicNtk.original_length": self.original_length})
+
+    def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
+        """Return θ [*L, R/2] for rows of length [*L], and the factor of queries and keys."""
+        grown = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
+        theta, power = (
+            shapes.lead(jnp.asarray(x, grown.dtype), grown.ndim + 1)
+            for x in (frequencies(R, base), -np.arange(0, R, 2) / max(R - 2, 1))
+        )
+        return theta * grown[..., None] ** power, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """θ_c / short_c in rows up to the original length, and θ_c / long_c in longer ones.
+
+    A row's length is that of its call, and with a cache that of the tokens so far: keys in the
+    cache keep the turn that they had.
+
+    Attributes:
+      short: R/2 numbers.
+      long: R/2 numbers.
+      original_length: of training, in tokens.
+      attention_factor: a factor of queries and keys.
+
+    Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_length: int
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        inputs.positive(**{"LongRope.original_length": self.original_length})
+        inputs.number("LongRope.attention_factor", self.attention_factor)
+
+    def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
+        """See `DynamicNtk.__call__`."""
+        if not len(self.short) == len(self.long) == R // 2:
+            raise ValueError(
+                f"LongRope.short and long must have R/2={R // 2} numbers, one for each pair, got "
+                f"{len(self.short)} and {len(self.long)}; take those of this head_dim"
+            )
+        theta = frequencies(R, base)
+        short, long = (
+            shapes.lead(jnp.asarray(theta / np.array(x), length.dtype), length.ndim + 1)
+            for x in (self.short, self.long)
+        )
+        is_long = length[..., None] > self.original_length
+        return jnp.where(is_long, long, short), self.attention_factor
+
+
+# By the length of each row.
+Growing: TypeAlias = DynamicNtk | LongRope
+Scaling: TypeAlias = Interpolation | Ntk | Yarn | Llama3 | Growing
 
 
 def _check(scaling: Scaling, names: tuple[str, ...]) -> None:

@@ -1,9 +1,9 @@
 """The steps of `flax_mha.generate`, traced: read tokens, choose the next, follow beams."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -34,8 +34,8 @@ class Request:
     model: Model
     max_new_tokens: int
     capacity: int
-    start: int | None
-    eos: int | None
+    start: tuple[int, ...] | None
+    eos: tuple[int, ...] | None  # each ends a row; the first one fills what follows
     beams: int
     rules: Any  # that were ambient: a trace holds for those
 
@@ -81,7 +81,7 @@ def _cached(block: Any) -> Any:
     return block.clone(**{n: layer.clone(decode=True) for n, layer in layers.items() if layer})
 
 
-@partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
 def begin(
     request: Request,
     variables: Any,
@@ -92,17 +92,23 @@ def begin(
     cache: Any = None,
 ) -> State:
     """Makes the cache where none is given, reads the prompt, and chooses the first token."""
-    # What is no token need not be one of the vocabulary.
-    real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
-    tokens, lengths = _by_rows(jnp.where(real, prompt, 0)), _by_rows(lengths)
     model: Any = request.model
     memory, memory_lengths = None, None
+    lengths = _by_rows(lengths)
+    if getattr(model, "reads_tokens", True):
+        # What is no token need not be one of the vocabulary.
+        real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
+        tokens = _by_rows(jnp.where(real, prompt, 0))
+        memory_lengths = None if request.start is None else lengths
+    else:
+        tokens = _by_rows(prompt)
     if request.start is not None:
         memory = model.apply(
-            variables, tokens, source_lengths=lengths, deterministic=True, method="encode"
+            variables, tokens, source_lengths=memory_lengths, deterministic=True, method="encode"
         )
-        tokens, memory_lengths = _by_rows(jnp.full_like(tokens[:, :1], request.start)), lengths
-        lengths = jnp.ones_like(lengths)
+        first = jnp.asarray(request.start, jnp.int32)[None]
+        tokens = _by_rows(jnp.broadcast_to(first, (len(tokens), first.shape[1])))
+        lengths = jnp.full_like(lengths, first.shape[1])
     if cache is None:
         # A call without a cache makes one; of what else it computes nothing is left when compiled.
         room = jnp.zeros((len(tokens), request.capacity), jnp.int32)
@@ -122,7 +128,7 @@ def begin(
     R = len(at)
     # The beams of a prompt are all the same as yet: one of them counts.
     scores = jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf).astype(jnp.float32)
-    chosen = jnp.full((R, request.max_new_tokens), request.eos or 0, jnp.int32)
+    chosen = jnp.full((R, request.max_new_tokens), (request.eos or (0,))[0], jnp.int32)
     state = State(
         jnp.int32(0), _by_rows(chosen), at, at, at < 0, jnp.zeros_like(at), _by_rows(scores),
         cache, memory_lengths,
@@ -130,7 +136,7 @@ def begin(
     return _choose(request, state, logits, sampling, rng)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def advance(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
     """Reads the newest token, and chooses the next."""
     logits, cache = _read(
@@ -141,7 +147,7 @@ def advance(request: Request, variables: Any, state: State, sampling: Sampling, 
     return _choose(request, state.replace(cache=cache), logits, sampling, rng)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def finish(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
     """Advances until all rows have ended."""
     return jax.lax.while_loop(
@@ -197,7 +203,7 @@ def _choose(
     key = None if rng is None else jax.random.fold_in(rng, state.step)
     token = sampling.choose(key, logits)
     if request.eos is not None:
-        token = jnp.where(state.done, request.eos, token)
+        token = jnp.where(state.done, request.eos[0], token)
     chosen = jnp.arange(logits.shape[-1])[None] == token[:, None]
     gained = jnp.sum(log_p, axis=-1, where=chosen)
     return _append(request, state, token, jnp.where(state.done, 0.0, gained) + state.scores)
@@ -210,7 +216,7 @@ def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
     def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
         if request.eos is not None:
             # What has ended goes on as it is.
-            stay = jnp.where(jnp.arange(V)[None] == request.eos, 0.0, -jnp.inf)
+            stay = jnp.where(jnp.arange(V)[None] == request.eos[0], 0.0, -jnp.inf)
             log_p = jnp.where(done[:, None], stay, log_p)
         total = (scores[:, None] + log_p).reshape(-1, beams * V)
         scores, flat = jax.lax.top_k(total, beams)
@@ -228,7 +234,7 @@ def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
 
 def _append(request: Request, state: State, token: jax.Array, scores: jax.Array) -> State:
     here = jnp.arange(request.max_new_tokens)[None] == state.step
-    done = state.done if request.eos is None else state.done | (token == request.eos)
+    done = functools.reduce(lambda done, eos: done | (token == eos), request.eos or (), state.done)
     return state.replace(
         step=state.step + 1, last=token, at=state.at + 1, done=done, scores=scores,
         tokens=jnp.where(here, token[:, None], state.tokens),

@@ -18,6 +18,8 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 
 from flax_mha import inputs
@@ -29,35 +31,52 @@ from flax_mha.interop import (
     gpt_neox,
     llama,
     moe,
+    neutral,
     t5,
     timm,
+    towers,
     vit,
     vit_pytorch,
     whisper,
 )
+from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
 from flax_mha.interop.placing import Joined, place
-from flax_mha.interop.settings import Config, Settings, checked, shown
+from flax_mha.interop.settings import Config, Settings, shown
 from flax_mha.interop.swapping import swap as swap
-from flax_mha.interop.table import Family, from_tensors, to_tensors
+from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
 from flax_mha.interop.torch_layers import to_torch as to_torch
 
+_ADAPTER = "adapter_config.json"
+_TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
+    ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
+    ("distilbert", bert.distilbert, neutral.BERT),
+    ("gpt2", gpt2.gpt2, neutral.GPT2),
+    ("gpt_neox", gpt_neox.gpt_neox, neutral.DECODER),
+    ("llama", llama.llama, neutral.LLAMA),
+    ("mistral ministral smollm3", llama.llama, neutral.DECODER),
+    ("qwen2 qwen3", llama.llama, neutral.QWEN),
+    ("gemma2 gemma3_text", llama.llama, neutral.GEMMA),
+    ("gpt_oss", moe.gpt_oss, neutral.EXPERTS),
+    ("mixtral", moe.mixtral, neutral.EXPERTS),
+    ("qwen3_moe", moe.qwen3_moe, neutral.QWEN3_MOE),
+    ("t5", t5.t5, neutral.T5),
+    ("vit deit vit_msn", vit.vit, neutral.VIT),
+    ("dinov3_vit", dino.dinov3, neutral.DINO),
+    ("timm_vit", timm.timm_vit, neutral.TIMM),
+    ("vit_pytorch", vit_pytorch.vit_pytorch, neutral.VIT_PYTORCH),
+    ("clip siglip", towers.towers, neutral.TOWERS),
+    ("clip_vision_model siglip_vision_model", towers.images, neutral.TOWERS),
+    ("clip_text_model siglip_text_model", towers.texts, neutral.TOWERS),
+    ("whisper", whisper.whisper, neutral.WHISPER),
+)
 # By `model_type` of a config.
-FAMILIES: dict[str, Callable[[Config], Family]] = {name: checked(make) for name, make in {
-    "bert": bert.bert, "roberta": bert.bert, "distilbert": bert.distilbert,
-    "gpt2": gpt2.gpt2, "gpt_neox": gpt_neox.gpt_neox,
-    "llama": llama.llama, "mistral": llama.llama, "qwen2": llama.llama, "qwen3": llama.llama,
-    "gemma2": llama.llama, "gemma3_text": llama.llama,
-    "gpt_oss": moe.gpt_oss, "mixtral": moe.mixtral, "qwen3_moe": moe.qwen3_moe,
-    "t5": t5.t5,
-    "vit": vit.vit, "deit": vit.vit, "dinov3_vit": dino.dinov3,
-    "timm_vit": timm.timm_vit, "vit_pytorch": vit_pytorch.vit_pytorch,
-    "clip": vit.clip, "siglip": vit.siglip,
-    "whisper": whisper.whisper,
-}.items()}  # fmt: skip
+FAMILIES: dict[str, Callable[[Config], Family]] = {
+    name: neutral.checked(make, known) for names, make, known in _TABLES for name in names.split()
+}
 
 
 def family(config: Config) -> Family:
@@ -95,7 +114,8 @@ def load(
       dtype: of floating parameters (default: as in the file).
       shardings: for each parameter, a tree like the variables of `jax.sharding.Sharding`, or one
         for all. Each device is given its part, which alone is read, but for kernels of patches
-        and Gemma's norms, which are read whole (default: in NumPy, mapped).
+        and Gemma's norms, which are read whole (default: none, they are arrays of NumPy, which
+        devices of a CPU take without a copy).
 
     Returns:
       The module and its variables. Of a checkpoint with a head for words or classes on top of a
@@ -107,11 +127,14 @@ def load(
       FileNotFoundError: if the folder has none.
     """
     folder = Path(path).expanduser()
+    if (folder / _ADAPTER).exists():
+        raise ValueError(
+            f"{folder} must hold a whole model, got {_ADAPTER}, of weights that change it; merge "
+            f"them (merge_and_unload of peft) and save the result"
+        )
     found = family(files.read_json(folder / "config.json"))
     tensors = files.read_folder(folder)
     kind = None if dtype is None else inputs.dtype("dtype", dtype)
-    if shardings is None and kind is None:
-        return found.module, from_tensors(found, tensors)
     variables = from_tensors(found, tensors, join=Joined)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
@@ -120,10 +143,11 @@ def load(
 
 
 def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:
-    """Writes a folder that `load` and `transformers` read.
+    """Writes a folder that `load` and `transformers` read, one tensor after another.
 
     Args:
-      config: as in its `config.json`, with `model_type`.
+      config: as in its `config.json`, with `model_type`. Its `dtype` is written as that of the
+        variables (of several, one that holds them all).
       variables: of the module that the config means.
       path: of the folder, which is made.
 
@@ -131,7 +155,21 @@ def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None
       ValueError: if they do not fit each other.
     """
     folder = Path(path).expanduser()
-    tensors = to_tensors(family(config), variables)
+    tensors = stored(family(config), variables)
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, default=str))
+    kinds = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    saved = _as_dtype(config, np.result_type(*kinds).name) if kinds else dict(config)
+    (folder / "config.json").write_text(json.dumps(saved, indent=2, default=str))
+
+
+def _as_dtype(config: Config, name: str) -> dict[str, Any]:
+    """Return a config that says what its weights are, by the names of old and new ones."""
+    saved: dict[str, Any] = {"dtype": name}
+    for key, x in config.items():
+        if key in ("dtype", "torch_dtype"):
+            saved[key] = name
+        else:
+            is_part = key in ("text_config", "vision_config") and isinstance(x, Mapping)
+            saved[key] = _as_dtype(x, name) if is_part else x
+    return saved

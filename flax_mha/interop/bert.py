@@ -1,6 +1,6 @@
 """BERT, RoBERTa and DistilBERT: encoders of text, post-norm."""
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import flax.linen as nn
 import jax
@@ -14,14 +14,47 @@ from flax_mha.interop.classes import classified
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
+from flax_mha.mlp import ACTIVATIONS, Activation
 from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Encoder
 
 _EXAMPLE = (np.zeros((1, 1), np.int32),)
-# Tensors that an encoder does not read: the pooler's, and a buffer that counts from 0.
-POOLER = ("pooler.*", "*.position_ids")
-# Heads on top of it: for words, sentences, classes, answers.
-HEADS = ("cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*")
+# Buffers that count from 0.
+BUFFERS = ("*.position_ids", "*.token_type_ids")
+# On top of an encoder: a pooler, and heads for words, sentences, classes, answers.
+HEADS = (
+    "pooler.*", "cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*",
+    "generator_*", "discriminator_*",
+)  # fmt: skip
+
+
+class Kind(NamedTuple):
+    """What a model type has of its own.
+
+    Attributes:
+      prefix: what models that wrap it put before all names.
+      is_padded: whether positions begin after that of the padding's id.
+      dense: tensors of the layer before the classes.
+      head: and of that of the classes.
+      by: the activation between them.
+    """
+
+    prefix: str
+    is_padded: bool = False
+    dense: str = "classifier.dense"
+    head: str = "classifier.out_proj"
+    by: Activation = nn.tanh
+
+
+KINDS = {
+    "bert": Kind("bert.", dense="bert.pooler.dense", head="classifier"),
+    "ernie": Kind("ernie.", dense="ernie.pooler.dense", head="classifier"),
+    "electra": Kind("electra.", by=ACTIVATIONS["gelu_exact"]),
+    "roberta": Kind("roberta.", is_padded=True),
+    "xlm-roberta": Kind("roberta.", is_padded=True),
+    "camembert": Kind("roberta.", is_padded=True),
+    "data2vec-text": Kind("data2vec_text.", is_padded=True),
+}
 
 
 class Bert(nn.Module):
@@ -52,9 +85,10 @@ class Bert(nn.Module):
 
 
 def bert(config: Config) -> Family:
-    """Of `BertModel` and `RobertaModel`, and of both `…ForSequenceClassification`."""
-    refuse(config, position_embedding_type="absolute", is_decoder=False)
+    """Of the models of `KINDS`, such as `BertModel`, and `…ForSequenceClassification` of each."""
     D, layers = config["hidden_size"], config["num_hidden_layers"]
+    kind = KINDS[config["model_type"]]
+    refuse(config, position_embedding_type="absolute", embedding_size=D)
     layer = MultiHeadAttention(config["num_attention_heads"])
     block = EncoderBlock(
         layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
@@ -65,7 +99,7 @@ def bert(config: Config) -> Family:
         TokenEmbedding(config["type_vocab_size"], D),
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(layers, block, input_norm=True),
-        first=config["pad_token_id"] + 1 if config["model_type"] == "roberta" else 0,
+        first=config.get("pad_token_id", 1) + 1 if kind.is_padded else 0,
     )
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
     heads = ("self.query", "self.key", "self.value", "output.dense")
@@ -82,11 +116,8 @@ def bert(config: Config) -> Family:
             *norm(f"{theirs}.output.LayerNorm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    kind = config["model_type"]
-    family = Family(module, _EXAMPLE, rows, POOLER, HEADS, f"{kind}.")
-    if kind == "roberta":
-        return classified(config, family, "classifier.dense", "classifier.out_proj")
-    return classified(config, family, "bert.pooler.dense")
+    family = Family(module, _EXAMPLE, rows, BUFFERS, HEADS, kind.prefix)
+    return classified(config, family, kind.dense, kind.head, kind.by)
 
 
 def distilbert(config: Config) -> Family:
@@ -115,5 +146,5 @@ def distilbert(config: Config) -> Family:
             *norm(f"{theirs}.output_layer_norm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    family = Family(module, _EXAMPLE, rows, POOLER, HEADS, "distilbert.")
+    family = Family(module, _EXAMPLE, rows, BUFFERS, HEADS, "distilbert.")
     return classified(config, family, "pre_classifier", by=nn.relu)

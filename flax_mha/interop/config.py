@@ -1,13 +1,16 @@
 """What configs of several families say in the same way."""
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flax_mha import positions
-from flax_mha.interop.settings import Config, filled, shown
+from flax_mha.interop.settings import FULL, Config, filled, shown
 from flax_mha.positions import Rotary
+
+Kind = TypeVar("Kind")
 
 # Of one image. A model is built with all of them, and Axial makes a table of them.
 _MOST_PATCHES = 2**16
@@ -30,36 +33,104 @@ def activation(config: Config, *names: str) -> str:
     return ACTIVATIONS[given]
 
 
-def rotary(config: Config, kind: str = "") -> Rotary:
-    """The rotation of layers of that kind, as old and new configs write it."""
-    local = config.get("rope_local_base_freq")
-    if local is not None and kind == "sliding_attention" and not config.get("rope_parameters"):
-        return Rotary(local)  # As Gemma 3 wrote it; what is scaled are its other layers.
-    old: Config = config.get("rope_scaling") or {}
+def rotary(
+    config: Config, kind: str = FULL, theta: float = 1e4, partial: bool = False, local: bool = False
+) -> Rotary:  # fmt: skip
+    """Return the rotation of layers of that kind, as old and new configs write it.
+
+    Args:
+      config: of the model.
+      kind: of a layer, by which `rope_parameters` may have several.
+      theta: the base, if it is not said.
+      partial: whether the model can turn a part of the features.
+      local: whether layers of that kind have a base of their own, which alone is theirs of the
+        settings that are not in `rope_parameters` (Gemma 3).
+    """
+    old: Config = {} if local else config.get("rope_scaling") or {}
     new: Config = config.get("rope_parameters") or {}
-    given = filled(new.get(kind, new), old, rope_theta=config.get("rope_theta", 1e4))
-    fraction: float = given.get("partial_rotary_factor") or config.get("partial_rotary_factor", 1.0)
+    new = new.get(kind, {} if local else new)
+    if differing := [x for x in old if x in new and old[x] != new[x]]:
+        raise ValueError(
+            f"the config's rope_scaling and rope_parameters must not differ, got {differing} in "
+            f"both; delete one of the two"
+        )
+    base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
+    given = filled(new, old, rope_theta=base)
+    outer = config.get("partial_rotary_factor", 1.0)
+    fraction: float = given.get("partial_rotary_factor", outer)
+    if not partial and {fraction, outer} != {1}:
+        raise ValueError(
+            f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
+            f"family turns all features; delete it if its weights do"
+        )
     return Rotary(given["rope_theta"], fraction=fraction, scaling=_scaling(given, config))
 
 
 def _scaling(given: Config, config: Config) -> Any:
     name = given.get("rope_type", given.get("type", "default"))
-    if name == "default":
-        return None
-    if name == "linear":
-        return positions.Interpolation(given["factor"])
-    if name not in ("llama3", "yarn"):
+    if name not in _SCALINGS:
         raise ValueError(
-            f"the config's rope_type must be default, linear, llama3 or yarn, got {shown(name)}; "
-            f"build the module yourself with a rotation of your own"
+            f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
+            f"the module yourself with a rotation of your own"
         )
-    original = "original_max_position_embeddings"
-    longest = given[original] if original in given else config["max_position_embeddings"]
-    if name == "llama3":
-        low, high = given["low_freq_factor"], given["high_freq_factor"]
-        return positions.Llama3(given["factor"], longest, low, high)
+    return _SCALINGS[name](given, config)
+
+
+def _original(given: Config, config: Config) -> int:
+    """Return the length of training."""
+    name = "original_max_position_embeddings"
+    said = {each[name] for each in (given, config) if name in each}
+    if len(said) > 1:
+        raise ValueError(
+            f"the config's {name} must be the same everywhere, got {sorted(said)}; take the one of "
+            f"training"
+        )
+    length: int = said.pop() if said else config["max_position_embeddings"]
+    return length
+
+
+def _factor(given: Config, config: Config) -> float:
+    if "factor" in given:
+        factor: float = given["factor"]
+        return factor
+    longest: int = config["max_position_embeddings"]
+    return longest / _original(given, config)
+
+
+def _llama3(given: Config, config: Config) -> Any:
+    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    return positions.Llama3(given["factor"], _original(given, config), low, high)
+
+
+def _yarn(given: Config, config: Config) -> Any:
     known = {"beta_fast", "beta_slow", "attention_factor", "truncate"}
-    return positions.Yarn(given["factor"], longest, **{x: given[x] for x in known & given.keys()})
+    options = {x: given[x] for x in known & given.keys()}
+    factor = _factor(given, config)
+    over, under = given.get("mscale"), given.get("mscale_all_dim")
+    # As DeepSeek has it: both or none.
+    if over and under and "attention_factor" not in options and factor > 1:
+        over, under = (0.1 * x * math.log(factor) + 1 for x in (over, under))
+        options["attention_factor"] = over / under
+    return positions.Yarn(factor, _original(given, config), **options)
+
+
+def _longrope(given: Config, config: Config) -> Any:
+    length, size = _original(given, config), given.get("attention_factor")
+    factor = _factor(given, config)
+    if size is None:
+        size = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    short, long = (tuple(given[x]) for x in ("short_factor", "long_factor"))
+    return positions.LongRope(short, long, length, size)
+
+
+_SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
+    "default": lambda given, config: None,
+    "linear": lambda given, config: positions.Interpolation(given["factor"]),
+    "dynamic": lambda given, config: positions.DynamicNtk(
+        given["factor"], config["max_position_embeddings"]
+    ),
+    "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+}  # fmt: skip
 
 
 def grid(config: Config, image: str = "image_size") -> tuple[int, int, int, int]:
@@ -81,7 +152,7 @@ def blank(*shape: int) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def in_turn(kinds: Sequence[str]) -> Sequence[str]:
+def in_turn(kinds: Sequence[Kind]) -> Sequence[Kind]:
     """The shortest part of a list that gives all of it again and again."""
     for n in range(1, len(kinds)):
         if all(kind == kinds[i % n] for i, kind in enumerate(kinds)):

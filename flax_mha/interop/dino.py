@@ -5,7 +5,7 @@ import math
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import EncoderBlock
 from flax_mha.embeddings import PatchEmbedding
-from flax_mha.interop.config import activation, blank, grid, refuse
+from flax_mha.interop.config import activation, blank, grid
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
 from flax_mha.models import Classifier
@@ -17,12 +17,11 @@ _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 def dinov3(config: Config) -> Family:
     """Of `DINOv3ViTModel`, for images of the size that the config names."""
-    refuse(config, mlp_bias=True)
     D, layers = config["hidden_size"], config["num_hidden_layers"]
     down, across, h, w = grid(config)
     count = 1 + config["num_register_tokens"]
     base = (config.get("rope_parameters") or config)["rope_theta"]
-    gated = config.get("use_gated_mlp", False)
+    gated, mlp_bias = config.get("use_gated_mlp", False), config.get("mlp_bias", True)
     own = ("query", "key", "value", "proj")
     biases = tuple(config.get(f"{name}_bias", name != "key") for name in own)
     named = ("query", "key", "value", "out")
@@ -33,7 +32,7 @@ def dinov3(config: Config) -> Family:
     )
     block = EncoderBlock(
         layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
-        gated=gated, mlp_bias=True, norm_epsilon=config["layer_norm_eps"],
+        gated=gated, mlp_bias=mlp_bias, norm_epsilon=config["layer_norm_eps"],
         layer_scale=config.get("layerscale_value", 1.0),
     )  # fmt: skip
     module = Classifier(
@@ -52,9 +51,9 @@ def dinov3(config: Config) -> Family:
             *attention(f"{at}.attention", f"{mine}/attention", _HEADS, biases),
             *norm(f"{at}.norm1", f"{mine}/attention_norm"),
             *norm(f"{at}.norm2", f"{mine}/mlp_norm"),
-            *(linear(f"{at}.mlp.gate_proj", f"{mine}/mlp/gate") if gated else ()),
-            *linear(f"{at}.mlp.up_proj", f"{mine}/mlp/up"),
-            *linear(f"{at}.mlp.down_proj", f"{mine}/mlp/down"),
+            *(linear(f"{at}.mlp.gate_proj", f"{mine}/mlp/gate", mlp_bias) if gated else ()),
+            *linear(f"{at}.mlp.up_proj", f"{mine}/mlp/up", mlp_bias),
+            *linear(f"{at}.mlp.down_proj", f"{mine}/mlp/down", mlp_bias),
             Row(f"{at}.layer_scale1.lambda1", f"{mine}/attention_scale"),
             Row(f"{at}.layer_scale2.lambda1", f"{mine}/mlp_scale"),
         ]),
@@ -62,4 +61,5 @@ def dinov3(config: Config) -> Family:
     ]  # fmt: skip
     image = blank(1, down * h, across * w, config.get("num_channels", 3))
     # Names of the first checkpoints have no "model." before the layers.
-    return Family(module, (image,), rows, ("embeddings.mask_token",), prefix="model.")
+    mask = ("embeddings.mask_token",)
+    return Family(module, (image,), rows, heads=mask, prefix="model.")

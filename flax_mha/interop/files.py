@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -75,7 +76,11 @@ def read(path: Path) -> dict[str, np.ndarray]:
         if size < 8 or length > min(size - 8, _MOST):
             raise ValueError(f"{path} is no whole safetensors file of {size} bytes; fetch it again")
         header, at = _parsed(path, file.read(length)), 8 + length
-        data = np.memmap(file, np.uint8, "r") if size > at else np.zeros(at, np.uint8)
+        data: Any = np.memmap(file, np.uint8, "r") if size > at else np.zeros(at, np.uint8)
+        if size > at:
+            # By which pieces are read, for as long as there are views of it.
+            data.descriptor = os.dup(file.fileno())
+            weakref.finalize(data, os.close, data.descriptor)
     said = header.pop("__metadata__", {})
     if not isinstance(said, dict) or not all(isinstance(x, str) for x in said.values()):
         raise ValueError(
@@ -121,8 +126,8 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...]
     )
 
 
-def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file of those tensors, aside and then renamed."""
+def write(path: Path, tensors: Mapping[str, Any]) -> None:
+    """Writes a file of those tensors, arrays or `table.Stored`, aside and then renamed."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, x in tensors.items():
@@ -136,7 +141,8 @@ def write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     with aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
-            file.write(np.ascontiguousarray(x).tobytes())
+            array = x if isinstance(x, np.ndarray) else x.make()
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     aside.replace(path)
 
 

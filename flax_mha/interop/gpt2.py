@@ -5,7 +5,7 @@ import numpy as np
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import activation, refuse
+from flax_mha.interop.config import activation, in_turn
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import PROJECTIONS, Family, Row, each, linear, norm, straight
 from flax_mha.models import LanguageModel
@@ -15,16 +15,24 @@ from flax_mha.stacks import Decoder
 
 def gpt2(config: Config) -> Family:
     """Of `GPT2LMHeadModel`."""
-    refuse(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False)
-    D, layers = config["n_embd"], config["n_layer"]
-    block = DecoderBlock(
-        MultiHeadAttention(config["n_head"]), config.get("n_inner") or 4 * D,
-        activation=activation(config, "activation_function"),
-        norm_epsilon=config["layer_norm_epsilon"],
-    )  # fmt: skip
+    D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
+    tied = config.get("tie_word_embeddings", True)
+    scale = None if config.get("scale_attn_weights", True) else 1.0
+    scales = [scale] * layers
+    if config.get("scale_attn_by_inverse_layer_idx", False):
+        scales = [(scale or (D // heads) ** -0.5) / (i + 1) for i in range(layers)]
+
+    def block(scale: float | None) -> DecoderBlock:
+        return DecoderBlock(
+            MultiHeadAttention(heads, scale=scale), config.get("n_inner") or 4 * D,
+            activation=activation(config, "activation_function"),
+            norm_epsilon=config["layer_norm_epsilon"],
+        )  # fmt: skip
+
     model = LanguageModel(
         TokenEmbedding(config["vocab_size"], D),
-        Decoder(layers, block),
+        Decoder(layers, tuple(map(block, in_turn(scales)))),
+        tied,
         position_embedding=PositionEmbedding(max_length=config["n_positions"]),
     )
     theirs, ours = "transformer.h.{}", "decoder/layers_{}"
@@ -42,7 +50,11 @@ def gpt2(config: Config) -> Family:
         Row("transformer.wpe.weight", "position_embedding/embedding"),
         *each(layers, rows),
         *norm("transformer.ln_f", "decoder/norm"),
+        *[Row("lm_head.weight", "head/table/embedding")] * (not tied),
     ]
-    # Copies of the table, and causal masks.
-    ignored = ("lm_head.weight", "*.attn.bias", "*.attn.masked_bias")
-    return Family(model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="transformer.")
+    # Causal masks.
+    ignored = ("*.attn.bias", "*.attn.masked_bias")
+    return Family(
+        model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="transformer.",
+        copies={"lm_head.weight": "transformer.wte.weight"},
+    )  # fmt: skip

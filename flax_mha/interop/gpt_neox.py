@@ -24,7 +24,9 @@ def gpt_neox(config: Config) -> Family:
     }
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     biased, tied = config.get("attention_bias", True), config.get("tie_word_embeddings", False)
-    layer = MultiHeadAttention(N, use_bias=biased, rotary=rotary(filled(config, **old)))
+    layer = MultiHeadAttention(
+        N, use_bias=biased, rotary=rotary(filled(config, **old), partial=True)
+    )
     block = DecoderBlock(
         layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,
@@ -51,5 +53,7 @@ def gpt_neox(config: Config) -> Family:
         *[Row("embed_out.weight", "head/table/embedding")] * (not tied),
     ]
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
-    ignored += ("embed_out.weight",) * tied
-    return Family(model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="gpt_neox.")
+    return Family(
+        model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="gpt_neox.",
+        copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Llama, Mistral, Qwen and Gemma: decoders of text with rotary positions and gated MLPs."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,131 +10,230 @@ from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock
 from flax_mha.embeddings import TokenEmbedding
 from flax_mha.experts import Experts
-from flax_mha.interop.config import activation, in_turn, refuse, rotary
-from flax_mha.interop.settings import Config
+from flax_mha.interop.config import activation, in_turn, rotary
+from flax_mha.interop.settings import FULL, SLIDING, Config, shown
 from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm
 from flax_mha.models import LanguageModel
+from flax_mha.positions import Rotary
 from flax_mha.qk_norm import QKNorm
 from flax_mha.scores import SoftCap
 from flax_mha.stacks import Decoder
 
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_BRANCH_NORMS = _NORMS | {
+    "post_attention_layernorm": "attention_branch_norm",
+    "pre_feedforward_layernorm": "mlp_norm",
+    "post_feedforward_layernorm": "mlp_branch_norm",
+}
+
+
+def _all(config: Config, i: int) -> bool:
+    return True
+
+
+def _unturned(config: Config, i: int) -> bool:
+    return not _turned(config)[i]
+
+
+def _each(count: int) -> Callable[[Config, int], bool]:
+    """Return a rule by which the last of so many layers in succession has no window."""
+
+    def has_window(config: Config, i: int) -> bool:
+        patterns = ("sliding_window_pattern", "_sliding_window_pattern")
+        return bool((i + 1) % next((config[x] for x in patterns if x in config), count))
+
+    return has_window
+
+
+def _late(config: Config, i: int) -> bool:
+    return i >= config.get("max_window_layers", 28)
+
+
+class Kind(NamedTuple):
+    """What a model type has of its own.
+
+    Attributes:
+      windows: whether layer i has a window, if the config has `sliding_window`; None for none.
+      listed: whether `layer_types` says that instead, where it is given.
+      switched: whether windows need `use_sliding_window`.
+      biases: the projections that have one; None if `attention_bias` says so.
+      is_biased: what `attention_bias` is if it is not said.
+      qk_norm: whether queries and keys are normed.
+      branch_norm: whether what attention and MLP give is normed, too.
+      offset: what scales of norms are kept without.
+      tied: whether the table of tokens gives the logits, if that is not said.
+      is_gemma: whether embeddings are scaled by √D, and scores and logits as Gemma's config says.
+      theta: the base of the rotation, if it is not said.
+      is_local: whether layers with a window have a base of their own.
+      has_unturned: whether there are layers without rotation.
+    """
+
+    windows: Callable[[Config, int], bool] | None = None
+    listed: bool = False
+    switched: bool = False
+    biases: tuple[str, ...] | None = None
+    is_biased: bool = False
+    qk_norm: bool = False
+    branch_norm: bool = False
+    offset: float = 0.0
+    tied: bool = False
+    is_gemma: bool = False
+    theta: float = 1e4
+    is_local: bool = False
+    has_unturned: bool = False
+
+
+_GEMMA: dict[str, Any] = {
+    "listed": True, "branch_norm": True, "offset": 1.0, "tied": True, "is_gemma": True,
+}  # fmt: skip
+KINDS = {
+    "llama": Kind(),
+    "mistral": Kind(_all),
+    "ministral": Kind(_all, listed=True),
+    "qwen2": Kind(_late, listed=True, switched=True, biases=PROJECTIONS[:3]),
+    "qwen3": Kind(_late, listed=True, switched=True, qk_norm=True),
+    "smollm3": Kind(_unturned, listed=True, switched=True, tied=True, theta=2e6, has_unturned=True),
+    "gemma2": Kind(_each(2), **_GEMMA),
+    "gemma3_text": Kind(_each(6), **_GEMMA, qk_norm=True, theta=1e6, is_local=True),
+    "gpt_oss": Kind(_each(2), listed=True, is_biased=True, theta=1.5e5),
+    "mixtral": Kind(_all, theta=1e6),
+    "qwen3_moe": Kind(_all, switched=True, qk_norm=True),
+}
+
+
+class Layer(NamedTuple):
+    """What a layer has of its own: a window, or None; and a rotation, or None."""
+
+    window: int | None
+    rotary: Rotary | None
 
 
 def llama(
-    config: Config, mlp: Experts | None = None, own: list[Row] | None = None, sinks: bool = False
-) -> Family:
-    """Of `LlamaForCausalLM`, and those of Mistral, Qwen2, Qwen3, Gemma 2 and 3.
+    config: Config, mlps: list[Experts | None] | None = None, own: list[Row] | None = None,
+    sinks: bool = False,
+) -> Family:  # fmt: skip
+    """Of `LlamaForCausalLM`, and those of Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 and 3.
 
     Args:
       config: of the model.
-      mlp: in place of a gated MLP.
-      own: rows of each layer in place of those of the MLP.
+      mlps: of each layer its experts, or None for a gated MLP (default: None for all).
+      own: rows of the experts.
       sinks: whether its attention has them.
     """
-    D, layers = config["hidden_size"], config["num_hidden_layers"]
+    kind = KINDS[config["model_type"]]
+    D, tied = config["hidden_size"], config.get("tie_word_embeddings", kind.tied)
+    layers = _layers(config, kind)
+    mlps = mlps or [None] * len(layers)
+    parts = in_turn([*zip(layers, mlps, strict=True)])
     model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if _is_gemma(config) else 1.0),
-        Decoder(layers, tuple(_block(config, x, mlp, sinks) for x in in_turn(_kinds(config)))),
-        tied=_tied(config),
-        logits_cap=config.get("final_logit_softcapping"),
+        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if kind.is_gemma else 1.0),
+        Decoder(len(layers), tuple(_block(config, kind, *part, sinks) for part in parts)),
+        tied=tied,
+        logits_cap=config.get("final_logit_softcapping") if kind.is_gemma else None,
     )
-    ignored = ("lm_head.weight", "*.rotary_emb.inv_freq")
-    example = (np.zeros((1, 1), np.int32),)
-    return Family(model, example, _rows(config, own), ignored, prefix="model.")
+    rows = _rows(config, kind, [mlp is None for mlp in mlps]) + (own or [])
+    rows += [] if tied else [Row("lm_head.weight", "head/table/embedding")]
+    copies = {"lm_head.weight": "model.embed_tokens.weight"}
+    return Family(
+        model, (np.zeros((1, 1), np.int32),), rows, ("*.rotary_emb.inv_freq",), prefix="model.",
+        copies=copies,
+    )  # fmt: skip
 
 
-def _block(config: Config, kind: str, mlp: Experts | None, sinks: bool) -> DecoderBlock:
-    epsilon, scalar = config["rms_norm_eps"], config.get("query_pre_attn_scalar")
-    cap = config.get("attn_logit_softcapping")
+def _layers(config: Config, kind: Kind) -> list[Layer]:
+    """Return the parts in which layers differ."""
+    count = config["num_hidden_layers"]
+    # Both are made, so that no setting of either is passed over.
+    theta = 1e4 if kind.is_local else kind.theta
+    turns = (rotary(config, FULL, kind.theta), rotary(config, SLIDING, theta, local=kind.is_local))
+    turned = _turned(config) if kind.has_unturned else [True] * count
+    has_window = [False] * count
+    if (rule := kind.windows) is not None:
+        placed, is_on = [rule(config, i) for i in range(count)], config.get("sliding_window")
+        if kind.switched and not config.get("use_sliding_window", False):
+            is_on = None
+        has_window = placed if is_on is not None else has_window
+    given = config.get("layer_types")
+    if given is not None and len(given) != count:
+        raise ValueError(
+            f"the config's layer_types must be one for each of num_hidden_layers={count}, got "
+            f"{len(given)}; take both from one config.json"
+        )
+    if given is not None and kind.listed:
+        has_window = [x == SLIDING for x in given]
+    elif given is not None and has_window != [x == SLIDING for x in given]:
+        raise ValueError(
+            f"the config's layer_types must say of a {config['model_type']} what its other "
+            f"settings say, which alone it reads, got {shown(given)}; delete it if its weights do "
+            f"without"
+        )
+    return [
+        Layer(config["sliding_window"] if local else None, turns[local] if turn else None)
+        for local, turn in zip(has_window, turned, strict=True)
+    ]
+
+
+def _turned(config: Config) -> list[bool]:
+    """Return which layers have a rotation, by a config of SmolLM3."""
+    count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
+    given = config.get("no_rope_layers", [(i + 1) % every for i in range(count)])
+    if len(given) != count:
+        raise ValueError(
+            f"the config's no_rope_layers must be one for each of num_hidden_layers={count}, got "
+            f"{len(given)}; take both from one config.json"
+        )
+    return [x > 0 for x in given]
+
+
+def _block(
+    config: Config, kind: Kind, own: Layer, mlp: Experts | None, sinks: bool
+) -> DecoderBlock:  # fmt: skip
+    epsilon, gemma = config["rms_norm_eps"], kind.is_gemma
+    scalar = config.get("query_pre_attn_scalar") if gemma else None
+    cap = config.get("attn_logit_softcapping") if gemma else None
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
-        use_bias=_biased(config),
-        rotary=rotary(config, kind),
-        mask=masks.Window(config["sliding_window"] - 1, 0) if kind.startswith("slid") else None,
+        use_bias=_biased(config, kind),
+        rotary=own.rotary,
+        mask=None if own.window is None else masks.Window(own.window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
-        qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if _has_norm(config) else None,
+        qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if kind.qk_norm else None,
         sinks=sinks,
     )
+    names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
     return DecoderBlock(
         layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
-        norm_epsilon=epsilon, gated=True, branch_norm=_is_gemma(config), mlp=mlp,
-        activation=activation(config, "hidden_activation", "hidden_act"),
-        mlp_bias=config.get("mlp_bias", False),
+        norm_epsilon=epsilon, gated=True, branch_norm=kind.branch_norm, mlp=mlp,
+        activation=activation(config, *names), mlp_bias=config.get("mlp_bias", False),
     )  # fmt: skip
 
 
-def _rows(config: Config, own: list[Row] | None) -> list[Row]:
+def _rows(config: Config, kind: Kind, plain: list[bool]) -> list[Row]:
+    """Return the rows of all layers, with an MLP in those that have a plain one."""
     theirs, ours = "model.layers.{}", "decoder/layers_{}"
-    biased, gemma = _biased(config), _is_gemma(config)
-    scale: dict[str, Any] = {"bias": False, "offset": 1.0 if gemma else 0.0}
-    biases = [name in biased for name in PROJECTIONS]
+    scale: dict[str, Any] = {"bias": False, "offset": kind.offset}
+    biases = [name in _biased(config, kind) for name in PROJECTIONS]
     rows = attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
-    rows += own or []
-    for name in ("gate", "up", "down") if own is None else ():
-        at = (f"{theirs}.mlp.{name}_proj", f"{ours}/mlp/{name}")
-        rows += linear(*at, config.get("mlp_bias", False))
-    names = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if gemma:
-        names |= {
-            "post_attention_layernorm": "attention_branch_norm",
-            "pre_feedforward_layernorm": "mlp_norm",
-            "post_feedforward_layernorm": "mlp_branch_norm",
-        }
-    if _has_norm(config):
-        names |= {
+    names = _BRANCH_NORMS if kind.branch_norm else _NORMS
+    if kind.qk_norm:
+        names = names | {
             "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln"
         }  # fmt: skip
     for name, mine in names.items():
         rows += norm(f"{theirs}.{name}", f"{ours}/{mine}", **scale)
-    rows = each(config["num_hidden_layers"], rows)
+    rows = each(len(plain), rows)
+    for name in ("gate", "up", "down"):
+        at = (f"{theirs}.mlp.{name}_proj", f"{ours}/mlp/{name}")
+        rows += each(np.flatnonzero(plain), linear(*at, config.get("mlp_bias", False)))
     rows += norm("model.norm", "decoder/norm", **scale)
-    rows.append(Row("model.embed_tokens.weight", "embedding/table/embedding"))
-    if not _tied(config):
-        rows.append(Row("lm_head.weight", "head/table/embedding"))
-    return rows
+    return [*rows, Row("model.embed_tokens.weight", "embedding/table/embedding")]
 
 
-def _kinds(config: Config) -> list[str]:
-    """Which layers have a window; configs from before `layer_types` left it to the model."""
-    kind, layers = config["model_type"], config["num_hidden_layers"]
-    if config.get("layer_types") is not None:
-        kinds = config["layer_types"]
-        if len(kinds) != layers:
-            raise ValueError(
-                f"the config's layer_types must be one for each of num_hidden_layers={layers}, got "
-                f"{len(kinds)}; take both from one config.json"
-            )
-        return kinds
-    windows = config.get("use_sliding_window", not kind.startswith("qwen"))
-    if not (windows and config.get("sliding_window")):
-        return ["full_attention"] * layers
-    if kind.startswith("qwen"):
-        refuse(config, use_sliding_window=False)
-    every = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": config.get("sliding_window_pattern", 6)}.get(
-        kind
-    )
-    is_full = [every is not None and (i + 1) % every == 0 for i in range(layers)]
-    return ["full_attention" if full else "sliding_attention" for full in is_full]
-
-
-def _is_gemma(config: Config) -> bool:
-    return config["model_type"].startswith("gemma")
-
-
-def _tied(config: Config) -> bool:
-    return config.get("tie_word_embeddings", _is_gemma(config))
-
-
-def _biased(config: Config) -> tuple[str, ...]:
-    if config["model_type"] == "qwen2":
-        return PROJECTIONS[:3]
-    biased = config.get("attention_bias", config["model_type"] == "gpt_oss")
-    return PROJECTIONS if biased else ()
-
-
-def _has_norm(config: Config) -> bool:
-    return config["model_type"] in ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+def _biased(config: Config, kind: Kind) -> tuple[str, ...]:
+    if kind.biases is not None:
+        return kind.biases
+    return PROJECTIONS if config.get("attention_bias", kind.is_biased) else ()

@@ -3,8 +3,8 @@
 from flax_mha.experts import Experts
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.llama import llama
-from flax_mha.interop.settings import REMEDY, Config
-from flax_mha.interop.table import Family, Row, linear, one_of_many
+from flax_mha.interop.settings import REMEDY, Config, filled
+from flax_mha.interop.table import Family, Row, each, linear, one_of_many
 
 _MOST = 2**15  # of each there are rows; Qwen3-235B-A22B has 12,032
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
@@ -12,7 +12,7 @@ _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 
 def gpt_oss(config: Config) -> Family:
     """Of `GptOssForCausalLM`, with weights in bfloat16."""
-    refuse(config, swiglu_alpha=1.702)
+    refuse(config, swiglu_alpha=1.702, hidden_act="silu")
     experts = Experts(
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
         activation="quick_gelu", limit=config.get("swiglu_limit", 7.0), offset=1.0, use_bias=True,
@@ -27,7 +27,8 @@ def gpt_oss(config: Config) -> Family:
         pair = (f"{mine}/gate_{leaf}", f"{mine}/up_{leaf}")
         own.append(Row(f"{at}.gate_up_proj{theirs}", pair, alternate=True))
         own.append(Row(f"{at}.down_proj{theirs}", f"{mine}/down_{leaf}"))
-    return llama(config, experts, own, sinks=True)
+    layers = config["num_hidden_layers"]
+    return llama(config, [experts] * layers, each(layers, own), sinks=True)
 
 
 def mixtral(config: Config) -> Family:
@@ -40,24 +41,33 @@ def mixtral(config: Config) -> Family:
 
 
 def qwen3_moe(config: Config) -> Family:
-    """Of `Qwen3MoeForCausalLM` whose layers all have experts."""
-    refuse(config, decoder_sparse_step=1, mlp_only_layers=[])
-    count = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    """Of `Qwen3MoeForCausalLM`, some of whose layers may have an MLP in place of experts."""
+    plain, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
+    # The one name or the other.
+    local = config.get("num_local_experts")
+    count = (config if local is None else filled(config, num_experts=local))["num_experts"]
     experts = Experts(
         config["moe_intermediate_size"], count, config["num_experts_per_tok"],
         activation=activation(config, "hidden_act"), normalize=config.get("norm_topk_prob", False),
     )  # fmt: skip
-    return _plain(config, experts, "mlp", {f"{x}_proj": x for x in ("gate", "up", "down")})
+    sparse = [i not in plain and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])]
+    names = {f"{x}_proj": x for x in ("gate", "up", "down")}
+    return _plain(config, experts, "mlp", names, sparse)
 
 
-def _plain(config: Config, experts: Experts, part: str, names: dict[str, str]) -> Family:
-    """Experts whose kernels lie in a tensor each."""
+def _plain(
+    config: Config, experts: Experts, part: str, names: dict[str, str],
+    sparse: list[bool] | None = None,
+) -> Family:  # fmt: skip
+    """Experts whose kernels lie in a tensor each, in those layers (default: in all)."""
+    layers = config["num_hidden_layers"]
+    sparse = sparse or [True] * layers
     at, mine = f"{_THEIRS}.{part}", f"{_OURS}/mlp"
     own = linear(f"{at}.gate", f"{mine}/router", bias=False)
-    if config["num_hidden_layers"] * experts.num_experts > _MOST:
+    if layers * experts.num_experts > _MOST:
         raise ValueError(
             f"the config's layers must have at most {_MOST:,} experts in all, got "
-            f"{config['num_hidden_layers']:,} of {experts.num_experts:,}; {REMEDY}"
+            f"{layers:,} of {experts.num_experts:,}; {REMEDY}"
         )
     for i in range(experts.num_experts):
         own += [
@@ -65,4 +75,5 @@ def _plain(config: Config, experts: Experts, part: str, names: dict[str, str]) -
                 part=(i, i + 1))
             for theirs, name in names.items()
         ]  # fmt: skip
-    return llama(config, experts, own)
+    rows = each((i for i, has in enumerate(sparse) if has), own)
+    return llama(config, [experts if has else None for has in sparse], rows)

@@ -1,6 +1,5 @@
 """Configs that strangers wrote: each setting has a type and a range, checked where it is read."""
 
-import functools
 import numbers
 import reprlib
 from collections import UserDict
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 Config: TypeAlias = Mapping[str, Any]
 Made = TypeVar("Made")
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 REMEDY = "take the config.json that was published with the weights"
 _NAMED = 100
 _SHOWN = reprlib.Repr()
@@ -84,13 +83,14 @@ _SHARE = _number("a positive number up to 1", 1e-30, 1)
 
 _BY_RULE: dict[Rule, str] = {
     _FLAG: (
-        "attention_bias is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias qkv_bias "
-        "query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
-        "use_parallel_residual use_sliding_window value_bias"
+        "attention_bias do_sample is_gated_act key_bias mlp_bias norm_topk_prob pre_norm proj_bias "
+        "qkv_bias query_bias scale_decoder_outputs tie_word_embeddings truncate use_gated_mlp "
+        "scale_attn_by_inverse_layer_idx scale_attn_weights use_parallel_residual "
+        "use_sliding_window value_bias vision_use_head"
     ),
     _TABLE: (
         "full_attention id2label quantization_config rope_parameters rope_scaling "
-        "sliding_attention text_config vision_config"
+        "sliding_attention text_config text_config_dict vision_config vision_config_dict"
     ),
     _TEXT: (
         "act_layer activation activation_function dense_act_fn feed_forward_proj hidden_act "
@@ -103,31 +103,35 @@ _BY_RULE: dict[Rule, str] = {
     _HEADS: (
         "decoder_attention_heads encoder_attention_heads heads n_head n_heads "
         "num_attention_heads num_experts num_experts_per_tok num_heads num_key_value_heads "
-        "num_local_experts relative_attention_num_buckets sliding_window_pattern"
+        "num_labels num_local_experts relative_attention_num_buckets sliding_window_pattern "
+        "_sliding_window_pattern decoder_sparse_step no_rope_layer_interval"
     ),
     _SIZE: (
-        "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim encoder_ffn_dim "
-        "head_dim hidden_dim hidden_size in_chans intermediate_size max_target_positions mlp_dim "
-        "moe_intermediate_size n_embd n_inner n_positions num_channels num_mel_bins "
-        "projection_dim type_vocab_size vocab_size"
+        "channels d_ff d_kv d_model decoder_ffn_dim dim dim_head embed_dim embedding_size "
+        "encoder_ffn_dim head_dim hidden_dim hidden_size in_chans intermediate_size "
+        "max_target_positions mlp_dim moe_intermediate_size n_embd n_inner n_positions "
+        "num_channels num_mel_bins projection_dim type_vocab_size vocab_size"
     ),
     _LENGTH: "max_source_positions",
     _or_list(_LENGTH, 2): "image_size img_size patch_size",
-    _COUNT: "num_classes num_labels num_register_tokens reg_tokens",
+    _COUNT: "max_window_layers num_classes num_register_tokens reg_tokens",
     _SPAN: (
         "decoder_start_token_id max_position_embeddings original_max_position_embeddings "
-        "pad_token_id relative_attention_max_distance sliding_window"
+        "pad_token_id relative_attention_max_distance sliding_window top_k"
     ),
     _or_list(_SPAN): "eos_token_id",
     _EPSILON: "layer_norm_eps layer_norm_epsilon rms_norm_eps",
-    _SHARE: "partial_rotary_factor rotary_pct",
+    _SHARE: "partial_rotary_factor rotary_pct top_p",
     _POSITIVE: (
         "attention_factor attn_logit_softcapping beta_fast beta_slow factor "
-        "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio query_pre_attn_scalar "
-        "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit"
+        "final_logit_softcapping high_freq_factor low_freq_factor mlp_ratio mscale "
+        "mscale_all_dim query_pre_attn_scalar "
+        "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit temperature"
     ),
     _number("a number", -1e30): "init_values layerscale_value",
     _listed(_TEXT, "a list of strings"): "architectures",
+    _listed(_COUNT, "a list of whole numbers"): "mlp_only_layers no_rope_layers",
+    _listed(_POSITIVE, "a list of positive numbers"): "long_factor short_factor",
     _listed(
         Rule("", lambda x: x in LAYER_TYPES), f"a list of {' and '.join(LAYER_TYPES)}"
     ): "layer_types",
@@ -138,18 +142,25 @@ RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split(
 class Settings(UserDict[str, Any]):
     """A config, of which each setting that has a rule is checked when it is read.
 
-    What no family of ours reads is not checked, nor what this one does not read. Null is as if it
-    were not there, and of a flag it is False.
+    What a family does not read is not checked, but counted: `refuse_unread` names it. Null is as if
+    it were not there, and of a flag it is False.
+
+    Attributes:
+      at: the path to it, if it is a part of a config.
+      seen: the paths of all settings that were read, shared with the parts.
+      paths: of each setting; several if what was merged has it in several places.
     """
 
-    def __init__(self, config: Config, at: str = "") -> None:
-        """Take a config, and the path to it if it is a part of one."""
+    def __init__(self, config: Config, at: str = "", seen: set[str] | None = None) -> None:
+        """Take a config, or a part of one with the path to it and the paths read so far."""
         self.at = at
+        self.seen = set[str]() if seen is None else seen
         self.data = {
             name: x
             for name, x in config.items()
             if x is not None or RULES.get(name) in (None, _FLAG)
         }
+        self.paths: dict[str, tuple[str, ...]] = {name: (f"{at}{name}",) for name in self.data}
 
     def __getitem__(self, name: str) -> Any:
         """Return the setting.
@@ -160,28 +171,42 @@ class Settings(UserDict[str, Any]):
         """
         if name not in self.data:
             raise KeyError(f"{self.at}{name}")
+        paths = self.paths.get(name, (f"{self.at}{name}",))
+        self.seen.update(paths)
         value, rule = self.data[name], RULES.get(name)
         if rule is None:
             return value
         if not rule.holds(value):
             raise ValueError(
-                f"the config's {self.at}{name} must be {rule.words}, got {shown(value)}; {REMEDY}"
+                f"the config's {paths[0]} must be {rule.words}, got {shown(value)}; {REMEDY}"
             )
         if rule is _TABLE:
-            return Settings(value, f"{self.at}{name}.")
+            return Settings(value, f"{paths[0]}.", self.seen)
         return bool(value) if rule is _FLAG else value
 
-
-def checked(make: Callable[[Config], Made]) -> Callable[[Config], Made]:
-    """Return a function of a config as one that reads it checked."""
-    return functools.wraps(make)(lambda config: make(Settings(config)))
+    def unread(self, neutral: Callable[[str, Any], bool]) -> list[str]:
+        """Return the settings that nobody has read and that are not neutral, with their values."""
+        found = []
+        for name, x in self.data.items():
+            path = f"{self.at}{name}"
+            if x is None or neutral(path, x):
+                continue
+            if path not in self.seen:
+                found.append(f"{path}={shown(x)}")
+            elif RULES.get(name) is _TABLE:
+                found += Settings(x, f"{path}.", self.seen).unread(neutral)
+        return found
 
 
 def filled(config: Config, *others: Config, **defaults: Any) -> Settings:
     """Return a config with settings where neither it nor those before it have them."""
-    parts = [each for each in (config, *others) if isinstance(each, Settings)]
-    merged = Settings(defaults, parts[0].at if parts else "")
+    parts = [x for x in (config, *others) if isinstance(x, Settings)]
+    merged = Settings(defaults, parts[0].at, parts[0].seen) if parts else Settings(defaults)
+    merged.paths = {}
     # What is copied is not read yet, and so not checked.
     for each in (*reversed(others), config):
         merged.data |= each.data if isinstance(each, Settings) else each
+    for each in parts:
+        for name, paths in each.paths.items():
+            merged.paths[name] = merged.paths.get(name, ()) + paths
     return merged

@@ -7,7 +7,7 @@ import numpy as np
 from flax_mha.attention import MultiHeadAttention
 from flax_mha.blocks import DecoderBlock, EncoderBlock
 from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.config import activation
+from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, transposed
 from flax_mha.models import LanguageModel, Translator
@@ -17,12 +17,14 @@ from flax_mha.stacks import Decoder, Encoder
 
 def t5(config: Config) -> Family:
     """Of `T5ForConditionalGeneration`, version 1.1 (gated, with a head of its own) too."""
+    # mT5 has other defaults, and scales nothing.
+    refuse(config, model_type="t5")
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
     # "relu" or "gated-gelu": the first configs say nothing, the next only this.
     form = config.get("feed_forward_proj", "relu")
     gated = config.get("is_gated_act", form.startswith("gated-"))
     form = form.removeprefix("gated-")
-    act: dict[str, Any] = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
+    act = {"dense_act_fn": "gelu_new" if gated and form == "gelu" else form}
     layer = MultiHeadAttention(
         config["num_heads"], head_dim=config["d_kv"], use_bias=False, scale=1.0
     )
@@ -57,7 +59,9 @@ def t5(config: Config) -> Family:
     # The first checkpoints have a table that the model never read.
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tokens = np.zeros((1, 1), np.int32)
-    return Family(model, (tokens, tokens), rows, (*copies, unread))
+    return Family(
+        model, (tokens, tokens), rows, (unread,), copies=dict.fromkeys(copies, "shared.weight")
+    )
 
 
 def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[Row]:

@@ -1,9 +1,11 @@
 """Tables between the tensors of a checkpoint and the parameters of a module, read both ways."""
 
 import fnmatch
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
@@ -11,61 +13,20 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from flax_mha.interop import placing
+from flax_mha.interop.axes import FLAT as FLAT
+from flax_mha.interop.axes import SAME as SAME
+from flax_mha.interop.axes import Axes as Axes
+from flax_mha.interop.axes import one_of_many as one_of_many
+from flax_mha.interop.axes import patches as patches
+from flax_mha.interop.axes import plus as plus
+from flax_mha.interop.axes import straight as straight
+from flax_mha.interop.axes import transposed as transposed
+from flax_mha.interop.axes import wrapped as wrapped
 from flax_mha.interop.settings import several
 from flax_mha.shapes import Shape
 
 Tensors: TypeAlias = Mapping[str, Any]
-
-
-class Axes(NamedTuple):
-    """How one array lies in a checkpoint and in a module.
-
-    Attributes:
-      ours: makes it ours, of that shape.
-      theirs: makes it theirs.
-    """
-
-    ours: Callable[[Any, Shape], Any]
-    theirs: Callable[[Any], Any]
-
-
-SAME = Axes(lambda x, shape: x.reshape(shape), lambda x: x)
-# Heads × features as one axis.
-FLAT = Axes(lambda x, shape: x.reshape(shape), lambda x: x.reshape(-1))
-
-
-def transposed(inputs: int = 1) -> Axes:
-    """[out, in], as PyTorch's Linear; ours has the given number of axes for in."""
-    return Axes(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
-
-
-def straight(inputs: int = 1) -> Axes:
-    """[in, out], as GPT-2's Conv1D."""
-    return Axes(lambda x, shape: x.reshape(shape), lambda x: _matrix(x, inputs))
-
-
-def patches(height: int, width: int) -> Axes:
-    """[out, channels, height, width], as PyTorch's Conv2d over patches."""
-
-    def theirs(x: Any) -> Any:
-        return x.reshape(height, width, -1, x.shape[-1]).transpose(3, 2, 0, 1)
-
-    return Axes(lambda x, shape: x.transpose(2, 3, 1, 0).reshape(shape), theirs)
-
-
-def wrapped(count: int) -> Axes:
-    """With so many axes of size 1 before ours."""
-    return Axes(lambda x, shape: x.reshape(shape), lambda x: x.reshape((1,) * count + x.shape))
-
-
-def plus(offset: float) -> Axes:
-    """A scale that is kept as its distance from the offset, as Gemma's norms are from 1."""
-    return Axes(lambda x, shape: x.reshape(shape) + offset, lambda x: x - offset)
-
-
-def one_of_many() -> Axes:
-    """[out, in] of one of several Linears, which ours has on an axis before [in, out]."""
-    return Axes(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 
 class Row(NamedTuple):
@@ -134,9 +95,10 @@ class Family(NamedTuple):
       module: ours.
       example: arguments that it can be initialized with.
       rows: one for each tensor.
-      ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as copies.
-      heads: patterns of what may stand on top of the module, and is left out with a warning.
+      ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as masks.
+      heads: patterns of what the module has not, such as a head, and is left out with a warning.
       prefix: what models that wrap this one put before all names; it may be there or not.
+      copies: names of tensors that must be equal to others, whose names follow, or stand for them.
     """
 
     module: nn.Module
@@ -145,6 +107,7 @@ class Family(NamedTuple):
     ignored: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     prefix: str = ""
+    copies: Mapping[str, str] = MappingProxyType({})
 
     def shapes(self) -> dict[str, Any]:
         """Our parameters by path: shapes and dtypes."""
@@ -152,9 +115,10 @@ class Family(NamedTuple):
         return flatten_dict(found["params"], sep="/")
 
     def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
-        """The tensors by the names of the rows; names of heads; names that no row has, or twice."""
+        """The tensors by the names of the rows; names of heads; and what is wrong with others."""
         known = {row.theirs for row in self.rows}
-        found, heads, surplus = {}, [], []
+        found, heads, wrong = dict[str, Any](), list[str](), list[str]()
+        copies = list[tuple[str, Any, str]]()
         for name, x in tensors.items():
             stem, _, leaf = name.rpartition(".")
             new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
@@ -163,12 +127,18 @@ class Family(NamedTuple):
             if own is not None and own not in found:
                 found[own] = x
             elif own is not None:
-                surplus.append(name)
+                wrong.append(f"surplus {name}")
+            elif (whole := self.copies.get(name, self.copies.get(bare))) is not None:
+                copies.append((name, x, whole))
             elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
                 heads.append(name)
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
-                surplus.append(name)
-        return found, heads, surplus
+                wrong.append(f"surplus {name}")
+        for name, x, other in copies:
+            table: Any = found.setdefault(other, x)
+            if not placing.equal(x, table):
+                wrong.append(f"{name} must be {other}, to which the config ties it, and differs")
+        return found, heads, sorted(wrong)
 
 
 def from_tensors(
@@ -184,8 +154,7 @@ def from_tensors(
     Raises:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
     """
-    tensors, heads, surplus = family.named(tensors)
-    wrong = [f"surplus {name}" for name in sorted(surplus)]
+    tensors, heads, wrong = family.named(tensors)
     present = [row for row in family.rows if row.theirs in tensors]
     wrong += [f"missing {row.theirs}" for row in family.rows if row.theirs not in tensors]
     # Shapes take time for each layer, which a file that lacks most of them is not worth.
@@ -205,23 +174,54 @@ def from_tensors(
         )
     if heads:
         warnings.warn(
-            f"left out, as they stand on top of this {type(family.module).__name__}: "
+            f"left out, as this {type(family.module).__name__} has no place for them: "
             f"{', '.join(sorted(heads))}", stacklevel=3,
         )  # fmt: skip
     whole = {path: x[0] if len(x) == 1 else join(x) for path, x in found.items()}
     return {"params": unflatten_dict(whole, sep="/")}
 
 
+class Stored(NamedTuple):
+    """A tensor of a checkpoint that is made when it is asked for, as one array of NumPy.
+
+    Attributes:
+      shape: of it.
+      dtype: of it.
+      make: makes it.
+    """
+
+    shape: Shape
+    dtype: np.dtype[Any]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it will have."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The tensors of a checkpoint from our variables: `from_tensors`, read backwards."""
+    return {name: x.make() for name, x in stored(family, variables).items()}
+
+
+def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, Stored]:
+    """Return those tensors, none of which is made yet."""
     params = flatten_dict(variables["params"], sep="/")
     lacking = {path for row in family.rows for path in row.paths} ^ params.keys()
     if lacking:
         raise ValueError(f"the variables are not those of the model: {several(sorted(lacking))}")
+
+    def make(row: Row) -> np.ndarray:
+        parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
+        return np.asarray(row.together(parts), order="C")
+
     found = {}
     for row in family.rows:
-        parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
-        found[row.theirs] = np.asarray(row.together(parts), order="C")
+        own = [params[path] for path in row.paths]
+        shape = _shape(row, [row.shape(x.shape) for x in own])
+        dtype = np.result_type(*(x.dtype for x in own))
+        found[row.theirs] = Stored(shape, dtype, functools.partial(make, row))
     return found
 
 
@@ -234,16 +234,12 @@ def _shape(row: Row, ours: list[Shape]) -> Shape:
     return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
 
 
-def _matrix(x: Any, inputs: int) -> Any:
-    return x.reshape(math.prod(x.shape[:inputs]), -1)
-
-
-def each(count: int, rows: Iterable[Row]) -> list[Row]:
-    """The rows of every layer: {} stands for its number."""
+def each(layers: int | Iterable[int], rows: Iterable[Row]) -> list[Row]:
+    """The rows of so many layers, or of those of these numbers, for which {} stands."""
     rows = list(rows)
     return [
         row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
-        for i in range(count)
+        for i in (range(layers) if isinstance(layers, int) else layers)
         for row in rows
     ]
 

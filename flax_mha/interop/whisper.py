@@ -12,27 +12,24 @@ from flax_mha.embeddings import TokenEmbedding
 from flax_mha.interop.config import activation, blank, refuse
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Axes, Family, Row, attention, each, linear, norm
-from flax_mha.models import LanguageModel
+from flax_mha.models import LanguageModel, Translator
 from flax_mha.positions import PositionEmbedding
 from flax_mha.stacks import Decoder, Encoder
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-class Whisper(nn.Module):
+class Whisper(Translator):
     """Logits of each next token, from a spectrogram and the tokens so far.
 
     Attributes:
-      positions: of what the convolutions give.
-      encoder: the stack over it.
-      decoder: the model of the tokens, whose blocks have `cross_attention`.
+      positions: of what the convolutions give, to the encoder.
 
     Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022.
     """
 
-    positions: PositionEmbedding
-    encoder: Encoder
-    decoder: LanguageModel
+    positions: PositionEmbedding = PositionEmbedding()
+    reads_tokens = False
 
     def setup(self) -> None:
         """Makes the convolutions."""
@@ -41,24 +38,23 @@ class Whisper(nn.Module):
             nn.Conv(D, (3,), strides=stride, padding=1, name=f"conv{stride}") for stride in (1, 2)
         ]
 
-    def __call__(self, sound: jax.Array, tokens: jax.Array, **options: Any) -> jax.Array:
-        """Maps sound [*B, frames, bins] and tokens int [*B, T] to logits [*B, T, V]."""
-        return self.decode(tokens, self.encode(sound), **options)
-
-    def encode(self, sound: jax.Array) -> jax.Array:
-        """Maps sound to the memory [*B, frames / 2, D]."""
+    def encode(
+        self, source: jax.Array, *, source_lengths: jax.Array | None = None, **options: Any
+    ) -> jax.Array:
+        """Maps sound [*B, frames, bins] to the memory [*B, frames / 2, D]."""
+        if source_lengths is not None:
+            raise ValueError(
+                "source_lengths must be None: Whisper reads 30 seconds whatever is in them; pad "
+                "the sound with silence"
+            )
         for convolution in self.convolutions:
-            sound = nn.gelu(convolution(sound), approximate=False)
-        return self.encoder(self.positions(sound))
-
-    def decode(self, tokens: jax.Array, memory: jax.Array | None, **options: Any) -> jax.Array:
-        """The decoder's logits."""
-        return self.decoder(tokens, memory, **options)
+            source = nn.gelu(convolution(source), approximate=False)
+        return self.encoder(self.positions(source), **options)
 
 
 def whisper(config: Config) -> Family:
     """Of `WhisperForConditionalGeneration`."""
-    refuse(config, scale_embedding=False)
+    refuse(config, tie_word_embeddings=True)
     D, V = config["d_model"], config["vocab_size"]
     biases = ("query", "value", "out")
 
@@ -71,7 +67,6 @@ def whisper(config: Config) -> Family:
 
     cross = MultiHeadAttention(config["decoder_attention_heads"], use_bias=biases)
     module = Whisper(
-        PositionEmbedding(max_length=config["max_source_positions"]),
         Encoder(config["encoder_layers"], EncoderBlock(**options("encoder"))),
         LanguageModel(
             TokenEmbedding(V, D),
@@ -81,6 +76,7 @@ def whisper(config: Config) -> Family:
             ),
             position_embedding=PositionEmbedding(max_length=config["max_target_positions"]),
         ),
+        positions=PositionEmbedding(max_length=config["max_source_positions"]),
     )
     convolution = Axes(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
     rows = [
@@ -93,7 +89,10 @@ def whisper(config: Config) -> Family:
     for n in (1, 2):
         rows += linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
     sound = blank(1, 2 * config["max_source_positions"], config["num_mel_bins"])
-    return Family(module, (sound, np.zeros((1, 1), np.int32)), rows, ("proj_out.weight",))
+    return Family(
+        module, (sound, np.zeros((1, 1), np.int32)), rows,
+        copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
+    )  # fmt: skip
 
 
 def _stack(theirs: str, ours: str, layers: int) -> list[Row]:

@@ -44,13 +44,13 @@ def main(folder: str, cast: str, axis: str, address: str = "", process: str = ""
     # Loads code, which would count as memory of the call.
     small = Path(folder) / "small"
     interop.load(small, dtype=cast or None, shardings=shardings(small, axis))
-    read, given = [0], placing._let_go
+    read, given = list[int](), placing.in_memory
 
-    def counted(x: np.ndarray, size: int) -> None:
-        read[0] += x.nbytes
-        given(x, size)
+    def counted(x: np.ndarray) -> np.ndarray:
+        read.append(x.nbytes)
+        return given(x)
 
-    placing._let_go = counted
+    placing.in_memory = counted
     kept: list[Any] = []
     grown = growth(
         lambda: kept.append(interop.load(folder, dtype=cast or None, shardings=places)[1])
@@ -61,7 +61,7 @@ def main(folder: str, cast: str, axis: str, address: str = "", process: str = ""
         for x in arrays
     ]
     slices = [x.nbytes for of_one in parts for x in of_one]
-    says = {"beyond": grown - sum(slices), "largest": max(slices), "read": read[0]}
+    says = {"beyond": grown - sum(slices), "largest": max(slices), "read": sum(read)}
     if address:
         # What is in the shards of both, by programs that run on both.
         sums = jax.jit(lambda xs: [(x.astype("float32") ** 2).sum() for x in xs])(arrays)

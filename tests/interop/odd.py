@@ -27,7 +27,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_f
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
 LOCAL = {"sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
          "full_attention": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
-TOWERS = {"text_config": TEXT, "vision_config": SIZES | IMAGES, "projection_dim": 8}
+TOKENS = {name: x for name, x in TEXT.items() if name != "type_vocab_size"}
+TOWERS = {"text_config": TOKENS, "vision_config": SIZES | IMAGES, "projection_dim": 8}
 CONFIGS: dict[str, Config] = {
     "bert": BERT | {"architectures": ["BertForSequenceClassification"], "num_labels": 3},
     "roberta": ROBERTA, "distilbert": DISTILBERT, "vit": VIT | {"qkv_bias": True},
@@ -39,7 +40,7 @@ CONFIGS: dict[str, Config] = {
     },
     "clip": TOWERS | {"model_type": "clip"}, "siglip": TOWERS | {"model_type": "siglip"},
     "gpt2": GPT2 | {"n_inner": 24, "eos_token_id": 2},
-    "gpt_neox": TEXT | {
+    "gpt_neox": TOKENS | {
         "model_type": "gpt_neox", "layer_norm_eps": 1e-5, "rotary_pct": 0.5,
         "rotary_emb_base": 100.0, "use_parallel_residual": True, "attention_bias": True,
     },

@@ -189,9 +189,9 @@ def test_damaged_files(folder: Path) -> None:
         ({"model_type": "mamba"}, "model_type must be one of"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "they are mxfp4; have transformers"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.5}, "swiglu_alpha must be 1.702"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers must be"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [-1]}, "mlp_only_layers must be"),
         ({"hidden_act": "swish9"}, "activation must be one of"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type must be"),
         ({"hidden_size": None}, "config of a qwen3 must have 'hidden_size'"),
         ({"hidden_act": None}, "config of a qwen3 must have 'hidden_act'"),
         ({"intermediate_size": 32}, "must be \\[32, 16\\], is \\[24, 16\\]"),
@@ -228,6 +228,11 @@ WINDOWS = ("sliding_attention", "full_attention")
     [
         ({"sliding_window": 4}, "no no no no no no"),
         ({"sliding_window": 4, "use_sliding_window": False}, "no no no no no no"),
+        ({"sliding_window": 4, "use_sliding_window": True}, "no no no no no no"),
+        (
+            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 4},
+            "no no no no 4 4",
+        ),
         ({"model_type": "mistral", "sliding_window": 4}, "4 4 4 4 4 4"),
         ({"model_type": "mistral", "sliding_window": None}, "no no no no no no"),
         ({"model_type": "gemma2", "sliding_window": 4}, "4 no 4 no 4 no"),
@@ -260,8 +265,3 @@ def test_two_bases_as_gemma_3_wrote_them() -> None:
     local, *_, whole = interop.family(CONFIG | change | old).module.decoder.blocks
     assert (local.attention.rotary.base, local.attention.rotary.scaling) == (1e4, None)
     assert (whole.attention.rotary.base, whole.attention.rotary.scaling.factor) == (1e6, 8.0)
-
-
-def test_windows_that_no_config_places() -> None:
-    with pytest.raises(ValueError, match="use_sliding_window must be False"):
-        interop.family(CONFIG | {"sliding_window": 4, "use_sliding_window": True})

@@ -82,7 +82,7 @@ def test_every_setting_that_a_family_reads_has_a_rule() -> None:
         ({"model_type": "mixtral", "num_hidden_layers": 512, "num_local_experts": 10**4,
           "num_experts_per_tok": 1}, "must have at most 32,768 experts in all, got 512 of 10,000"),
         (CONFIGS["clip"] | {"vision_config": None}, "must have 'vision_config'"),
-        (CONFIGS["clip"] | {"text_config": {}}, "must have 'text_config.num_attention_heads'"),
+        (CONFIGS["clip"] | {"text_config": {"hidden_act": "swish9"}}, "activation must be one of"),
         (CONFIGS["dinov3"] | {"image_size": 2**16}, "must have 1 … 65,536 patches of its patch_s"),
         (CONFIGS["vit"] | {"patch_size": 16}, "got 8 × 8 of 16 × 16"),
     ],
@@ -101,7 +101,7 @@ def test_null_is_as_if_it_were_not_there() -> None:
 
 
 def test_what_is_not_read_is_not_checked() -> None:
-    interop.family(CONFIG | {"pad_token_id": -1, "dim": "wide", "heads": [], "image_size": None})
+    interop.family(CONFIG | {"pad_token_id": -1, "dtype": ["wide"], "image_size": None})
     kept = {"heads": "all", "more": None}
     mine: list[Any] = []
     interop.FAMILIES["mine"] = lambda config: mine.append(config)  # type: ignore[func-returns-value]

@@ -64,28 +64,37 @@ def bare(tensors: Tensors) -> Tensors:
     return {name.partition(".")[2]: x for name, x in tensors.items()}
 
 
+def and_copies(name: str, *copies: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: (
+        tensors | {f"{copy}.weight": tensors[f"{name}.weight"] for copy in copies}
+    )
+
+
 # The config, what becomes of our names, what comes beside them; and which of that is a head.
 PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
     "bert": (
-        BERT, of_tensorflow, ("bert.pooler.dense.weight", "bert.embeddings.position_ids"),
-        ("cls.predictions.transform.LayerNorm.gamma", "cls.seq_relationship.weight"),
+        BERT, of_tensorflow, ("bert.embeddings.position_ids",),
+        ("bert.pooler.dense.weight", "cls.predictions.transform.LayerNorm.gamma",
+         "cls.seq_relationship.weight"),
     ),
     "bert of classes": (BERT, prefixed("bert"), (), ("classifier.weight", "classifier.bias")),
     "roberta": (ROBERTA, prefixed("roberta"), (), ("lm_head.bias", "lm_head.dense.weight")),
     "distilbert": (
         DISTILBERT, prefixed("distilbert"), (), ("vocab_transform.weight", "vocab_projector.bias")
     ),
-    "vit": (VIT, prefixed("vit"), ("vit.pooler.dense.bias",), ("classifier.weight",)),
+    "vit": (
+        VIT, prefixed("vit"), (),
+        ("vit.pooler.dense.bias", "classifier.weight", "vit.embeddings.mask_token"),
+    ),
     "gpt2": (GPT2, bare, ("h.0.attn.bias", "h.1.attn.masked_bias"), ()),
     "gpt2 with its head": (
-        GPT2, dict, ("transformer.h.0.attn.bias", "lm_head.weight"), ()
+        GPT2, and_copies("transformer.wte", "lm_head"), ("transformer.h.0.attn.bias",), ()
     ),
     "llama": (LLAMA, dict, ("model.layers.1.self_attn.rotary_emb.inv_freq",), ()),
     "llama without a head": (LLAMA | {"tie_word_embeddings": True}, bare, (), ()),
     "t5": (
-        T5, dict,
-        ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
-         "lm_head.weight"), (),
+        T5, and_copies("shared", "lm_head", "encoder.embed_tokens"),
+        ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",), (),
     ),
 }  # fmt: skip
 
@@ -106,7 +115,7 @@ def test_it_loads(name: str, tmp_path: Path) -> None:
     whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
     written(tmp_path, config, whole)
     if heads:
-        told = f"left out, as they stand on top of this .*: {', '.join(sorted(heads))}$"
+        told = f"left out, as this .* has no place for them: {', '.join(sorted(heads))}$"
         with pytest.warns(UserWarning, match=told):
             _, found = interop.load(tmp_path)
     else:

@@ -1,0 +1,133 @@
+"""Model types and settings that share a table with others, against `transformers`: logits."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the extra families")
+hf = pytest.importorskip("transformers", reason="needs the extra families")
+
+from flax_mha import interop  # noqa: E402
+from tests.interop.families import (  # noqa: E402
+    DECODER,
+    IDS,
+    IMAGES,
+    SOUND,
+    TEXT,
+    TOWER,
+    WHISPER,
+    Case,
+    last,
+    make,
+    text,
+)
+from tests.oracle import error  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GPT2 = {
+    "vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+SPARSE = DECODER | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+# Rows of 11 tokens are longer than these.
+SHORT = {"max_position_embeddings": 16}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 8,
+    "short_factor": [1.0, 1.5, 2.0, 1.0, 3.0, 1.0, 2.0, 1.0],
+    "long_factor": [2.0 + i for i in range(8)],
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "original_max_position_embeddings": 8,
+    "mscale": 1.4, "mscale_all_dim": 0.7,
+}  # fmt: skip
+
+
+def images(model: Any, config: Any) -> Case:
+    return Case(model, config, {"pixel_values": IMAGES}, (IMAGES.transpose(0, 2, 3, 1),))
+
+
+def texts(model: Any, config: Any) -> Case:
+    return Case(model, config, {"input_ids": IDS}, (IDS, last))
+
+
+CASES = {
+    "xlm-roberta": text(hf.XLMRobertaModel, hf.XLMRobertaConfig(**TEXT)),
+    "camembert": text(hf.CamembertModel, hf.CamembertConfig(**TEXT)),
+    "ernie": text(hf.ErnieModel, hf.ErnieConfig(**TEXT)),
+    "data2vec-text": text(hf.Data2VecTextModel, hf.Data2VecTextConfig(**TEXT)),
+    "electra": text(hf.ElectraModel, hf.ElectraConfig(**TEXT, embedding_size=32)),
+    "electra classifies": text(
+        hf.ElectraForSequenceClassification,
+        hf.ElectraConfig(**TEXT, embedding_size=32, num_labels=3),
+    ),
+    "vit-msn": images(hf.ViTMSNModel, hf.ViTMSNConfig(**TOWER)),
+    "dinov3 without biases": images(
+        hf.DINOv3ViTModel, hf.DINOv3ViTConfig(**TOWER, mlp_bias=False, use_gated_mlp=True)
+    ),
+    "clip's images": images(hf.CLIPVisionModel, hf.CLIPVisionConfig(**TOWER)),
+    "clip's texts": texts(hf.CLIPTextModel, hf.CLIPTextConfig(**TEXT)),
+    "siglip's images": images(hf.SiglipVisionModel, hf.SiglipVisionConfig(**TOWER)),
+    "siglip's texts": texts(hf.SiglipTextModel, hf.SiglipTextConfig(**TEXT)),
+    "whisper scaled": Case(
+        hf.WhisperForConditionalGeneration, hf.WhisperConfig(**WHISPER, scale_embedding=True),
+        {"input_features": SOUND, "decoder_input_ids": IDS}, (SOUND.transpose(0, 2, 1), IDS),
+    ),
+    "gpt2 unscaled": text(hf.GPT2LMHeadModel, hf.GPT2Config(**GPT2, scale_attn_weights=False)),
+    "gpt2 by layer, untied": text(hf.GPT2LMHeadModel, hf.GPT2Config(
+        **GPT2, scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False
+    )),
+    "ministral": text(hf.MinistralForCausalLM, hf.MinistralConfig(
+        **DECODER, sliding_window=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )),
+    "smollm3": text(hf.SmolLM3ForCausalLM, hf.SmolLM3Config(
+        **DECODER, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=3
+    )),
+    "qwen2 late windows": text(hf.Qwen2ForCausalLM, hf.Qwen2Config(
+        **TEXT, num_key_value_heads=2, use_sliding_window=True, sliding_window=3,
+        max_window_layers=1,
+    )),
+    "qwen3-moe, some sparse": text(
+        hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**SPARSE, decoder_sparse_step=2)
+    ),
+    "qwen3-moe, some named": text(
+        hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig(**SPARSE, mlp_only_layers=[1])
+    ),
+    "llama, mscale": text(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=YARN)),
+    "llama, dynamic": text(hf.LlamaForCausalLM, hf.LlamaConfig(
+        **DECODER | {"max_position_embeddings": 6},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0},
+    )),
+    "llama, longrope": text(
+        hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=LONGROPE)
+    ),
+    "llama, longrope of short rows": text(hf.LlamaForCausalLM, hf.LlamaConfig(
+        **DECODER,
+        rope_parameters=LONGROPE | {"original_max_position_embeddings": 16, "factor": 4.0},
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs(name: str, tmp_path: Any) -> None:
+    case = CASES[name]
+    theirs = make(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    module, variables = interop.load(tmp_path / "theirs")
+    got = jax.tree.leaves(jax.jit(module.apply)(variables, *case.ours))[-1]
+    with torch.no_grad():
+        want = theirs(**{key: torch.tensor(x) for key, x in case.given.items()})
+    pooled = "s" if "'" in name else ""
+    expected = want.pooler_output if pooled else want[0]
+    if name == "clip's texts":
+        expected = want.last_hidden_state[:, -1]
+    assert error(got, expected.numpy()) < 1e-5
+    # And back.
+    config = case.config.to_dict() | {"architectures": [type(theirs).__name__]}
+    interop.save(config, variables, tmp_path / "ours")
+    again = dict(type(theirs).from_pretrained(tmp_path / "ours").named_parameters())
+    for key, x in theirs.named_parameters():
+        if "pooler" not in key and not key.endswith("mask_token"):
+            np.testing.assert_array_equal(again[key].detach().numpy(), x.detach().numpy())

@@ -1,0 +1,198 @@
+"""Every key of a config is read, known to be neutral, or refused: none is passed over."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import interop
+from flax_mha.interop import files, neutral
+from tests.interop.odd import CONFIGS
+from tests.interop.test_files import CONFIG, variables
+from tests.interop.test_published import GPT2, LLAMA, T5
+
+Config = dict[str, Any]
+
+# Settings by which models of others compute something else.
+OTHERS: Config = {
+    "adapter": "lora", "alibi": True, "attention_multiplier": 0.5, "auto_map": {"AutoModel": "a.B"},
+    "add_cross_attention": True, "clip_qkv": 8.0, "dual_chunk_attention_config": {"chunk_size": 8},
+    "embedding_multiplier": 12.0, "is_decoder": True, "logit_scale": 0.0625, "logits_scaling": 8.0,
+    "more": 1, "multi_query": True, "no_rope_layers": [1, 0], "pruned_heads": {"0": [1]},
+    "quantization": {"bits": 4}, "residual_multiplier": 0.2, "rope_interleaved": True,
+    "swin_norm": True, "use_bidirectional_attention": True, "use_mrope": True, "use_qk_norm": True,
+}  # fmt: skip
+
+
+def known(config: Config) -> Any:
+    (names,) = (x for types, _, x in interop._TABLES if config["model_type"] in types.split())
+    return neutral.ALWAYS | names
+
+
+def meaning(config: Config) -> Any:
+    """What a config means: the module, its example, and where tensors go; or its error."""
+    try:
+        family = interop.family(config)
+    except ValueError as error:
+        return str(error)
+    rows = [(row.theirs, row.ours, row.part) for row in family.rows]
+    return family.module, jax.tree.map(np.shape, family.example), rows
+
+
+def changes(config: Config, path: str = "") -> Iterator[tuple[str, list[Config]]]:
+    """Each setting, those within others too, and the config with others in its place."""
+    for name, x in config.items():
+        if isinstance(x, dict) and name != "id2label":
+            for setting, changed in changes(x, f"{path}{name}."):
+                yield setting, [config | {name: each} for each in changed]
+            continue
+        others: list[Any] = ["silu", [3], not x, 0]
+        others += [x * 2, x + 1, x / 2] if type(x) in (int, float) else []
+        others += [x[::-1]] if isinstance(x, list) else []
+        yield f"{path}{name}", [config | {name: each} for each in others if each != x]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_setting_is_passed_over(name: str) -> None:
+    """One that changes nothing is among those that are known to change nothing."""
+    config = CONFIGS[name]
+    whole, same = meaning(config), set()
+    assert not isinstance(whole, str), whole
+    for path, changed in changes(config):
+        if all(meaning(each) == whole for each in changed):
+            same.add(path.rpartition(".")[2])
+    assert same <= known(config).keys() | {"num_labels"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_others_are_refused_by_name(name: str) -> None:
+    config = CONFIGS[name]
+    nested = [x for x in config if isinstance(config[x], dict) and x not in known(config)]
+    for setting, value in OTHERS.items():
+        told = meaning(config | {setting: value})
+        assert f"got {setting}=" in told, (setting, told)
+        assert "\n" not in told
+        for part in nested:
+            told = meaning(config | {part: config[part] | {setting: value}})
+            assert f"{part}.{setting}" in str(told), (part, setting)
+    of_causality = "is_causal" in known(config)
+    for value in (True, False):
+        refused = isinstance(meaning(config | {"is_causal": value}), str)
+        assert refused == (not of_causality or known(config)["is_causal"] != value)
+
+
+def test_what_transformers_writes_beside_is_neutral() -> None:
+    """As old configs have it: all that a config could say, at its default."""
+    beside = {
+        "_name_or_path": "x", "add_cross_attention": False, "bad_words_ids": None,
+        "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "is_decoder": False,
+        "is_encoder_decoder": False, "max_length": 20, "num_beams": 1, "pruned_heads": {},
+        "do_sample": False, "temperature": 1.0, "tie_encoder_decoder": False, "top_k": 50, "torchscript": False,
+        "torch_dtype": "float16", "transformers_version": "4.16.0", "use_bfloat16": False,
+        "more": None,
+    }  # fmt: skip
+    for config in CONFIGS.values():
+        assert meaning(config | beside) == meaning(config)
+        for name, part in config.items():
+            if name.endswith("_config") and part:
+                assert meaning(config | {name: part | beside}) == meaning(config)
+
+
+LAYERS = ["sliding_attention", "full_attention"]
+GEMMA = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4, "rope_local_base_freq": 1e4}
+SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (CONFIG | {"is_causal": False}, "is_causal=False"),
+        (LLAMA | {"sliding_window": 4}, "got sliding_window=4"),
+        (LLAMA | {"layer_types": LAYERS}, "layer_types must say of a llama what its other"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1, got 0.5"),
+        (CONFIG | {"model_type": "mistral", "sliding_window": 4, "layer_types": LAYERS},
+         "layer_types must say of a mistral"),
+        (LLAMA | {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0]"),
+        (CONFIG | {"model_type": "smollm3", "no_rope_layers": [1]}, "one for each of num_hidden"),
+        (CONFIG | {"rope_scaling": SCALED, "rope_parameters": SCALED | {"factor": 4.0}},
+         r"must not differ, got \['factor']"),
+        (CONFIG | {"rope_scaling": SCALED, "original_max_position_embeddings": 16,
+                   "max_position_embeddings": 64}, r"must be the same everywhere, got \[8, 16]"),
+        (CONFIGS["whisper"] | {"tie_word_embeddings": False}, "tie_word_embeddings must be True"),
+        (CONFIGS["siglip"] | {"vision_config": CONFIGS["siglip"]["vision_config"]
+                              | {"vision_use_head": False}}, "vision_use_head must be True"),
+        (CONFIGS["clip"] | {"text_config_dict": {"hidden_size": 24}}, "hidden_size must be 16"),
+        (CONFIGS["bert"] | {"model_type": "electra", "embedding_size": 8}, "embedding_size must"),
+    ],
+)  # fmt: skip
+def test_what_would_be_silently_wrong_is_refused(config: Config, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        interop.family(config)
+
+
+def test_a_table_under_another_name() -> None:
+    """Of another model type it has no record, and makes no guess."""
+    for name, base, config in (("mt5", "t5", T5), ("granite", "llama", LLAMA)):
+        interop.FAMILIES[name] = interop.FAMILIES[base]
+        try:
+            with pytest.raises(ValueError, match=name):
+                interop.family(config | {"model_type": name})
+        finally:
+            del interop.FAMILIES[name]
+
+
+def test_parts_of_towers_that_are_not_said() -> None:
+    """They are as the library's defaults, as which files leave them out."""
+    sparse = {"text_config": {"vocab_size": 256000}, "vision_config": {"image_size": 384}}
+    module = interop.family({"model_type": "siglip", **sparse}).module
+    assert module.text.embedding.vocab_size == 256000
+    assert (module.image.encoder.num_layers, module.image.embedding.patch_size) == (12, (16, 16))
+
+
+def saved(config: Config, path: Path) -> dict[str, Any]:
+    """The tensors of a model, which was saved there."""
+    interop.save(config, variables(config), path)
+    return {name: np.array(x) for name, x in files.read(path / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "copy"),
+    [(CONFIG, "model.embed_tokens", "lm_head"), (GPT2, "transformer.wte", "lm_head"),
+     (T5, "shared", "lm_head"), (T5, "shared", "decoder.embed_tokens")],
+    ids=["qwen3", "gpt2", "t5", "t5's decoder"],
+)  # fmt: skip
+def test_a_head_that_the_config_ties(config: Config, name: str, copy: str, tmp_path: Path) -> None:
+    """It may be there twice, or once by either name; not with other numbers."""
+    tensors = saved(config, tmp_path)
+    table = tensors[f"{name}.weight"]
+    wanted = jax.tree.leaves(interop.load(tmp_path)[1])
+    both = tensors | {f"{copy}.weight": table}
+    without = {key: x for key, x in both.items() if key != f"{name}.weight"}
+    for given in (both, without):
+        files.write(tmp_path / "model.safetensors", given)
+        found = jax.tree.leaves(interop.load(tmp_path)[1])
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    other = table.copy()
+    other[-1, -1] += 1
+    files.write(tmp_path / "model.safetensors", tensors | {f"{copy}.weight": other})
+    words = rf"{copy}.weight must be {name}.weight, to which the config ties it"
+    with pytest.raises(ValueError, match=words):
+        interop.load(tmp_path)
+
+
+def test_untied_gpt2(tmp_path: Path) -> None:
+    config = GPT2 | {"tie_word_embeddings": False}
+    assert "lm_head.weight" in saved(config, tmp_path)
+    assert not interop.load(tmp_path)[0].tied
+
+
+def test_a_folder_with_an_adapter(tmp_path: Path) -> None:
+    saved(CONFIG, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config.json.*merge_and_unload"):
+        interop.load(tmp_path)
