@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, masks
-from flax_mha.positions import Interpolation, Llama3, Ntk, Rotary, Yarn, rotary
+from flax_mha.positions import (
+    DynamicNtk,
+    Interpolation,
+    Llama3,
+    LongRope,
+    Ntk,
+    Rotary,
+    Yarn,
+    rotary,
+)
 from flax_mha.rope_scaling import Scaling
 from tests.decoded import decoded
 
@@ -43,6 +52,44 @@ def llama(c: int, base: float, factor: float, length: int, R: int = R) -> float:
         return plain / factor
     smooth = (length / wavelength - 1) / (4 - 1)
     return (1 - smooth) * plain / factor + smooth * plain
+
+
+def growing(scaling: Any, positions: np.ndarray, angle: Any) -> None:
+    """Each row turned by angles(length of the row), against rotations written out."""
+    x = np.random.default_rng(0).normal(size=(*positions.shape, 1, 8)).astype(np.float32)
+    got = rotary(x, positions, base=100.0, scaling=scaling)
+    for i, row in enumerate(positions):
+        at = row[:, None] * np.array([angle(c, row.max() + 1) for c in range(4)])
+        a, b = np.split(x[i, :, 0].astype(np.float64), 2, -1)
+        size = getattr(scaling, "attention_factor", 1.0)
+        want = np.concatenate(
+            [a * np.cos(at) - b * np.sin(at), b * np.cos(at) + a * np.sin(at)], -1
+        )
+        np.testing.assert_allclose(got[i, :, 0], size * want, atol=1e-5)
+
+
+ROWS = np.array([[0, 1, 2, 3], [3, 4, 5, 6], [9, 20, 30, 39]])
+
+
+def test_a_base_that_grows_with_the_row() -> None:
+    """From emozilla's code: base·(factor·L/original − (factor − 1))^(R/(R−2))."""
+
+    def angle(c: int, length: int) -> float:
+        base = 100.0 * (4.0 * max(length, 7) / 7 - 3) ** (8 / 6)
+        return base ** (-2 * c / 8)
+
+    growing(DynamicNtk(4.0, 7), ROWS, angle)
+
+
+def test_factors_for_short_rows_and_long_ones() -> None:
+    short, long = (1.0, 1.5, 2.0, 3.0), (2.0, 4.0, 8.0, 16.0)
+
+    def angle(c: int, length: int) -> float:
+        return 100.0 ** (-2 * c / 8) / (long if length > 7 else short)[c]
+
+    growing(LongRope(short, long, 7, attention_factor=1.2), ROWS, angle)
+    with pytest.raises(ValueError, match=r"short and long must have R/2=4 numbers.*got 3 and 4"):
+        growing(LongRope(short[:3], long, 7), ROWS, angle)
 
 
 CASES: dict[str, tuple[Scaling, float, Any, float]] = {

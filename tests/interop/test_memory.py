@@ -67,6 +67,8 @@ CASES = {
     "rows, cast up": (LARGE, ml_dtypes.bfloat16, "float32", "0"),
     "columns, cast up": (LARGE, ml_dtypes.bfloat16, "float32", "1"),
     "columns, cast down": (LARGE, np.float32, "bfloat16", "1"),
+    "NumPy": (LARGE, np.float32, "", ""),
+    "NumPy, bfloat16": (LARGE, ml_dtypes.bfloat16, "", ""),
     "NumPy, cast up": (LARGE, ml_dtypes.bfloat16, "float32", ""),
     "experts, cast up": (EXPERTS, ml_dtypes.bfloat16, "float32", "0"),
 }

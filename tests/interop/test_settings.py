@@ -90,7 +90,8 @@ def test_what_transformers_writes_beside_is_neutral() -> None:
         "_name_or_path": "x", "add_cross_attention": False, "bad_words_ids": None,
         "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "is_decoder": False,
         "is_encoder_decoder": False, "max_length": 20, "num_beams": 1, "pruned_heads": {},
-        "do_sample": False, "temperature": 1.0, "tie_encoder_decoder": False, "top_k": 50, "torchscript": False,
+        "do_sample": False, "temperature": 1.0, "tie_encoder_decoder": False, "top_k": 50,
+        "torchscript": False,
         "torch_dtype": "float16", "transformers_version": "4.16.0", "use_bfloat16": False,
         "more": None,
     }  # fmt: skip

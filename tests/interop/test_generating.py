@@ -1,0 +1,87 @@
+"""Arguments of `generate` that a folder says, and generation from sound."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import generate, interop
+from tests.interop.odd import CONFIGS
+from tests.interop.test_files import CONFIG, variables
+
+
+def told(path: Path, own: dict[str, Any] | None, **config: Any) -> dict[str, Any]:
+    (path / "config.json").write_text(json.dumps(CONFIG | config))
+    if own is not None:
+        (path / "generation_config.json").write_text(json.dumps(own))
+    return interop.generation(path)
+
+
+def test_ends_and_starts(tmp_path: Path) -> None:
+    assert told(tmp_path, None) == {}
+    old = told(tmp_path, None, eos_token_id=3, decoder_start_token_id=0)
+    assert old == {"eos": (3,), "start": 0}
+    # A token beyond the vocabulary is never written.
+    assert told(tmp_path, {"eos_token_id": [1, 2, 10**6]}, eos_token_id=3) == {"eos": (1, 2)}
+
+
+def test_draws(tmp_path: Path) -> None:
+    """As in the library, of which some settings count only where tokens are drawn."""
+    own = {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 0}
+    assert told(tmp_path, own) == {"eos": (1,)}
+    drawn = {"eos": (1,), "temperature": 0.6, "top_p": 0.9, "top_k": 50}
+    assert told(tmp_path, own | {"do_sample": True}) == drawn
+    own = {"do_sample": True, "top_k": 0}
+    assert told(tmp_path, own) == {"temperature": 1.0, "top_k": None}
+    with pytest.raises(ValueError, match="top_p must be a positive number up to 1, got 2"):
+        told(tmp_path, {"do_sample": True, "top_p": 2})
+
+
+def test_what_generate_lacks_is_named(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        told(tmp_path, {"repetition_penalty": 1.0, "max_length": 20, "transformers_version": "4"})
+    with pytest.warns(UserWarning, match=r"repetition_penalty=1\.1, suppress_tokens=\[1, 2\]$"):
+        told(tmp_path, {"suppress_tokens": [1, 2], "repetition_penalty": 1.1})
+
+
+WHISPER = CONFIGS["whisper"]
+SOUND = np.random.default_rng(0).normal(size=(2, 32, 8)).astype(np.float32)
+
+
+@pytest.mark.slow
+def test_sound_goes_on_token_by_token() -> None:
+    """After several first tokens, and up to any of several ends."""
+    module, given = interop.family(WHISPER).module, variables(WHISPER)
+    given = jax.tree.map(lambda x: 3 * x, given)
+    tokens = np.array([[1, 5, 7]] * 2)
+    step = jax.jit(lambda tokens: module.apply(given, SOUND, tokens))
+    for _ in range(4):
+        row = np.zeros((2, 7), int)
+        row[:, : tokens.shape[1]] = tokens
+        at = tokens.shape[1] - 1
+        tokens = np.append(tokens, np.argmax(step(row)[:, at], -1)[:, None], 1)
+    found = generate(module, given, SOUND, start=(1, 5, 7), max_new_tokens=4)
+    np.testing.assert_array_equal(found.tokens, tokens[:, 3:])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        ({"prompt": SOUND[0]}, ValueError, r"must be a source \[B, S, D] for a Whisper"),
+        ({"prompt": np.ones((2, 3), int)}, TypeError, "prompt must"),
+        ({"lengths": np.array([3, 4])}, ValueError, "lengths must be None for a Whisper"),
+        ({"start": None}, ValueError, "got start=None for a Whisper; give it"),
+        ({"start": ()}, ValueError, "start must be a token or several, got none"),
+        ({"start": (1, 24)}, ValueError, "start must be in 0 … 23, got 24"),
+    ],
+)
+def test_calls_that_do_not_fit(call: dict[str, Any], error: Any, words: str) -> None:
+    call = {"prompt": SOUND, "start": 1, "max_new_tokens": 2} | call
+    module = interop.family(WHISPER).module
+    with pytest.raises(error, match=words):
+        generate(module, {"params": {}}, **call)
