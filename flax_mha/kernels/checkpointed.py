@@ -24,7 +24,7 @@ from flax_mha import shapes
 from flax_mha.kernels import blockwise, reference, softmax, tiling, traced
 from flax_mha.kernels.finite import guard
 from flax_mha.kernels.leaves import combine
-from flax_mha.kernels.plan import Stripe, Tables
+from flax_mha.kernels.plan import Plan, Stripe, Tables
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
 from flax_mha.kernels.tiling import (
@@ -66,7 +66,7 @@ def _core(static: TiledCall, recalled: None, *args: Any) -> Result:
     *arrays, tables = args
     if tables is not None and known(tables.some):
         # No block visits more tiles than that.
-        tables = tables._replace(order=tables.order[..., : int(tables.some.max())])
+        tables = tables._replace(order=tables.order[..., : max(1, int(tables.some.max()))])
     return _loops(static, *arrays, tables)
 
 
@@ -96,11 +96,7 @@ def _loops(
         total = tiling.vary(jnp.zeros((plan.block_q, 1), dtype), q)
         out = tiling.vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
         carry = softmax.begin(total), total, out
-        if tables is None:
-            top, total, out = visit(stripe.masked, place, carry)
-        else:
-            visit_some = functools.partial(visit, plan.partial)
-            top, total, out = _visit_each(tables, place, visit_some, carry)
+        top, total, out = _visit(stripe, plan, tables, place, visit, carry)
         of_all = total
         if sinks is not None:
             new, of_all = softmax.sunk(sinks[place.head], top, total)
@@ -141,16 +137,19 @@ def _recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(jax.checkpoint(fn))
 
 
-def _visit_each(
-    tables: Tables, place: Place, visit: Callable[[Place, Tree], Tree], carry: Tree
-) -> Tree:
-    """Visit the tiles that the tables name for a block of queries, one by one."""
+def _visit(
+    stripe: Stripe, plan: Plan, tables: Tables | None, place: Place, visit: Callable[..., Tree],
+    carry: Tree,
+) -> Tree:  # fmt: skip
+    """Run carry = visit(masked, place, carry) over the tiles that the block of queries visits."""
+    if tables is None:
+        return visit(stripe.masked, place, carry)
     order, some = place.entry(tables.order), place.entry(tables.some)
 
     @_recomputed
     def step(carry: Tree, t: jax.Array) -> Tree:
         def run(carry: Tree) -> Tree:
-            return visit(place._replace(tile=order[t]), carry)
+            return visit(plan.partial, place._replace(tile=order[t]), carry)
 
         return lax.cond(t < some, run, lambda carry: carry, carry)
 
