@@ -178,6 +178,14 @@ def _forward_mode(loss: Any) -> Any:
     return lambda *qkv: jax.jvp(loss, qkv, qkv)
 
 
+def _forward_over_reverse(loss: Any) -> Any:
+    return lambda *qkv: jax.jvp(jax.grad(loss), qkv, qkv)
+
+
+def _reverse_over_forward(loss: Any) -> Any:
+    return jax.grad(lambda *qkv: jax.jvp(loss, qkv, qkv)[1].astype("float32"))
+
+
 def _second(loss: Any) -> Any:
     def total(*qkv: Any) -> Any:
         return jax.grad(loss)(*qkv).astype("float32").sum()
@@ -195,6 +203,8 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
     "gradients of gradients": _second,
     "gradients of gradients, `Lengths` traced": _second_ragged,
     "forward mode (`jax.jvp`)": _forward_mode,
+    "forward mode over gradients": _forward_over_reverse,
+    "gradients of forward mode": _reverse_over_forward,
 }
 
 

@@ -101,6 +101,13 @@ NAMES: dict[str, tuple[Name, ...]] = {
         *_names(_PALLAS + ".tpu", "VMEM"),
         *_names("jax.extend.core", "Jaxpr ClosedJaxpr Literal"),
     ),
+    "limits": (
+        *_names("jax.extend.core", "Primitive"),
+        *_names("jax.interpreters.ad", "Zero primitive_jvps primitive_transposes"),
+        *_names("jax.interpreters.batching", "defvectorized primitive_batchers"),
+        *_names("jax.interpreters.mlir", "register_lowering"),
+    ),
+    "any_derivative": _names("jax.experimental.xla_metadata", "set_xla_metadata"),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_mha import explain, private, sharding
+from flax_mha import dot_product_attention, explain, kernels, private, sharding
 from flax_mha.kernels.cudnn import fused
 from flax_mha.kernels.registry import KERNELS
 
@@ -23,6 +23,7 @@ HOMES = {
     "splash_attention_kernel": "kernels/splash/__init__.py",
     "splash_attention_mask_info": "kernels/splash/__init__.py",
     "splash_attention_mask": "kernels/splash/lazy.py",
+    "jax.interpreters": "kernels/limits.py",
 }
 PALLAS = "kernels/flex/"
 
@@ -58,11 +59,13 @@ def test_private_imports_stand_in_their_places() -> None:
 def test_the_table_names_what_is_used() -> None:
     """Every attribute taken of a private module stands in `private.NAMES`."""
     modules = {"fused": "cudnn", "kernels": "splash", "mask_info": "splash", "splash": "splash",
-               "pl": "flex", "pltpu": "flex"}  # fmt: skip
+               "pl": "flex", "pltpu": "flex", "ad": "limits", "batching": "limits",
+               "mlir": "limits", "metadata": "any_derivative"}  # fmt: skip
     listed = {
         part: {name.name.split(".")[0] for name in names} for part, names in private.NAMES.items()
     }
-    files = [ROOT / "flax_mha" / path for path in {*HOMES.values()}]
+    paths = {*HOMES.values(), "kernels/derivatives.py"}
+    files = [ROOT / "flax_mha" / path for path in paths]
     for path in [*files, *(ROOT / "flax_mha" / PALLAS).glob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -94,7 +97,7 @@ print(*plain, "|", *set(sys.modules) - before)
     assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "splash", "flex")} & calls
 
 
-PARTS = [(part, name) for part, names in private.NAMES.items() for name in names]
+PARTS = [(part, name) for part in KERNELS for name in private.NAMES.get(part, ())]
 
 
 @pytest.fixture
@@ -148,11 +151,26 @@ def test_with_other_arguments_its_kernel_refuses(monkeypatch, anew, part, name) 
     assert "takes other arguments" in _lost(monkeypatch, part)
 
 
-@pytest.mark.parametrize("part", private.NAMES)
+@pytest.mark.parametrize("part", [part for part in KERNELS if part in private.NAMES])
 def test_without_a_module_its_kernel_refuses(monkeypatch, anew, part) -> None:
     monkeypatch.setitem(sys.modules, private.NAMES[part][0].module, None)
     assert "has no" in _lost(monkeypatch, part)
     assert all(private.missing(other) is None for other in ("blockwise", "reference", "decode"))
+
+
+@pytest.mark.parametrize("name", private.NAMES["limits"], ids=lambda x: x.name)
+def test_without_a_name_of_limits_the_error_is_that_of_jax(monkeypatch, anew, name) -> None:
+    monkeypatch.delattr(*_owner(name))
+    x = jnp.ones((1, 8, 1, 8))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda x: dot_product_attention(x, x, x, kernel="blockwise"), (x,), (x,))
+
+
+def test_without_metadata_the_context_says_what_to_name(monkeypatch, anew) -> None:
+    (name,) = private.NAMES["any_derivative"]
+    monkeypatch.delattr(*_owner(name))
+    with pytest.raises(RuntimeError, match=r"has no .*set_xla_metadata.*'checkpointed'"):
+        kernels.any_derivative().__enter__()
 
 
 def test_what_varies_is_read_of_either_name(monkeypatch) -> None:

@@ -15,6 +15,7 @@ import jax
 from flax_mha import inputs, masks, shapes
 from flax_mha.grid import Array
 from flax_mha.kernels import choice, observe
+from flax_mha.kernels.derivatives import any_derivative as any_derivative
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Capture as Capture
 from flax_mha.kernels.observe import Captured
@@ -111,7 +112,8 @@ def dot_product_attention(
         not traced, are known before tracing, so that kernels can skip what a mask excludes.
       kv_positions: int [S] or [*B, S], or a number, likewise.
       kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
-        "reference", and so do gradients of gradients under masks of traced arrays. Of a sequence
+        "checkpointed" or "reference", and so do gradients of gradients under masks of traced
+        arrays; "auto" takes these within `flax_mha.kernels.any_derivative()`. Of a sequence
         divided over a mesh, the way to the other devices' keys: "ulysses", "ring" or "all_gather",
         alone or before a kernel, as in "ring:blockwise"; on one device that kernel alone.
       precision: of the matrix products, see `jax.lax.Precision`.
@@ -130,7 +132,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: if shapes do not fit, or the named kernel refuses the call.
-      TypeError: if a dtype is not supported.
+      TypeError: if a dtype is not supported, or the kernel lacks a derivative that is asked for.
 
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
@@ -152,7 +154,7 @@ def dot_product_attention(
     ) -> Result:
         return choice.decide(kernel, q, k, v, spec, platform).run(*recalled)
 
-    take_way = functools.partial(choice.take_way, way, normalizer)
+    take_way = functools.partial(choice.take_way, way, kernel, normalizer)
     reads = return_weights or return_residuals or bool(capture)
     asked = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
     out, lse = shards.run(attend, q, k, v, asked, take_way)
@@ -258,10 +260,10 @@ def explain(
         division = shards.Division.of(q, k)
         if division is None or division.devices == 1:
             return shards.ask(ask, q, k, v, spec, None, platform)
-        refused = tuple(shards.refusals(division, dims, spec.normalizer).items())
+        refused = tuple(choice.refused_ways(kernel, spec.normalizer, division, dims).items())
         if way in dict(refused):
             return Told(None, refused)
-        taken = choice.take_way(way, spec.normalizer, division, dims)
+        taken = choice.take_way(way, kernel, spec.normalizer, division, dims)
         told = shards.ask(ask, q, k, v, spec, taken, platform)
         return Told(told.chosen, (*told.refused, *refused), taken)
 

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha import shapes
-from flax_mha.grid import Array
 from flax_mha.kernels import softmax, tiling, traced
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.leaves import combine, learned, partition
-from flax_mha.kernels.plan import Plan, Stripe, Tables, plan_call
+from flax_mha.kernels.plan import MOST, Plan, Stripe, Tables, plan_call
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
 from flax_mha.kernels.stored import Stored
@@ -64,18 +63,19 @@ def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
 
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
-    recalled: Result | None = None,
+    recalled: Result | None = None, core: Callable[..., Result] | None = None, most: int = MOST,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`; of a recalled result only the gradients are computed.
 
     No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
-    JAX can't reverse loops of unknown length.
+    JAX can't reverse loops of unknown length. `checkpointed` gives a `core` without these limits,
+    and another bound of the scores of one product.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
         return tiling.nothing(dims, dtype, spec.sinks)
-    plan, tables = plan_call(spec, dims)
+    plan, tables = plan_call(spec, dims, most)
     scale = 1.0
     if isinstance(spec.scale, float) and as_it_is(q, k):
         # Scaled, q would be rounded once more.
@@ -98,7 +98,7 @@ def attend(
     if recalled is not None:
         out, lse = recalled[0].astype(recalled[1].dtype), shapes.by_query(recalled[1])
         recalled = by_rows(out, plan.block_q, K), by_rows(lse, plan.block_q, K)[..., 0]
-    out, lse = _core(static, recalled, *args)
+    out, lse = (core or _core)(static, recalled, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     lse = softmax.minus_infinity(lse)
@@ -113,11 +113,7 @@ def _visit(
     if tables is None:
         return step(stripe.masked, place, carry)
 
-    def entry(x: Array) -> jax.Array:
-        at = (0 if x.shape[0] == 1 else place.row, 0 if x.shape[1] == 1 else place.head, place.i)
-        return jnp.asarray(x)[at]
-
-    order, full, some = map(entry, tables)
+    order, full, some = (place.entry(x) for x in tables)
 
     def body(masked: bool, t: jax.Array, carry: Tree) -> Tree:
         return step(masked, place._replace(tile=order[t]), carry)

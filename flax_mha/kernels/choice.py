@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mha import shapes
-from flax_mha.kernels import blockwise, softmax
+from flax_mha.kernels import blockwise, derivatives, softmax
 from flax_mha.kernels.parallel import shards
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.registry import KERNELS
@@ -111,9 +111,19 @@ def preference(
     return first + [name for name in KERNELS if name not in first]
 
 
-def take_way(way: str | None, normalizer: str, division: shards.Division, dims: shapes.Dims) -> str:
+def refused_ways(
+    kernel: str, normalizer: str, division: shards.Division, dims: shapes.Dims
+) -> dict[str, str]:
+    """Return the reasons why a call can't go some of the ways."""
+    every = derivatives.all_asked() or kernel == "checkpointed"
+    return shards.refusals(division, dims, normalizer, every)
+
+
+def take_way(
+    way: str | None, kernel: str, normalizer: str, division: shards.Division, dims: shapes.Dims
+) -> str:
     """The way to take to the keys of other devices."""
-    refused = shards.refusals(division, dims, normalizer)
+    refused = refused_ways(kernel, normalizer, division, dims)
     if way is None:
         return next(name for name in shards.preference(division, dims) if name not in refused)
     if way in refused:

@@ -50,7 +50,7 @@ def lower(
 
 
 def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform) -> Result:
-    """See `reference.attend`; keys and values may be `Stored`. No forward mode."""
+    """See `reference.attend`; keys and values may be `Stored`. Reverse mode only."""
     if 0 in q.shape or k.shape[-3] == 0:
         return nothing(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
     return _core(platform.name, q, k, v, spec)

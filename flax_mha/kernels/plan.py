@@ -112,7 +112,7 @@ _MASKED = 1.25
 # leave a core idle, large ones the cache.
 _SOME, _ALL = 2**19, 2**20
 # Scores of one product, for they take memory: 8 MiB in float32.
-_MOST = 2**21
+MOST = 2**21
 # Of blocks that a mask names (see `finest`): those of fewer than _SMALL queries or keys share tiles
 # of at least _SHARED, and those of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
@@ -120,8 +120,8 @@ _SMALL, _SHARED, _LARGE = 16, 64, 512
 _STRIPES = 4
 
 
-def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
-    """Divides the call in the way that should be fastest."""
+def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, Tables | None]:
+    """Divides the call in the way that should be fastest, with at most so many scores a product."""
     at = spec.at(dims)
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
@@ -136,7 +136,9 @@ def plan_call(spec: AttentionSpec, dims: Dims) -> tuple[Plan, Tables | None]:
             # What will be visited is not known yet.
             return plan, tables_of(verdict)
         stripes = _stripes(plan, verdict)
-        choices.append((_cost_of_stripes(plan, stripes), plan._replace(stripes=stripes), verdict))
+        choices.append(
+            (_cost_of_stripes(plan, stripes, most), plan._replace(stripes=stripes), verdict)
+        )
         # Beside its scores, a small tile costs less to visit than a large one.
         visit = min(_VISIT, 2 * plan.block_q * plan.block_k) if plan is fine else _VISIT
         choices.append((_cost_of_tiles(plan, verdict, visit), plan, verdict))
@@ -216,11 +218,11 @@ def _stripes(plan: Plan, verdict: np.ndarray) -> tuple[Stripe, ...]:
     return tuple(stripes)
 
 
-def _cost_of_stripes(plan: Plan, stripes: tuple[Stripe, ...]) -> float:
+def _cost_of_stripes(plan: Plan, stripes: tuple[Stripe, ...], most: int) -> float:
     cost = 0.0
     for stripe in stripes:
         scores = plan.block_q * plan.block_k * stripe.width
-        if scores > _MOST:
+        if scores > most:
             return np.inf
         cost += len(stripe.starts) * (scores * (_MASKED if stripe.masked else 1) + _PRODUCT)
     return cost

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mha import private
+from flax_mha.kernels import derivatives
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
@@ -30,6 +31,7 @@ class Kernel(NamedTuple):
       stored: whether it reads `Stored` keys and values as they are.
       normalizes: whether it has other normalizers than the softmax.
       vectors: whether it shows scores the vectors of queries and keys.
+      limit: its derivatives, see `derivatives.limit`; None if it has every one.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Kernel(NamedTuple):
     stored: bool = False
     normalizes: bool = False
     vectors: bool = False
+    limit: derivatives.Limit | None = None
 
     def lower(
         self,
@@ -53,6 +56,8 @@ class Kernel(NamedTuple):
             return Refusal(f"runs on {self.called} only, this is {platform.name}")
         if reason := private.missing(self.name):
             return Refusal(reason)
+        if self.limit and derivatives.all_asked():
+            return Refusal("has not every derivative, which any_derivative() asks for")
         if spec.normalizer != SOFTMAX and not self.normalizes:
             return Refusal(f"has the softmax alone, got normalizer={spec.normalizer!r}")
         if spec.vectors and not self.vectors:
@@ -60,6 +65,8 @@ class Kernel(NamedTuple):
             return Refusal(f"has no scores that see queries and keys, got {names}")
         if not self.stored:
             k, v = widened(k), widened(v)
+        if self.limit:
+            q, k, v, spec = derivatives.limit(self.limit, self.name, (q, k, v, spec))
         return _module(self.name).lower(q, k, v, spec, platform)
 
 
@@ -72,11 +79,12 @@ def _module(name: str) -> Any:
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cudnn", "gpu", "NVIDIA GPUs", recalls=True),
-        Kernel("splash", "tpu", "TPU"),
-        Kernel("flex", "tpu", "TPU", recalls=True),
-        Kernel("blockwise", recalls=True, vectors=True),
+        Kernel("cudnn", "gpu", "NVIDIA GPUs", recalls=True, limit="first"),
+        Kernel("splash", "tpu", "TPU", limit="first"),
+        Kernel("flex", "tpu", "TPU", recalls=True, limit="first"),
+        Kernel("blockwise", recalls=True, vectors=True, limit="inner"),
+        Kernel("checkpointed", vectors=True),
         Kernel("reference", normalizes=True, vectors=True),
-        Kernel("decode", stored=True, vectors=True),
+        Kernel("decode", stored=True, vectors=True, limit="reverse"),
     )
 }

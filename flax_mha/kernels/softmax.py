@@ -48,7 +48,8 @@ def step(
     Returns:
       top and total, the exponentials of s, and what those before are to be multiplied by.
     """
-    new = jnp.maximum(top, s.max(-1, keepdims=True))
+    # Any shift gives the same weights, so its derivatives are left out.
+    new = jax.lax.stop_gradient(jnp.maximum(top, s.max(-1, keepdims=True)))
     p, old = jnp.exp(s - new), jnp.exp(top - new)
     p = p if allowed is None else jnp.where(allowed, p, 0.0)
     return new, total * old + p.sum(-1, keepdims=True), p, old

@@ -39,6 +39,11 @@ class Place(NamedTuple):
         tile = stripe.starts[0] if count == 1 else jnp.asarray(stripe.starts, jnp.int32)[block]
         return cls(r // K, (r % K) * G + j // count, stripe.first + block, tile, stripe.width)
 
+    def entry(self, x: Array) -> jax.Array:
+        """Look up the block of queries in one of `Tables`, [rows|1, N|1, nq, ...]."""
+        at = (0 if x.shape[0] == 1 else self.row, 0 if x.shape[1] == 1 else self.head, self.i)
+        return jnp.asarray(x)[at]
+
     def keys(self, x: jax.Array) -> jax.Array:
         """The tiles [width·bk, F] of x [nk, bk, F]."""
         x = lax.dynamic_slice_in_dim(x, self.tile, self.width)

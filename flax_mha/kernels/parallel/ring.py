@@ -28,7 +28,7 @@ from jax import lax
 
 from flax_mha import shapes
 from flax_mha.grid import Array, map_grids
-from flax_mha.kernels import softmax
+from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.leaves import combine, learned, partition
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.platform import Platform
@@ -173,6 +173,7 @@ def attend(
 
     Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
     """
+    q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
     arrays, known = partition(spec.replace(sinks=None), lambda x: isinstance(x, jax.Array))
     out, lse = _core(ring, local, known, q, k, v, arrays)
     if spec.sinks is not None:

@@ -98,7 +98,9 @@ def _devices(axes: Any) -> int:
     return math.prod(sizes[axis] for axis in each(axes))
 
 
-def refusals(division: Division, dims: Dims, normalizer: str) -> dict[str, str]:
+def refusals(
+    division: Division, dims: Dims, normalizer: str, every_derivative: bool
+) -> dict[str, str]:
     """The reasons why a call can't go some of the `WAYS`."""
     n, refused = division.devices, {}
     several = _devices(division.heads) * n
@@ -111,6 +113,8 @@ def refusals(division: Division, dims: Dims, normalizer: str) -> dict[str, str]:
         refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
     if normalizer != SOFTMAX:
         refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
+    if every_derivative:
+        refused["ring"] = "it has not every derivative, which this call asks for"
     return refused
 
 

@@ -1,0 +1,157 @@
+"""Every derivative in memory of O(T + S), on any platform: tiles without a rule of their own.
+
+The tiles are planned and skipped as in `blockwise`. Each block of queries is computed under
+`jax.checkpoint`: derivatives keep its inputs and compute the rest again. JAX derives the rest, so
+forward mode, reverse mode and their mixtures are right at any order. Where tables tell which tiles
+a block visits, the loop over them has a fixed length, for JAX reverses no other; `jax.lax.cond`
+passes over the tiles that are excluded.
+
+Everything is computed in float32 at least: derivatives of derivatives would be rounded once more.
+
+Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
+"Self-attention Does Not Need O(n²) Memory", 2021.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flax_mha import shapes
+from flax_mha.kernels import blockwise, reference, softmax, tiling, traced
+from flax_mha.kernels.finite import guard
+from flax_mha.kernels.leaves import combine
+from flax_mha.kernels.plan import Plan, Stripe, Tables
+from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
+from flax_mha.kernels.tiling import (
+    Place,
+    TiledCall,
+    Tree,
+    cut,
+    dot,
+    in_blocks,
+    in_tiles,
+    score_of,
+)
+from flax_mha.masks.base import known
+
+# Scores of one product: derivatives hold several arrays of them at once.
+_MOST = 2**19
+
+
+def lower(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Lowered:
+    """Prepare the call; this kernel refuses none."""
+    return functools.partial(attend, q, k, v, spec, platform)
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
+) -> Result:
+    """Compute attention with derivatives of any order and mode. See `reference.attend`."""
+    dtype, wide = q.dtype, shapes.wide(q.dtype)
+    q, k, v = (x.astype(wide) for x in (q, k, v))
+    out, lse = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
+    return out.astype(dtype), lse
+
+
+def _core(static: TiledCall, recalled: None, *args: Any) -> Result:
+    """Compute out [R, G·nq·bq, Hv] and lse [R, G·nq·bq]. See `_loops`."""
+    del recalled
+    *arrays, tables = args
+    if tables is not None and known(tables.some):
+        # No block visits more tiles than that.
+        tables = tables._replace(order=tables.order[..., : max(1, int(tables.some.max()))])
+    return _loops(static, *arrays, tables)
+
+
+@traced.once
+def _loops(
+    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
+    sinks: jax.Array | None, tables: Tables | None,
+) -> Result:  # fmt: skip
+    """Loop over rows and heads, blocks of queries, and tiles of keys. See `blockwise._loops`."""
+    plan, spec, dtype = static.plan, combine(leaves, rest), q.dtype
+    product = reference.multiplied if spec.mask is None else reference.isolated
+
+    def attend_block(
+        stripe: Stripe, k: jax.Array, v: jax.Array, place: Place, q: jax.Array
+    ) -> Result:
+        def visit(masked: bool, place: Place, carry: Tree) -> Tree:
+            top, total, out = carry
+            tile, at = tiling.tile_of(plan, spec, place)
+            keys = place.keys(k)
+            s = product(q, keys, spec.precision, dtype)
+            vectors = static.vectors(spec, q, keys, dtype)
+            s = score_of(plan, masked, place, tile, at, s, vectors)
+            top, total, p, old = softmax.step(top, total, s)
+            p = tile.drop(p, at)
+            return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, dtype)
+
+        total = tiling.vary(jnp.zeros((plan.block_q, 1), dtype), q)
+        out = tiling.vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
+        carry = softmax.begin(total), total, out
+        top, total, out = _visit(stripe, plan, tables, place, visit, carry)
+        of_all = total
+        if sinks is not None:
+            new, of_all = softmax.sunk(sinks[place.head], top, total)
+            out, top = out * jnp.exp(top - new), new
+        divisor, lse = softmax.finish(top, of_all)
+        # A cotangent of NaN must not meet the weights of 0 of a query that sees no key.
+        out = jnp.where(total == 0, 0.0, spec.gain(out) / divisor)
+        return out, lse[:, 0]
+
+    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, Result]:
+        r, q, k, v = x
+        if spec.mask is not None:
+            k, v = guard(k, v)
+        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
+
+        def job(stripe: Stripe, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Result:
+            j, q = x
+            return attend_block(stripe, k, v, Place.of(plan, stripe, r, j), q)
+
+        parts = []
+        for stripe in plan.parts:
+            block = cut(q, stripe)
+            jobs = jnp.arange(len(block), dtype=jnp.int32)
+            run = _recomputed(functools.partial(job, stripe))
+            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
+        out, lse = (tiling.join(x, plan) for x in zip(*parts, strict=True))
+        return [], (out, lse)
+
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
+    out, lse = tiling.over(group, [], xs, static.together)[1]
+    return out, lse
+
+
+def _recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Let derivatives of fn, and the derivatives of these, keep its inputs alone."""
+    # Reverse mode takes one checkpoint away: its own forward pass is plain. With a second one,
+    # gradients of gradients keep no scores either.
+    return jax.checkpoint(jax.checkpoint(fn))
+
+
+def _visit(
+    stripe: Stripe, plan: Plan, tables: Tables | None, place: Place, visit: Callable[..., Tree],
+    carry: Tree,
+) -> Tree:  # fmt: skip
+    """Run carry = visit(masked, place, carry) over the tiles that the block of queries visits."""
+    if tables is None:
+        return visit(stripe.masked, place, carry)
+    order, some = place.entry(tables.order), place.entry(tables.some)
+
+    @_recomputed
+    def step(carry: Tree, t: jax.Array) -> Tree:
+        def run(carry: Tree) -> Tree:
+            return visit(plan.partial, place._replace(tile=order[t]), carry)
+
+        return lax.cond(t < some, run, lambda carry: carry, carry)
+
+    steps = jnp.arange(order.shape[0], dtype=jnp.int32)
+    return lax.scan(lambda carry, t: (step(carry, t), None), carry, steps)[0]

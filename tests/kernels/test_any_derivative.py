@@ -1,0 +1,189 @@
+"""The context that asks for every derivative, errors without it, and costs of `checkpointed`."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import MultiHeadAttention, dot_product_attention, explain, kernels
+from flax_mha.masks import Causal, Lengths
+from tests import oracle
+from tests.meshes import changed
+
+
+def test_auto_in_the_context_has_every_derivative() -> None:
+    """Also of a function that JAX has traced before, and no longer thereafter."""
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 2, 8)), jnp.float32)
+
+    @jax.jit
+    def loss(q: jax.Array) -> jax.Array:
+        return (dot_product_attention(q, q, q, mask=Causal()) ** 2).sum()
+
+    loss(q)
+    with pytest.raises(TypeError, match="forward mode"):
+        jax.jvp(loss, (q,), (q,))
+    with kernels.any_derivative():
+        slope = jax.jvp(loss, (q,), (q,))[1]
+        assert explain(q, q, q).chosen == "checkpointed"
+        assert explain(q[:, :100], q, q).chosen == "reference"
+        told = explain(q, q, q, kernel="blockwise")
+        assert told.chosen is None
+        assert "not every derivative" in told.refused["blockwise"]
+        with pytest.raises(ValueError, match=r"blockwise.*not every derivative"):
+            dot_product_attention(q, q, q, kernel="blockwise")
+    np.testing.assert_allclose(slope, jnp.vdot(jax.grad(loss)(q), q), rtol=1e-5)
+    assert explain(q, q, q).chosen == "blockwise"
+    with pytest.raises(TypeError, match="forward mode"):
+        jax.jvp(loss, (q,), (q,))
+
+
+def asked(loss: Any, q: jax.Array) -> dict[str, Any]:
+    """Ways to ask for forward mode, by which JAX raises in different places."""
+    directions = jnp.stack([q, q])
+    return {
+        "eager": lambda: jax.jvp(loss, (q,), (q,)),
+        "compiled": lambda: jax.jit(lambda q: jax.jvp(loss, (q,), (q,)))(q),
+        "linear": lambda: jax.linearize(loss, q)[1](q),
+        "mapped": lambda: jax.vmap(lambda t: jax.jvp(loss, (q,), (t,))[1])(directions),
+        "differentiated": lambda: jax.grad(lambda q: jax.jvp(loss, (q,), (q,))[1])(q),
+        "twice": lambda: jax.jvp(lambda q: jax.jvp(loss, (q,), (q,))[1], (q,), (q,)),
+    }
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "decode"])
+def test_other_kernels_name_the_one_that_can(kernel: str) -> None:
+    q = jnp.ones((1, 8, 2, 8))
+
+    def loss(q: jax.Array) -> jax.Array:
+        return dot_product_attention(q, q, q, kernel=kernel).sum()
+
+    for ask in asked(loss, q).values():
+        with pytest.raises(TypeError, match=f"'checkpointed' .* forward mode .*'{kernel}'; name"):
+            ask()
+    if kernel == "decode":
+        with pytest.raises(TypeError, match=r"'checkpointed' .* forward mode .*'decode'"):
+            jax.jvp(jax.grad(loss), (q,), (q,))
+
+
+@pytest.mark.parametrize("kernel", ["flex", "splash"])
+def test_kernels_of_first_derivatives_say_so(tpu: None, kernel: str) -> None:
+    q = jnp.ones((1, 128, 1, 8))
+
+    def loss(q: jax.Array) -> jax.Array:
+        return dot_product_attention(q, q, q, kernel=kernel).sum()
+
+    with pytest.raises(TypeError, match=f"'checkpointed' .* forward mode .*'{kernel}'"):
+        jax.eval_shape(lambda q: jax.vmap(lambda t: jax.jvp(loss, (q,), (t,))[1])(q[None]), q)
+    for twice in (
+        lambda q: jax.jvp(jax.grad(loss), (q,), (q,)),
+        jax.grad(lambda q: jax.grad(loss)(q).sum()),
+    ):
+        with pytest.raises(TypeError, match=f"derivatives of derivatives, got '{kernel}'"):
+            jax.eval_shape(twice, q)
+
+
+def products(program: Any) -> int:
+    """The multiplications of a program's matrix products, loops counted as often as they run."""
+    total = 0
+    for eqn in program.eqns:
+        nodes = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "jaxpr"))
+        inside = [products(getattr(x, "jaxpr", x)) for x in nodes if hasattr(x, "eqns")]
+        if eqn.primitive.name == "dot_general":
+            ((axes, _), _), shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+            total += eqn.outvars[0].aval.size * np.prod([shape[a] for a in axes], dtype=int)
+        elif eqn.primitive.name == "cond":
+            # A tile that is passed over costs nothing.
+            assert min(inside) == 0
+            total += max(inside)
+        else:
+            total += sum(inside) * eqn.params.get("length", 1)
+    return total
+
+
+def test_excluded_tiles_are_skipped() -> None:
+    """Of a causal mask nearly half, in forward mode and in reverse mode."""
+    q = jax.ShapeDtypeStruct((1, 2048, 1, 64), jnp.float32)
+
+    def count(mask: Any, differentiate: Any) -> int:
+        def attend(q: jax.Array) -> jax.Array:
+            return dot_product_attention(q, q, q, mask=mask, kernel="checkpointed").sum()
+
+        return products(jax.make_jaxpr(lambda q: differentiate(attend, q))(q).jaxpr)
+
+    for way in (lambda f, q: jax.jvp(f, (q,), (q,)), lambda f, q: jax.grad(f)(q)):
+        assert 0.5 < count(Causal(), way) / count(None, way) < 0.7
+    # What is not known is passed over where it runs, in a branch without products.
+    assert count(Lengths(np.array([5])), lambda f, q: f(q)) < count(None, lambda f, q: f(q))
+
+
+def temporaries(T: int, differentiate: Any, kernel: str = "checkpointed") -> int:
+    """The bytes of them in the compiled program."""
+    q = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32)
+
+    @jax.jit
+    def run(q: jax.Array, lengths: jax.Array) -> Any:
+        mask = Causal() & Lengths(lengths)
+
+        def loss(q: jax.Array) -> jax.Array:
+            return (dot_product_attention(q, q, q, mask=mask, kernel=kernel) ** 2).sum()
+
+        return differentiate(loss, q)
+
+    compiled = run.lower(q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+WAYS = {
+    "jvp": lambda f, q: jax.jvp(f, (q,), (q,))[1],
+    "grad": lambda f, q: jax.grad(f)(q),
+    "jvp of grad": lambda f, q: jax.jvp(jax.grad(f), (q,), (q,))[1],
+    "grad of jvp": lambda f, q: jax.grad(lambda q: jax.jvp(f, (q,), (q,))[1])(q),
+    "grad of grad": lambda f, q: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), q))(q),
+}
+
+
+@pytest.mark.parametrize(
+    "way", ["jvp", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "jvp")]
+)
+def test_memory_is_linear_in_the_length(way: str) -> None:
+    """Four times the tokens take at most four times the memory; of plain einsums sixteen."""
+    short, long = (temporaries(T, WAYS[way]) for T in (1024, 4096))
+    assert long < 4.2 * short
+    # Less than one array of all scores.
+    assert long < 4096**2 * 4
+
+
+def test_a_ring_has_not_every_derivative() -> None:
+    mesh = jax.make_mesh((1, 8), ("data", "model"))
+    x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
+    rules = changed(heads=None, kv_heads=None, batch=None, length="model", mlp=None, vocab=None)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        assert explain(x, x, x).way == "ring"
+        told = explain(x, x, x, kernel="checkpointed")
+        assert (told.way, told.chosen) == ("all_gather", "checkpointed")
+        with kernels.any_derivative():
+            assert explain(x, x, x).way == "all_gather"
+            assert "not every derivative" in explain(x, x, x, kernel="ring").refused["ring"]
+
+
+@pytest.mark.slow
+def test_a_layer_in_the_context() -> None:
+    """Its Hessian-vector products are those of the reference kernel."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 16)), jnp.float32)
+    layer = MultiHeadAttention(2, mask=Causal())
+    params = layer.init(jax.random.key(0), x)
+
+    def product(layer: MultiHeadAttention) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return (layer.apply(params, x) ** 2).sum()
+
+        return jax.jvp(jax.grad(loss), (params,), (params,))[1]
+
+    with kernels.any_derivative():
+        got = product(layer)
+    want = product(layer.clone(kernel="reference"))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert oracle.error(one, other) < 2e-5

@@ -1,0 +1,205 @@
+"""Derivatives of every mode and order by `checkpointed`, against float64 and on meshes.
+
+All second derivatives of Σ cotangent·result along one direction are the same numbers: the
+oracle's gradients, differentiated once more by central differences.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import dot_product_attention, sharding
+from flax_mha.masks import Causal, Lengths
+from tests import oracle
+from tests.kernels import problems
+from tests.kernels.cases import Case
+from tests.kernels.scenes import MASKS, Scene
+from tests.meshes import KINDS, changed, compare
+
+# Mask, size, scores, heads, dropout, and whether the mask is known before tracing.
+CALLS = {
+    "causal, several stripes": ("causal", "1x600x600", "plain", "gqa", "no_dropout", "known"),
+    "tiles from tables, dropout": ("chosen", "2x100x300", "bias", "gqa", "dropout", "traced"),
+    "empty rows, sinks": ("lengths", "2x65x66", "sinks", "dv", "no_dropout", "traced"),
+    "all scores": ("mixed", "2x64x80", "all_scores", "mqa", "no_dropout", "known"),
+    "heads with masks of their own": (
+        "per_head", "2x100x80", "bias_of_heads", "mha", "dropout_broadcast", "known",
+    ),
+    "no mask": ("none", "2x30x300", "t5", "dv", "dropout", "known"),
+}  # fmt: skip
+EPSILON = 1e-5
+
+
+class Posed:
+    """A call, the oracle's function of it, and a direction in its arrays."""
+
+    def __init__(self, mask: str, size: str, score: str, heads: str, dropout: str, given: str):
+        *batch, T, S = (int(n) for n in size.split("x"))
+        self.at = Scene(tuple(batch), T, S, "from_0", 5)
+        self.mask, allowed = (None, None) if mask == "none" else MASKS[mask](self.at)
+        self.allowed = None if allowed is None else self.at.table(allowed)
+        case = Case(mask, size, score, "soft", heads, "float32", dropout, "from_0", given)
+        self.problem = problems.pose(self.at, self.mask, self.allowed, case)
+        self.traced, self.dropout = given == "traced", dropout
+        self.capped = score in ("cap", "all_scores")
+        self.x = {"qkv": self.problem.qkv, "learned": self.problem.learned}
+        self.t = jax.tree.map(
+            lambda x: jnp.asarray(self.at.rng.normal(size=x.shape), jnp.float32), self.x
+        )
+
+    def exact(self, x: Any, gradients: bool) -> Any:
+        """The oracle's out and lse, or its gradients, in float64."""
+        learned, known = x["learned"], dict[str, Any](allowed=self.allowed)
+        known |= {"bias": problems.bias_of(self.at, learned), "sinks": learned.get("sinks")}
+        known |= {"cap": problems.CAP} if self.capped else {}
+        if self.dropout != "no_dropout":
+            keep = problems.kept(self.at, self.dropout == "dropout_broadcast")
+            known |= {"rate": problems.RATE, "keep": self.at.table(keep)}
+        if not gradients:
+            out, lse, _ = oracle.attention(*x["qkv"], **known)
+            return out, np.where(np.isneginf(lse), 0.0, lse)
+        dout, dlse = self.problem.cotangents
+        found = oracle.attention_gradients(*x["qkv"], cotangent=dout, lse_cotangent=dlse, **known)
+        rest = problems.learned_gradients(self.at, learned, found)
+        return {"qkv": tuple(found[:3]), "learned": rest}
+
+    def along(self, gradients: bool) -> Any:
+        """The derivative of `exact` along the direction."""
+        x, t = (jax.tree.map(oracle.float64, tree) for tree in (self.x, self.t))
+
+        def moved(step: float) -> Any:
+            return self.exact(jax.tree.map(lambda a, b: a + step * b, x, t), gradients)
+
+        ahead, behind = moved(EPSILON), moved(-EPSILON)
+        return jax.tree.map(lambda a, b: (a - b) / (2 * EPSILON), ahead, behind)
+
+    def attend(self, x: Any, mask: Any, kernel: str = "checkpointed") -> Any:
+        """Out and lse, 0 where that is −∞."""
+        mask = mask if self.traced else self.mask
+        out, lse = dot_product_attention(
+            *x["qkv"], mask=mask, kernel=kernel, return_residuals=True,
+            **self.problem.call(x["learned"]),
+        )  # fmt: skip
+        return out, jnp.where(jnp.isneginf(lse), 0.0, lse)
+
+
+def inner(one: Any, other: Any) -> jax.Array:
+    """The sum of the products of two trees."""
+    return sum(map(jnp.vdot, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def assert_near(got: Any, want: Any, bound: float = 2e-5) -> None:
+    """Relative to what is wanted, leaf by leaf."""
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert oracle.error(one, other) < bound
+
+
+FIRST = {
+    "jvp": lambda f, x, t: jax.jvp(f, (x,), (t,))[1],
+    "linearize": lambda f, x, t: jax.linearize(f, x)[1](t),
+    "vmap": lambda f, x, t: jax.tree.map(
+        lambda a: a[1] / 2,
+        jax.vmap(lambda s: jax.jvp(f, (x,), (jax.tree.map(lambda a: s * a, t),))[1])(
+            jnp.arange(1.0, 3)
+        ),
+    ),
+    "remat": lambda f, x, t: jax.jvp(jax.checkpoint(f), (x,), (t,))[1],
+}
+SECOND = {
+    "jvp of grad": lambda f, c, x, t: jax.jvp(lambda x: jax.vjp(f, x)[1](c)[0], (x,), (t,))[1],
+    "grad of jvp": lambda f, c, x, t: jax.grad(
+        lambda x: inner(c, jax.jvp(f, (x,), (t,))[1])
+    )(x),
+    "grad of grad": lambda f, c, x, t: jax.grad(
+        lambda x: inner(t, jax.vjp(f, x)[1](c)[0])
+    )(x),
+    "remat, grad of jvp": lambda f, c, x, t: jax.grad(
+        lambda x: inner(c, jax.jvp(jax.checkpoint(f), (x,), (t,))[1])
+    )(x),
+}  # fmt: skip
+
+
+def derivatives(posed: Posed, first: Any, second: Any, **call: Any) -> tuple[Any, Any]:
+    """Each of the ways to the first derivatives, and to the second, in one program."""
+
+    @jax.jit
+    def run(x: Any, t: Any, mask: Any) -> Any:
+        attend = functools.partial(posed.attend, mask=mask, **call)
+        cotangents = posed.problem.cotangents
+        return (
+            {name: way(attend, x, t) for name, way in first.items()},
+            {name: way(attend, cotangents, x, t) for name, way in second.items()},
+        )
+
+    return run(posed.x, posed.t, posed.mask)
+
+
+@pytest.mark.parametrize("name", ["tiles from tables, dropout", "empty rows, sinks"])
+def test_forward_mode(name: str) -> None:
+    posed = Posed(*CALLS[name])
+    found, _ = derivatives(posed, {"jvp": FIRST["jvp"]}, {})
+    assert_near(found["jvp"], posed.along(gradients=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_every_way_to_first_and_second_derivatives(name: str) -> None:
+    posed = Posed(*CALLS[name])
+    first, second = derivatives(posed, FIRST, SECOND)
+    for found, gradients in ((first, False), (second, True)):
+        want = posed.along(gradients)
+        for got in found.values():
+            assert_near(got, want)
+
+
+def test_hidden_nan_and_empty_rows() -> None:
+    """Neither reaches a tangent; that of an empty row is 0."""
+    rng = np.random.default_rng(0)
+    q, k, v, t = (jnp.asarray(rng.normal(size=(2, 20, 2, 8)), jnp.float32) for _ in range(4))
+    lengths = jnp.array([13, 0])
+    hidden = jnp.arange(20)[None, :, None, None] >= lengths[:, None, None, None]
+    spoiled = (q, jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
+
+    def attend(*qkv: jax.Array) -> jax.Array:
+        return dot_product_attention(*qkv, mask=Lengths(lengths), kernel="checkpointed")
+
+    @jax.jit
+    def run(*qkv: jax.Array) -> Any:
+        tangent = functools.partial(jax.jvp, attend, tangents=(t, t, t))
+        # What is asked of an empty row must not meet its weights either.
+        asked = jnp.ones_like(q).at[1].set(jnp.nan)
+        second = jax.vjp(lambda *x: tangent(x)[1], *qkv)[1](asked)
+        return *tangent(qkv), second
+
+    out, tangent, second = run(*spoiled)
+    for x in (out, tangent):
+        np.testing.assert_array_equal(x[1], 0)
+    clean = run(*(jnp.where(hidden, 0.0, x) if n else x for n, x in enumerate(spoiled)))
+    assert_near((out, tangent, second), clean, 1e-6)
+    for x in second:
+        np.testing.assert_array_equal(x[1], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rules", ["heads", "tokens"])
+def test_on_a_mesh(kind: str, rules: str) -> None:
+    """Forward mode, and its gradient, as on one device."""
+    by = sharding.RULES if rules == "heads" else changed(
+        heads=None, kv_heads=None, length="model", batch="data"
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(rng.normal(size=(4, 32, 8, 4)), jnp.float32) for _ in range(4)]
+
+    def tangent(q: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array) -> jax.Array:
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return dot_product_attention(*qkv, mask=Causal(), kernel="checkpointed")
+
+        return jax.jvp(attend, (q, k, v), (t, t, t))[1]
+
+    compare(tangent, args, kind, by, [P("data")] * 4)
