@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import core, fields, inputs, masks, mesh_axes, shapes, sharding, shared
+from flax_mha.arguments import check_renamed
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
@@ -132,6 +133,11 @@ class MultiHeadAttention(nn.Module):
     qk_norm: QKNorm | None = None
     gate: str | None = None
     normalizer: str = SOFTMAX
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse the names that fields had in earlier releases."""
+        check_renamed(cls.__name__, fields)
+        return super().__new__(cls)
 
     @overload
     def __call__(

@@ -23,6 +23,7 @@ from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.stored import widened
+from flax_mha.masks.base import seen
 
 Function = Callable[..., Any]
 
@@ -92,6 +93,8 @@ def attention_fn(
                 f"{name} must be None, for kernels have no einsum to replace, got {function!r}; "
                 f"leave out attention_fn where the products are to be replaced"
             )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        inputs.array(name, x)
     if promote_dtype is None:
         query, key, value = promote(query, key, value, dtype=dtype)
     else:
@@ -186,7 +189,7 @@ def run(
         )
     table = None
     if spec.mask is not None:
-        allowed = spec.mask.allowed(spec.at(dims))
+        allowed = seen(spec.mask, spec.at(dims))
         table = jnp.broadcast_to(allowed, (*dims.B, allowed.shape[-3], dims.T, dims.S))
     call: dict[str, Any] = {
         "bias": bias, "mask": table, "broadcast_dropout": broadcast_dropout,

@@ -209,6 +209,15 @@ def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
     return x
 
 
+def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
+    """Return positions int32 [T] or [*B, T]; a number is the first of them, None stays None."""
+    if x is None:
+        return None
+    if isinstance(x, int) and not isinstance(x, bool):
+        x = inputs.integers(name, x) + np.arange(tokens[-1])
+    return per_token(name, x, tokens, letter)
+
+
 def check_order(order: Any, length: int) -> Any:
     """Where each token stands: every position of 0 … T−1 once."""
     order = inputs.integers("order", order)

@@ -34,7 +34,7 @@ from flax_mha.kernels import reference
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims
 
 Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]

@@ -11,7 +11,7 @@ from flax_mha.grid import Array, At, flat_batch, tiles_of
 from flax_mha.kernels.leaves import nodes
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims
 
 

@@ -10,7 +10,8 @@ from flax import struct
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Tiles
-from flax_mha.masks.base import Mask, as_mask, both, farthest, judge, known, seen
+from flax_mha.masks.base import Mask, as_mask, farthest, seen
+from flax_mha.masks.tiles import both, judge, known
 from flax_mha.shapes import Dims
 
 
