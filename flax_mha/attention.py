@@ -395,3 +395,42 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
 
     _: dataclasses.KW_ONLY
     broadcast_dropout: bool = True
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` under the name of `flax.linen.SelfAttention`.
+
+    The second argument of its call by position is the mask, as there. In a model that builds
+    `nn.SelfAttention(...)` this class gives the same parameters under the same names.
+    """
+
+    @nn.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: jax.Array,
+        mask: masks.MaskLike | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attends from inputs_q to itself.
+
+        Args:
+          inputs_q: [*B, T, D].
+          mask: which keys a query may see; see `MultiHeadAttention`.
+          deterministic: if True, no dropout.
+          dropout_rng: a key for dropout.
+          sow_weights: sow the weights.
+          **options: more arguments of the call of `MultiHeadAttention`.
+
+        Returns:
+          See `MultiHeadAttention`.
+
+        Raises:
+          ValueError, TypeError: see `MultiHeadAttention`.
+        """
+        return super().__call__(
+            inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,
+            sow_weights=sow_weights, **options,
+        )  # fmt: skip

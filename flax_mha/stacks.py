@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks, mesh_axes, shapes, sharding
-from flax_mha.attention import LayerOptions, with_parameters
+from flax_mha.attention import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.fields import check_module
 from flax_mha.scores import ScoreMod, as_scores
@@ -64,6 +64,7 @@ class Stack(nn.Module):
         blocks = self.block if isinstance(self.block, tuple) else (self.block,)
         for block in blocks:
             check_module("block", block, self.kind)
+            check_module("attention", block.attention, MultiHeadAttention)
         if not blocks:
             raise ValueError("block must be a block, or some of them in turn, got none")
         return blocks

@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 # Each layer may import those before it, and none after.
 LAYERS = [
-    {"arguments", "inputs", "private"},
+    {"arguments", "inputs", "muon", "private", "symbols"},
     {"clipping"},
     {"shapes", "rope_scaling", "qk_norm"},
     {"fields", "turning"},

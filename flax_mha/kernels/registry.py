@@ -16,6 +16,7 @@ from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.stored import Stored, widened
+from flax_mha.symbols import is_symbolic
 
 
 class Kernel(NamedTuple):
@@ -30,6 +31,7 @@ class Kernel(NamedTuple):
       stored: whether it reads `Stored` keys and values as they are.
       normalizes: whether it has other normalizers than the softmax.
       vectors: whether it shows scores the vectors of queries and keys.
+      symbolic: whether it takes sizes that are symbols of `jax.export`.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Kernel(NamedTuple):
     stored: bool = False
     normalizes: bool = False
     vectors: bool = False
+    symbolic: bool = False
 
     def lower(
         self,
@@ -58,6 +61,8 @@ class Kernel(NamedTuple):
         if spec.vectors and not self.vectors:
             names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
             return Refusal(f"has no scores that see queries and keys, got {names}")
+        if not self.symbolic and is_symbolic(*q.shape, *k.shape):
+            return Refusal(f"needs sizes that are known, got q {q.shape} and k {k.shape}")
         if not self.stored:
             k, v = widened(k), widened(v)
         return _module(self.name).lower(q, k, v, spec, platform)
@@ -75,8 +80,8 @@ KERNELS: dict[str, Kernel] = {
         Kernel("cudnn", "gpu", "NVIDIA GPUs", recalls=True),
         Kernel("splash", "tpu", "TPU"),
         Kernel("flex", "tpu", "TPU", recalls=True),
-        Kernel("blockwise", recalls=True, vectors=True),
-        Kernel("reference", normalizes=True, vectors=True),
-        Kernel("decode", stored=True, vectors=True),
+        Kernel("blockwise", recalls=True, vectors=True, symbolic=True),
+        Kernel("reference", normalizes=True, vectors=True, symbolic=True),
+        Kernel("decode", stored=True, vectors=True, symbolic=True),
     )
 }

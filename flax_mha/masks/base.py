@@ -242,7 +242,7 @@ def seen(mask: Mask, at: At) -> Array:
             f"{name} must give bools, {rule}, got {inputs.came(allowed)}; return a comparison, "
             f"such as j <= i"
         )
-    shape = np.broadcast_shapes(*(x.shape for x in at))
+    shape = jnp.broadcast_shapes(*(x.shape for x in at))
     remedy = "compute it from the places that are given, pair by pair"
     shapes.check_broadcasts(f"what {name} gives", allowed.shape, shape, "the places", remedy)
     # A rule may give one answer for all pairs; kernels count on all axes.
