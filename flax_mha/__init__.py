@@ -27,16 +27,17 @@ __all__ = [
     "MultiHeadDotProductAttention",
     "Platform",
     "QKNorm",
+    "SelfAttention",
     "Translator",
     "attention_fn",
     "cache",
     "dot_product_attention",
+    "dot_product_attention_weights",
     "explain",
     "generate",
     "interop",
     "masks",
     "models",
-    "nnx",
     "positions",
     "sampling",
     "scores",
@@ -57,12 +58,16 @@ if TYPE_CHECKING:
     from flax_mha import variants as variants
     from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
     from flax_mha.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
+    from flax_mha.attention import SelfAttention as SelfAttention
     from flax_mha.blocks import DecoderBlock as DecoderBlock
     from flax_mha.blocks import EncoderBlock as EncoderBlock
     from flax_mha.cache import CacheConfig as CacheConfig
     from flax_mha.cache import KVCache as KVCache
     from flax_mha.experts import Experts as Experts
     from flax_mha.flax_functions import attention_fn as attention_fn
+    from flax_mha.flax_functions import (
+        dot_product_attention_weights as dot_product_attention_weights,
+    )
     from flax_mha.generation import Generated as Generated
     from flax_mha.generation import generate as generate
     from flax_mha.kernels import Capture as Capture
@@ -79,11 +84,11 @@ if TYPE_CHECKING:
     from flax_mha.stacks import Encoder as Encoder
 else:  # A type checker would believe that this function knows every name.
     _HOMES = {
-        "attention": ("MultiHeadAttention", "MultiHeadDotProductAttention"),
+        "attention": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
         "experts": ("Experts",),
-        "flax_functions": ("attention_fn",),
+        "flax_functions": ("attention_fn", "dot_product_attention_weights"),
         "generation": ("Generated", "generate"),
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
         "mlp": ("MLP",),
@@ -92,9 +97,11 @@ else:  # A type checker would believe that this function knows every name.
         "stacks": ("Decoder", "Encoder"),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
+    # Beside those of `__all__`, from which a star would bind it over Flax's.
+    _NAMES = {*__all__, "nnx"}
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
+        if name not in _NAMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
         found = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
@@ -104,4 +111,4 @@ else:  # A type checker would believe that this function knows every name.
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*globals(), *_NAMES})

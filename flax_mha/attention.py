@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import core, fields, inputs, masks, mesh_axes, shapes, sharding, shared
+from flax_mha.arguments import check_renamed
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
@@ -132,6 +133,11 @@ class MultiHeadAttention(nn.Module):
     qk_norm: QKNorm | None = None
     gate: str | None = None
     normalizer: str = SOFTMAX
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse the names that fields had in earlier releases."""
+        check_renamed(cls.__name__, fields)
+        return super().__new__(cls)
 
     @overload
     def __call__(
@@ -285,7 +291,7 @@ class MultiHeadAttention(nn.Module):
         def norm(name: str) -> Any:
             found = as_qk_norm(self.qk_norm, self.normalize_qk)
             same = {"dtype": self.dtype, "param_dtype": self.param_dtype, "name": name}
-            return None if found is None else found.linen(**same)
+            return None if found is None else found.module(nn, **same)
 
         gate = fields.gate_features(self.gate, N, Hv)
 
@@ -387,3 +393,42 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
 
     _: dataclasses.KW_ONLY
     broadcast_dropout: bool = True
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """`MultiHeadDotProductAttention` under the name of `flax.linen.SelfAttention`.
+
+    The second argument of its call by position is the mask, as there. In a model that builds
+    `nn.SelfAttention(...)` this class gives the same parameters under the same names.
+    """
+
+    @nn.compact
+    def __call__(  # type: ignore[override]
+        self,
+        inputs_q: jax.Array,
+        mask: masks.MaskLike | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: jax.Array | None = None,
+        sow_weights: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Attends from inputs_q to itself.
+
+        Args:
+          inputs_q: [*B, T, D].
+          mask: which keys a query may see; see `MultiHeadAttention`.
+          deterministic: if True, no dropout.
+          dropout_rng: a key for dropout.
+          sow_weights: sow the weights.
+          **options: more arguments of the call of `MultiHeadAttention`.
+
+        Returns:
+          See `MultiHeadAttention`.
+
+        Raises:
+          ValueError, TypeError: see `MultiHeadAttention`.
+        """
+        return super().__call__(
+            inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,
+            sow_weights=sow_weights, **options,
+        )  # fmt: skip

@@ -122,10 +122,12 @@ class PatchEmbedding(nn.Module):
         inputs.fields(self)
         inputs.positive(patch_height=h, patch_width=w, features=self.features)
         inputs.floating("images", images)
-        if images.ndim < 3 or images.shape[-3] % h or images.shape[-2] % w:
+        shape = images.shape
+        if images.ndim < 3 or 0 in shape[-3:] or shape[-3] % h or shape[-2] % w:
             raise ValueError(
-                f"images must have shape [*B, height, width, channels] with height and width "
-                f"multiples of the patch {(h, w)}, got {images.shape}; pad or crop them"
+                f"images must have shape [*B, height, width, channels], of one channel or more, "
+                f"with height and width positive multiples of the patch {(h, w)}, got {shape}; pad "
+                f"or crop them"
             )
         *B, height, width, channels = images.shape
 

@@ -23,6 +23,7 @@ from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.stored import widened
+from flax_mha.masks.base import seen
 
 Function = Callable[..., Any]
 
@@ -82,21 +83,12 @@ def attention_fn(
       ValueError, TypeError: as `dot_product_attention`; if an einsum is given.
     """
     del force_fp32_for_softmax
-    given = {
-        "einsum_dot_general": einsum_dot_general,
-        "qk_attn_weights_einsum": qk_attn_weights_einsum,
-        "attn_weights_value_einsum": attn_weights_value_einsum,
-    }
-    for name, function in given.items():
-        if function is not None:
-            raise ValueError(
-                f"{name} must be None, for kernels have no einsum to replace, got {function!r}; "
-                f"leave out attention_fn where the products are to be replaced"
-            )
-    if promote_dtype is None:
-        query, key, value = promote(query, key, value, dtype=dtype)
-    else:
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    _refuse(
+        "leave out attention_fn where the products are to be replaced",
+        einsum_dot_general=einsum_dot_general, qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )  # fmt: skip
+    query, key, value = _promote(promote_dtype, dtype, query=query, key=key, value=value)
     if not deterministic:
         call |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
     found = dot_product_attention(
@@ -109,6 +101,91 @@ def attention_fn(
     out, weights = found
     module.sow(_intermediates(module), "attention_weights", weights)
     return out
+
+
+def dot_product_attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Function | None = None,
+    einsum: Function | None = None,
+    *,
+    is_causal: bool = False,
+    **call: Any,
+) -> jax.Array:
+    """Return the weights of attention, with the signature of Flax's function of that name.
+
+        weights = dropout(softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows))
+
+    A query that may see no key has weights of 0. A module sows them as before dropout.
+
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H].
+      bias: see `attention_fn`, as all arguments up to `force_fp32_for_softmax`.
+      mask: as Flax's helpers make it, or a `flax_mha.masks.Mask`.
+      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
+      dropout_rng: a JAX key, needed if something is dropped.
+      dropout_rate: the share of weights set to 0.
+      deterministic: if True, nothing is dropped.
+      dtype: of the computation (default: promoted from the two).
+      precision: of the product.
+      module: a linen or nnx module that sows the weights.
+      force_fp32_for_softmax: the softmax is in float32 at least, whatever this says.
+      einsum_dot_general: must be None, for there is no einsum to replace.
+      einsum: must be None.
+      is_causal: a query sees its own position and those before, of what the mask allows.
+      **call: more arguments of `dot_product_attention`, such as `scores` and `sinks`.
+
+    Returns:
+      [*B, N, T, S], in the promoted dtype of query and key.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; if an einsum is given.
+    """
+    del force_fp32_for_softmax
+    remedy = "use nn.dot_product_attention_weights where the product is to be replaced"
+    _refuse(remedy, einsum_dot_general=einsum_dot_general, einsum=einsum)
+    query, key = _promote(None, dtype, query=query, key=key)
+    call |= {"mask": masks.combine(masks.Causal(), mask) if is_causal else mask, "bias": bias}
+    values = jnp.zeros_like(key[..., :1])  # What becomes of them is not read, nor computed.
+    weights: jax.Array = dot_product_attention(
+        query, key, values, precision=precision, return_weights=True, **call
+    )[1]
+    if module is not None:
+        module.sow(_intermediates(module), "attention_weights", weights)
+    if deterministic:
+        return weights
+    spec = prepare(
+        query, key, values, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+    )[-1]  # fmt: skip
+    return spec.gain(spec.drop(weights, spec.at(shapes.Dims.of(query, key, values))))
+
+
+def _refuse(remedy: str, **einsums: Function | None) -> None:
+    """Kernels compute no product by a function that is given."""
+    for name, function in einsums.items():
+        if function is not None:
+            raise ValueError(
+                f"{name} must be None, for kernels have no einsum to replace, got {function!r}; "
+                f"{remedy}"
+            )
+
+
+def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
+    """The arrays in one dtype, by Flax's linen or nnx."""
+    given = [inputs.array(name, x) for name, x in arrays.items()]
+    return promote(*given, dtype=dtype) if function is None else function(tuple(given), dtype=dtype)
 
 
 def _intermediates(module: Any) -> Any:
@@ -187,7 +264,7 @@ def run(
         )
     table = None
     if spec.mask is not None:
-        allowed = spec.mask.allowed(spec.at(dims))
+        allowed = seen(spec.mask, spec.at(dims))
         table = jnp.broadcast_to(allowed, (*dims.B, allowed.shape[-3], dims.T, dims.S))
     call: dict[str, Any] = {
         "bias": bias, "mask": table, "broadcast_dropout": broadcast_dropout,

@@ -1,5 +1,6 @@
 """Tokens after a prompt: read it once, then token by token from the cache."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -141,12 +142,15 @@ def _ids(name: str, given: Any, vocabulary: int) -> tuple[int, ...] | None:
 
 
 def _check_model(model: Model, start: Any) -> None:
-    ours = isinstance(model, Own)
-    if not ours and (isinstance(model, nn.Module | type) or not callable(model)):
+    # Loaded by whoever has a module of nnx; it is slow to import.
+    nnx = sys.modules.get("flax.nnx")
+    modules = (nn.Module, type) if nnx is None else (nn.Module, type, nnx.Module)
+    if not isinstance(model, Own) and (isinstance(model, modules) or not callable(model)):
         raise TypeError(
             f"model must be a LanguageModel or a Translator of flax_mha.models, got "
             f"{type(model).__name__}; of another give a function step(variables, cache, tokens, "
-            f"positions) -> (logits, cache), and cache="
+            f"positions) -> (logits, cache), and cache=; of a ToNNX the linen module in it and its "
+            f"variables"
         )
     if isinstance(model, Translator) != (start is not None):
         raise ValueError(
@@ -183,6 +187,11 @@ def _check_call(
         raise TypeError(
             f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
             f"give what model.init returned"
+        )
+    if "params" not in variables:
+        raise ValueError(
+            f"variables must have the collection 'params', got {sorted(variables)}; give what "
+            f"model.init returned, or {{'params': params}}"
         )
     if isinstance(model, Translator) and not model.reads_tokens:
         check_module("embedding", model.decoder.embedding, TokenEmbedding)

@@ -10,6 +10,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha.shapes import Dims, lead
+from flax_mha.symbols import count_up
 
 Array: TypeAlias = jax.Array | np.ndarray
 
@@ -89,11 +90,12 @@ def blocks(x: Array, axis: int, size: int) -> Array:
     length = x.shape[axis]
     if length == 1:
         size = 1
-    missing = -length % size
-    if missing:
+    count = -(-length // size)
+    missing = count * size - length
+    if missing != 0:
         xp = np if isinstance(x, np.ndarray) else jnp
         x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode="edge")
-    return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
 
 
 def flat_batch(x: Array, dims: Dims) -> Array:
@@ -102,7 +104,7 @@ def flat_batch(x: Array, dims: Dims) -> Array:
     if all(size == 1 for size in batch):
         return x.reshape(1, *x.shape[-3:])
     xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(math.prod(dims.B), *x.shape[-3:])
 
 
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
@@ -125,10 +127,10 @@ def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) ->
       k_pos: int [S] or [*B, S], 0 … S−1 unless given.
     """
     rank = len(dims.B)
-    q = np.arange(dims.T, dtype=np.int32) if q_pos is None else q_pos
-    k = np.arange(dims.S, dtype=np.int32) if k_pos is None else k_pos
+    q = count_up(dims.T) if q_pos is None else q_pos
+    k = count_up(dims.S) if k_pos is None else k_pos
     return At(
-        row=np.arange(math.prod(dims.B), dtype=np.int32).reshape(*dims.B, 1, 1, 1),
+        row=count_up(math.prod(dims.B)).reshape(*dims.B, 1, 1, 1),
         head=lead(np.arange(dims.N, dtype=np.int32)[:, None, None], rank + 3),
         q=lead(q, rank + 1)[..., None, :, None],
         k=lead(k, rank + 1)[..., None, None, :],

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
+import typing
 import warnings
 from typing import Any, TypeAlias, TypeVar
 
@@ -29,6 +30,7 @@ _LIBRARIES = ("flax_mha", "flax", "jax")
 
 def array(name: str, x: Any) -> Any:
     """An array: lists and numbers have no dtype to promote from."""
+    _with_values(name, x)
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise TypeError(
             f"{name} must be an array, got {type(x).__name__}; convert it with jnp.asarray"
@@ -38,9 +40,23 @@ def array(name: str, x: Any) -> Any:
     return x
 
 
+def _with_values(name: str, x: Any) -> None:
+    """An array has values; a `jax.ShapeDtypeStruct` only describes one."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name} must be an array, got a jax.ShapeDtypeStruct of {came(x)}, which has no "
+            f"values; call the function under jax.eval_shape"
+        )
+
+
 def floating(name: str, x: Any) -> Any:
     """A real floating-point array: attention is defined on those."""
-    dtype = array(name, x).dtype
+    real(name, array(name, x).dtype)
+    return x
+
+
+def real(name: str, dtype: Any) -> None:
+    """The dtype of an array of real numbers, of 16 bits at least."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"{name} must be real, got {dtype}: the softmax of complex scores is not defined; "
@@ -58,13 +74,14 @@ def floating(name: str, x: Any) -> Any:
             f"{name} must have at least 16 bits a number, got {dtype}: softmax and sums in it "
             f"would be noise; multiply it with its scale as x.astype(jnp.bfloat16) * scale"
         )
-    return x
 
 
 def integers(name: str, x: Any) -> Any:
     """Whole numbers as int32: a NumPy array if they are known before tracing."""
+    _with_values(name, x)
     if not isinstance(x, jax.Array | np.ndarray):
-        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+        leaves = jax.tree.leaves(x)
+        if any(isinstance(leaf, jax.Array) for leaf in leaves):
             raise TypeError(
                 f"{name} must be integers, got a {type(x).__name__} of arrays; "
                 f"stack them with jnp.stack or jnp.asarray"
@@ -77,6 +94,9 @@ def integers(name: str, x: Any) -> Any:
             raise TypeError(
                 f"{name} must be integers, got {x!r}, which is ragged; pad it to one length"
             ) from None
+        if x.dtype == object and leaves and all(isinstance(leaf, int) for leaf in leaves):
+            # Too large for any dtype of NumPy.
+            _fit_int32(name, min(leaves), max(leaves))
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
     x = read(x)
@@ -85,13 +105,16 @@ def integers(name: str, x: Any) -> Any:
         return x
     if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and known(x):
         values = np.asarray(x)
-        least, most = int(values.min()), int(values.max())
-        if least < _INT32.min or most > _INT32.max:
-            wrong = most if most > _INT32.max else least
-            raise ValueError(
-                f"{name} must fit int32, got {wrong}, which would wrap; number them from 0"
-            )
+        _fit_int32(name, int(values.min()), int(values.max()))
     return x.astype(np.int32)
+
+
+def _fit_int32(name: str, least: int, most: int) -> None:
+    if least < _INT32.min or most > _INT32.max:
+        wrong = most if most > _INT32.max else least
+        raise ValueError(
+            f"{name} must fit int32, got {wrong}, which would wrap; number them from 0"
+        )
 
 
 def integer(name: str, x: Any, least: int = 0, most: int = _INT32.max) -> int:
@@ -209,6 +232,11 @@ def dtype(name: str, x: Any, of: str = "a floating dtype") -> jnp.dtype:
     int8 = found == jnp.int8 and "int8" in of
     if not int8 and not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"{name} must be {of}, got {found}; give jnp.float32, say")
+    if "int8" not in of and jnp.finfo(found).bits < 16:
+        # In fewer bits numbers can be stored, but JAX promotes them to nothing.
+        raise TypeError(
+            f"{name} must have at least 16 bits a number, got {found}; give jnp.bfloat16, say"
+        )
     return found
 
 
@@ -229,10 +257,10 @@ def fields(module: Any) -> None:
     """The settings of a module that say by name or type what they must be."""
     for field in dataclasses.fields(module):
         name, x = field.name, getattr(module, field.name)
-        if field.type is bool or (field.type == bool | None and x is not None):
-            flag(name, x)
-        elif x is None:
+        if x is None and _takes_none(field):
             continue
+        if field.type is bool or field.type == bool | None:
+            flag(name, x)
         elif name.endswith("dtype"):
             dtype(name, x)
         elif name.endswith("_init"):
@@ -242,6 +270,13 @@ def fields(module: Any) -> None:
             precision(name, x)
         elif name.endswith("rate"):
             rate(name, x)
+
+
+def _takes_none(field: dataclasses.Field[Any]) -> bool:
+    # In Flax None stands for a default dtype, whatever the type says. Types of a user's own module
+    # may be strings.
+    unknown = isinstance(field.type, str) or field.name.endswith("dtype")
+    return unknown or type(None) in typing.get_args(field.type)
 
 
 def choose(name: str, value: Any, choices: dict[str, Choice]) -> Choice:

@@ -186,9 +186,9 @@ class MultiHeadAttention(nnx.Module):
         norm = as_qk_norm(qk_norm, normalize_qk)
         self.query_ln = self.key_ln = nnx.data(None)
         if norm is not None:
-            self.query_ln = norm.nnx(H, scale_metadata=query_ln_scale_metadata, **same)
+            self.query_ln = norm.module(nnx, H, scale_metadata=query_ln_scale_metadata, **same)
         if norm is not None and self.in_kv_features:
-            self.key_ln = norm.nnx(H, scale_metadata=key_ln_scale_metadata, **same)
+            self.key_ln = norm.module(nnx, H, scale_metadata=key_ln_scale_metadata, **same)
         self.output_gate = heads("output_gate", in_features, fields.gate_features(gate, N, Hv))
         self.out = nnx.data(None)
         if project_out:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype, Initializer
 
-from flax_mha import inputs, shapes, sharding, turning
+from flax_mha import inputs, shapes, sharding, symbols, turning
 from flax_mha.axial import Axial as Axial
 from flax_mha.axial import MRope as MRope
 from flax_mha.rope_scaling import DynamicNtk as DynamicNtk
@@ -236,7 +236,7 @@ class PositionEmbedding(nn.Module):
         inputs.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
-        given = np.arange(T) if positions is None else positions
+        given = symbols.count_up(T) if positions is None else positions
         at = shapes.per_token("positions", given, x.shape[:-1])
         if self.kind == "none":
             return x.astype(dtype)
@@ -244,7 +244,7 @@ class PositionEmbedding(nn.Module):
             table = sinusoidal(at, D, halves=self.kind == "sinusoidal_halves", dtype=dtype)
         else:
             rows = T if self.max_length is None else self.max_length
-            if rows < T:
+            if self.max_length is not None and symbols.at_most(rows + 1, T):
                 raise ValueError(
                     f"the learned position table has max_length={rows} rows, but the input is "
                     f"{T} long; raise max_length, or use kind='sinusoidal'"

@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-from flax import linen, nnx
-
 from flax_mha import inputs
 
 _KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
@@ -39,17 +37,9 @@ class QKNorm:
         if inputs.number("QKNorm.epsilon", self.epsilon) < 0:
             raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
 
-    def linen(self, **fields: Any) -> linen.Module:
-        """Return Flax's module of linen for this norm, with other fields as given."""
-        kind: Any = getattr(linen, _KINDS[self.kind])
-        module: linen.Module = kind(**self._fields(), **fields)
-        return module
-
-    def nnx(self, features: int, **fields: Any) -> nnx.Module:
-        """Return Flax's module of nnx for this norm, with other arguments as given."""
-        kind: Any = getattr(nnx, _KINDS[self.kind])
-        module: nnx.Module = kind(features, **self._fields(), **fields)
-        return module
+    def module(self, library: Any, *args: Any, **fields: Any) -> Any:
+        """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments of it."""
+        return getattr(library, _KINDS[self.kind])(*args, **self._fields(), **fields)
 
     def _fields(self) -> dict[str, Any]:
         same: dict[str, Any] = {"epsilon": self.epsilon, "use_scale": self.scale}

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import inputs
+from flax_mha.symbols import count_up
 
 Shape = tuple[int, ...]
 
@@ -108,10 +109,12 @@ def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     for name, x in named.items():
         _check_rank(name, x)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
+        remedy = "broadcast the batch dimensions, and give every key a value"
+        if q.ndim != k.ndim:
+            remedy += "; a mask goes into mask="
         raise ValueError(
             f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
-            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; broadcast the batch dimensions, "
-            f"and give every key a value"
+            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; {remedy}"
         )
 
 
@@ -207,6 +210,18 @@ def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
             f"{x.shape}; give one number for each token"
         )
     return x
+
+
+def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
+    """Return positions int32 [T] or [*B, T]; a number is the first of them, None stays None."""
+    if x is None:
+        return None
+    if isinstance(x, int) and not isinstance(x, bool):
+        steps = count_up(tokens[-1])
+        # Known ones in int64, where a sum beyond int32 is seen.
+        wide = steps.astype(np.int64) if isinstance(steps, np.ndarray) else steps
+        x = inputs.integers(name, x) + wide
+    return per_token(name, x, tokens, letter)
 
 
 def check_order(order: Any, length: int) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 
 from flax_mha import inputs, masks, mesh_axes, shapes, sharding
-from flax_mha.attention import LayerOptions, with_parameters
+from flax_mha.attention import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.fields import check_module
 from flax_mha.scores import ScoreMod, as_scores
@@ -64,6 +64,7 @@ class Stack(nn.Module):
         blocks = self.block if isinstance(self.block, tuple) else (self.block,)
         for block in blocks:
             check_module("block", block, self.kind)
+            check_module("attention", block.attention, MultiHeadAttention)
         if not blocks:
             raise ValueError("block must be a block, or some of them in turn, got none")
         return blocks
@@ -80,6 +81,9 @@ class Stack(nn.Module):
         inputs.fields(self)
         shapes.check_features("x", x)
         inputs.positive(num_layers=self.num_layers)
+        # A block of a user's own need not take what nobody gives.
+        others = tuple(x for x in others if x is not None)
+        call = {name: x for name, x in call.items() if x is not None}
         blocks = self.blocks
         x = sharding.constrain(x, ("batch", "norm_length", None))
         if self.input_norm:
@@ -89,7 +93,6 @@ class Stack(nn.Module):
             call["scores"] = own + as_scores(call.get("scores", ()))
         of_each, sources = self._of_each(call), self._sources(call)
         steps = self.num_layers // len(blocks) if self.scan else 0
-
         rotates = any(block.attention.rotary is not None for block in blocks)
 
         def run_one(block: Any, x: jax.Array, others: Any, own: dict[str, Any]) -> Any:
@@ -125,8 +128,7 @@ class Stack(nn.Module):
                 length=steps,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            several = len(blocks) > 1
-            module = _Group(blocks, name="layers") if several else self.first.copy(name="layers")
+            module = (_Group(blocks) if len(blocks) > 1 else self.first).copy(name="layers")
             groups = [of_each[i * len(blocks) :][: len(blocks)] for i in range(steps)]
             x, _ = scanned(module, x, others, jax.tree.map(lambda *x: jnp.stack(x), *groups))
         left = range(steps * len(blocks), self.num_layers)

@@ -13,13 +13,13 @@ PAGE = ROOT / "docs" / "architecture.md"
 
 # Each layer may import those before it, and none after.
 LAYERS = [
-    {"inputs", "private"},
+    {"arguments", "inputs", "muon", "private", "symbols"},
     {"clipping"},
     {"shapes", "rope_scaling", "qk_norm"},
     {"fields", "turning"},
     {"grid", "mesh_axes", "axial"},
     {"sharding"},
-    {"masks.tables", "padding", "scores.base"},
+    {"masks.tables", "masks.tiles", "padding", "scores.base"},
     {"masks.base", "scores.rules", "scores.relative"},
     {"masks.rules", "masks.lattice", "scores"},
     {"masks.tokens", "masks.chosen"},

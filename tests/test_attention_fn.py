@@ -1,6 +1,7 @@
 """Our function in Flax's layers, linen's and nnx's, and theirs in ours."""
 
 import functools
+import warnings
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from flax_mha import MultiHeadAttention, MultiHeadDotProductAttention, attention_fn, masks, scores
+from flax_mha import (
+    MultiHeadAttention,
+    MultiHeadDotProductAttention,
+    SelfAttention,
+    attention_fn,
+    dot_product_attention_weights,
+    masks,
+    scores,
+)
 from tests.oracle import error, random_like
 from tests.test_flax_parity import OUTPUT, lenient, normal
 
@@ -159,3 +168,58 @@ def test_the_dtype_of_sown_weights(kind: Any) -> None:
         _, found = jax.eval_shape(lenient(sow), params_of(layer), X)
         (weights,) = jax.tree.leaves(found["intermediates"])
         assert weights.dtype == (jnp.float32 if forced and kind is Flax else jnp.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.float64])
+def test_weights_are_those_of_flax(dtype: Any) -> None:
+    """Under a mask and a bias, sown too; of grouped keys and an empty row against NumPy."""
+    q, k = (jnp.asarray(normal(2, n, 2, 4)) for n in (5, 3))
+    mask, bias = jnp.asarray(normal(2, 1, 5, 3) > 0).at[..., 0].set(True), normal(2, 5, 3)
+    call = {"bias": jnp.asarray(bias), "mask": mask, "deterministic": True, "dtype": dtype}
+    with jax.enable_x64(dtype is not None):
+        ours = dot_product_attention_weights(q, k, **call)
+        expected = lenient(nn.dot_product_attention_weights)(q, k, **call)
+        assert ours.dtype == expected.dtype
+        assert error(ours, expected) < OUTPUT
+    grouped = dot_product_attention_weights(q, k[:, :, :1], mask=mask.at[0, 0, 1].set(False))
+    scores = np.einsum("btnh,bsh->bnts", q, k[:, :, 0]) / 2 + np.where(mask, 0, -np.inf)
+    expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    expected[0, :, 1] = 0
+    assert error(grouped, expected) < OUTPUT
+
+
+def test_weights_after_dropout_are_those_that_the_output_has() -> None:
+    class Sows(nn.Module):
+        @nn.compact
+        def __call__(self, q: jax.Array) -> jax.Array:
+            return dot_product_attention_weights(q, q, is_causal=True, module=self, **dropped)
+
+    q = jnp.asarray(normal(2, 5, 2, 4))
+    dropped = {"dropout_rate": 0.5, "dropout_rng": KEY}
+    weights, sown = Sows().apply({}, q, mutable=["intermediates"])
+    (whole,) = sown["intermediates"]["attention_weights"]
+    kept = np.asarray(weights) > 0
+    np.testing.assert_allclose(weights, np.where(kept, 2 * whole, 0), rtol=1e-6)
+    assert 0.2 < kept[np.asarray(whole) > 0].mean() < 0.8
+    out = attention_fn(q, q, q, is_causal=True, **dropped)
+    assert error(np.einsum("bnts,bsnh->btnh", weights, q), out) < OUTPUT
+
+
+def test_self_attention_takes_the_mask_second() -> None:
+    """With the parameters, names and numbers of `nn.SelfAttention`."""
+
+    class Model(nn.Module):
+        kind: Any
+
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.kind(2, dropout_rate=0.5)(x, MASK, True)
+
+    ours, theirs = Model(SelfAttention), Model(nn.SelfAttention)
+    params = random_like(jax.eval_shape(ours.init, KEY, X))
+    assert list(params["params"]) == ["SelfAttention_0"]
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        expected = lenient(theirs.apply)(params, X)
+        initial = lenient(theirs.init)(KEY, X)
+    assert error(ours.apply(params, X), expected) < OUTPUT
+    jax.tree.map(np.testing.assert_array_equal, ours.init(KEY, X), initial)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mha import (
     MLP,
@@ -28,6 +29,7 @@ from flax_mha import (
     attention_fn,
     cache,
     dot_product_attention,
+    dot_product_attention_weights,
     explain,
     masks,
     positions,
@@ -44,6 +46,7 @@ from flax_mha.search import decoding
 
 KEY = jax.random.key(0)
 IDS = jnp.arange(4)
+SPEC = jax.ShapeDtypeStruct((2, 4, 6, 8), jnp.float32)
 X = jnp.ones((2, 4, 8))  # [B, T, D]
 Q = jnp.ones((2, 4, 6, 8))  # [B, T, N, H]
 TOKENS, IMAGES = jnp.ones((2, 4), int), jnp.ones((2, 4, 6, 1))
@@ -312,6 +315,28 @@ KERNEL: list[Case] = [
     *kernel("documents of other rows", ValueError,
             r"got \(3, 2\); fill rows of fewer documents with 0",
             mask=masks.Documents(np.ones((3, 2), int))),
+    *kernel("the largest position", ValueError, r"q_positions must fit int32, got 1180591620717",
+            q_positions=2**70),
+    *kernel("large positions", ValueError, r"kv_positions must fit int32, got -1180591620717",
+            kv_positions=[-(2**70)] * 4),
+    *kernel("an argument of 0.2", TypeError,
+            r"no longer takes capture_heads; write capture=Capture\(names, heads=",
+            capture=Capture(("lse",)), capture_heads=(0,)),
+    *kernel("an unknown argument", TypeError, r"takes no maks; give one of \['bias', .*'mask'",
+            maks=masks.Causal()),
+    *kernel("a described mask", TypeError, r"a mask must be an array, got a jax.ShapeDtypeStruct",
+            mask=jax.ShapeDtypeStruct((4, 4), bool)),
+    *kernel("a described bias", TypeError,
+            r"bias must be an array, got a jax.ShapeDtypeStruct of float32 \(4, 4\), which has no",
+            bias=jax.ShapeDtypeStruct((4, 4), jnp.float32)),
+    ("attention: described queries", lambda: dot_product_attention(SPEC, Q, Q), TypeError,
+     r"q must be an array, got a jax.ShapeDtypeStruct of float32 \(2, 4, 6, 8\), which has no "
+     r"values; call the function under jax.eval_shape"),
+    ("explain: described queries of ints",
+     lambda: explain(jax.ShapeDtypeStruct(Q.shape, jnp.int32), SPEC, SPEC), TypeError,
+     r"q must be floating point, got int32"),
+    ("attention_fn: described", lambda: attention_fn(Q, SPEC, SPEC), TypeError,
+     r"key must be an array, got a jax.ShapeDtypeStruct"),
     ("no heads to capture", lambda: Capture(("weights",), heads=[]), ValueError,
      r"takes indices, such as \(0, 3\) or range\(8\), got \[\]"),
 ]  # fmt: skip
@@ -349,6 +374,9 @@ LAYER: list[Case] = [
           attention_fn=lambda q, k, v: q[..., 0]),
     ("attention_fn: einsum", lambda: attention_fn(Q, Q, Q, qk_attn_weights_einsum=jnp.einsum),
      ValueError, r"qk_attn_weights_einsum must be None.*leave out attention_fn"),
+    *[(f"weights: {name}", lambda name=name: dot_product_attention_weights(Q, Q, **{name: max}),
+       ValueError, rf"{name} must be None.*use nn.dot_product_attention_weights")
+      for name in ("einsum", "einsum_dot_general")],
     layer("mask field", TypeError, r"Mask or a bool array, got str", mask="causal"),
     layer("kernel", ValueError, r"'auto' or one of .*got 'flash'", kernel="flash"),
     layer("rotary class", TypeError, r"rotary must be a function.*give.*parentheses",
@@ -377,6 +405,10 @@ LAYER: list[Case] = [
     ("zigzag: devices", lambda: sharding.zigzag(8, 2.0), TypeError,
      r"devices must be an int, got 2"),
     ("masks: dense", lambda: masks.Causal().dense(2.5), TypeError, r"T must be an int, got 2.5"),
+    ("masks: dense, positions", lambda: masks.Causal().dense(2, q_positions=[1, 2, 3]), ValueError,
+     r"q_positions must have shape \[T\] = \(2,\) or .*got \(3,\); give one"),
+    ("masks: show, positions", lambda: masks.Causal().show(2, kv_positions=2**40), ValueError,
+     r"kv_positions must fit int32, got 1099511627776"),
     layer("param_dtype", TypeError, r"param_dtype must be a dtype, got 'foo'", param_dtype="foo"),
     layer("precision", ValueError, r"precision must be a jax.lax.Prec.*got 'foo'", precision="foo"),
     layer("flag", TypeError, r"use_bias must be True or False, got 1 of int", use_bias=1),
@@ -449,6 +481,8 @@ LAYER: list[Case] = [
     layer("no features", ValueError, r"inputs_q must have.*\(2, 4, 0\); .*one feature", X[..., :0]),
     layer("batch", ValueError, r"inputs must have.*inputs_k \(1, 4, 8\).*broadcast the batch", X,
           X[:1]),
+    layer("a mask for keys", ValueError, r"inputs must have.*inputs_k \(2, 1, 4, 4\).*a mask goes",
+          X, ones(2, 1, 4, 4)),
     layer("lengths", ValueError, r"inputs must have.*inputs_v \(2, 3, 8\); .*every key", X, X,
           X[:, :3]),
     layer("token ids", TypeError, r"inputs_q must be floating point, got int32; embed",
@@ -473,6 +507,31 @@ LAYER: list[Case] = [
           use_bias=("q",)),
     layer("heads beyond int32", ValueError, r"num_heads must fit int32, got 1099511627776",
           num_heads=2**40),
+    *[layer(f"no {name}", TypeError, rf"{name} must be a function.*got None; give one of flax",
+            **{name: None}) for name in ("kernel_init", "bias_init")],
+    layer("no rate", TypeError, r"dropout_rate must be a number, got None", dropout_rate=None),
+    layer("no flag", TypeError, r"decode must be True or False, got None", decode=None),
+    *[layer(f"{name} of 8 bits", TypeError, rf"{name} must have at least 16 bits a number, got "
+            r"float8_e4m3fn; give jnp.bfloat16", **{name: jnp.float8_e4m3fn})
+      for name in ("dtype", "param_dtype")],
+    *[(f"layer: {name} of 0.2", lambda name=name: MultiHeadAttention(2, **{name: 1}), TypeError,
+       rf"MultiHeadAttention no longer takes {name}; write {new}")
+      for name, new in (
+          ("use_out_bias", r"use_bias=\(\"out\",\)"), ("cache_dtype", r"cache=CacheConfig\(dtype"),
+          ("cache_window", r"cache=CacheConfig\(slots"), ("capture_heads", "capture=Capture"),
+          ("capture_queries", "capture=Capture"))],
+    layer("described lengths", TypeError, r"lengths must be an array, got a jax.ShapeDtypeStruct",
+          call={"lengths": jax.ShapeDtypeStruct((2,), jnp.int32)}),
+    ("layer: described inputs", lambda: ATTENTION.init(KEY, jax.ShapeDtypeStruct(X.shape, X.dtype)),
+     TypeError, r"inputs_q must be an array, got a jax.ShapeDtypeStruct of float32 \(2, 4, 8\)"),
+    *[(f"cache: the next {T}", lambda T=T: KVCache.empty((2,), 4, 6, 8).next_positions(T), error,
+       message)
+      for T, error, message in (
+          (2.5, TypeError, r"T must be an int, got 2.5"), (None, TypeError, "T must be an int"),
+          (True, TypeError, r"T must be an int, got True"), (-1, ValueError, "T must be in 0 …"))],
+    ("cache: an unknown argument",
+     lambda: KVCache.empty((2,), 4, 6, 8).extend(Q, Q, Q, masks=masks.Causal()), TypeError,
+     r"attention to a cache takes no masks; give one of \['attention', 'bias'"),
     layer("head_mask of no numbers", TypeError,
           r"head_mask must be numbers or bools, got \[\('float0'.*; give 0 or 1",
           call={"head_mask": np.zeros(2, jax.dtypes.float0)}),
@@ -590,9 +649,16 @@ MODULES: list[Case] = [
     module("block: attention", TypeError,
            r"attention must be a flax_mha.MultiHeadAttention, got Multi.*build",
            EncoderBlock(nn.MultiHeadDotProductAttention(2), 16), X),
+    module("encoder: attention", TypeError,
+           r"attention must be a flax_mha.MultiHeadAttention, got MultiHeadDot.*build",
+           Encoder(2, EncoderBlock(nn.MultiHeadDotProductAttention(2), 16)), X),
     module("block: features", ValueError,
            r"keep the shape.*\(2, 4, 8\).*got \(2, 4, 6\); leave out_f",
            EncoderBlock(MultiHeadAttention(2, out_features=6), 16), X),
+    module("block: no rate", TypeError, r"dropout_rate must be a number, got None of NoneType",
+           EncoderBlock(ATTENTION, 16, dropout_rate=None), X),
+    module("mlp: no initializer", TypeError, r"kernel_init must be a function.*got None; give one",
+           MLP(4, kernel_init=None), X),
     module("block: rate", ValueError, r"dropout_rate.*got 1.5",
            EncoderBlock(ATTENTION, 16, dropout_rate=1.5), X),
     module("encoder: layers", ValueError, r"num_layers must be at least 1, got 0",
@@ -608,6 +674,9 @@ MODULES: list[Case] = [
        rf"tokens must be in 0 … 4, got {i}; raise vocab_size, or give") for i in (-1, 5)],
     module("patch: size", ValueError, r"multiples of the patch \(4, 4\), got \(2, 4, 6, 1\); pad",
            PatchEmbedding(4, 8), IMAGES),
+    *[module(f"patch: no {axis}", ValueError, r"one channel or more.*positive multiples.*; pad or",
+             PatchEmbedding(2, 8), ones(2, *shape))
+      for axis, shape in (("height", (0, 6, 1)), ("channels", (4, 6, 0)))],
     module("patch: three", ValueError, r"one number, or height and width, got \(2, 2, 1\)",
            PatchEmbedding((2, 2, 1), 8), IMAGES),
     module("patch: zero", ValueError, r"patch_width must be at least 1, got 0",
@@ -645,7 +714,7 @@ def generated(
     **call: Any,
 ) -> Case:  # fmt: skip
     """One call of generate; nothing is compiled, so that no variables are needed."""
-    call = {"max_new_tokens": 3, "variables": {}} | call
+    call = {"max_new_tokens": 3, "variables": {"params": {}}} | call
     return f"generate: {name}", lambda: generate(model, prompt=prompt, **call), error, message
 
 
@@ -670,6 +739,11 @@ MODELS: list[Case] = [
      r"position_embedding needs to know where the tokens stand; give positions="),
     generated("model", TypeError, r"must be a LanguageModel or a Translator.*got Encoder", ENCODER),
     generated("list in a field", TypeError, r"model must be hashable.*no arrays", LISTED),
+    *[generated(f"variables of {names}", ValueError,
+                rf"variables must have the collection 'params', got {names}; give", variables=v)
+      for v, names in (({}, r"\[\]"), ({"decoder": {}}, r"\['decoder'\]"))],
+    generated("a model of nnx", TypeError, r"got ToNNX; of another.*of a ToNNX the linen module",
+              nnx.bridge.ToNNX(MODEL, rngs=nnx.Rngs(0)), cache={}),
     generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
     generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),
     generated("ragged prompt", TypeError, r"prompt.*got \[\[1\], \[1, 2\]\], which is ragged; pad",

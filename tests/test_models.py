@@ -165,3 +165,25 @@ def test_what_is_out_of_range_is_nan() -> None:
             out = run(*call)
             assert np.isnan(out[0]).all()
             np.testing.assert_array_equal(out[1], wanted[1])
+
+
+class Plain(DecoderBlock):
+    """A user's block: takes no memory, and nothing that nobody gives."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:  # type: ignore[override]
+        return x + self.attention(x, mask=masks.Causal(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_block_of_a_users_own_is_given_what_the_stack_is_given(scan: bool) -> None:
+    stack = Decoder(2, Plain(MultiHeadAttention(2), 16, pre_norm=False), scan=scan)
+    params = parameters(stack, X)["params"]
+    out = stack.apply({"params": params}, X, deterministic=True)
+    expected = float64(X)
+    for i in range(2):
+        own = jax.tree.map(lambda p, i=i: p[i], params["layers"]) if scan else params[f"layers_{i}"]
+        expected = expected + oracle.multi_head(own["attention"], expected, allowed=CAUSAL)[0]
+    assert error(out, expected) < OUTPUT
+    with pytest.raises(TypeError, match="unexpected keyword argument 'memory_mask'"):
+        jax.eval_shape(stack.init, KEY, X, memory_mask=masks.Causal())

@@ -22,7 +22,9 @@ import flax_mha.sampling
 assert flax_mha.generate.__name__ == "generate" and callable(flax_mha.generate)
 assert flax_mha.Generated is Generated
 
+from flax import nnx
 from flax_mha import *
+assert nnx.__name__ == "flax.nnx" and flax_mha.nnx.__name__ == "flax_mha.nnx"
 for name in flax_mha.__all__:
     assert globals()[name] is getattr(flax_mha, name), name
 assert flax_mha.masks.Causal is masks.Causal
@@ -54,6 +56,6 @@ def test_type_checkers_see_the_same_names() -> None:
         for alias in node.names:
             assert alias.asname == alias.name  # Only so it counts as exported.
             seen[alias.name] = node.module
-    assert sorted(flax_mha.__all__) == sorted(seen)
+    assert sorted([*flax_mha.__all__, "nnx"]) == sorted(seen)
     homes = {name: f"flax_mha.{home}" for name, home in flax_mha._HOME.items()}
     assert {name: home for name, home in seen.items() if home != "flax_mha"} == homes

@@ -94,6 +94,7 @@ class KVCache(Slots, struct.PyTreeNode):
 
     def next_positions(self, T: int) -> jax.Array:
         """Int32 [*B, T], the positions of the next T tokens of each row."""
+        inputs.integer("T", T)
         return self.length[..., None] + shapes.lead(
             jnp.arange(T, dtype=jnp.int32), self.length.ndim + 1
         )

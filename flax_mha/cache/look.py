@@ -8,11 +8,15 @@ import jax.numpy as jnp
 from flax import struct
 
 from flax_mha import inputs, masks, shapes
+from flax_mha.arguments import check_known
 from flax_mha.grid import Grid
-from flax_mha.kernels import decode, dot_product_attention, observe
+from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, observe
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
+
+# What may be said of a call: `attention` is called in place of `dot_product_attention`.
+_ARGUMENTS = ARGUMENTS | {"attention"}
 
 
 class Extended(struct.PyTreeNode):
@@ -90,6 +94,7 @@ def look(
 
     Of a call that has `attention`, what that returns in its place.
     """
+    check_known("attention to a cache", call, _ARGUMENTS)
     if window is not None and (wrong := over_keys(q, kv, mask, call)):
         raise ValueError(
             f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "

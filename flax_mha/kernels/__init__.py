@@ -13,6 +13,7 @@ import chex
 import jax
 
 from flax_mha import inputs, masks, shapes
+from flax_mha.arguments import check_known, names_of, with_known_arguments
 from flax_mha.grid import Array
 from flax_mha.kernels import choice, observe
 from flax_mha.kernels.derivatives import any_derivative as any_derivative
@@ -60,6 +61,7 @@ def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: bool = ...,
     return_residuals: bool = ..., capture: Capture | None = ..., **options: Unpack[Options],
 ) -> Any: ...  # fmt: skip
+@with_known_arguments
 def dot_product_attention(
     q: Array,
     k: Keyed,
@@ -172,6 +174,10 @@ def dot_product_attention(
     return (out, *extras) if extras else out
 
 
+# The names of its arguments, for functions that pass them on.
+ARGUMENTS = names_of(dot_product_attention)
+
+
 def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
     """What comes of the lse has no meaning without a softmax."""
     wanted = set() if capture is None else {*capture.what} - {"max_logit"}
@@ -241,10 +247,14 @@ def explain(
     Raises:
       ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
     """
+    check_known("explain", call, ARGUMENTS)
     inputs.flag("return_weights", return_weights)
     inputs.flag("return_residuals", return_residuals)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        inputs.floating(name, x)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            inputs.real(name, x.dtype)
+        else:
+            inputs.floating(name, x)
     capture = observe.as_capture(capture)
     way, kernel = choice.parsed(kernel)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes
+from flax_mha import shapes, symbols
 from flax_mha.kernels import softmax, tiling, traced
 from flax_mha.kernels.finite import finite, guard
 from flax_mha.kernels.leaves import combine, learned, partition
@@ -58,7 +58,8 @@ def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
     Of bfloat16 they are faster, measured on a CPU with AMX, and what weights lose by rounding
     averages out over enough of them.
     """
-    return q.dtype == jnp.bfloat16 and min(q.shape[-3], k.shape[-3]) >= 64
+    short = any(symbols.at_most(x.shape[-3], 63) for x in (q, k))
+    return q.dtype == jnp.bfloat16 and not short
 
 
 def attend(
@@ -193,7 +194,7 @@ def _loops(
         parts = []
         for stripe in plan.parts:
             block = cut(q, stripe)
-            jobs = jnp.arange(len(block), dtype=jnp.int32)
+            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
             parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
         return [], tuple(tiling.join(x, plan) for x in zip(*parts, strict=True))
 
@@ -256,7 +257,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for stripe in reversed(plan.parts):
             block = [cut(x, stripe) for x in (q, qT, dout, doutT, of_rows)]
-            jobs = jnp.arange(len(block[0]), dtype=jnp.int32)
+            jobs = jnp.arange(block[0].shape[0], dtype=jnp.int32)
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry

@@ -37,7 +37,7 @@ from flax_mha.kernels.tiling import (
     in_tiles,
     score_of,
 )
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 
 # Scores of one product: derivatives hold several arrays of them at once.
 _MOST = 2**19

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_mha import shapes
+from flax_mha import shapes, symbols
 from flax_mha.kernels import blockwise, derivatives, softmax
 from flax_mha.kernels.parallel import shards
 from flax_mha.kernels.platform import Platform
@@ -98,14 +98,14 @@ def preference(
         # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
         # of splash would be mostly empty.
         most = 256**2
-        if platform.name == "cpu" and traced and scores * rows <= FEW_SCORES:
+        if platform.name == "cpu" and traced and symbols.at_most(scores * rows, FEW_SCORES):
             # So short, blocks skip nothing of a mask that is not known when they are planned.
             most = 512**2
-        first = ["reference"] if scores <= most else []
+        first = ["reference"] if symbols.at_most(scores, most) else []
     else:
         # Plain einsums are one large product each, but they take memory for twice the scores, and
         # keep them until the gradient.
-        fits = scores <= 2048**2 and scores * rows <= MOST_SCORES
+        fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)
         first = ["cudnn", "reference"] if fits else ["cudnn"]
     first = ["decode", *first] if isinstance(k, Stored) else first
     return first + [name for name in KERNELS if name not in first]

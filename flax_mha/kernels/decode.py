@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes
+from flax_mha import shapes, symbols
 from flax_mha.grid import At, map_grids
 from flax_mha.kernels import reference, softmax
 from flax_mha.kernels.finite import guard, least
@@ -44,7 +44,7 @@ def lower(
     q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
     """The call made ready, unless it has more queries than a decoding step."""
-    if q.shape[-3] > QUERIES:
+    if not symbols.at_most(q.shape[-3], QUERIES):
         return Refusal(f"it is for at most {QUERIES} queries, got {q.shape[-3]}")
     return functools.partial(attend, q, k, v, spec, platform)
 
@@ -117,7 +117,8 @@ def _run(
     out = jnp.zeros((*dims.B, dims.N, dims.T, dims.Hv), acc)
     carry = jax.tree.map(lambda x: vary(x, (q, k, v, spec)), (top, total, out))
 
-    size = min(_BLOCK.get(platform, _BLOCK_ELSEWHERE), dims.S)
+    size = _BLOCK.get(platform, _BLOCK_ELSEWHERE)
+    size = dims.S if symbols.at_most(dims.S, size) or symbols.is_symbolic(dims.S) else size
     blocks = -(-dims.S // size)
     # XLA:CPU widens all that one product reads before it, into memory; care does so anywhere.
     narrow = platform == "cpu" and isinstance(k, Stored) and k.values.dtype != q.dtype
@@ -171,7 +172,7 @@ def _visit(
     s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
     s = (s * k_scale).reshape(*dims.logits[:-1], size)
     s, allowed = spec.apply(s, at, least(total.dtype), vectors)
-    if dims.S % size:
+    if dims.S % size != 0:
         # The last block begins where it still has all its keys: some were visited before.
         fresh = shapes.lead(start + jnp.arange(size, dtype=jnp.int32) >= first, s.ndim)
         allowed = fresh if allowed is None else allowed & fresh

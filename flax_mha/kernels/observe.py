@@ -28,13 +28,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs, shapes, sharding
+from flax_mha import grid, inputs, shapes, sharding, symbols
 from flax_mha.grid import Array, At, map_grids
 from flax_mha.kernels import reference
 from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims
 
 Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
@@ -193,7 +193,7 @@ def _cut(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
 def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
     """Some heads and queries of x [*B|1, N|1, T|1, ·]; axes of 1 stand for all."""
     for axis, indices in ((-3, heads), (-2, queries)):
-        if indices is not None and x.shape[axis] > 1:
+        if indices is not None and not symbols.at_most(x.shape[axis], 1):
             x = jnp.take(x, indices, axis)
     return x
 
@@ -204,9 +204,12 @@ def _by_block(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The summary of all scores, each result [*B, N, T], computed a block of queries at a time."""
     *rows, T, _ = q.shape
-    size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
+    if symbols.is_symbolic(*rows, T, k.shape[-2]):
+        size = _QUERIES
+    else:
+        size = max(1, min(T, max(_QUERIES, _SCORES // max(1, math.prod(rows) * k.shape[-2]))))
 
-    def of_part(queries: np.ndarray, keys: slice) -> list[jax.Array]:
+    def of_part(queries: Array, keys: slice) -> list[jax.Array]:
         part_k, part_at, part_spec = _keys(keys, k, at, spec)
 
         @jax.checkpoint
@@ -218,10 +221,10 @@ def _by_block(
             return summary(score)
 
         # The last block repeats the last query where it reaches beyond it.
-        count = len(queries)
-        blocks = queries[np.minimum(np.arange(-(-count // size) * size), count - 1)]
-        found = jax.lax.map(block, jnp.asarray(blocks.reshape(-1, size), jnp.int32))
-        return [jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size)[..., :count] for x in found]
+        blocks = grid.blocks(queries, 0, size)
+        found = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
+        found = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in found)
+        return [x[..., : queries.shape[0]] for x in found]
 
     parts = [of_part(*part) for part in _parts(spec, at, q, k, size)]
     return tuple(jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
@@ -229,30 +232,30 @@ def _by_block(
 
 def _parts(
     spec: AttentionSpec, at: At, q: jax.Array, k: jax.Array, size: int
-) -> list[tuple[np.ndarray, slice]]:
+) -> list[tuple[Array, slice]]:
     """The queries in parts, each with the range of keys that some may see, where that is known."""
     *rows, T, _ = q.shape
     *_, S, H = k.shape
-    if spec.mask is not None and size < T:
+    if spec.mask is not None and not symbols.at_most(T, size):
         dims = Dims(tuple(rows[:-1]), T, S, rows[-1], rows[-1], H, H)
         plan = Plan.of(dims, -(-T // _PARTS), -(-S // (4 * _PARTS)))
         verdict = ask(spec, at, plan)
         if known(verdict):
-            parts = []
+            parts: list[tuple[Array, slice]] = []
             for part, seen in enumerate(verdict.max((0, 1)) > EMPTY):
                 tiles = np.flatnonzero(seen) if seen.any() else np.zeros(1, int)
                 keys = slice(int(tiles[0]) * plan.block_k, int(tiles[-1] + 1) * plan.block_k)
                 first = part * plan.block_q
                 parts.append((np.arange(first, min(first + plan.block_q, T)), keys))
             return parts
-    return [(np.arange(T), slice(None))]
+    return [(symbols.count_up(T), slice(None))]
 
 
 def _keys(keys: slice, k: jax.Array, at: At, spec: AttentionSpec) -> list[Any]:
     """Takes a range of the keys: of k [*B, N, S, H], and of what lies over the scores."""
 
     def some(x: Array) -> Array:
-        return x[..., keys] if x.shape[-1] > 1 else x
+        return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
 
     return [k[..., keys, :], jax.tree.map(some, at), map_grids(some, spec)]
 

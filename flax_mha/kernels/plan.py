@@ -7,11 +7,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from flax_mha import shapes, symbols
 from flax_mha.grid import Array, At, flat_batch, tiles_of
 from flax_mha.kernels.leaves import nodes
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims
 
 
@@ -20,7 +21,7 @@ class Stripe(NamedTuple):
 
     Attributes:
       first: the first block.
-      starts: for each block, its first tile of keys.
+      starts: for each block, its first tile of keys; none where `Tables` tell, for all blocks.
       width: tiles of keys.
       masked: whether the mask excludes any of them.
     """
@@ -59,7 +60,7 @@ class Plan(NamedTuple):
     @property
     def parts(self) -> tuple[Stripe, ...]:
         """The stripes; one, of single tiles, where tables tell what is visited."""
-        return self.stripes or (Stripe(0, (0,) * self.nq, 1, True),)
+        return self.stripes or (Stripe(0, (), 1, True),)
 
     @property
     def nq(self) -> int:
@@ -74,13 +75,15 @@ class Plan(NamedTuple):
     @property
     def ragged(self) -> bool:
         """Whether the last blocks reach beyond the last query or key."""
-        return bool(self.dims.T % self.block_q or self.dims.S % self.block_k)
+        return self.dims.T % self.block_q != 0 or self.dims.S % self.block_k != 0
 
     @property
     def together(self) -> int:
         """How many rows and key/value heads should be in one product."""
         R = math.prod(self.dims.B) * self.dims.K
         if not self.stripes:
+            return 1
+        if symbols.is_symbolic(R):
             return 1
         scores = self.block_q * self.block_k * max(stripe.width for stripe in self.stripes)
         if R * scores <= _ALL:
@@ -118,11 +121,16 @@ MOST = 2**21
 _SMALL, _SHARED, _LARGE = 16, 64, 512
 # Each is compiled by itself.
 _STRIPES = 4
+# Queries and keys of a tile where lengths are symbols: short calls fill one, long ones have many.
+_SYMBOLIC = (128, 512)
 
 
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, Tables | None]:
     """Divides the call in the way that should be fastest, with at most so many scores a product."""
     at = spec.at(dims)
+    if symbols.is_symbolic(dims.T, dims.S):
+        plan = Plan(dims, *_SYMBOLIC)
+        return plan, tables_of(jnp.asarray(ask(spec, at, plan)))
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
@@ -171,18 +179,20 @@ def ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
     """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
     table = (1, 1, plan.nq, plan.nk)
     if spec.mask is None:
-        verdict: Array = np.full(table, FULL, np.int8)
+        xp = jnp if symbols.is_symbolic(*table) else np
+        verdict: Array = xp.full(table, FULL, np.int8)
     else:
         tiles = tiles_of(at.q, at.k, plan.block_q, plan.block_k)
         if spec.heads is not None:
             tiles = tiles._replace(heads=spec.heads.array)
         verdict = spec.mask.tiles(tiles)
-        xp = np if known(verdict) else jnp
-        verdict = xp.broadcast_to(verdict, np.broadcast_shapes(verdict.shape, table))
+        shape = jnp.broadcast_shapes(verdict.shape, table)
+        xp = np if known(verdict) and not symbols.is_symbolic(*shape) else jnp
+        verdict = xp.broadcast_to(verdict, shape)
         verdict = flat_batch(verdict, plan.dims)
-    if plan.dims.S % plan.block_k:
+    if plan.dims.S % plan.block_k != 0:
         # The last tile of keys reaches beyond the last key.
-        last = (np.arange(plan.nk) == plan.nk - 1).reshape(1, 1, 1, -1) & (verdict == FULL)
+        last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (verdict == FULL)
         verdict = (np if known(verdict) else jnp).where(last, np.int8(PARTIAL), verdict)
     return verdict
 

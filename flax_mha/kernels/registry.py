@@ -17,6 +17,7 @@ from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.stored import Stored, widened
+from flax_mha.symbols import is_symbolic
 
 
 class Kernel(NamedTuple):
@@ -31,6 +32,7 @@ class Kernel(NamedTuple):
       stored: whether it reads `Stored` keys and values as they are.
       normalizes: whether it has other normalizers than the softmax.
       vectors: whether it shows scores the vectors of queries and keys.
+      symbolic: whether it takes sizes that are symbols of `jax.export`.
       limit: its derivatives, see `derivatives.limit`; None if it has every one.
     """
 
@@ -41,6 +43,7 @@ class Kernel(NamedTuple):
     stored: bool = False
     normalizes: bool = False
     vectors: bool = False
+    symbolic: bool = False
     limit: derivatives.Limit | None = None
 
     def lower(
@@ -63,6 +66,8 @@ class Kernel(NamedTuple):
         if spec.vectors and not self.vectors:
             names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
             return Refusal(f"has no scores that see queries and keys, got {names}")
+        if not self.symbolic and is_symbolic(*q.shape, *k.shape):
+            return Refusal(f"needs sizes that are known, got q {q.shape} and k {k.shape}")
         if not self.stored:
             k, v = widened(k), widened(v)
         if self.limit:
@@ -82,9 +87,9 @@ KERNELS: dict[str, Kernel] = {
         Kernel("cudnn", "gpu", "NVIDIA GPUs", recalls=True, limit="first"),
         Kernel("splash", "tpu", "TPU", limit="first"),
         Kernel("flex", "tpu", "TPU", recalls=True, limit="first"),
-        Kernel("blockwise", recalls=True, vectors=True, limit="inner"),
-        Kernel("checkpointed", vectors=True),
-        Kernel("reference", normalizes=True, vectors=True),
-        Kernel("decode", stored=True, vectors=True, limit="reverse"),
+        Kernel("blockwise", recalls=True, vectors=True, symbolic=True, limit="inner"),
+        Kernel("checkpointed", vectors=True, symbolic=True),
+        Kernel("reference", normalizes=True, vectors=True, symbolic=True),
+        Kernel("decode", stored=True, vectors=True, symbolic=True, limit="reverse"),
     )
 }

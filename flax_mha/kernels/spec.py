@@ -286,10 +286,8 @@ def _positions(
     axes: tuple[int, int],
 ) -> Grid | None:  # fmt: skip
     """Positions [length] or [*B, length], or the first of them, over the scores."""
+    positions = shapes.positions(name, positions, tokens, letter)
     if positions is None:
         return None
-    if isinstance(positions, int) and not isinstance(positions, bool):
-        positions = positions + np.arange(tokens[-1])
-    positions = shapes.per_token(name, positions, tokens, letter)
     xp = np if isinstance(positions, np.ndarray) else jnp
     return Grid(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))

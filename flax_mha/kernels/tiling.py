@@ -34,9 +34,12 @@ class Place(NamedTuple):
     def of(cls, plan: Plan, stripe: Stripe, r: jax.Array, j: jax.Array) -> "Place":
         """The place of job j of a stripe for row-and-key/value-head r, see `rows`."""
         G, K = plan.dims.G, plan.dims.K
-        count = len(stripe.starts)
+        starts = stripe.starts
+        count = len(starts) or plan.nq
         block = 0 if count == 1 else j % count
-        tile = stripe.starts[0] if count == 1 else jnp.asarray(stripe.starts, jnp.int32)[block]
+        tile: Any = 0  # Tables say which, where there are no starts.
+        if starts:
+            tile = starts[0] if count == 1 else jnp.asarray(starts, jnp.int32)[block]
         return cls(r // K, (r % K) * G + j // count, stripe.first + block, tile, stripe.width)
 
     def entry(self, x: Array) -> jax.Array:
@@ -52,7 +55,7 @@ class Place(NamedTuple):
     def add_keys(self, x: jax.Array, block: jax.Array) -> jax.Array:
         """Gives x, [nk, F, bk] or all tiles as one, with the block [F, width·bk] added."""
         block, axis, start = block[None], 0, self.tile
-        if len(x) == 1:
+        if x.shape[0] == 1:
             axis, start = 2, self.tile * (block.shape[2] // self.width)
         block = block + lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
         return lax.dynamic_update_slice_in_dim(x, block, start, axis)
@@ -68,7 +71,7 @@ class Place(NamedTuple):
         return lax.dynamic_update_slice(x, block, self._starts(x))
 
     def _sizes(self, x: jax.Array) -> tuple[int, ...]:
-        return (1, 1, 1, x.shape[3], min(x.shape[4], self.width), x.shape[5])
+        return (1, 1, 1, x.shape[3], 1 if x.shape[4] == 1 else self.width, x.shape[5])
 
     def _starts(self, x: jax.Array) -> list[jax.Array]:
         at = (self.row, self.head, self.i, 0, self.tile, 0)
@@ -82,9 +85,9 @@ def by_rows(x: jax.Array, block: int, K: int) -> jax.Array:
     Not of more axes: XLA:CPU copies once more where some of them are 1.
     """
     *B, L, _, F = x.shape
-    x = jnp.swapaxes(x, -3, -2)
-    x = jnp.pad(x, ((0, 0),) * (len(B) + 1) + ((0, -L % block), (0, 0)))
-    return x.reshape(math.prod(B) * K, -1, F)
+    x, full = jnp.swapaxes(x, -3, -2), -(-L // block) * block
+    x = jnp.pad(x, ((0, 0),) * (len(B) + 1) + ((0, full - L), (0, 0)))
+    return x.reshape(math.prod(B) * K, x.shape[-3] // K * full, F)
 
 
 def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
@@ -138,8 +141,9 @@ def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> ja
 
 def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
     """A stripe of x [G, nq, ...], as one axis of jobs."""
-    x = x[:, stripe.first : stripe.first + len(stripe.starts)]
-    return x.reshape(-1, *x.shape[2:])
+    if stripe.starts:
+        x = x[:, stripe.first : stripe.first + len(stripe.starts)]
+    return lax.collapse(x, 0, 2)
 
 
 def join(stripes: Sequence[jax.Array], plan: Plan) -> jax.Array:
@@ -182,7 +186,7 @@ def score_of(
 ) -> jax.Array:  # fmt: skip
     """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
     s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at, vectors=vectors)
-    if masked and plan.dims.S % plan.block_k:
+    if masked and plan.dims.S % plan.block_k != 0:
         s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
     return s
 

@@ -39,9 +39,6 @@ your own is a subclass with an `allowed` method, a `tiles` method if kernels are
 excludes, and a `grain` method if they are to take its blocks for their tiles.
 """
 
-from flax_mha.masks.base import EMPTY as EMPTY
-from flax_mha.masks.base import FULL as FULL
-from flax_mha.masks.base import PARTIAL as PARTIAL
 from flax_mha.masks.base import And as And
 from flax_mha.masks.base import Dense as Dense
 from flax_mha.masks.base import Mask as Mask
@@ -58,6 +55,9 @@ from flax_mha.masks.rules import Causal as Causal
 from flax_mha.masks.rules import PerHead as PerHead
 from flax_mha.masks.rules import Predicate as Predicate
 from flax_mha.masks.rules import Window as Window
+from flax_mha.masks.tiles import EMPTY as EMPTY
+from flax_mha.masks.tiles import FULL as FULL
+from flax_mha.masks.tiles import PARTIAL as PARTIAL
 from flax_mha.masks.tokens import Documents as Documents
 from flax_mha.masks.tokens import Keys as Keys
 from flax_mha.masks.tokens import Lengths as Lengths

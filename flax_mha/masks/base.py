@@ -13,10 +13,8 @@ from flax import struct
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles, whole
 from flax_mha.masks.tables import read
+from flax_mha.masks.tiles import FULL, both, either, judge
 from flax_mha.shapes import Dims
-
-# What a mask says of a tile. In this order `&` is the minimum, `|` the maximum, `~` 2 − x.
-EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 class Mask(struct.PyTreeNode):
@@ -57,21 +55,41 @@ class Mask(struct.PyTreeNode):
         return None
 
     def dense(
-        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
-    ) -> jax.Array:
-        """The whole table, bool [*batch, num_heads, T, S]; S is T unless given."""
+        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
+        q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Return the whole table, bool [*batch, num_heads, T, S].
+
+        Args:
+          T: queries.
+          S: keys (default: T).
+          batch: *B.
+          num_heads: N.
+          q_positions: int [T] or [*batch, T], the positions of the queries, or the first of them:
+            `S - T` aligns the last query with the last key, as in decoding (default: 0).
+          kv_positions: int [S] or [*batch, S], the positions of the keys, or the first of them.
+
+        Raises:
+          ValueError, TypeError: if sizes or positions do not fit.
+        """
         S = T if S is None else S
         for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
             inputs.integer(name, size)
         dims = Dims(inputs.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
-        allowed = seen(self.bind(dims), whole(dims))
-        return jnp.broadcast_to(allowed, dims.logits)
+        q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
+        k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
+        return jnp.broadcast_to(seen(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
 
     def show(
-        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1
-    ) -> str:
-        """A picture of the first row's first head: one line a query, █ where it may see the key."""
-        table = np.asarray(self.dense(T, S, batch, num_heads))
+        self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
+        q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
+    ) -> str:  # fmt: skip
+        """Return a picture of the first row's first head, █ where a query may see a key.
+
+        A line is a query; arguments as for `dense`.
+        """
+        places = {"q_positions": q_positions, "kv_positions": kv_positions}
+        table = np.asarray(self.dense(T, S, batch, num_heads, **places))
         table = table.reshape(-1, *table.shape[-2:])[0]
         return "\n".join("".join("█" if seen else "·" for seen in line) for line in table)
 
@@ -217,17 +235,18 @@ def seen(mask: Mask, at: At) -> Array:
     """What a mask allows at those places; one of a user's own has to say so in bools."""
     allowed: Any = mask.allowed(at)
     if isinstance(allowed, bool):
-        return np.asarray(allowed)
+        allowed = np.asarray(allowed)
     name, rule = type(mask).__name__, "True where the query may see the key"
     if getattr(allowed, "dtype", None) != np.bool_:
         raise TypeError(
             f"{name} must give bools, {rule}, got {inputs.came(allowed)}; return a comparison, "
             f"such as j <= i"
         )
-    shape = np.broadcast_shapes(*(x.shape for x in at))
+    shape = jnp.broadcast_shapes(*(x.shape for x in at))
     remedy = "compute it from the places that are given, pair by pair"
     shapes.check_broadcasts(f"what {name} gives", allowed.shape, shape, "the places", remedy)
-    return allowed
+    # A rule may give one answer for all pairs; kernels count on all axes.
+    return shapes.lead(allowed, len(shape))
 
 
 def validated(mask: Mask) -> tuple[Mask, Array | None]:
@@ -274,27 +293,7 @@ def combine(*masks: MaskLike | None) -> Mask | None:
     return And(given) if len(given) > 1 else next(iter(given), None)
 
 
-def judge(some: Any, every: Any) -> Array:
-    """EMPTY, PARTIAL or FULL from whether some and whether all pairs of a tile may attend."""
-    return some.astype(np.int8) + every.astype(np.int8)
-
-
-def both(x: Array, y: Array) -> Array:
-    """What two masks say together: of EMPTY, PARTIAL and FULL the least."""
-    return np.minimum(x, y) if known(x, y) else jnp.minimum(x, y)
-
-
-def either(x: Array, y: Array) -> Array:
-    """What either of two masks says: the greatest."""
-    return np.maximum(x, y) if known(x, y) else jnp.maximum(x, y)
-
-
 def farthest(masks: Sequence[Mask]) -> int | None:
     """The greatest reach of several masks, None if one of them is not known."""
     known = [reach for mask in masks if (reach := mask.reach()) is not None]
     return max(known) if len(known) == len(masks) else None
-
-
-def known(*arrays: Array) -> bool:
-    """Whether all are known before tracing."""
-    return all(isinstance(x, np.ndarray | np.generic) for x in arrays)

@@ -12,8 +12,9 @@ from flax import struct
 
 from flax_mha import inputs, shapes, sharding
 from flax_mha.grid import Array, At, Grid, Tiles, blocks
-from flax_mha.masks.base import Mask, judge, known
+from flax_mha.masks.base import Mask
 from flax_mha.masks.rules import Causal
+from flax_mha.masks.tiles import judge, known
 from flax_mha.shapes import Dims
 
 # The most blocks of keys for one block of queries: each is an array, and a comparison a score.

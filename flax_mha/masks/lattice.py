@@ -10,7 +10,8 @@ from flax import struct
 
 from flax_mha import inputs
 from flax_mha.grid import Array, At, Tiles
-from flax_mha.masks.base import Mask, both, judge, known
+from flax_mha.masks.base import Mask
+from flax_mha.masks.tiles import both, judge, known
 from flax_mha.shapes import Dims
 
 

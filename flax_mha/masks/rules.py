@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import inputs, shapes
+from flax_mha import inputs, shapes, symbols
 from flax_mha.grid import Array, At, Tiles
-from flax_mha.masks.base import Mask, as_mask, both, farthest, judge, known, seen
+from flax_mha.masks.base import Mask, as_mask, farthest, seen
+from flax_mha.masks.tiles import both, judge, known
 from flax_mha.shapes import Dims
 
 
@@ -149,8 +150,8 @@ class PerHead(Mask):
                 table = jnp.where(tiles.heads == head, verdict, table)
             return table
         each = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(each)]
-        shape = np.broadcast_shapes(*(verdict.shape for verdict in each))
-        xp = np if known(*each) else jnp
+        shape = jnp.broadcast_shapes(*(verdict.shape for verdict in each))
+        xp = np if known(*each) and not symbols.is_symbolic(*shape) else jnp
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
 
     def reach(self) -> int | None:

@@ -8,8 +8,9 @@ from flax import struct
 
 from flax_mha import inputs, shapes
 from flax_mha.grid import Array, At, Grid, Tiles
-from flax_mha.masks.base import Dense, Mask, Placed, both, either, judge, known
+from flax_mha.masks.base import Dense, Mask, Placed
 from flax_mha.masks.rules import Causal
+from flax_mha.masks.tiles import both, either, judge, known
 from flax_mha.shapes import Dims
 
 

@@ -15,7 +15,8 @@ from flax_mha.call import Call, Settings
 from flax_mha.grid import Array, At, tiles_of, whole
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import widened
-from flax_mha.masks.base import known, placed
+from flax_mha.masks.base import placed
+from flax_mha.masks.tiles import known
 from flax_mha.variants import common
 
 # Scores of single keys that are in memory at a time: 8 MiB in float32.

@@ -12,7 +12,7 @@ from flax_mha.kernels.cudnn.ragged import Runs
 from flax_mha.kernels.ids import conjuncts
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims
 
 _OF_RUNS = (

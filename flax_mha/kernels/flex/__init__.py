@@ -34,7 +34,8 @@ from flax_mha.kernels.plan import Plan, ask, finest
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.masks import EMPTY, FULL, PARTIAL
-from flax_mha.masks.base import known, seen
+from flax_mha.masks.base import seen
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims
 
 # The most entries of a table of tiles: they lie in scalar memory.

@@ -15,7 +15,7 @@ from flax_mha.grid import At, flat_batch, is_grid, map_grids, tiles_of
 from flax_mha.kernels.ids import Ids, split
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
-from flax_mha.masks.base import known
+from flax_mha.masks.tiles import known
 from flax_mha.shapes import Dims, lead
 
 # Entries of the tables of all heads: 16 MiB, as 1 byte each.
