@@ -1,9 +1,7 @@
 """Folders of checkpoints, without the libraries they come from: damaged ones, and shards."""
 
-import itertools
 import json
 import shutil
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -267,58 +265,3 @@ def test_two_bases_as_gemma_3_wrote_them() -> None:
     local, *_, whole = interop.family(CONFIG | change | old).module.decoder.blocks
     assert (local.attention.rotary.base, local.attention.rotary.scaling) == (1e4, None)
     assert (whole.attention.rotary.base, whole.attention.rotary.scaling.factor) == (1e6, 8.0)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gemma_stays_in_its_dtype(dtype: str, tmp_path: Path) -> None:
-    """Scales too, which the file keeps as their distance from 1, rounded once on each way."""
-    config = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4}
-    kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    given = jax.tree.map(lambda x: np.asarray(x, kept), variables(config))
-    interop.save(config, given, tmp_path)
-    tensors = files.read(tmp_path / "model.safetensors")
-    assert {x.dtype.name for x in tensors.values()} == {dtype}
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
-    _, found = interop.load(tmp_path)
-    assert {x.dtype.name for x in jax.tree.leaves(found)} == {dtype}
-    wanted = given["params"]["decoder"]["norm"]["scale"].astype(np.float64)
-    got = found["params"]["decoder"]["norm"]["scale"].astype(np.float64)
-    np.testing.assert_allclose(got, wanted, atol=2 * float(ml_dtypes.finfo(kept).eps))
-
-
-def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
-    half = jax.tree.map(lambda x: np.asarray(x, np.float16), variables())
-    old = CONFIG | {"torch_dtype": "bfloat16"}
-    for given, name in ((half, "float16"), (variables(), "float32")):
-        interop.save(old, given, tmp_path)
-        saved = json.loads((tmp_path / "config.json").read_text())
-        assert saved == old | {"dtype": name, "torch_dtype": name}
-
-
-def test_saving_holds_one_tensor_more(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    given = variables(CONFIG | sizes)
-    largest = max(x.nbytes for x in jax.tree.leaves(given))
-    tracemalloc.start()
-    interop.save(CONFIG | sizes, given, tmp_path)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert sum(x.nbytes for x in jax.tree.leaves(given)) > 8 * largest
-    assert peak < 1.5 * largest + 2**19
-    jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path)[1], given)
-
-
-def test_pieces_are_read_in_any_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small pieces of a file, transposed, with several tiles, by several threads."""
-    monkeypatch.setattr(placing, "_AT_ONCE", 2**12)
-    monkeypatch.setattr(placing, "_TILE", 8)
-    rng = np.random.default_rng(0)
-    for dtype in (np.float32, ml_dtypes.bfloat16):
-        x = rng.normal(size=(40, 60, 30)).astype(dtype)
-        files.write(tmp_path / "model.safetensors", {"x": x})
-        view = files.read(tmp_path / "model.safetensors")["x"]
-        for axes in itertools.permutations(range(3)):
-            got = placing.place(None, view.transpose(axes), None)
-            np.testing.assert_array_equal(got, x.transpose(axes))
-            cast = placing.place(np.dtype(np.float32), view.transpose(axes)[3:], None)
-            np.testing.assert_array_equal(cast, x.transpose(axes)[3:].astype(np.float32))
