@@ -109,7 +109,7 @@ def test_second_derivatives_and_forward_mode_say_so(nvidia) -> None:
     def loss(q):
         return run(q, *qkv[1:], mask=Causal())[0].sum()
 
-    with pytest.raises(TypeError, match="forward mode .*, got 'cudnn'"):
+    with pytest.raises(TypeError, match=r"forward mode .*, got 'cudnn'"):
         jax.jvp(loss, qkv[:1], qkv[:1])
     with pytest.raises(TypeError, match="derivatives of derivatives, got 'cudnn'"):
         jax.jit(jax.grad(lambda q: (jax.grad(loss)(q) ** 2).sum())).lower(qkv[0])
