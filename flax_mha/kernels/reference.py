@@ -16,8 +16,9 @@ from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.platform import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered
 
-# Its inverse squared, which gradients take, is finite.
-_LEAST_TOTAL = 1e-15
+# Below every sum of exponentials but 0, for the greatest is 1; any power of its inverse, which
+# derivatives take, is finite.
+_LEAST_TOTAL = 0.5
 
 
 def lower(

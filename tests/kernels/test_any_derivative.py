@@ -162,6 +162,9 @@ def test_a_ring_has_not_every_derivative() -> None:
     rules = changed(heads=None, kv_heads=None, batch=None, length="model", mlp=None, vocab=None)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         assert explain(x, x, x).way == "ring"
+        tangent = jax.jit(lambda x: jax.jvp(lambda x: dot_product_attention(x, x, x), (x,), (x,)))
+        with pytest.raises(TypeError, match=r"forward mode .*, got 'ring'"):
+            tangent.lower(x)
         told = explain(x, x, x, kernel="checkpointed")
         assert (told.way, told.chosen) == ("all_gather", "checkpointed")
         with kernels.any_derivative():

@@ -186,20 +186,42 @@ def test_hidden_nan_and_empty_rows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["checkpointed", "reference"])
+def test_third_derivatives_of_empty_rows(kernel: str) -> None:
+    """They are 0; those of the other rows are those without them."""
+    rng = np.random.default_rng(0)
+    q, t = (jnp.asarray(rng.normal(size=(2, 5, 1, 4)), jnp.float32) for _ in range(2))
+
+    def third(q: jax.Array, t: jax.Array, lengths: jax.Array) -> jax.Array:
+        def loss(q: jax.Array) -> jax.Array:
+            return (dot_product_attention(q, q, q, mask=Lengths(lengths), kernel=kernel) ** 2).sum()
+
+        def along(f: Any) -> Any:
+            return lambda q: jax.jvp(f, (q,), (t,))[1]
+
+        return along(along(jax.grad(loss)))(q)
+
+    got = jax.jit(third)(q, t, jnp.array([4, 0]))
+    np.testing.assert_array_equal(got[1], 0)
+    assert oracle.error(got[:1], third(q[:1], t[:1], jnp.array([4]))) < 1e-5
+    assert np.abs(got[0]).max() > 0.1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rules", ["heads", "tokens"])
-def test_on_a_mesh(kind: str, rules: str) -> None:
+@pytest.mark.parametrize("over", ["heads", "ulysses", "all_gather"])
+def test_on_a_mesh(kind: str, over: str) -> None:
     """Forward mode, and its gradient, as on one device."""
-    by = sharding.RULES if rules == "heads" else changed(
-        heads=None, kv_heads=None, length="model", batch="data"
-    )  # fmt: skip
+    tokens = changed(heads=None, kv_heads=None, length="model", batch="data")
+    rules = sharding.RULES if over == "heads" else tokens
+    kernel = "checkpointed" if over == "heads" else f"{over}:checkpointed"
     rng = np.random.default_rng(0)
     args = [jnp.asarray(rng.normal(size=(4, 32, 8, 4)), jnp.float32) for _ in range(4)]
 
     def tangent(q: jax.Array, k: jax.Array, v: jax.Array, t: jax.Array) -> jax.Array:
         def attend(*qkv: jax.Array) -> jax.Array:
-            return dot_product_attention(*qkv, mask=Causal(), kernel="checkpointed")
+            return dot_product_attention(*qkv, mask=Causal(), kernel=kernel)
 
         return jax.jvp(attend, (q, k, v), (t, t, t))[1]
 
-    compare(tangent, args, kind, by, [P("data")] * 4)
+    compare(tangent, args, kind, rules, [P("data")] * 4)
