@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from experiments.failures import RunError
 from experiments.plan import gpus
 from flax_mha import dot_product_attention, explain, masks
-from flax_mha.kernels import Platform
+from flax_mha.kernels import KernelName, Platform
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEADS = (16, 256)
@@ -67,7 +67,7 @@ def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
 
 
 def taken(
-    device: jax.Device, T: int, N: int, mask: masks.Mask | None, kernel: str, gradients: bool
+    device: jax.Device, T: int, N: int, mask: masks.Mask | None, kernel: KernelName, gradients: bool
 ) -> int:
     """Bytes beside arguments and results, of N heads of 64 features."""
     mesh = Mesh(np.array([device]), ("data",))

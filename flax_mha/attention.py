@@ -15,7 +15,7 @@ from flax_mha.arguments import check_renamed
 from flax_mha.cache import CacheConfig, Memory, as_cache_config, variables
 from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
-from flax_mha.kernels import Capture
+from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.linear import Linear, projection
 from flax_mha.positions import Rotation
@@ -122,7 +122,7 @@ class MultiHeadAttention(nn.Module):
     head_dim: int | None = None
     v_head_dim: int | None = None
     project_out: bool = True
-    kernel: str = "auto"
+    kernel: KernelName = "auto"
     mask: masks.Mask | None = None
     scores: Sequence[ScoreMod] = ()
     scale: float | Literal["learned"] | None = None

@@ -9,7 +9,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import inputs, masks
 from flax_mha.grid import Array
-from flax_mha.kernels import Capture
+from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
 from flax_mha.positions import Rotation
@@ -28,7 +28,7 @@ class Settings:
     mask: masks.MaskLike | None = None
     scores: Sequence[ScoreMod] = ()
     scale: float | Literal["learned"] | None = None
-    kernel: str = "auto"
+    kernel: KernelName = "auto"
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     attention_fn: Callable[..., Any] | None = None

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,15 @@ class At(NamedTuple):
     head: Array
     q: Array
     k: Array
+
+
+class Node(struct.PyTreeNode):
+    """A tree of arrays, as masks and scores are, whose subclasses need no fields."""
+
+    if TYPE_CHECKING:  # Flax leaves these without types.
+
+        def __init__(self) -> None: ...
+        def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
 
 class Grid(struct.PyTreeNode):

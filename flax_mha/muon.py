@@ -28,8 +28,8 @@ def muon_dimensions(params: Any) -> Any:
     Of attention layers each head has a matrix of its own, [D, H] of queries, keys and values and
     [H, D] of the output: no device needs the heads of another one. MLPs have one matrix, experts
     one each, and so have other kernels of two axes, such as those of `nn.Dense`. The rest has none,
-    and goes to Adam: embeddings, biases, norms, a model's last layer, per-head vectors. Under `scan`
-    Optax joins the axes of layers and heads, which gathers heads that devices divide.
+    and goes to Adam: embeddings, biases, norms, a model's last layer, per-head vectors. Optax joins
+    the axes of layers under `scan` with that of heads, which gathers heads that devices divide.
 
     >>> optimizer = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=muon_dimensions)
 

@@ -14,7 +14,7 @@ from flax_mha import core, fields, inputs, masks, shapes, shared
 from flax_mha.cache import CacheConfig, KVCache, as_cache_config
 from flax_mha.call import Call, CallOptions, captured
 from flax_mha.grid import Array
-from flax_mha.kernels import Capture
+from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
 from flax_mha.linear import Linear, answer
@@ -128,7 +128,7 @@ class MultiHeadAttention(nnx.Module):
         head_dim: int | None = None,
         v_head_dim: int | None = None,
         project_out: bool = True,
-        kernel: str = "auto",
+        kernel: KernelName = "auto",
         mask: masks.Mask | None = None,
         scores: Sequence[ScoreMod] = (),
         scale: float | Literal["learned"] | None = None,

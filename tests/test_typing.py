@@ -10,11 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from flax_mha import MultiHeadAttention, attention, dot_product_attention, kernels, nnx
-from flax_mha.kernels import options
+from flax_mha.kernels import KERNELS, options
+from flax_mha.kernels.parallel.shards import WAYS
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "typed"
@@ -32,6 +34,11 @@ def test_the_options_are_the_arguments() -> None:
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 
+def test_the_names_of_kernels_are_in_their_type() -> None:
+    names = {"auto", *KERNELS, *WAYS, *(f"{way}:{name}" for way in WAYS for name in KERNELS)}
+    assert {*get_args(options.KernelName)} == names
+
+
 def faults(said: str) -> set[tuple[str, int]]:
     """Files and lines of the errors that a type checker names."""
     found = re.findall(r"(\w+\.py):(\d+)(?::\d+ -)?:? error", said)
@@ -47,7 +54,8 @@ def run(tool: str, *arguments: str) -> str:
 
 
 def mypy(folder: Path) -> str:
-    return run("mypy", f"--cache-dir={folder}", "--follow-imports=silent", "right.py", "wrong.py")
+    options = ("--strict", f"--cache-dir={folder}", "--follow-imports=silent")
+    return run("mypy", *options, "right.py", "wrong.py")
 
 
 def pyright(folder: Path) -> str:

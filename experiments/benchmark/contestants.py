@@ -3,14 +3,14 @@
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 
 from experiments.benchmark import cores, layers, torch_peers
 from experiments.benchmark.cases import Case
 from experiments.benchmark.work import RefusalError, Work
-from flax_mha.kernels import KERNELS
+from flax_mha.kernels import KERNELS, KernelName
 
 
 class Contestant(NamedTuple):
@@ -45,7 +45,7 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
         "ours": Contestant(cores.ours),
         **{
             f"ours-{name}": Contestant(
-                functools.partial(cores.ours, kernel=name),
+                functools.partial(cores.ours, kernel=cast(KernelName, name)),
                 keeps_scores="anywhere" if name == "reference" else "",
             )
             for name in KERNELS

@@ -11,9 +11,10 @@ import flax_mha
 from experiments.benchmark.cases import Case
 from experiments.benchmark.work import RefusalError, Work, jitted, visible
 from flax_mha import masks
+from flax_mha.kernels import KernelName
 
 
-def ours(case: Case, kernel: str = "auto") -> Work:
+def ours(case: Case, kernel: KernelName = "auto") -> Work:
     """`flax_mha.dot_product_attention`, by a named kernel unless it refuses."""
     mask = our_mask(case)
     if kernel != "auto":

@@ -17,7 +17,7 @@ import flax_mha.nnx
 from flax_mha import inputs
 from flax_mha.attention import MultiHeadAttention
 
-Model = TypeVar("Model", nn.Module, nnx.Module)
+Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
 _THEIRS = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 _SAME = (

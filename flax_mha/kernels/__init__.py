@@ -20,6 +20,7 @@ from flax_mha.kernels.derivatives import any_derivative as any_derivative
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Capture as Capture
 from flax_mha.kernels.observe import Captured
+from flax_mha.kernels.options import KernelName as KernelName
 from flax_mha.kernels.options import Keyed, Options
 from flax_mha.kernels.parallel import shards
 from flax_mha.kernels.platform import Platform as Platform
@@ -33,32 +34,32 @@ _WEIGHTS = Capture(("weights",))
 
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
+    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
     return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[True],
+    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[True],
     return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
+    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
     return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[True],
+    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[True],
     return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: Literal[False] = ...,
+    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
     return_residuals: Literal[False] = ..., capture: Capture, **options: Unpack[Options],
 ) -> tuple[jax.Array, dict[Captured, jax.Array]]: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: str = ..., return_weights: bool = ...,
+    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: bool = ...,
     return_residuals: bool = ..., capture: Capture | None = ..., **options: Unpack[Options],
 ) -> Any: ...  # fmt: skip
 @with_known_arguments
@@ -77,7 +78,7 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     q_positions: Array | int | None = None,
     kv_positions: Array | int | None = None,
-    kernel: str = "auto",
+    kernel: KernelName = "auto",
     precision: jax.lax.PrecisionLike = None,
     normalizer: str = SOFTMAX,
     return_weights: bool = False,
@@ -149,12 +150,12 @@ def dot_product_attention(
     inputs.flag("return_residuals", return_residuals)
     capture = observe.as_capture(capture)
     _check_lse(normalizer, return_weights, return_residuals, capture)
-    way, kernel = choice.parsed(kernel)
+    way, local = choice.parsed(kernel)
 
     def attend(
         platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *recalled: Result
     ) -> Result:
-        return choice.decide(kernel, q, k, v, spec, platform).run(*recalled)
+        return choice.decide(local, q, k, v, spec, platform).run(*recalled)
 
     take_way = functools.partial(choice.take_way, way, kernel, normalizer)
     reads = return_weights or return_residuals or bool(capture)
@@ -220,7 +221,7 @@ def explain(
     k: Keyed | jax.ShapeDtypeStruct,
     v: Keyed | jax.ShapeDtypeStruct,
     *,
-    kernel: str = "auto",
+    kernel: KernelName = "auto",
     return_weights: bool = False,
     return_residuals: bool = False,
     capture: Capture | None = None,
@@ -256,10 +257,10 @@ def explain(
         else:
             inputs.floating(name, x)
     capture = observe.as_capture(capture)
-    way, kernel = choice.parsed(kernel)
+    way, local = choice.parsed(kernel)
 
     def ask(on: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
-        found = choice.decide(kernel, q, k, v, spec.replace(invalid=None), on, ask_all=True)
+        found = choice.decide(local, q, k, v, spec.replace(invalid=None), on, ask_all=True)
         return Told(found.kernel, tuple(found.refused.items()))
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Told:

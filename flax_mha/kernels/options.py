@@ -1,7 +1,7 @@
 """The arguments of an attention call that do not change what it returns, for type checkers."""
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import Literal, TypeAlias, TypedDict
 
 import jax
 
@@ -11,6 +11,17 @@ from flax_mha.kernels.stored import Stored
 from flax_mha.scores import ScoreMod
 
 Keyed: TypeAlias = Array | Stored
+# The names of kernels: alone, of ways to the keys of other devices, and of both.
+KernelName: TypeAlias = Literal[
+    "auto", "cudnn", "splash", "flex", "blockwise", "reference", "decode",
+    "ulysses", "ring", "all_gather",
+    "ulysses:cudnn", "ulysses:splash", "ulysses:flex",
+    "ulysses:blockwise", "ulysses:reference", "ulysses:decode",
+    "ring:cudnn", "ring:splash", "ring:flex",
+    "ring:blockwise", "ring:reference", "ring:decode",
+    "all_gather:cudnn", "all_gather:splash", "all_gather:flex",
+    "all_gather:blockwise", "all_gather:reference", "all_gather:decode",
+]  # fmt: skip
 
 
 class Options(TypedDict, total=False):

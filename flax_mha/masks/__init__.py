@@ -39,6 +39,8 @@ your own is a subclass with an `allowed` method, a `tiles` method if kernels are
 excludes, and a `grain` method if they are to take its blocks for their tiles.
 """
 
+from flax_mha.grid import At as At
+from flax_mha.grid import Tiles as Tiles
 from flax_mha.masks.base import And as And
 from flax_mha.masks.base import Dense as Dense
 from flax_mha.masks.base import Mask as Mask

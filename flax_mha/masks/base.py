@@ -8,16 +8,15 @@ from typing import Any, Self, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flax_mha import inputs, shapes
-from flax_mha.grid import Array, At, Grid, Tiles, whole
+from flax_mha.grid import Array, At, Grid, Node, Tiles, whole
 from flax_mha.masks.tables import read
 from flax_mha.masks.tiles import FULL, both, either, judge
 from flax_mha.shapes import Dims
 
 
-class Mask(struct.PyTreeNode):
+class Mask(Node):
     """The base of all masks, and their algebra."""
 
     # So that `ndarray & mask` asks the mask, not NumPy, what `&` means.

@@ -15,6 +15,7 @@ Scores are applied in the order given. Like masks they are pytrees: their arrays
 | `Score(fn, args)` | fn(s, row, head, i, j, *args), and of q and k too if `vectors` |
 """
 
+from flax_mha.grid import At as At
 from flax_mha.scores.base import INIT as INIT
 from flax_mha.scores.base import ScoreMod as ScoreMod
 from flax_mha.scores.base import Vectors as Vectors

@@ -6,11 +6,10 @@ from typing import Any, Protocol, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from flax.typing import Initializer
 
 from flax_mha import inputs, shapes
-from flax_mha.grid import At
+from flax_mha.grid import At, Node
 from flax_mha.shapes import Dims
 
 # Queries [..., T, H] times the scale of the call, and keys [..., S, H], of the scores [..., T, S].
@@ -30,7 +29,7 @@ class Make(Protocol):
         ...
 
 
-class ScoreMod(struct.PyTreeNode):
+class ScoreMod(Node):
     """The base of all: a function of a score and of where it stands.
 
     A subclass that says `vectors = True` sees the vectors of query and key too, and defines

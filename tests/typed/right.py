@@ -14,9 +14,14 @@ from flax_mha import (
     Explanation,
     Generated,
     MultiHeadAttention,
+    SelfAttention,
     dot_product_attention,
+    dot_product_attention_weights,
+    interop,
     masks,
+    scores,
 )
+from flax_mha.muon import muon_dimensions
 
 x = jnp.zeros((2, 4, 16))
 q = jnp.zeros((2, 4, 2, 8))
@@ -32,9 +37,29 @@ out, captured = dot_product_attention(q, q, q, capture=Capture(("entropy", "lse"
 assert_type(captured["entropy"], jax.Array)
 assert_type(flax_mha.explain(q, q, q, mask=masks.Window(2) & masks.Causal()), Explanation)
 
+seen = masks.Causal() & masks.Window(3, 0) | ~masks.Keys(np.ones((2, 4), bool))
+seen &= masks.PerHead([masks.Causal()] * 2) & masks.Documents([[2, 2]]) & masks.Prefix(2)
+capped = (scores.Alibi(), scores.SoftCap(3.0), scores.Score(lambda s, b, n, i, j: s))
+assert_type(dot_product_attention(q, q, q, mask=seen, scores=capped, kernel="ring"), jax.Array)
+assert_type(dot_product_attention_weights(q, q, mask=seen), jax.Array)
+print(masks.Causal().show(2, 4, q_positions=2), masks.combine(seen, None), muon_dimensions({}))
+
+
+class Diagonal(masks.Mask):
+    def allowed(self, at: masks.At) -> jax.Array:
+        return jnp.asarray(at.q == at.k)
+
+
+class Halved(scores.ScoreMod):
+    def __call__(self, score: jax.Array, at: scores.At) -> jax.Array:
+        return score / 2
+
+
+dot_product_attention(q, q, q, mask=Diagonal() & masks.Causal(), scores=(Halved(),))
 layer = MultiHeadAttention(num_heads=4, num_kv_heads=2, rotary=flax_mha.positions.Rotary())
 block = flax_mha.EncoderBlock(layer, mlp_dim=32, norm="rmsnorm")
 encoder = flax_mha.Encoder(num_layers=2, block=block)
+assert_type(interop.swap(encoder), flax_mha.Encoder)
 
 
 class Model(nn.Module):
@@ -50,6 +75,7 @@ class Model(nn.Module):
         y, kv = block(x, return_kv=True)
         assert_type(block(y, kv=(kv.key, kv.value)), jax.Array)
         assert_type(layer(x, return_weights=self.watched), jax.Array | tuple[jax.Array, jax.Array])
+        y = SelfAttention(num_heads=4)(y, masks.Causal(), True)
         return encoder(y)
 
 

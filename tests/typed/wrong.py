@@ -11,6 +11,9 @@ q = jnp.zeros((2, 4, 2, 8))
 
 dot_product_attention(q, q, q, msk=masks.Causal())  # error
 dot_product_attention(q, q, q, return_weights=1)  # error
+dot_product_attention(q, q, q, kernel="flash")  # error
+MultiHeadAttention(4, kernel="ring:flash")  # error
+masks.Causal(3)  # error
 shape = dot_product_attention(q, q, q).shap  # error
 shape = dot_product_attention(q, q, q, return_weights=True).shape  # error
 flax_mha.explain(q, q, q, scales=0.5)  # error
