@@ -33,8 +33,7 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, stripe: Stripe, r: jax.Array, j: jax.Array) -> "Place":
         """The place of job j of a stripe for row-and-key/value-head r, see `rows`."""
-        G, K = plan.dims.G, plan.dims.K
-        starts = stripe.starts
+        G, K, starts = plan.dims.G, plan.dims.K, stripe.starts
         count = len(starts) or plan.nq
         block = 0 if count == 1 else j % count
         tile: Any = 0  # Tables say which, where there are no starts.
