@@ -221,8 +221,7 @@ class LanguageModel(nn.Module):
     @nn.nowrap
     def _goes_on(self) -> bool:
         """Whether there are tokens before those of the call, and P needs their number."""
-        started = self.has_variable("cache", "decoder")
-        return started and self.position_embedding.kind != "none"
+        return self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
 
 
 def _select(x: jax.Array, at: jax.Array) -> jax.Array:
