@@ -28,7 +28,7 @@ class Weights(struct.PyTreeNode):
       sinks: [N], a score more for each head; or None.
       gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
       scale: [N], of each head's scores; or None.
-      beside: more projections of inputs_q, each to [N, ·], which `project` gives last.
+      beside: more projections of inputs_q, each to [N, ·]; `project` returns their products last.
     """
 
     query: Linear
@@ -46,7 +46,7 @@ class Weights(struct.PyTreeNode):
 def project(
     weights: Weights, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None
 ) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:
-    """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates and the rest.
+    """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates, and `beside`.
 
     Of no x_k there are no keys and values; of one input as few products as the mesh allows.
     """

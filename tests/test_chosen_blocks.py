@@ -32,7 +32,7 @@ def layer(**fields: Any) -> ChosenBlocksAttention:
 def expected(
     params: Any, x: Any, share: bool = False, query_block: int = 1, mask: Any = True
 ) -> np.ndarray:
-    """Query by query; `mask` is bool, broadcastable to [B, N, T, T]."""
+    """Compute the layer query by query; `mask` is bool, broadcastable to [B, N, T, T]."""
     x, p = float64(x), float64(params)
     q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
     q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
@@ -74,9 +74,10 @@ def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X, **fields)) < 5e-6
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
 def test_choices_are_of_keys_that_the_mask_shows(fields: dict[str, Any]) -> None:
-    """Of any table of pairs: means are over those keys, and blocks without any take no place."""
+    """Means are over those keys, and blocks without any take no place, by any table of pairs."""
     rng = np.random.default_rng(2)
     table = rng.random((2, N, T, T)) < 0.5
     # Whole blocks, those of queries themselves among them, and the first query of a block of them.
@@ -100,7 +101,7 @@ def test_choices_are_of_keys_that_the_mask_shows(fields: dict[str, Any]) -> None
     ids=str,
 )
 def test_a_document_changes_no_other(fields: dict[str, Any], lengths: list[int]) -> None:
-    """Not by NaN; one that is alone gives the same."""
+    """One that holds NaN leaves the others as they were."""
     module = layer(mask=masks.Documents(np.array(lengths)), **fields)
     params = drawn(layer(), X)
     ids = np.searchsorted(np.cumsum(lengths), np.arange(T), side="right")
@@ -117,7 +118,7 @@ def test_a_document_changes_no_other(fields: dict[str, Any], lengths: list[int])
 
 @pytest.mark.parametrize("fields", [{"share": True}, {"query_block": 8}])
 def test_hidden_keys_tell_nothing(fields: dict[str, Any]) -> None:
-    """Not by NaN, even where they are the first of the queries that choose together."""
+    """NaN of theirs changes nothing, even where they are the first of those that choose."""
     real = np.ones((2, T), bool)
     real[0, [0, 8, 9]] = real[1, 3:17] = False
     module = layer(mask=masks.Keys(real), **fields)

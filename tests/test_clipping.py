@@ -178,7 +178,7 @@ def test_latent_attention() -> None:
 
 
 def test_a_layer_that_takes_keys_of_another() -> None:
-    """Its queries alone are scaled."""
+    """Queries alone are scaled there."""
     module = layer()
     kv = (jnp.asarray(X[..., None, :4]), jnp.asarray(X[..., None, 4:8]))
     params = random_like(jax.eval_shape(lambda: module.init(KEY, X, kv=kv)))["params"]

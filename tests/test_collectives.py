@@ -84,7 +84,7 @@ SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(0.35)
+@pytest.mark.sampled(0.28)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
 def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kind: str) -> None:
@@ -109,13 +109,12 @@ def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kin
         assert abs(found[collective] - size) <= 64, (found, wanted)
 
 
-@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
     "layer",
     [
         DifferentialAttention(8, num_kv_heads=4, head_dim=4),
-        ChosenBlocksAttention(8, block=4, count=2),
-        TalkingHeadsAttention(8, num_kv_heads=4),
+        pytest.param(ChosenBlocksAttention(8, block=4, count=2), marks=pytest.mark.slow),
+        pytest.param(TalkingHeadsAttention(8, num_kv_heads=4), marks=pytest.mark.slow),
     ],
     ids=lambda layer: type(layer).__name__,
 )

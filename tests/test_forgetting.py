@@ -125,7 +125,7 @@ REAL[0, [0, 4]] = REAL[1, 7:9] = False
 
 
 def test_hidden_tokens_leave_no_trace() -> None:
-    """Not by NaN, in outputs, gradients and steps: their gates are 1."""
+    """Neither outputs, gradients nor steps show NaN of theirs: their gates are 1."""
     module = layer(mask=masks.Keys(REAL), kernel="blockwise")
     params = drawn(module, X)
     bad = np.where(REAL[..., None], X, np.nan)
@@ -148,7 +148,7 @@ def test_hidden_tokens_leave_no_trace() -> None:
 
 @pytest.mark.parametrize("steps", [None, (3, 1, 6)])
 def test_a_document_changes_no_other(steps: Any) -> None:
-    """Not by NaN, before it or behind; tokens that see it are NaN."""
+    """Tokens that see NaN are NaN, and those of other documents are as they were."""
     module = layer(mask=masks.Documents(np.array([5, 3])))
     params = drawn(module, X)
     bad = X.copy()

@@ -124,7 +124,7 @@ def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
 
 
 def test_qkv_features_are_those_of_all_heads() -> None:
-    """Without those that are turned; by default as many as the input has."""
+    """Features that are turned do not count; by default there are as many as the input has."""
     wanted = jax.eval_shape(layer().init, KEY, X)
     found = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), found, wanted)

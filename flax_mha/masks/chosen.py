@@ -115,8 +115,8 @@ def top_blocks(
       causal: see above.
       positions: int [nq] or [*B, nq], where the blocks of queries begin (default: one after the
         other from 0 on).
-      visible: bool, broadcastable to the scores: the others are not chosen, own ones neither, so
-        that none takes the place of one that another mask lets them see (default: all).
+      visible: bool, broadcastable to the scores: False for a block of keys that another mask hides
+        from all queries of a block. It is not chosen, even as an own one (default: all True).
 
     Returns:
       `Causal() & Chosen(...)`, or without causality `Chosen(...)`.
