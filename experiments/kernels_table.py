@@ -47,7 +47,18 @@ PLATFORMS = {
 B, T, S, N = 2, 256, 256, 4
 IDS = np.repeat(np.arange(4), T // 4)
 TABLE = np.kron(np.eye(4), np.ones((T // 4, S // 4))) > 0
-HALF = jnp.zeros((T, S), jnp.bfloat16)
+
+
+def _zeros(*shape: int, dtype: Any = np.float32) -> jax.Array:
+    """Made by NumPy: JAX would compile a program for each shape."""
+    return jax.device_put(np.zeros(shape, dtype))
+
+
+def _numbers(*shape: int) -> jax.Array:
+    return _zeros(*shape, dtype=np.int32)
+
+
+HALF = _zeros(T, S, dtype=jnp.bfloat16)
 
 
 def _even(b: Any, n: Any, i: Any, j: Any) -> Any:
@@ -74,37 +85,37 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one query": {"T": 1},
     "`Causal`": {"mask": Causal()},
     "… from a number: `q_positions=8`": {"mask": Causal(), "q_positions": 8},
-    "… of traced positions": {"mask": Causal(), "q_positions": jnp.arange(T)},
+    "… of traced positions": {"mask": Causal(), "q_positions": _numbers(T)},
     "`Window(left, 0)`": {"mask": Window(64, 0)},
     "`Window(left, right)`": {"mask": Window(64, 16)},
-    "`Lengths`": {"mask": Lengths(jnp.zeros(B, int))},
-    "… of queries too": {"mask": Lengths(jnp.zeros(B, int), jnp.zeros(B, int))},
-    "… for each query": {"mask": Lengths(jnp.zeros((B, T), int))},
-    "`Segments`, traced": {"mask": Segments(jnp.asarray(IDS))},
-    "`Causal() & Segments`": {"mask": Causal() & Segments(jnp.asarray(IDS))},
-    "… of runs: `runs=True`": {"mask": Causal() & Segments(jnp.asarray(IDS), None, True, 8)},
-    "`Documents`, traced": {"mask": Documents(jnp.full((B, 4), T // 4))},
+    "`Lengths`": {"mask": Lengths(_numbers(B))},
+    "… of queries too": {"mask": Lengths(_numbers(B), _numbers(B))},
+    "… for each query": {"mask": Lengths(_numbers(B, T))},
+    "`Segments`, traced": {"mask": Segments(jax.device_put(IDS))},
+    "`Causal() & Segments`": {"mask": Causal() & Segments(jax.device_put(IDS))},
+    "… of runs: `runs=True`": {"mask": Causal() & Segments(jax.device_put(IDS), None, True, 8)},
+    "`Documents`, traced": {"mask": Documents(_numbers(B, 4))},
     "`Dilated`": {"mask": Dilated(4)},
     "`Neighborhood`": {"mask": Neighborhood((16, 16), 5)},
-    "`Chosen`, traced": {"mask": Chosen(jnp.zeros((B, N, T // 64, 2), int), 64, 64)},
+    "`Chosen`, traced": {"mask": Chosen(_numbers(B, N, T // 64, 2), 64, 64)},
     "`Prefix`": {"mask": Prefix(64)},
-    "… for each row": {"mask": Prefix(jnp.zeros(B, int))},
+    "… for each row": {"mask": Prefix(_numbers(B))},
     "`Dense`, known": {"mask": Dense(TABLE)},
-    "… traced": {"mask": Dense(jnp.asarray(TABLE))},
-    "… of keys, traced": {"mask": Dense(jnp.zeros((B, 1, 1, S), bool))},
+    "… traced": {"mask": Dense(jax.device_put(TABLE))},
+    "… of keys, traced": {"mask": Dense(_zeros(B, 1, 1, S, dtype=bool))},
     "`Predicate`": {"mask": Predicate(_even)},
     "`PerHead`": {"mask": PerHead([Causal(), Window(64, 0)] * 2)},
     "`~` or `\\|` of rules": {"mask": ~Causal() | Window(8, 8)},
     "`bias` [T, S] in bfloat16": {"bias": HALF},
-    "… in float32": {"bias": HALF.astype("float32")},
-    "… of keys, [S]": {"bias": HALF[0]},
+    "… in float32": {"bias": _zeros(T, S)},
+    "… of keys, [S]": {"bias": _zeros(S, dtype=jnp.bfloat16)},
     "`Alibi`": {"scores": (Alibi(),)},
-    "`RelativeBias` (T5)": {"scores": (RelativeBias(jnp.zeros((N, 32))),)},
+    "`RelativeBias` (T5)": {"scores": (RelativeBias(_zeros(N, 32)),)},
     "`SoftCap`": {"scores": (SoftCap(50.0),)},
     "`Score`, your own": {"scores": (Score(_shrunk),)},
-    "`Relative`, `TransformerXL`, …": {"scores": (Relative(jnp.zeros((33, 64))),)},
-    "`sinks`": {"sinks": jnp.zeros(N)},
-    "`scale`, traced": {"scale": jnp.float32(0.1)},
+    "`Relative`, `TransformerXL`, …": {"scores": (Relative(_zeros(33, 64)),)},
+    "`sinks`": {"sinks": _zeros(N)},
+    "`scale`, traced": {"scale": jax.device_put(np.float32(0.1))},
     "`normalizer`, no softmax": {"normalizer": "sigmoid"},
     "dropout": {"dropout_rate": 0.1, "dropout_rng": jax.random.key(0)},
     "`return_residuals`, `return_weights`": {"return_weights": True, "return_residuals": True},

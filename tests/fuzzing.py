@@ -56,7 +56,7 @@ def odd(draw: random.Random) -> Any:
                              Rotary(), Rotary, layer(), PartitionSpec("data"), jax.random.key(0))),
         lambda: np.ones(shape, dtype),
         lambda: np.array(["a", "b"]),
-        lambda: jnp.ones(shape, dtype),
+        lambda: jax.device_put(np.ones(shape, dtype)),
         lambda: Traced(shape, dtype),
     ))()  # fmt: skip
 

@@ -5,14 +5,16 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flax_mha import cache
 from flax_mha.cache import KVCache
+from tests.arrays import ones
 
-IDS = jnp.arange(4)
-X = jnp.ones((2, 4, 8))  # [B, T, D]
-Q = jnp.ones((2, 4, 6, 8))  # [B, T, N, H]
+IDS = np.arange(4, dtype=np.int32)
+X = ones((2, 4, 8))  # [B, T, D]
+Q = ones((2, 4, 6, 8))  # [B, T, N, H]
 HELD = KVCache.empty((2,), 4, 6, 8)
 MEMORY = cache.Memory(HELD.key, HELD.value)
 STATE = {"layer": {"kv": HELD}}
@@ -47,9 +49,9 @@ VALUE: list[Case] = [
      r"lengths must be in 0 … 4, got \[5, 1\]; each counts"),
     ("lengths shape", lambda: HELD.append(Q, Q, lengths=3), ValueError,
      r"lengths must have shape \[\*B\] = \(2,\), got \(\); give one"),
-    ("lengths dtype", lambda: HELD.append(Q, Q, lengths=jnp.ones(2)), TypeError,
+    ("lengths dtype", lambda: HELD.append(Q, Q, lengths=ones(2)), TypeError,
      r"lengths must be integers, got float32; cast"),
-    ("q_positions", lambda: HELD.attend(Q, jnp.ones((2, 4))), TypeError,
+    ("q_positions", lambda: HELD.attend(Q, ones((2, 4))), TypeError,
      r"q_positions must be integers, got float32; cast"),
     ("batch", lambda: KVCache.empty(2, 4, 6, 8), TypeError,
      r"batch must be a tuple of sizes, got 2 of int; give"),
@@ -76,7 +78,7 @@ ROWS: list[tuple[str, type[Exception], str, Any]] = [
     ("beyond", ValueError, r"rows must be in 0 … 1, got 2; name rows", [2]),
     ("one", ValueError, r"rows must have shape \[R\], got \(\).*jnp.array\(\[row\]\)", 1),
     ("none", ValueError, r"got \(0,\): at least one index", IDS[:0]),
-    ("floats", TypeError, r"rows must be integers, got float32; cast", jnp.ones(2)),
+    ("floats", TypeError, r"rows must be integers, got float32; cast", ones(2)),
     ("None", TypeError, r"rows must be integers, got object", None),
 ]  # fmt: skip
 

@@ -16,8 +16,9 @@ from flax_mha.nnx import MultiHeadAttention
 from flax_mha.positions import Rotary
 
 B, T, D = 2, 6, 16
-X = jax.random.normal(jax.random.key(0), (B, T, D))
-Y = jax.random.normal(jax.random.key(1), (B, T + 2, 12))
+RNG = np.random.default_rng(0)
+X = jax.device_put(RNG.normal(size=(B, T, D)).astype(np.float32))
+Y = jax.device_put(RNG.normal(size=(B, T + 2, 12)).astype(np.float32))
 CLOSE = 2e-6
 
 

@@ -25,9 +25,10 @@ Q, K, V = (jnp.asarray(RNG.normal(size=(B, T, N, H)), jnp.float32) for _ in rang
 X = jnp.asarray(RNG.normal(size=(B, T, 8)), jnp.float32)
 LENGTHS = np.array([3, 5])
 # Row 0 has three tokens: its last queries see nothing.
-REAL = jnp.asarray(np.arange(T) < LENGTHS[:, None])
-TABLE = nn.combine_masks(nn.make_attention_mask(REAL, REAL), nn.make_causal_mask(REAL))
-BOOLS = np.asarray(TABLE).astype(bool)
+REAL = np.arange(T) < LENGTHS[:, None]
+# As nn.combine_masks(nn.make_attention_mask(REAL, REAL), nn.make_causal_mask(REAL)) gives it.
+BOOLS = np.tril(REAL[:, None, :, None] & REAL[:, None, None, :])
+TABLE = jax.device_put(BOOLS.astype(np.float32))
 
 
 DIMS = Dims((B,), T, T, N, N, H, H)
@@ -75,7 +76,7 @@ INVALID = np.asarray(TABLE).copy()
 INVALID[1, 0, 2, 1] = -2.0
 WRONG = np.zeros((B, T), bool)
 WRONG[1, 2] = True
-ADDITIVE = jnp.where(TABLE > 0, 0.0, -1e9)
+ADDITIVE = np.where(BOOLS, 0.0, -1e9).astype(np.float32)
 
 
 @pytest.mark.sampled(0.42)

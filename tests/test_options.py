@@ -26,11 +26,11 @@ from flax_mha.positions import Rotary
 
 B, T, D, N = 2, 5, 8, 2
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (B, T, D))
-TOKENS = jnp.ones((B, T), jnp.int32)
+X = jax.device_put(np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32))
+TOKENS = np.ones((B, T), np.int32)
 GIVEN: dict[str, Any] = {
     "mask": masks.Window(2, 2),
-    "bias": jnp.ones((N, T, T)),
+    "bias": np.ones((N, T, T), np.float32),
     "scores": (scores.SoftCap(3.0),),
     "positions": jnp.arange(T) + 7,
     "head_mask": jnp.array([1.0, 0.0]),

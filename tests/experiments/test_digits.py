@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from sklearn.datasets import load_digits
 
 from experiments import data
 from experiments.data import digits
@@ -17,6 +16,8 @@ def as_set(images: np.ndarray) -> set[bytes]:
 
 
 def test_the_split_is_fixed_disjoint_and_in_proportion() -> None:
+    from sklearn.datasets import load_digits  # Slow to import.
+
     train, test = digits.load()
     assert (len(train["label"]), len(test["label"])) == (1437, 360)
     assert not as_set(train["image"]) & as_set(test["image"])

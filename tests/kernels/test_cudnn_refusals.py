@@ -15,9 +15,10 @@ from flax_mha import dot_product_attention, explain, private
 from flax_mha.kernels.cudnn import fused
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, Bias, SoftCap
+from tests.arrays import zeros
 
 B, T, S, N, H = 2, 40, 64, 4, 8
-HALF = jnp.zeros((T, S), jnp.bfloat16)
+HALF = zeros((T, S), jnp.bfloat16)
 
 
 class Later(Causal):
@@ -44,7 +45,7 @@ REFUSED = {
     "cap": (r"one SoftCap only, got SoftCap, Bias", {"scores": (SoftCap(2.0),), "bias": HALF}),
     "two biases": (r"one SoftCap only, got Bias, Bias", {"scores": (Bias(HALF),), "bias": HALF}),
     "a subclass of Bias": (r"one SoftCap only, got Doubled", {"scores": (Doubled(HALF),)}),
-    "a float32 bias": (r"got float32 to bfloat16", {"bias": jnp.zeros((T, S))}),
+    "a float32 bias": (r"got float32 to bfloat16", {"bias": zeros((T, S))}),
     "a bias in float16": (r"got float16 to float16",
                           {"bias": HALF.astype("float16"), "dtype": "float16"}),
     "a bias of keys": (r"bias of \(1, 64\) .* T·S = 40·64", {"bias": HALF[0]}),
@@ -55,10 +56,10 @@ REFUSED = {
     "prefix": (r"joined by &, got Prefix", {"mask": Prefix(3)}),
     "predicate": (r"got Predicate", {"mask": Predicate(lambda b, n, i, j: j < 3)}),
     "per head": (r"got PerHead", {"mask": PerHead([Causal()] * N)}),
-    "or": (r"got Or", {"mask": Causal() | Lengths(jnp.zeros(B, int))}),
+    "or": (r"got Or", {"mask": Causal() | Lengths(zeros(B, int))}),
     "not": (r"got Not", {"mask": ~Causal()}),
     "a subclass of Causal": (r"got Later", {"mask": Later()}),
-    "lengths per query": (r"got Lengths of each query", {"mask": Lengths(jnp.zeros((B, T), int))}),
+    "lengths per query": (r"got Lengths of each query", {"mask": Lengths(zeros((B, T), int))}),
     "windows ahead": (r"reach 2 back and 3 ahead", {"mask": Window(2, 3)}),
     "windows without an end": (r"reach 2 back and without end", {"mask": Window(left=2)}),
     "aligned ends": (r"reach without end back and 24 ahead",
@@ -84,8 +85,8 @@ def test_refusals(hopper, name: str) -> None:
     sizes |= {key: call[key] for key in call if key in sizes}
     call = {key: call[key] for key in call if key not in sizes}
     batch, dtype = sizes["batch"], sizes["dtype"]
-    q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
-    k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
+    q = zeros((batch, sizes["t"], N, sizes["features"]), dtype)
+    k = zeros((batch, sizes["s"], N, sizes["features"]), dtype)
     explanation = traced(functools.partial(explain, q, k, k), call)
     assert explanation.chosen == "reference"
     with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):
@@ -166,7 +167,7 @@ def test_soft_caps(hopper, monkeypatch, device, features: int, newer: bool, reas
 def test_inside_a_shard_map(nvidia) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
-    x = jnp.zeros((B, T, N, H), jnp.bfloat16)
+    x = zeros((B, T, N, H), jnp.bfloat16)
 
     def call(q):
         return dot_product_attention(q, q, q, mask=Causal(), kernel="cudnn")
@@ -190,7 +191,7 @@ def test_a_mesh_without_rules(hopper) -> None:
 @pytest.mark.parametrize(("t", "call", "chosen"), [
     (16, {"mask": Causal()}, "cudnn"),
     (8192, {"mask": Causal()}, "cudnn"),
-    (2049, {"sinks": jnp.zeros(N)}, "cudnn"),
+    (2049, {"sinks": zeros(N)}, "cudnn"),
     (2048, {"mask": Prefix(3)}, "reference"),
     (2049, {"mask": Prefix(3)}, "blockwise"),
 ])  # fmt: skip
@@ -205,7 +206,7 @@ def test_several_devices_without_a_mesh(hopper, monkeypatch) -> None:
 
 
 def test_elsewhere_it_refuses() -> None:
-    x = jnp.zeros((B, T, N, H), jnp.bfloat16)
+    x = zeros((B, T, N, H), jnp.bfloat16)
     call = functools.partial(dot_product_attention, x, x, x, kernel="cudnn")
     with pytest.raises(ValueError, match="runs on NVIDIA GPUs only, this is cpu"):
         call()

@@ -10,9 +10,10 @@ from flax_mha import dot_product_attention, explain
 from flax_mha.kernels import flex
 from flax_mha.masks import Causal, Predicate
 from flax_mha.scores import Alibi, Score
+from tests.arrays import zeros
 
 B, T, S, N, H = 2, 280, 300, 4, 8
-Q = jnp.zeros((B, T, N, H))
+Q = zeros((B, T, N, H))
 
 
 def scored(fn, *args):
@@ -20,7 +21,7 @@ def scored(fn, *args):
 
 
 HALVES = np.ones(3, np.float16)
-LONG = jnp.zeros(300)
+LONG = zeros(300)
 REFUSED = {
     "float16": (r"float32 and bfloat16, got float16", {"dtype": "float16"}),
     "no query": (r"no rows, queries or keys", {"t": 0}),
@@ -38,11 +39,11 @@ REFUSED = {
     "a large table": (r"score does: gather from 300 entries, of more than 256,",
                       scored(lambda s, b, n, i, j, t: s + t[j], LONG)),
     "rows of a table": (r"score does: gather",
-                        scored(lambda s, b, n, i, j, t: s + t[n].sum(-1), jnp.zeros((N, 3)))),
+                        scored(lambda s, b, n, i, j, t: s + t[n].sum(-1), zeros((N, 3)))),
     "a table of three axes": (r"of at most two axes and \d+ entries, got \(2, 2, 2\)",
-                              scored(lambda s, *_: s, jnp.zeros((2, 2, 2)))),
+                              scored(lambda s, *_: s, zeros((2, 2, 2)))),
     "a huge argument": (r"of at most two axes and 131072 entries, got \(512, 512\)",
-                        scored(lambda s, *_: s, jnp.zeros((512, 512)))),
+                        scored(lambda s, *_: s, zeros((512, 512)))),
     "a closure": (r"closes over arrays it can't load: float16\[3\]",
                   scored(lambda s, *_: s + jnp.sum(jnp.asarray(HALVES)).astype(s.dtype))),
     "a loop in a mask": (r"score does: scan",
@@ -59,8 +60,8 @@ def test_refusals(tpu, monkeypatch, name: str) -> None:
     sizes |= {key: call[key] for key in call if key in sizes}
     call = {key: call[key] for key in call if key not in sizes}
     batch, dtype = sizes["batch"], sizes["dtype"]
-    q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
-    k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
+    q = zeros((batch, sizes["t"], N, sizes["features"]), dtype)
+    k = zeros((batch, sizes["s"], N, sizes["features"]), dtype)
     assert explain(q, k, k, **call).chosen != "flex"
     with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):
         dot_product_attention(q, k, k, kernel="flex", **call)

@@ -23,13 +23,14 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.scores import Alibi, SoftCap
+from tests.arrays import zeros
 from tests.kernels.oracle_check import B, H, N
 
 T, S = 280, 300
-PACKED = Segments(jnp.zeros((B, T), int), jnp.zeros((B, S), int))
+PACKED = Segments(zeros((B, T), int), zeros((B, S), int))
 TABLE = Dense(np.kron(np.eye(28, 30), np.ones((10, 10))) > 0)
-Q = jnp.zeros((B, T, N, H))
-TRACED = jnp.zeros((T, S), bool)
+Q = zeros((B, T, N, H))
+TRACED = zeros((T, S), bool)
 
 
 class Reversed(Segments):
@@ -56,12 +57,12 @@ REFUSED = {
     "precision": (r"no precision setting, got highest", {"precision": "highest"}),
     "alibi": (r"one SoftCap only, got Alibi", {"scores": (Alibi(),)}),
     "bias": (r"one SoftCap only, got SoftCap, Bias",
-             {"scores": (SoftCap(2.0),), "bias": jnp.zeros(S)}),
+             {"scores": (SoftCap(2.0),), "bias": zeros(S)}),
     "two caps": (r"one SoftCap only, got SoftCap, SoftCap", {"scores": (SoftCap(2.0),) * 2}),
     "traced table": (r"Dense holds arrays that are not NumPy's", {"mask": TRACED}),
     "lengths per query": (r"Lengths holds arrays",
-                          {"mask": Lengths(jnp.zeros((B, T), int)) & Causal()}),
-    "prefix per row": (r"Prefix holds arrays", {"mask": Prefix(jnp.zeros(B, int))}),
+                          {"mask": Lengths(zeros((B, T), int)) & Causal()}),
+    "prefix per row": (r"Prefix holds arrays", {"mask": Prefix(zeros(B, int))}),
     "segments joined by |": (r"Or holds arrays", {"mask": Causal() | PACKED}),
     "segments negated": (r"Not holds arrays", {"mask": ~PACKED}),
     "segments per head": (r"PerHead holds arrays", {"mask": PerHead([Causal(), PACKED] * 2)}),
@@ -89,8 +90,8 @@ def test_refusals(tpu, monkeypatch, name: str) -> None:
     sizes |= {key: call[key] for key in call if key in sizes}
     call = {key: call[key] for key in call if key not in sizes}
     batch, dtype = sizes["batch"], sizes["dtype"]
-    q = jnp.zeros((batch, sizes["t"], N, sizes["features"]), dtype)
-    k = jnp.zeros((batch, sizes["s"], N, sizes["features"]), dtype)
+    q = zeros((batch, sizes["t"], N, sizes["features"]), dtype)
+    k = zeros((batch, sizes["s"], N, sizes["features"]), dtype)
     explanation = traced(functools.partial(explain, q, k, k), call)
     assert explanation.chosen != "splash"
     with pytest.raises(ValueError, match=f"can't run this call: .*{reason}"):

@@ -13,6 +13,7 @@ from flax_mha.cache import KVCache
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
 from tests import meshes, oracle
+from tests.arrays import ones
 from tests.oracle import einsum, error, float64
 
 B, N, K, H, Hv, D = 2, 4, 2, 8, 5, 6
@@ -261,14 +262,14 @@ def test_other_kernels_refuse_them() -> None:
 
 WRONG: list[tuple[Any, str]] = [
     (Relative(), "must have a table here, got None"),
-    (Relative(jnp.ones((4, H))), r"\[2·L \+ 1, H\] or .* got \(4, 8\)"),
-    (Relative(jnp.ones((3, 5))), r"H=8, got \(3, 5\)"),
-    (Relative(jnp.ones((2, 3, H))), r"N=4 and H=8, got \(2, 3, 8\)"),
-    (Relative(jnp.ones(H)), r"got \(8,\)"),
-    (TransformerXL(jnp.ones((N, H))), "must have a position_bias here"),
-    (TransformerXL(*[jnp.ones((N, H))] * 2, jnp.ones((3, N, H))), "even D, got"),
-    (TransformerXL(*[jnp.ones((N, 2))] * 2, jnp.ones((4, N, H))), r"\[N, H\] = \(4, 8\)"),
-    (TransformerXL(*[jnp.ones((N, H))] * 2, jnp.ones((4, N, H)), base=0.0), "base must be above 0"),
+    (Relative(ones((4, H))), r"\[2·L \+ 1, H\] or .* got \(4, 8\)"),
+    (Relative(ones((3, 5))), r"H=8, got \(3, 5\)"),
+    (Relative(ones((2, 3, H))), r"N=4 and H=8, got \(2, 3, 8\)"),
+    (Relative(ones(H)), r"got \(8,\)"),
+    (TransformerXL(ones((N, H))), "must have a position_bias here"),
+    (TransformerXL(*[ones((N, H))] * 2, ones((3, N, H))), "even D, got"),
+    (TransformerXL(*[ones((N, 2))] * 2, ones((4, N, H))), r"\[N, H\] = \(4, 8\)"),
+    (TransformerXL(*[ones((N, H))] * 2, ones((4, N, H)), base=0.0), "base must be above 0"),
     (Score(lambda s, b, h, i, j: s, vectors=True), r"j, q, k, \*args\)"),
     (Score(lambda s, b, h, i, j: s, vectors=1), "Score.vectors must be"),
 ]  # fmt: skip
@@ -290,7 +291,7 @@ def test_memory_does_not_grow_with_the_square(optimized: None) -> None:
         arrays = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, H), (1, H), (D, 1, H))]
 
         def loss(q: Any, *arrays: Any) -> Any:
-            scores = (TransformerXL(*arrays), Relative(jnp.ones((33, H))))
+            scores = (TransformerXL(*arrays), Relative(ones((33, H))))
             return dot_product_attention(q, q, q, scores=scores, kernel="blockwise").sum()
 
         compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(q, *arrays).compile()
