@@ -209,7 +209,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     if not mesh.explicit_axes:
         return run(*args)
     whole = _initializing.value or not nn.get_logical_axis_rules()
-    if whole and any(_divided(x) for x in jax.tree.leaves(args)):
+    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+    if whole and any(any(mesh_axes.spec_of(x)) for x in arrays):
         raise ValueError(
             f"arrays divided over the Explicit mesh axes {mesh.explicit_axes} need rules that say "
             f"what is; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
@@ -246,10 +247,6 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     return inside(*(leaves[i] for i in given))
 
 
-def _divided(x: Any) -> bool:
-    return isinstance(x, jax.Array) and any(mesh_axes.spec_of(x))
-
-
 def _is_names(x: Any) -> bool:
     return isinstance(x, tuple) and all(n is None or isinstance(n, str) for n in x)
 
@@ -269,9 +266,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise ValueError(
-            "shardings need a mesh, and none is set; wrap in `with jax.set_mesh(mesh)`"
-        )
+        raise ValueError("shardings need a mesh, got none; wrap in `with jax.set_mesh(mesh)`")
     with _naming(True):
         abstract = jax.eval_shape(fn, *args)
 
@@ -298,7 +293,6 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         return jax.jit(create)(rngs, *args)
     shardings = of(create, rngs, *args)
     if explicit := mesh.abstract_mesh.explicit_axes:
-        # On these each device would draw whole parameters and keep its shard, and XLA would round
-        # the last bits of some otherwise.
+        # Else each device would draw whole parameters, and XLA round the last bits of some otherwise.
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=shardings)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)
