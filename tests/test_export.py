@@ -34,9 +34,11 @@ LAYER = MultiHeadAttention(2, num_kv_heads=1, rotary=Rotary())
 TOKENS = jnp.ones((1, 4), int)
 
 
-def exported(fn: Callable[..., Any], *shapes: str, dtypes: Any = ()) -> Callable[..., Any]:
+def exported(
+    fn: Callable[..., Any], *shapes: str, dtypes: Any = (), bounds: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """The program for axes such as "b, n, 8"."""
-    scope = export.SymbolicScope()
+    scope = export.SymbolicScope(bounds)
     dtypes = dtypes or ["float32"] * len(shapes)
     args = [
         jax.ShapeDtypeStruct(export.symbolic_shape(shape, scope=scope), dtype)
@@ -107,8 +109,10 @@ def test_layer_block_and_model() -> None:
     assert max(map(error, call(*given), jax.jit(apply)(*given))) < 1e-5
 
 
-def test_a_step_of_decoding() -> None:
-    layer = LAYER.clone(decode=True)
+@pytest.mark.parametrize("tokens", ["1", "n"])
+def test_a_call_that_decodes(tokens: str) -> None:
+    """A step, and a prompt that is known to fit; of one that is not, the error says the rule."""
+    layer, T = LAYER.clone(decode=True), 1 if tokens == "1" else 3
     params = random_like(jax.eval_shape(LAYER.init, KEY, X))
 
     def step(x: jax.Array, key: jax.Array, value: jax.Array, length: jax.Array) -> Any:
@@ -117,11 +121,16 @@ def test_a_step_of_decoding() -> None:
         return y, new["cache"]["kv"].length
 
     slots = f"b, 1, 9, {D // 2}"
+    axes = f"b, {tokens}, {D}", slots, slots, "b"
     dtypes = ["float32"] * 3 + ["int32"]
-    call = exported(step, f"b, 1, {D}", slots, slots, "b", dtypes=dtypes)
-    given = normal(B, 1, D), normal(B, 1, 9, 4), normal(B, 1, 9, 4), np.array([3, 8], np.int32)
+    bounds = ("n <= 9",) if tokens == "n" else ()
+    call = exported(step, *axes, dtypes=dtypes, bounds=bounds)
+    given = normal(B, T, D), normal(B, 1, 9, 4), normal(B, 1, 9, 4), np.array([3, 5], np.int32)
     for ours, expected in zip(call(*given), jax.jit(step)(*given), strict=True):
         assert error(ours, expected) < 1e-5
+    if tokens == "n":
+        with pytest.raises(ValueError, match=r"at most S, K, H\].*got \(b, n, 1, 4\)"):
+            exported(step, *axes, dtypes=dtypes)
 
 
 @pytest.mark.parametrize(

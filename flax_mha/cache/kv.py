@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.typing import Dtype
 
-from flax_mha import inputs, masks, shapes
+from flax_mha import inputs, masks, shapes, symbols
 from flax_mha.cache.look import Extended, look, marked
 from flax_mha.cache.slots import FAR, Memory, Slots, write
 from flax_mha.shapes import Shape
@@ -94,7 +94,8 @@ class KVCache(Slots, struct.PyTreeNode):
 
     def next_positions(self, T: int) -> jax.Array:
         """Int32 [*B, T], the positions of the next T tokens of each row."""
-        inputs.integer("T", T)
+        if not symbols.is_symbolic(T):
+            inputs.integer("T", T)
         return self.length[..., None] + shapes.lead(
             jnp.arange(T, dtype=jnp.int32), self.length.ndim + 1
         )
@@ -284,7 +285,8 @@ class KVCache(Slots, struct.PyTreeNode):
             came = inputs.floating(name, x).shape
             *B, K, S, F = slots.shape
             T = came[-3] if len(came) == slots.ndim else 0
-            if T < 1 or came != (*B, T, K, F) or (self.window is None and T > S):
+            fits = self.window is not None or symbols.at_most(T, S)
+            if symbols.at_most(T, 0) or came != (*B, T, K, F) or not fits:
                 raise ValueError(
                     f"{name}s for the cache must have shape [*B, at most S, K, H] where the cache "
                     f"is [*B, K, S, H] = {slots.shape}, got {came}; initialize the cache with the "

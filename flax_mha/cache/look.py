@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flax_mha import inputs, masks, shapes
+from flax_mha import inputs, masks, shapes, symbols
 from flax_mha.arguments import check_known
 from flax_mha.grid import Grid
 from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, observe
@@ -78,7 +78,7 @@ class Extended(struct.PyTreeNode):
         weights = call.get("return_weights", False) is True
         weights = weights or (captured is not None and "weights" in captured.what)
         weights = weights or "attention" in call  # Which may sow, in no branch.
-        if T <= decode.QUERIES or weights or over_keys(q, held, mask, call):
+        if symbols.at_most(T, decode.QUERIES) or weights or over_keys(q, held, mask, call):
             result = later()
         else:
             # Of a first prompt kernels know before tracing which tokens see which.

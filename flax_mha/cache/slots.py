@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import inputs, sharding
+from flax_mha import inputs, sharding, symbols
 from flax_mha.inputs import Integers
 from flax_mha.kernels.stored import Stored
 from flax_mha.shapes import Shape
@@ -110,7 +110,7 @@ def write(
 
 def _ring(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     S, T = slots.shape[1], tokens.shape[1]
-    if T > S:
+    if not symbols.at_most(T, S):
         skipped = jnp.maximum(count - S, 0)
         tokens = jax.lax.dynamic_slice_in_dim(tokens, skipped, S, axis=1)
         start, count = start + skipped, count - skipped
@@ -128,7 +128,7 @@ def _put(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
     S, T = slots.shape[1], tokens.shape[1]
     at = jnp.clip(start, 0, S - T)
     t = jnp.arange(T, dtype=jnp.int32) + at - start
-    if T > 1:
+    if T != 1:
         tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
     window = jax.lax.dynamic_slice_in_dim(slots, at, T, axis=1)
     meant = ((t >= 0) & (t < count))[None, :, None]
