@@ -293,6 +293,6 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         return jax.jit(create)(rngs, *args)
     shardings = of(create, rngs, *args)
     if explicit := mesh.abstract_mesh.explicit_axes:
-        # Else each device would draw whole parameters, and XLA round the last bits of some otherwise.
+        # Else each device would draw whole parameters, and XLA round some of them otherwise.
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=shardings)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)

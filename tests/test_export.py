@@ -66,7 +66,7 @@ def attended(kernel: str) -> Callable[..., Any]:
     return call
 
 
-@pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
+@pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kernels(kernel: str, large: bool) -> None:
     """Forward and gradients, of one tile and of many."""

@@ -119,7 +119,7 @@ def _loops(
         parts = []
         for stripe in plan.parts:
             block = cut(q, stripe)
-            jobs = jnp.arange(len(block), dtype=jnp.int32)
+            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
             run = _recomputed(functools.partial(job, stripe))
             parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
         out, lse = (tiling.join(x, plan) for x in zip(*parts, strict=True))

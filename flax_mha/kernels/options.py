@@ -13,14 +13,14 @@ from flax_mha.scores import ScoreMod
 Keyed: TypeAlias = Array | Stored
 # The names of kernels: alone, of ways to the keys of other devices, and of both.
 KernelName: TypeAlias = Literal[
-    "auto", "cudnn", "splash", "flex", "blockwise", "reference", "decode",
+    "auto", "cudnn", "splash", "flex", "blockwise", "checkpointed", "reference", "decode",
     "ulysses", "ring", "all_gather",
     "ulysses:cudnn", "ulysses:splash", "ulysses:flex",
-    "ulysses:blockwise", "ulysses:reference", "ulysses:decode",
+    "ulysses:blockwise", "ulysses:checkpointed", "ulysses:reference", "ulysses:decode",
     "ring:cudnn", "ring:splash", "ring:flex",
-    "ring:blockwise", "ring:reference", "ring:decode",
+    "ring:blockwise", "ring:checkpointed", "ring:reference", "ring:decode",
     "all_gather:cudnn", "all_gather:splash", "all_gather:flex",
-    "all_gather:blockwise", "all_gather:reference", "all_gather:decode",
+    "all_gather:blockwise", "all_gather:checkpointed", "all_gather:reference", "all_gather:decode",
 ]  # fmt: skip
 
 
