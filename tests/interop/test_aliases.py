@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the extra families")
 hf = pytest.importorskip("transformers", reason="needs the extra families")
 
 from flax_mha import interop  # noqa: E402
+from flax_mha.interop import neutral  # noqa: E402
 from tests.interop.families import (  # noqa: E402
     DECODER,
     IDS,
@@ -131,3 +132,45 @@ def test_outputs(name: str, tmp_path: Any) -> None:
     for key, x in theirs.named_parameters():
         if "pooler" not in key and not key.endswith("mask_token"):
             np.testing.assert_array_equal(again[key].detach().numpy(), x.detach().numpy())
+
+
+def flipped(x: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(x, bool):
+        return not x
+    return x + 1 if isinstance(x, int) else 0.5 * x + 0.25
+
+
+# What they return beside, how they split a product, and what a table here reads or a call says.
+ELSEWHERE = {
+    "chunk_size_feed_forward", "eos_token_id", "intermediate_size", "is_encoder_decoder",
+    "max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id", "pooler_output_size", "projection_size", "return_dict", "use_cache",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_neutral_settings_are_neutral_there(name: str) -> None:
+    """Whatever a table here need not read changes no output of theirs."""
+    case = CASES[name]
+    weights, said = make(case).state_dict(), case.config.to_dict()
+    (known,) = (x for kinds, _, x in interop._TABLES if said["model_type"] in kinds.split())
+    names = [
+        key for key, value in (neutral.ALWAYS | known).items()
+        if value is ... and type(said.get(key)) in (bool, int, float) and key not in ELSEWHERE
+    ]  # fmt: skip
+
+    def run(change: dict[str, Any]) -> np.ndarray:
+        config = type(case.config).from_dict(said | change)
+        config._attn_implementation = "eager"
+        model = case.model(config).eval()
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            found = model(**{key: torch.tensor(x) for key, x in case.given.items()})[0]
+        return np.asarray(found.numpy())
+
+    whole = run({})
+    assert names
+    for key in names:
+        np.testing.assert_array_equal(run({key: flipped(said[key])}), whole, err_msg=key)
