@@ -98,10 +98,11 @@ def test_it_is_the_linen_layer(name: str) -> None:
 
 def test_decoding_is_the_causal_forward() -> None:
     layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
-    whole = layer(X, decode=False, is_causal=True)
+    whole = nnx.jit(lambda layer: layer(X, decode=False, is_causal=True))(layer)
     layer.init_cache((B, T, D))
     step = nnx.jit(lambda layer, x: layer(x))
-    close(jnp.concatenate([step(layer, x) for x in jnp.split(X, [3, 4], axis=1)], axis=1), whole)
+    steps = [step(layer, x) for x in np.split(np.asarray(X), [3, 4], axis=1)]
+    close(np.concatenate(steps, axis=1), whole)
     np.testing.assert_array_equal(layer.cache_index, [T, T])
     assert layer.cached_key.shape == (B, T, 2, 4)
     assert np.isnan(step(layer, X[:, :1])).all()  # Beyond its room.
@@ -113,10 +114,12 @@ def test_a_ring_is_the_window() -> None:
     layer = MultiHeadAttention(
         4, D, mask=masks.Window(2, 0), cache=CacheConfig(slots=3), decode=True, rngs=nnx.Rngs(0)
     )
-    whole = layer(X, decode=False)
+    whole = nnx.jit(lambda layer: layer(X, decode=False))(layer)
     layer.init_cache((B, T, D))
     assert layer.cached_key.shape[1] == 3
-    close(jnp.concatenate([layer(X[:, t : t + 1]) for t in range(T)], axis=1), whole)
+    step = nnx.jit(lambda layer, x: layer(x))
+    steps = [step(layer, x) for x in np.split(np.asarray(X), T, axis=1)]
+    close(np.concatenate(steps, axis=1), whole)
 
 
 def test_train_and_eval_turn_dropout_on_and_off() -> None:
