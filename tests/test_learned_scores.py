@@ -93,7 +93,10 @@ def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
         assert "relative_bias" not in str(jax.tree.structure(params))
         scores = (RelativeBias(table, bidirectional=False),)
         pairs = [
-            (stack.apply(variables, X, scores=more), plain.apply({"params": params}, X, scores=all_))
+            (
+                stack.apply(variables, X, scores=more),
+                plain.apply({"params": params}, X, scores=all_),
+            )
             for more, all_ in (((), scores), ((Alibi(),), (*scores, Alibi())))
         ]
         gradient = jax.grad(lambda p: jnp.sum(stack.apply(p, X) ** 3))(variables)
