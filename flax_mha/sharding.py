@@ -269,9 +269,7 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise ValueError(
-            "shardings need a mesh, and none is set; wrap in `with jax.set_mesh(mesh)`"
-        )
+        raise ValueError("shardings need a mesh, got none; wrap in `with jax.set_mesh(mesh)`")
     with _naming(True):
         abstract = jax.eval_shape(fn, *args)
 
@@ -293,12 +291,10 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         with _initializing(True):
             return model.init(rngs, *args, **kwargs)
 
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    if jax.sharding.get_mesh().empty:
         return jax.jit(create)(rngs, *args)
     shardings = of(create, rngs, *args)
-    if explicit := mesh.abstract_mesh.explicit_axes:
-        # On these each device would draw whole parameters and keep its shard, and XLA would round
-        # the last bits of some otherwise.
+    if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+        # Else each device draws whole parameters, rounded otherwise, and keeps its shard.
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=shardings)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)
