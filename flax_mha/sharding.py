@@ -288,11 +288,10 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         with _initializing(True):
             return model.init(rngs, *args, **kwargs)
 
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    if jax.sharding.get_mesh().empty:
         return jax.jit(create)(rngs, *args)
     shardings = of(create, rngs, *args)
-    if explicit := mesh.abstract_mesh.explicit_axes:
-        # Else each device would draw whole parameters, and XLA round some of them otherwise.
+    if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+        # Else each device draws whole parameters, rounded otherwise, and keeps its shard.
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=shardings)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)

@@ -705,7 +705,7 @@ MODULES: list[Case] = [
     module("classifier: lengths dtype", TypeError, r"must be integers, got float32",
            Classifier(EMBED, ENCODER, 3), TOKENS, lengths=ones(2)),
     ("sharding.of: no mesh", lambda: sharding.of(ATTENTION.init, KEY, X), ValueError,
-     r"need a mesh.*none is set; wrap in"),
+     r"need a mesh.*got none; wrap in"),
 ]  # fmt: skip
 
 LISTED = LanguageModel(
