@@ -245,9 +245,9 @@ def test_what_auto_takes(kind: str) -> None:
         assert way(8, 8, kernel="ring:blockwise") == "ring"
         assert way(8, 4, kernel="ulysses") is None
         q = jax.ShapeDtypeStruct((B, T, 8, H), jnp.float32, sharding=at)
-        table = str(explain(q, q, q, kernel="ring"))
-        assert "ring        chosen" in table
-        assert "reference   chosen" in table
+        table = [line.split() for line in str(explain(q, q, q, kernel="ring")).splitlines()]
+        assert ["ring", "chosen"] in table
+        assert ["reference", "chosen"] in table
     finally:
         leave()
     q = jnp.ones((B, T, N, H))

@@ -7,7 +7,6 @@ inputs of these kernels pass through an identity whose derivative says so (see `
 
 import contextlib
 import contextvars
-import importlib
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -43,10 +42,11 @@ def any_derivative() -> Iterator[None]:
     if reason := private.missing("any_derivative"):
         raise RuntimeError(f"any_derivative() can't be used: {reason}; name kernel='checkpointed'")
     token = _asked.set(True)
-    # JAX traces anew under other metadata; that of operations changes nothing that they compute.
-    metadata = importlib.import_module("jax.experimental.xla_metadata")
+    from jax.experimental.xla_metadata import set_xla_metadata
+
     try:
-        with metadata.set_xla_metadata(flax_mha="any_derivative"):
+        # JAX traces anew under other metadata, which changes nothing that is computed.
+        with set_xla_metadata(flax_mha="any_derivative"):
             yield
     finally:
         _asked.reset(token)
@@ -69,7 +69,7 @@ def limit(allowed: Limit, kernel: str, tree: T) -> T:
     """
     if private.missing("limits"):
         return tree
-    limits = importlib.import_module("flax_mha.kernels.limits")
+    from flax_mha.kernels import limits  # Needs names of JAX that may be gone.
 
     def mark(x: Any) -> Any:
         # Arrays that are not traced have no derivatives, and should stay known.
