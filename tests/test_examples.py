@@ -67,6 +67,15 @@ def of_clip() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_derivatives() -> dict[str, Any]:
+    layer = MultiHeadAttention(8)
+    params = layer.init(jax.random.key(0), X)
+    return {
+        "loss": lambda params: jnp.sum(jnp.sin(layer.apply(params, X))),
+        "flax_mha": flax_mha, "params": params, "direction": params,
+    }  # fmt: skip
+
+
 def of_block(kind: Any) -> dict[str, Any]:
     return {"block": kind(MultiHeadAttention(8), 64)}
 
@@ -76,8 +85,10 @@ GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
     "flax_mha.clipping.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
+    "flax_mha.kernels.any_derivative": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,
+    "flax_mha.muon.muon_dimensions": lambda: {"optax": optax},
     "flax_mha.scores": dict,
     "flax_mha.scores.Relative": dict,
     "flax_mha.scores.RelativeBias": lambda: of_block(EncoderBlock),
