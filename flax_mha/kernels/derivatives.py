@@ -41,12 +41,12 @@ def any_derivative() -> Iterator[None]:
     """
     if reason := private.missing("any_derivative"):
         raise RuntimeError(f"any_derivative() can't be used: {reason}; name kernel='checkpointed'")
-    token = _asked.set(True)
-    from jax.experimental.xla_metadata import set_xla_metadata
+    from jax.experimental import xla_metadata as metadata
 
+    token = _asked.set(True)
     try:
         # JAX traces anew under other metadata, which changes nothing that is computed.
-        with set_xla_metadata(flax_mha="any_derivative"):
+        with metadata.set_xla_metadata(flax_mha="any_derivative"):
             yield
     finally:
         _asked.reset(token)
