@@ -16,7 +16,7 @@ Norm: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class Weights(struct.PyTreeNode):
-    """What a layer learns.
+    """The parameters of a layer, as functions where a submodule is called.
 
     Attributes:
       query: to [N, H].

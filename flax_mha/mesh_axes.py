@@ -148,10 +148,10 @@ def filled(spec: PartitionSpec, own: Iterable[Any] = ()) -> PartitionSpec:
 
 
 def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
-    """The mesh axes over which `jax.shard_map` divides arrays laid out by these specs.
+    """Return the mesh axes over which `jax.shard_map` divides arrays laid out by these specs.
 
-    Over Auto axes that no spec names the compiler may have divided what is unconstrained. That it
-    stays so, these axes are left to the compiler inside, too, but for those of one device: there is
+    Over Auto axes that no spec names the compiler may have divided unconstrained axes. To keep
+    that, these axes are left to the compiler inside, too, but for those of one device: there is
     nothing to divide, and Mosaic's kernels run only where no axis is left.
     """
     parts = [part for spec in specs for part in spec]

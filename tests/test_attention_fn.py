@@ -173,7 +173,7 @@ def test_the_dtype_of_sown_weights(kind: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [None, jnp.float64])
 def test_weights_are_those_of_flax(dtype: Any) -> None:
-    """Under a mask and a bias, sown too; of grouped keys and an empty row against NumPy."""
+    """With a mask and a bias, sown too. Grouped keys and an empty row against NumPy."""
     q, k = (jnp.asarray(normal(2, n, 2, 4)) for n in (5, 3))
     mask, bias = jnp.asarray(normal(2, 1, 5, 3) > 0).at[..., 0].set(True), normal(2, 5, 3)
     call = {"bias": jnp.asarray(bias), "mask": mask, "deterministic": True, "dtype": dtype}

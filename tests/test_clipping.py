@@ -157,7 +157,7 @@ def test_scores_of_another_model() -> None:
 
 
 def test_latent_attention() -> None:
-    """The key that all heads share stays, so what meets it in queries takes the whole factor."""
+    """The shared key stays, so the part of queries that meets it takes the whole factor."""
     module = MultiHeadLatentAttention(
         4, head_dim=6, kv_rank=7, rope_dim=4, rotary=Rotary(), capture=SCORES
     )

@@ -48,7 +48,7 @@ KEY = jax.random.key(0)
 
 
 def ones(*shape: int, dtype: Any = jnp.float32) -> np.ndarray:
-    """Of NumPy: JAX would compile a program for each while tests are collected."""
+    """Return ones of NumPy: JAX would compile a program for each while tests are collected."""
     return np.ones(shape, np.int32 if dtype is int else dtype)
 
 

@@ -242,7 +242,7 @@ def test_a_mesh_changes_nothing(name: str, beams: int, kind: str, length: str | 
 
 @pytest.mark.slow
 def test_several_ends() -> None:
-    """A row ends at any of them, and the first of them fills what follows."""
+    """A row ends at any of them, and the first of them fills the rest."""
     model, variables, _ = made("rotary")
     call = {"max_new_tokens": NEW, "lengths": LENGTHS}
     free = np.asarray(generate(model, variables, PROMPT, **call).tokens)

@@ -40,7 +40,7 @@ def lenient() -> Iterator[None]:
 
 
 def matrices(params: Any) -> dict[str, Any]:
-    """The dimensions by path, of what has some."""
+    """Return the dimensions by path, without None."""
     leaves = jax.tree_util.tree_leaves_with_path(
         muon_dimensions(params), is_leaf=lambda x: isinstance(x, MuonDimensionNumbers)
     )

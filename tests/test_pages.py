@@ -166,7 +166,7 @@ def test_commands_name_what_is_there() -> None:
 
 
 def test_pages_say_how_many_devices_they_take() -> None:
-    """Of a CPU JAX makes one by default, of which no mesh of theirs can be built."""
+    """A CPU is one device by default, and their meshes need more."""
     for page in PAGES:
         code = "".join(pages.blocks("python", pages.read(page)))
         for sizes in re.findall(r"make_mesh\(\(([\d, ]+)\)", code):

@@ -164,7 +164,7 @@ def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None
 
 
 def _as_dtype(config: Config, name: str) -> dict[str, Any]:
-    """Return a config that says what its weights are, by the names of old and new ones."""
+    """Return a config with the dtype of its weights, under the old and the new name."""
     saved: dict[str, Any] = {"dtype": name}
     for key, x in config.items():
         if key in ("dtype", "torch_dtype"):

@@ -1,4 +1,4 @@
-"""How one array lies in a checkpoint and in a module."""
+"""The layouts of one array in a checkpoint and in a module."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from flax_mha.shapes import Shape
 
 
 class Axes(NamedTuple):
-    """How one array lies in a checkpoint and in a module.
+    """The layouts of one array in a checkpoint and in a module.
 
     Attributes:
       ours: makes it ours, of that shape.

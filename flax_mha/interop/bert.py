@@ -29,7 +29,7 @@ HEADS = (
 
 
 class Kind(NamedTuple):
-    """What a model type has of its own.
+    """The record of a model type.
 
     Attributes:
       prefix: what models that wrap it put before all names.
@@ -85,7 +85,7 @@ class Bert(nn.Module):
 
 
 def bert(config: Config) -> Family:
-    """Of the models of `KINDS`, such as `BertModel`, and `…ForSequenceClassification` of each."""
+    """Return the family of a model type in `KINDS`, with its head for classes if it has one."""
     D, layers = config["hidden_size"], config["num_hidden_layers"]
     kind = KINDS[config["model_type"]]
     refuse(config, position_embedding_type="absolute", embedding_size=D)

@@ -109,7 +109,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...], int, int]:
-    """Return what the header says of a tensor: name, dtype, shape, and where it begins and ends."""
+    """Return the header's entry of a tensor: name, dtype, shape, and where it begins and ends."""
     try:
         dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
         begin, end = entry["data_offsets"]
@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return what is in a small file, such as a config or a tokenizer."""
+    """Return the content of a small file, such as a config or a tokenizer."""
     try:
         with _opened(path) as file:
             text = file.read(_MOST + 1)

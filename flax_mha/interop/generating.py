@@ -27,7 +27,7 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
 
 
 def generation(path: str | Path) -> dict[str, Any]:
-    """Return the arguments of `flax_mha.generate` that a folder says.
+    """Return the arguments of `flax_mha.generate` in a folder's files.
 
     They are `eos` and `start`, and of a model that draws `temperature`, `top_k` and `top_p`. A
     warning names settings that `generate` has no argument for, such as a penalty of repetitions.

@@ -51,7 +51,7 @@ def _late(config: Config, i: int) -> bool:
 
 
 class Kind(NamedTuple):
-    """What a model type has of its own.
+    """The record of a model type.
 
     Attributes:
       windows: whether layer i has a window, if the config has `sliding_window`; None for none.
@@ -103,7 +103,7 @@ KINDS = {
 
 
 class Layer(NamedTuple):
-    """What a layer has of its own: a window, or None; and a rotation, or None."""
+    """The settings of one layer: a window, or None; and a rotation, or None."""
 
     window: int | None
     rotary: Rotary | None
@@ -113,7 +113,7 @@ def llama(
     config: Config, mlps: list[Experts | None] | None = None, own: list[Row] | None = None,
     sinks: bool = False,
 ) -> Family:  # fmt: skip
-    """Of `LlamaForCausalLM`, and those of Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 and 3.
+    """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
     Args:
       config: of the model.

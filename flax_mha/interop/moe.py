@@ -41,7 +41,7 @@ def mixtral(config: Config) -> Family:
 
 
 def qwen3_moe(config: Config) -> Family:
-    """Of `Qwen3MoeForCausalLM`, some of whose layers may have an MLP in place of experts."""
+    """Return the family of `Qwen3MoeForCausalLM`; layers may have an MLP in place of experts."""
     plain, step = config.get("mlp_only_layers", ()), config.get("decoder_sparse_step", 1)
     # The one name or the other.
     local = config.get("num_local_experts")

@@ -36,7 +36,7 @@ HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class Kind(NamedTuple):
-    """What a model type has of its own.
+    """The record of a model type.
 
     Attributes:
       text: defaults of its `text_config`, of which files leave out what is as it is there.
@@ -117,11 +117,11 @@ class Towers(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Images to features of tokens, and to one vector.
+    """An encoder of images, to features of tokens and to one vector.
 
     Attributes:
-      image: the encoder; of its tokens the first stands for all.
-      pool: or what makes one vector of them.
+      image: the encoder.
+      pool: makes one vector of the tokens (default: the first token).
     """
 
     image: Classifier
@@ -182,7 +182,7 @@ _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
 
 
 def towers(config: Config) -> Family:
-    """Of `CLIPModel` and `SiglipModel`."""
+    """Return the family of `CLIPModel` and `SiglipModel`."""
     kind = KINDS[config["model_type"]]
     vision, text = _part(config, "vision", kind.vision), _part(config, "text", kind.text)
     features = config.get("projection_dim", 512) if kind.class_token else None
@@ -204,7 +204,7 @@ def towers(config: Config) -> Family:
 
 
 def images(config: Config) -> Family:
-    """Of `CLIPVisionModel` and `SiglipVisionModel`; a projection is left out."""
+    """Return the family of `CLIPVisionModel` and `SiglipVisionModel`; a projection is left out."""
     kind = KINDS[config["model_type"].removesuffix("_vision_model")]
     vision = filled(config, **kind.vision)
     module = ImageTower(_image(vision, kind), _pool(vision, kind))
@@ -213,7 +213,7 @@ def images(config: Config) -> Family:
 
 
 def texts(config: Config) -> Family:
-    """Of `CLIPTextModel` and `SiglipTextModel`; a projection is left out."""
+    """Return the family of `CLIPTextModel` and `SiglipTextModel`; a projection is left out."""
     kind = KINDS[config["model_type"].removesuffix("_text_model")]
     text = filled(config, **kind.text)
     module = TextTower(_text(text, kind), projected=not kind.class_token)

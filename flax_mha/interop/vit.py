@@ -19,9 +19,9 @@ PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 
 
 def vit(config: Config) -> Family:
-    """Of `ViTModel`, `ViTMSNModel`, and `DeiTModel`, which has one more token, of distillation.
+    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of a classifier of these.
 
-    And of `…ForImageClassification` of each.
+    DeiT has one more token, of distillation.
     """
     kind = config["model_type"]
     biased = config.get("qkv_bias", True)

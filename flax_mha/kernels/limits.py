@@ -17,7 +17,7 @@ def _refuse(*_: Any, kernel: str, asked: str = "forward mode (jax.jvp)", **__: A
 
 
 def _differentiate(primals: Any, tangents: Any, allowed: str, kernel: str) -> tuple[Any, Any]:
-    """Return the identity's result, with what is left, and a tangent that refuses forward mode."""
+    """Return x under the next limit, and a tangent that refuses forward mode."""
     (x,), (tangent,) = primals, tangents
     if allowed == "none":
         _refuse(kernel=kernel, asked="derivatives of derivatives")

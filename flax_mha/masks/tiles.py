@@ -1,4 +1,4 @@
-"""What a mask says of a whole tile, and how the answers of several masks join."""
+"""The verdict of a mask on a whole tile, and its algebra."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ def judge(some: Any, every: Any) -> Array:
 
 
 def both(x: Array, y: Array) -> Array:
-    """What two masks say together: of EMPTY, PARTIAL and FULL the least."""
+    """Return the verdict of two masks together, the least of EMPTY, PARTIAL and FULL."""
     return np.minimum(x, y) if known(x, y) else jnp.minimum(x, y)
 
 
 def either(x: Array, y: Array) -> Array:
-    """What either of two masks says: the greatest."""
+    """Return the verdict of either of two masks, the greatest."""
     return np.maximum(x, y) if known(x, y) else jnp.maximum(x, y)
 
 
 def known(*arrays: Array) -> bool:
-    """Whether all are known before tracing."""
+    """Return True if all arrays are known before tracing."""
     return all(isinstance(x, np.ndarray | np.generic) for x in arrays)

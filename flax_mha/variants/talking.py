@@ -114,7 +114,7 @@ def _on_devices(
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Of q [*B, T, N, H] what meets the keys of all K heads, of n of them: [*B, T, n, K·H]."""
+    """Mix q [*B, T, N, H] to n queries that meet the keys of all K heads, [*B, T, n, K·H]."""
     *tokens, N, H = q.shape
     n = mixing.shape[-1]
     mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
@@ -124,7 +124,7 @@ def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.A
 
 
 def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Of values of all K heads by the weights of n of them, [*B, T, n, K·Hv]: [*B, T, N, Hv]."""
+    """Mix values of all K heads, [*B, T, n, K·Hv], to those of each head, [*B, T, N, Hv]."""
     *tokens, n, features = x.shape
     mixing = mixing.astype(x.dtype).reshape(n, K, -1)
     x = x.reshape(*tokens, n, K, features // K)

@@ -33,7 +33,7 @@ def known(config: Config) -> Any:
 
 
 def meaning(config: Config) -> Any:
-    """What a config means: the module, its example, and where tensors go; or its error."""
+    """Return the module, the example and the rows of a config, or its error."""
     try:
         family = interop.family(config)
     except ValueError as error:
@@ -137,7 +137,7 @@ def test_what_would_be_silently_wrong_is_refused(config: Config, words: str) -> 
 
 
 def test_a_table_under_another_name() -> None:
-    """Of another model type it has no record, and makes no guess."""
+    """A model type without a record is refused, without a guess."""
     for name, base, config in (("mt5", "t5", T5), ("granite", "llama", LLAMA)):
         interop.FAMILIES[name] = interop.FAMILIES[base]
         try:

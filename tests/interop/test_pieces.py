@@ -1,4 +1,4 @@
-"""What is read and written piece by piece: dtypes, memory, order."""
+"""Files read and written piece by piece: dtypes, memory, order."""
 
 import itertools
 import json

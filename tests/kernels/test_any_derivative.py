@@ -104,7 +104,7 @@ def products(program: Any) -> int:
 
 
 def test_excluded_tiles_are_skipped() -> None:
-    """Of a causal mask nearly half, in forward mode and in reverse mode."""
+    """A causal mask skips nearly half, in forward mode and in reverse mode."""
     q = jax.ShapeDtypeStruct((1, 2048, 1, 64), jnp.float32)
 
     def count(mask: Any, differentiate: Any) -> int:
@@ -174,7 +174,7 @@ def test_a_ring_has_not_every_derivative() -> None:
 
 @pytest.mark.slow
 def test_a_layer_in_the_context() -> None:
-    """Its Hessian-vector products are those of the reference kernel."""
+    """Hessian-vector products equal those of the reference kernel."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 16)), jnp.float32)
     layer = MultiHeadAttention(2, mask=Causal())
     params = layer.init(jax.random.key(0), x)

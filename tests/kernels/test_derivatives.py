@@ -94,7 +94,7 @@ def inner(one: Any, other: Any) -> jax.Array:
 
 
 def assert_near(got: Any, want: Any, bound: float = 2e-5) -> None:
-    """Relative to what is wanted, leaf by leaf."""
+    """Return the error relative to the expected leaves."""
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert oracle.error(one, other) < bound
 

@@ -170,7 +170,7 @@ def test_axes_of_one_device_are_left_to_nobody() -> None:
 
 
 def test_gradients_are_summed_in_float32() -> None:
-    """Of bfloat16 over 8 devices: each block's is rounded, but not their sum at each device."""
+    """In bfloat16 each block's gradient is rounded, but not the sum on each device."""
     rng = np.random.default_rng(6)
     q, k, v, dout = (jnp.asarray(rng.normal(size=(1, 64, 2, 32)), jnp.bfloat16) for _ in range(4))
     exact = oracle.attention_gradients(q, k, v, cotangent=dout)
