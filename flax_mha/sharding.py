@@ -293,5 +293,6 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     shardings = of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         # Else each device draws whole parameters, rounded otherwise, and keeps its shard.
-        create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=shardings)
+        specs = jax.tree.map(lambda at: mesh_axes.only(at.spec, explicit), shardings)
+        create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)
