@@ -73,9 +73,9 @@ class Gemma3n(MultiHeadAttention):
         self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Any, call: Any, cache: Any
     ) -> core.Output:
         weights = self.weights(x_q, x_k, x_v)
-        q, k, v, _ = heads.project(weights, x_q, x_k, x_v)
+        q, k, v, *_ = heads.project(weights, x_q, x_k, x_v)
         v = v if v is None else nn.RMSNorm(use_scale=False)(v)
-        q, k = heads.normed(settings.qk_norm, weights, q, k, settings.dtype)
+        q, k = heads.normed(weights, q, k)
         q, k = heads.turned(settings.rotary, q, k, call.positions, None, cache)
         return core.attend(weights, settings, core.Projected(q, k, v), call, cache)
 
