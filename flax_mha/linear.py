@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -69,6 +68,9 @@ class Linear(struct.PyTreeNode):
         Args:
           x: [*B, T, *in].
           y: its product, where it has been computed together with others.
+
+        Raises:
+          ValueError: if a listener has changed the output's shape.
         """
         if self.module is None and y is not None:
             return y
@@ -78,7 +80,12 @@ class Linear(struct.PyTreeNode):
         finally:
             _CALLED.reset(token)
         if self.kernel is not None:
-            chex.assert_shape(out, (*x.shape[: -self.contracted], *self.features))
+            wanted = (*x.shape[: -self.contracted], *self.features)
+            if jnp.shape(out) != wanted:
+                raise ValueError(
+                    f"the output of a submodule must keep its shape {wanted}, got "
+                    f"{inputs.came(out)}; let the interceptor return such an array"
+                )
         return out
 
     def product(self, x: jax.Array) -> jax.Array:
