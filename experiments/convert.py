@@ -21,8 +21,9 @@ from absl import app, flags
 from experiments import command, folders
 from experiments.failures import RunError
 from experiments.training import log
-from flax_mha import inputs, interop
-from flax_mha.interop import files
+from flax_mha import interop
+from flax_mha.base import checks
+from flax_mha.interop import safetensors
 
 DTYPE = flags.DEFINE_string("dtype", None, "Of floating parameters (default: as they are).")
 
@@ -55,11 +56,11 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
     """
     source = Path(source).expanduser().absolute()
     target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
-    config = files.read_json(source / _CONFIG)
+    config = safetensors.read_json(source / _CONFIG)
     if (source / _WEIGHTS).is_dir():
         variables = ocp.StandardCheckpointer().restore(source / _WEIGHTS)
         if dtype is not None:
-            dtype = inputs.dtype("dtype", dtype, "a floating dtype")
+            dtype = checks.dtype("dtype", dtype, "a floating dtype")
             variables = _cast(variables, dtype)
         interop.save(config, variables, target)
         kind = "safetensors"

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.failures import RunError
 from flax_mha import generate, interop
-from flax_mha.interop import files
+from flax_mha.interop import safetensors
 from flax_mha.interop.settings import Settings, shown
 from flax_mha.models import LanguageModel, Translator
 
@@ -35,7 +35,7 @@ def respond(
       ValueError: if the folder or the prompt is not what it must be.
     """
     folder = Path(folder).expanduser()
-    config = Settings(files.read_json(folder / "config.json"))
+    config = Settings(safetensors.read_json(folder / "config.json"))
     encode, decode = _tokenizer(folder)
     model, variables = interop.load(folder)
     said_there = interop.generation(folder)
@@ -100,7 +100,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list
                 f"{shown(str(error))}; fetch it again"
             ) from None
 
-    tokenizer = guarded(tokenizers.Tokenizer.from_buffer, files.read_bytes(path))
+    tokenizer = guarded(tokenizers.Tokenizer.from_buffer, safetensors.read_bytes(path))
     # What pads rows to one length has no place in a prompt.
     guarded(tokenizer.no_padding)
 

@@ -38,7 +38,9 @@ __all__ = [
     "interop",
     "masks",
     "models",
+    "muon_dimensions",
     "positions",
+    "qk_clip",
     "sampling",
     "scores",
     "sharding",
@@ -52,49 +54,53 @@ if TYPE_CHECKING:
     from flax_mha import models as models
     from flax_mha import nnx as nnx
     from flax_mha import positions as positions
-    from flax_mha import sampling as sampling
     from flax_mha import scores as scores
     from flax_mha import sharding as sharding
     from flax_mha import variants as variants
-    from flax_mha.attention import MultiHeadAttention as MultiHeadAttention
-    from flax_mha.attention import MultiHeadDotProductAttention as MultiHeadDotProductAttention
-    from flax_mha.attention import SelfAttention as SelfAttention
-    from flax_mha.blocks import DecoderBlock as DecoderBlock
-    from flax_mha.blocks import EncoderBlock as EncoderBlock
     from flax_mha.cache import CacheConfig as CacheConfig
     from flax_mha.cache import KVCache as KVCache
-    from flax_mha.experts import Experts as Experts
-    from flax_mha.flax_functions import attention_fn as attention_fn
-    from flax_mha.flax_functions import (
-        dot_product_attention_weights as dot_product_attention_weights,
-    )
-    from flax_mha.generation import Generated as Generated
-    from flax_mha.generation import generate as generate
     from flax_mha.kernels import Capture as Capture
     from flax_mha.kernels import Explanation as Explanation
     from flax_mha.kernels import Platform as Platform
     from flax_mha.kernels import dot_product_attention as dot_product_attention
     from flax_mha.kernels import explain as explain
-    from flax_mha.mlp import MLP as MLP
+    from flax_mha.layer.attention_fn import attention_fn as attention_fn
+    from flax_mha.layer.attention_fn import (
+        dot_product_attention_weights as dot_product_attention_weights,
+    )
+    from flax_mha.layer.muon import muon_dimensions as muon_dimensions
+    from flax_mha.layer.qk_clip import qk_clip as qk_clip
+    from flax_mha.layer.qk_norm import QKNorm as QKNorm
+    from flax_mha.linen import MultiHeadAttention as MultiHeadAttention
+    from flax_mha.linen import MultiHeadDotProductAttention as MultiHeadDotProductAttention
+    from flax_mha.linen import SelfAttention as SelfAttention
     from flax_mha.models import Classifier as Classifier
     from flax_mha.models import LanguageModel as LanguageModel
     from flax_mha.models import Translator as Translator
-    from flax_mha.qk_norm import QKNorm as QKNorm
-    from flax_mha.stacks import Decoder as Decoder
-    from flax_mha.stacks import Encoder as Encoder
+    from flax_mha.models import sampling as sampling
+    from flax_mha.models.blocks import DecoderBlock as DecoderBlock
+    from flax_mha.models.blocks import EncoderBlock as EncoderBlock
+    from flax_mha.models.experts import Experts as Experts
+    from flax_mha.models.feed_forward import MLP as MLP
+    from flax_mha.models.generation import Generated as Generated
+    from flax_mha.models.generation import generate as generate
+    from flax_mha.models.stacks import Decoder as Decoder
+    from flax_mha.models.stacks import Encoder as Encoder
 else:  # A type checker would believe that this function knows every name.
     _HOMES = {
-        "attention": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
-        "blocks": ("DecoderBlock", "EncoderBlock"),
+        "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
+        "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
-        "experts": ("Experts",),
-        "flax_functions": ("attention_fn", "dot_product_attention_weights"),
-        "generation": ("Generated", "generate"),
+        "models.experts": ("Experts",),
+        "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
+        "layer.muon": ("muon_dimensions",),
+        "layer.qk_clip": ("qk_clip",),
+        "models.generation": ("Generated", "generate"),
         "kernels": ("Capture", "Explanation", "Platform", "dot_product_attention", "explain"),
-        "mlp": ("MLP",),
-        "qk_norm": ("QKNorm",),
-        "models": ("Classifier", "LanguageModel", "Translator"),
-        "stacks": ("Decoder", "Encoder"),
+        "models.feed_forward": ("MLP",),
+        "layer.qk_norm": ("QKNorm",),
+        "models": ("Classifier", "LanguageModel", "Translator", "sampling"),
+        "models.stacks": ("Decoder", "Encoder"),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
     # Beside those of `__all__`, from which a star would bind it over Flax's.

@@ -10,20 +10,22 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer, PrecisionLike
 
-from flax_mha import core, fields, inputs, masks, shapes, shared
-from flax_mha.cache import CacheConfig, KVCache, as_cache_config
-from flax_mha.call import Call, CallOptions, captured
-from flax_mha.grid import Array
+from flax_mha import masks
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array
+from flax_mha.base.shapes import Shape
+from flax_mha.cache import CacheConfig, KVCache, as_cache_config, sources
+from flax_mha.cache.sources import Given, Shared
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
-from flax_mha.linear import Linear, answer
+from flax_mha.layer import core, settings
+from flax_mha.layer.linear import Linear, answer
+from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
+from flax_mha.layer.settings import Call, CallOptions, captured
 from flax_mha.positions import Rotation
-from flax_mha.qk_norm import QKNorm, as_qk_norm
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
-from flax_mha.shapes import Shape
 from flax_mha.sharding import LogicalNames
-from flax_mha.shared import Given, Shared
 
 _ZEROS = nnx.initializers.zeros_init()
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -148,8 +150,8 @@ class MultiHeadAttention(nnx.Module):
         key_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
     ) -> None:
         # Over 60 lines: nearly half of them are Flax's names of the arguments, and ours.
-        inputs.positive(num_heads=num_heads, in_features=in_features)
-        inputs.optional(out_features=out_features, in_kv_features=in_kv_features or None)
+        checks.positive(num_heads=num_heads, in_features=in_features)
+        checks.optional(out_features=out_features, in_kv_features=in_kv_features or None)
         self.num_heads, self.in_features = num_heads, in_features
         self.out_features = out_features or in_features
         self.in_kv_features = in_features if in_kv_features is None else in_kv_features
@@ -189,7 +191,7 @@ class MultiHeadAttention(nnx.Module):
             self.query_ln = norm.module(nnx, H, scale_metadata=query_ln_scale_metadata, **same)
         if norm is not None and self.in_kv_features:
             self.key_ln = norm.module(nnx, H, scale_metadata=key_ln_scale_metadata, **same)
-        self.output_gate = heads("output_gate", in_features, fields.gate_features(gate, N, Hv))
+        self.output_gate = heads("output_gate", in_features, settings.gate_features(gate, N, Hv))
         self.out = nnx.data(None)
         if project_out:
             self.out = self._projection(
@@ -207,28 +209,28 @@ class MultiHeadAttention(nnx.Module):
         zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
         self.sinks: nnx.Param | None = nnx.data(zeros)
         scales = (
-            nnx.Param(jnp.full(N, H**-0.5, param_dtype)) if fields.learns_scale(scale) else None
+            nnx.Param(jnp.full(N, H**-0.5, param_dtype)) if settings.learns_scale(scale) else None
         )
         self.score_scale: nnx.Param | None = nnx.data(scales)
         self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
         self.kv: nnx.Cache | None = nnx.data(None)
 
     def _projection(self, name: str, *args: Any, **kwargs: Any) -> Projection:
-        biased = fields.has_bias(self.use_bias, name)
+        biased = settings.has_bias(self.use_bias, name)
         made = Projection(*args, use_bias=biased, precision=self.precision, **kwargs)
         made.names = _NAMES[name]
         return made
 
     def _check(self) -> None:
         """The settings that say by name or type what they must be."""
-        inputs.rate("dropout_rate", self.dropout_rate)
+        checks.rate("dropout_rate", self.dropout_rate)
         for name in ("broadcast_dropout", "normalize_qk"):
-            inputs.flag(name, getattr(self, name))
+            checks.flag(name, getattr(self, name))
         for name in ("dtype", "param_dtype"):
             if getattr(self, name) is not None:
-                inputs.dtype(name, getattr(self, name), "a floating dtype")
+                checks.dtype(name, getattr(self, name), "a floating dtype")
         if self.precision is not None:
-            inputs.precision("precision", self.precision)
+            checks.precision("precision", self.precision)
         core.Settings.of(self, ())
         self.cache.window(self.mask)
 
@@ -313,10 +315,10 @@ class MultiHeadAttention(nnx.Module):
           TypeError: if a dtype is not supported.
         """
         for name, flag in (("sow_weights", sow_weights), ("is_causal", is_causal)):
-            inputs.flag(name, flag)
+            checks.flag(name, flag)
         cache: core.Held = None
         if kv is not None:
-            cache = shared.as_shared(kv, inputs_k, inputs_v)
+            cache = sources.as_shared(kv, inputs_k, inputs_v)
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
@@ -350,7 +352,7 @@ class MultiHeadAttention(nnx.Module):
           input_shape: see above.
           dtype: of what is kept, floating point or int8 (default: that of `cache`, or float32).
         """
-        *B, S, _ = inputs.sizes("input_shape", input_shape)
+        *B, S, _ = checks.sizes("input_shape", input_shape)
         if self.key is None:
             return
         empty = KVCache.empty(
@@ -435,7 +437,7 @@ class MultiHeadAttention(nnx.Module):
                 f"dropout_rate={self.dropout_rate} needs to know whether to drop, got "
                 f"deterministic=None; give it here or in the constructor, or call train() or eval()"
             )
-        if inputs.flag("deterministic", deterministic):
+        if checks.flag("deterministic", deterministic):
             return None
         stream = self.rngs if rngs is None else rngs
         stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream

@@ -23,7 +23,7 @@ from flax_mha import (
     scores,
     sharding,
 )
-from flax_mha.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
 
 KEY = np.zeros(2, np.uint32)

@@ -29,7 +29,8 @@ out, want = (flax_mha.dot_product_attention(*qkv, kernel=k) for k in ("plain", "
 np.testing.assert_allclose(out, want, atol=1e-6)
 """,
     "layer": """
-from flax_mha import core, plain
+from flax_mha import plain
+from flax_mha.layer import core
 params = plain.init(jax.random.key(0), 8, 2)
 x = qkv[0].reshape(2, T, 8)
 out = plain.apply(params, x, core.Settings(), mask=masks.Causal())

@@ -1,6 +1,7 @@
 """What the tree promises: arrows point one way, and importing is cheap."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -11,95 +12,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 
-# Each layer may import those before it, and none after.
-LAYERS = [
-    {"arguments", "inputs", "muon", "private", "symbols"},
-    {"clipping"},
-    {"shapes", "qk_norm"},
-    {"fields", "rope_scaling", "turning"},
-    {"grid", "mesh_axes", "axial"},
-    {"sharding"},
-    {"masks.tables", "masks.tiles", "padding", "scores.base"},
-    {"masks.base", "scores.rules", "scores.relative"},
-    {"masks.rules", "masks.lattice", "scores"},
-    {"masks.tokens", "masks.chosen"},
-    {"masks", "positions", "tensor_parallel"},
-    {"linear"},
-    {"kernels.normalizers", "kernels.limits"},
-    {
-        "kernels.derivatives",
-        "kernels.dropout",
-        "kernels.finite",
-        "kernels.leaves",
-        "kernels.stored",
-        "kernels.tpu",
-        "kernels.platform",
-        "kernels.traced",
-    },
-    {"kernels.cudnn.fused", "kernels.cudnn.ragged", "kernels.flex.lowered"},
-    {"kernels.spec"},
-    {"kernels.plan", "kernels.ids", "kernels.softmax"},
-    {"kernels.tiling"},
-    {"kernels.splash.lazy", "kernels.cudnn.band", "kernels.flex.walk"},
-    {"kernels.flex.tile", "kernels.cudnn.settled"},
-    {"kernels.flex.core"},
-    {"kernels.reference", "kernels.blockwise", "kernels.splash", "kernels.cudnn", "kernels.flex"},
-    {"kernels.observe", "kernels.decode", "kernels.checkpointed"},
-    {"kernels.registry", "kernels.parallel.ring", "kernels.parallel.devices"},
-    {"kernels.parallel.shards"},
-    {"kernels.choice", "kernels.options"},
-    {"kernels"},
-    {"kernels.parallel"},
-    {"cache.slots", "cache.look"},
-    {"cache.kv"},
-    {"cache.variables", "cache.config"},
-    {"cache"},
-    {"flax_functions", "heads", "shared"},
-    {"call"},
-    {"core", "variants.common"},
-    {"attention", "nnx", "mlp", "embeddings", "routed"},
-    {
-        "variants.latent",
-        "variants.differential",
-        "variants.forgetting",
-        "variants.talking",
-        "variants.chosen",
-    },
-    {"variants", "experts"},
-    {"residual"},
-    {"blocks"},
-    {"stacks"},
-    {"models", "sampling"},
-    {"search"},
-    {"generation"},
-    {"interop.axes", "interop.settings"},
-    {"interop.config", "interop.files", "interop.neutral", "interop.placing"},
-    {"interop.generating", "interop.table"},
-    {"interop.classes"},
-    {
-        "interop.bert",
-        "interop.dino",
-        "interop.gpt2",
-        "interop.gpt_neox",
-        "interop.llama",
-        "interop.t5",
-        "interop.vit",
-        "interop.vit_pytorch",
-        "interop.whisper",
-    },
-    {"interop.moe", "interop.swapping", "interop.torch_layers", "interop.towers"},
-    {"interop.libraries"},
-    {"interop.timm"},
-    {"interop"},
-    {""},
-]
-HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
+# Each folder or module may import those before it, and none after.
+ROOMS = (
+    "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "layer", "linen",
+    "variants", "nnx", "models", "interop",
+)  # fmt: skip
+HEIGHT = {name: height for height, name in enumerate((*ROOMS, ""))}
 
 
 def picture() -> str:
-    """The layers as docs/architecture.md shows them."""
-    rows = (", ".join(f"`{name or 'flax_mha'}`" for name in sorted(layer)) for layer in LAYERS)
-    return "\n".join(f"{number}. {row}" for number, row in enumerate(rows, 1))
+    """Return the rooms as docs/architecture.md shows them, each with the first line of its docs."""
+    files = {name: ROOT / "flax_mha" / name for name in ROOMS}
+    texts = [(x / "__init__.py" if x.is_dir() else x.with_suffix(".py")).read_text()
+             for x in files.values()]  # fmt: skip
+    heads = (ast.get_docstring(ast.parse(text)).split("\n")[0].removesuffix(".") for text in texts)
+    rows = zip(ROOMS, heads, strict=True)
+    return "\n".join(
+        ["| room | holds |", "|---|---|", *(f"| `{x}` | {head} |" for x, head in rows)]
+    )
 
 
 def name_of(path: Path) -> str:
@@ -107,35 +37,54 @@ def name_of(path: Path) -> str:
     return ".".join(parts).removesuffix("__init__").removesuffix(".")
 
 
+FILES = sorted((ROOT / "flax_mha").rglob("*.py"))
+MODULES = {name_of(path) for path in FILES}
+
+
 def imported(path: Path) -> set[str]:
-    """The modules of this package that a file imports, at any place in it."""
-    found = set()
+    """Return the modules of this package that a file imports, at any place in it."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, "imports are absolute"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if _module(name) in HEIGHT else node.module for name in inner}
-    return {_module(name) for name in found if name.split(".")[0] == "flax_mha"}
+            modules |= {name if _module(name) in MODULES else node.module for name in inner}
+    return {_module(name) for name in modules if name.split(".")[0] == "flax_mha"}
 
 
 def _module(name: str) -> str:
     return name.removeprefix("flax_mha").removeprefix(".")
 
 
-FILES = sorted((ROOT / "flax_mha").rglob("*.py"))
+def room(name: str) -> str:
+    return name.split(".")[0]
+
+
+def test_the_rooms_are_all_there_is() -> None:
+    assert {room(name) for name in MODULES} == {*ROOMS, ""}
+    assert len(ROOMS) <= 13
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_one_way(path: Path) -> None:
-    name = name_of(path)
-    assert name in HEIGHT, f"{name} is missing in LAYERS"
-    upward = {other for other in imported(path) if HEIGHT[other] >= HEIGHT[name]}
-    assert not upward, f"{name} imports {upward}, which stand above it"
+def test_rooms_import_one_way(path: Path) -> None:
+    above = HEIGHT[room(name_of(path))]
+    upward = {other for other in imported(path) if HEIGHT[room(other)] > above}
+    assert not upward, f"{path} imports {upward}, which stand above it"
 
 
-def test_the_page_shows_the_layers() -> None:
+@pytest.mark.parametrize("name", ROOMS)
+def test_imports_within_a_room_have_no_circle(name: str) -> None:
+    arrows = {
+        name_of(path): {other for other in imported(path) - {name} if room(other) == name}
+        for path in FILES
+        if room(name_of(path)) == name
+    }
+    graphlib.TopologicalSorter(arrows).prepare()
+
+
+def test_the_page_shows_the_rooms() -> None:
     """`python -m tests.test_architecture` writes them anew."""
     assert f"-->\n\n{picture()}\n\n<!-- end -->" in PAGE.read_text()
 
@@ -143,7 +92,7 @@ def test_the_page_shows_the_layers() -> None:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_kernels_see_no_mesh(path: Path) -> None:
     name = name_of(path)
-    if name.startswith("kernels.") and not name.startswith("kernels.parallel"):
+    if name.startswith("kernels.") and not name.startswith("kernels.mesh"):
         assert "sharding" not in imported(path) or name in ("kernels.spec", "kernels.observe")
         assert name == "kernels.spec" or "abstract_mesh" not in path.read_text()
 

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, QKNorm
-from flax_mha.clipping import qk_clip
+from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, QKNorm, qk_clip
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention, TalkingHeadsAttention
 from tests.every_layer import drawn

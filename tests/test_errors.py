@@ -38,11 +38,11 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.cache import KVCache
-from flax_mha.generation import generate
 from flax_mha.masks.base import Placed
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
+from flax_mha.models.decoding import with_caches
+from flax_mha.models.generation import generate
 from flax_mha.positions import PositionEmbedding, Rotary
-from flax_mha.search import decoding
 
 KEY = jax.random.key(0)
 
@@ -738,8 +738,8 @@ MODELS: list[Case] = [
            LanguageModel(EMBED, ENCODER), TOKENS),
     module("translator: decoder", TypeError, r"decoder must be a flax_mha.LanguageModel, got Dec",
            Translator(ENCODER, DECODER), TOKENS, TOKENS),
-    ("language model: positions", lambda: jax.eval_shape(lambda: decoding(TABLE).apply(
-        decoding(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"])), ValueError,
+    ("language model: positions", lambda: jax.eval_shape(lambda: with_caches(TABLE).apply(
+        with_caches(TABLE).init(KEY, TOKENS), TOKENS[:, :1], mutable=["cache"])), ValueError,
      r"position_embedding needs to know where the tokens stand; give positions="),
     generated("model", TypeError, r"must be a LanguageModel or a Translator.*got Encoder", ENCODER),
     generated("list in a field", TypeError, r"model must be hashable.*no arrays", LISTED),

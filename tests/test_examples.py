@@ -60,7 +60,7 @@ def of_clip() -> dict[str, Any]:
     layer = MultiHeadAttention(8, capture=flax_mha.Capture(("max_logit",)))
     params = layer.init(jax.random.key(0), X)["params"]
     _, found = layer.apply({"params": params}, X, mutable="intermediates")
-    state = optax.chain(optax.adam(1e-3), flax_mha.clipping.qk_clip(100.0)).init(params)
+    state = optax.chain(optax.adam(1e-3), flax_mha.layer.qk_clip.qk_clip(100.0)).init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     return {
         "grads": grads, "params": params, "state": state, "intermediates": found["intermediates"],
@@ -83,12 +83,12 @@ def of_block(kind: Any) -> dict[str, Any]:
 # What an example takes for granted, beside public names.
 GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
-    "flax_mha.clipping.qk_clip": of_clip,
+    "flax_mha.layer.qk_clip.qk_clip": of_clip,
     "flax_mha.interop": of_interop,
     "flax_mha.kernels.any_derivative": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,
-    "flax_mha.muon.muon_dimensions": lambda: {"optax": optax},
+    "flax_mha.layer.muon.muon_dimensions": lambda: {"optax": optax},
     "flax_mha.scores": dict,
     "flax_mha.scores.Relative": dict,
     "flax_mha.scores.RelativeBias": lambda: of_block(EncoderBlock),

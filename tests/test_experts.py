@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention, routed, sharding
+from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention, sharding
+from flax_mha.models import experts
 from tests.meshes import BACKWARD, FORWARD, KINDS, changed, on
 from tests.oracle import error, random_like
 
@@ -24,13 +25,13 @@ CLIPPED = Experts(
 )
 KINDS_OF = {"plain": PLAIN, "clipped": CLIPPED, "as they are": PLAIN.clone(normalize=False),
             "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1)}  # fmt: skip
-METHODS = {"in turn": {"cpu": routed.in_turn}, "by rows": {}}
+METHODS = {"in turn": {"cpu": experts.in_turn}, "by rows": {}}
 
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both are there on every platform, and tried on this one."""
-    monkeypatch.setattr(routed, "METHODS", METHODS[request.param])
+    monkeypatch.setattr(experts, "METHODS", METHODS[request.param])
     yield request.param
     jax.clear_caches()
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from oracle import random_like
 
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, sampling, sharding
-from flax_mha.generation import generate
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
+from flax_mha.models.generation import generate
 from flax_mha.positions import PositionEmbedding, Rotary
 
 KEY = jax.random.key(0, impl="unsafe_rbg")

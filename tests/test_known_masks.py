@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha.kernels.plan import plan_call
+from flax_mha.base.shapes import Dims
 from flax_mha.kernels.spec import prepare
+from flax_mha.kernels.tile_plan import plan_call
 from flax_mha.masks import Causal, Dense, Lengths, Prefix, Segments
-from flax_mha.shapes import Dims
 
 B, N = 2, 3
 

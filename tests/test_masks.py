@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_mha import MultiHeadAttention, masks
-from flax_mha.grid import At, tiles_of, whole
+from flax_mha.base.coordinates import At, tiles_of, whole
+from flax_mha.base.shapes import Dims
 from flax_mha.masks import (
     EMPTY,
     FULL,
@@ -32,7 +33,6 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.masks.base import placed
-from flax_mha.shapes import Dims
 from tests.algebra import Expression, evaluate, expressions, near, same_document
 
 B, N, T, S = 2, 3, 5, 6

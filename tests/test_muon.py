@@ -18,10 +18,10 @@ from flax_mha import (
     Experts,
     LanguageModel,
     MultiHeadAttention,
+    muon_dimensions,
     sharding,
 )
 from flax_mha.models import TokenEmbedding
-from flax_mha.muon import muon_dimensions
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.meshes import KINDS, collectives, on

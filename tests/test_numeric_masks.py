@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, dot_product_attention, masks
-from flax_mha.shapes import Dims
+from flax_mha.base.shapes import Dims
 from tests.meshes import KINDS, on
 from tests.oracle import error
 

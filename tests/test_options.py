@@ -16,11 +16,11 @@ from flax_mha import (
     EncoderBlock,
     LanguageModel,
     MultiHeadAttention,
-    core,
     masks,
     scores,
 )
-from flax_mha.attention import LayerOptions
+from flax_mha.layer import core
+from flax_mha.linen import LayerOptions
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 

@@ -18,7 +18,7 @@ from flax_mha import (
     MultiHeadAttention,
     masks,
 )
-from flax_mha.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
 
 B, T, S, D = 2, 6, 5, 8
 LENGTHS, MEMORY = np.array([4, 6]), np.array([5, 2])

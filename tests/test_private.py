@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flax_mha import dot_product_attention, explain, kernels, private, sharding
-from flax_mha.kernels.cudnn import fused
+from flax_mha import dot_product_attention, explain, kernels, sharding
+from flax_mha.base import private_jax
+from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.registry import KERNELS
 
 ROOT = Path(__file__).parent.parent
 # Each stands in one file, which only its own kernel loads.
 HOMES = {
-    "jax._src.cudnn": "kernels/cudnn/fused.py",
+    "jax._src.cudnn": "kernels/cudnn/primitives.py",
     "splash_attention_kernel": "kernels/splash/__init__.py",
     "splash_attention_mask_info": "kernels/splash/__init__.py",
-    "splash_attention_mask": "kernels/splash/lazy.py",
+    "splash_attention_mask": "kernels/splash/mask.py",
     "jax.interpreters": "kernels/limits.py",
     "xla_metadata": "kernels/derivatives.py",
 }
@@ -58,12 +59,13 @@ def test_private_imports_stand_in_their_places() -> None:
 
 
 def test_the_table_names_what_is_used() -> None:
-    """Every attribute taken of a private module stands in `private.NAMES`."""
+    """Every attribute taken of a private module stands in `private_jax.NAMES`."""
     modules = {"fused": "cudnn", "kernels": "splash", "mask_info": "splash", "splash": "splash",
                "pl": "flex", "pltpu": "flex", "ad": "limits", "batching": "limits",
                "mlir": "limits", "metadata": "any_derivative"}  # fmt: skip
     listed = {
-        part: {name.name.split(".")[0] for name in names} for part, names in private.NAMES.items()
+        part: {name.name.split(".")[0] for name in names}
+        for part, names in private_jax.NAMES.items()
     }
     files = [ROOT / "flax_mha" / path for path in {*HOMES.values()}]
     for path in [*files, *(ROOT / "flax_mha" / PALLAS).glob("*.py")]:
@@ -97,18 +99,18 @@ print(*plain, "|", *set(sys.modules) - before)
     assert not {f"flax_mha.kernels.{name}" for name in ("cudnn", "splash", "flex")} & calls
 
 
-PARTS = [(part, name) for part in KERNELS for name in private.NAMES.get(part, ())]
+PARTS = [(part, name) for part in KERNELS for name in private_jax.NAMES.get(part, ())]
 
 
 @pytest.fixture
 def anew() -> Iterator[None]:
     """What is asked of JAX is asked again, here and after."""
-    private.missing.cache_clear()
+    private_jax.missing.cache_clear()
     yield
-    private.missing.cache_clear()
+    private_jax.missing.cache_clear()
 
 
-def _owner(name: private.Name) -> tuple[object, str]:
+def _owner(name: private_jax.Name) -> tuple[object, str]:
     owner = import_module(name.module)
     *path, last = name.name.split(".")
     if path:
@@ -122,7 +124,7 @@ def _lost(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
     platform = KERNELS[part].platform
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(fused, "gpu", lambda platform: fused.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     found = explain(x, x, x)
     assert found.chosen not in (None, part)
@@ -151,14 +153,14 @@ def test_with_other_arguments_its_kernel_refuses(monkeypatch, anew, part, name) 
     assert "takes other arguments" in _lost(monkeypatch, part)
 
 
-@pytest.mark.parametrize("part", [part for part in KERNELS if part in private.NAMES])
+@pytest.mark.parametrize("part", [part for part in KERNELS if part in private_jax.NAMES])
 def test_without_a_module_its_kernel_refuses(monkeypatch, anew, part) -> None:
-    monkeypatch.setitem(sys.modules, private.NAMES[part][0].module, None)
+    monkeypatch.setitem(sys.modules, private_jax.NAMES[part][0].module, None)
     assert "has no" in _lost(monkeypatch, part)
-    assert all(private.missing(other) is None for other in ("blockwise", "reference", "decode"))
+    assert all(private_jax.missing(other) is None for other in ("blockwise", "reference", "decode"))
 
 
-@pytest.mark.parametrize("name", private.NAMES["limits"], ids=lambda x: x.name)
+@pytest.mark.parametrize("name", private_jax.NAMES["limits"], ids=lambda x: x.name)
 def test_without_a_name_of_limits_the_error_is_that_of_jax(monkeypatch, anew, name) -> None:
     monkeypatch.delattr(*_owner(name))
     x = jnp.ones((1, 8, 1, 8))
@@ -167,7 +169,7 @@ def test_without_a_name_of_limits_the_error_is_that_of_jax(monkeypatch, anew, na
 
 
 def test_without_metadata_the_context_says_what_to_name(monkeypatch, anew) -> None:
-    (name,) = private.NAMES["any_derivative"]
+    (name,) = private_jax.NAMES["any_derivative"]
     monkeypatch.delattr(*_owner(name))
     with pytest.raises(RuntimeError, match=r"has no .*set_xla_metadata.*'checkpointed'"):
         kernels.any_derivative().__enter__()

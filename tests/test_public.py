@@ -17,8 +17,8 @@ assert not [name for name in sys.modules if name.startswith(("flax_mha.", "jax",
 assert set(flax_mha.__all__) <= set(dir(flax_mha))
 
 # The function, whatever is imported and in which order.
-from flax_mha.generation import Generated
-import flax_mha.sampling
+from flax_mha.models.generation import Generated
+import flax_mha.models.sampling
 assert flax_mha.generate.__name__ == "generate" and callable(flax_mha.generate)
 assert flax_mha.Generated is Generated
 

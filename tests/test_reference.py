@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import flax_mha
-from flax_mha import clipping, core
 from flax_mha.interop import table
+from flax_mha.layer import core, qk_clip
 from tests.pages import ROOT, read
 
 DOCS = ROOT / "docs"
@@ -73,7 +73,7 @@ def test_every_public_name_is_there() -> None:
     assert all(any(getattr(flax_mha, name) is one for one in DOCUMENTED) for name in names)
 
 
-@pytest.mark.parametrize("module", [*MODULES, clipping, core, table], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [*MODULES, qk_clip, core, table], ids=lambda m: m.__name__)
 def test_everything_in_a_public_module_is_there(module: ModuleType) -> None:
     lacking = [x.__name__ for x in exported(module) if not any(x is one for one in DOCUMENTED)]
     assert not lacking

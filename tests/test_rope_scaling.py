@@ -19,7 +19,7 @@ from flax_mha.positions import (
     Yarn,
     rotary,
 )
-from flax_mha.rope_scaling import Scaling
+from flax_mha.positions.rope_scaling import Scaling
 from tests.decoded import decoded
 
 R, LONG = 64, 9000

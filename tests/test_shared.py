@@ -12,8 +12,8 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import MultiHeadAttention, QKNorm, masks, sharding
+from flax_mha.cache.sources import KV
 from flax_mha.positions import Rotary
-from flax_mha.shared import KV
 from tests import oracle
 from tests.oracle import error, float64, random_like
 

@@ -14,9 +14,9 @@ from typing import get_args
 
 import pytest
 
-from flax_mha import MultiHeadAttention, attention, dot_product_attention, kernels, nnx
+from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen, nnx
 from flax_mha.kernels import KERNELS, options
-from flax_mha.kernels.parallel.shards import WAYS
+from flax_mha.kernels.mesh.shards import WAYS
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "typed"
@@ -28,7 +28,7 @@ def test_the_options_are_the_arguments() -> None:
     assert {*options.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
-    assert {*attention.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
+    assert {*linen.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
     call = set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
     assert {*nnx.NnxOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}

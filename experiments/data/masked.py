@@ -18,7 +18,7 @@ from experiments.data import text
 from experiments.data.task import Batch, Params, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import EncoderBlock, MultiHeadAttention
-from flax_mha.linear import Projection
+from flax_mha.layer.linear import Projection
 from flax_mha.models import Encoder, TokenEmbedding
 from flax_mha.positions import Rotary
 

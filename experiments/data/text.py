@@ -21,8 +21,8 @@ from experiments import plots
 from experiments.data.task import Batch, Params, contents, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import DecoderBlock, MultiHeadAttention
-from flax_mha.generation import generate
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.models.generation import generate
 from flax_mha.positions import Rotary
 
 BYTES = 256

@@ -19,8 +19,8 @@ from experiments.data.dates import Pair, Split
 from experiments.data.task import Batch, Params, contents, measured, shuffled
 from experiments.failures import RunError
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
-from flax_mha.generation import Generated, generate
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
+from flax_mha.models.generation import Generated, generate
 from flax_mha.positions import Rotary
 
 START, END, UNKNOWN = 0, 1, 2  # tokens that are no characters; padding is END

@@ -15,8 +15,9 @@ from experiments.data import EXAMPLES, text
 from experiments.failures import RunError
 from experiments.training import writers
 from experiments.training.keys import flatten
-from flax_mha import mlp, positions, residual
 from flax_mha.kernels import choice
+from flax_mha.models import feed_forward, residual
+from flax_mha.positions import embedding
 
 MOST = 2**31 - 1  # what JAX counts to
 SEEDS = 2**32  # how many seeds there are
@@ -142,8 +143,8 @@ TABLE = {
     "model.num_heads": whole("heads of queries", 1, 2**16),
     "model.num_kv_heads": whole("heads of keys and values", 1, 2**16),
     "model.mlp_dim": whole("hidden features of the MLP", 1, 2**24),
-    "model.positions": one_of("how a patch knows its place", *positions.KINDS),
-    "model.activation": one_of("of the MLP", *mlp.ACTIVATIONS),
+    "model.positions": one_of("how a patch knows its place", *embedding.KINDS),
+    "model.activation": one_of("of the MLP", *feed_forward.ACTIVATIONS),
     "model.norm": one_of("in front of each half of a block", *residual.NORMS),
     "model.gated": Field("a gated MLP", RULES[bool], bool),
     "model.tied": Field("one table for tokens and logits", RULES[bool], bool),

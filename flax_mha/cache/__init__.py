@@ -7,12 +7,12 @@ The layer keeps one in the collection `cache` under `decode=True`; `fork`, `trun
 `free` do to all caches of such a collection what the methods do to one.
 """
 
+from flax_mha.cache.collection import fork as fork
+from flax_mha.cache.collection import free as free
+from flax_mha.cache.collection import reset as reset
+from flax_mha.cache.collection import truncate as truncate
 from flax_mha.cache.config import CacheConfig as CacheConfig
 from flax_mha.cache.config import as_cache_config as as_cache_config
-from flax_mha.cache.kv import KVCache as KVCache
-from flax_mha.cache.look import Extended as Extended
-from flax_mha.cache.slots import Memory as Memory
-from flax_mha.cache.variables import fork as fork
-from flax_mha.cache.variables import free as free
-from flax_mha.cache.variables import reset as reset
-from flax_mha.cache.variables import truncate as truncate
+from flax_mha.cache.kv_cache import KVCache as KVCache
+from flax_mha.cache.sources import Extended as Extended
+from flax_mha.cache.storage import Memory as Memory

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 
-from flax_mha import inputs, masks
-from flax_mha.cache.kv import KVCache
-from flax_mha.cache.slots import Memory
+from flax_mha import masks
+from flax_mha.base import checks
+from flax_mha.cache.kv_cache import KVCache
+from flax_mha.cache.storage import Memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         if self.dtype is not None:
-            inputs.dtype("CacheConfig.dtype", self.dtype, "a floating dtype or int8")
-        inputs.optional(**{"CacheConfig.slots": self.slots})
+            checks.dtype("CacheConfig.dtype", self.dtype, "a floating dtype or int8")
+        checks.optional(**{"CacheConfig.slots": self.slots})
 
     def window(self, mask: masks.MaskLike | None) -> int | None:
         """How many tokens before itself a token sees, in a ring buffer under that mask; else None.
@@ -71,6 +72,6 @@ def as_cache_config(given: CacheConfig | None) -> CacheConfig:
     if isinstance(given, CacheConfig):
         return given
     raise TypeError(
-        f"cache must be a flax_mha.CacheConfig, got {inputs.came(given)}; give "
+        f"cache must be a flax_mha.CacheConfig, got {checks.came(given)}; give "
         f"CacheConfig(dtype='int8'), say"
     )

@@ -22,16 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax.typing import Dtype
 
-from flax_mha import inputs
+from flax_mha.base import checks
 from flax_mha.interop import (
     bert,
     dino,
-    files,
-    gpt2,
-    gpt_neox,
+    gpt,
     llama,
     moe,
     neutral,
+    safetensors,
     t5,
     timm,
     towers,
@@ -39,11 +38,11 @@ from flax_mha.interop import (
     vit_pytorch,
     whisper,
 )
+from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
-from flax_mha.interop.placing import Joined, place
 from flax_mha.interop.settings import Config, Settings, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
@@ -54,8 +53,8 @@ _ADAPTER = "adapter_config.json"
 _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("bert roberta xlm-roberta camembert electra ernie data2vec-text", bert.bert, neutral.BERT),
     ("distilbert", bert.distilbert, neutral.BERT),
-    ("gpt2", gpt2.gpt2, neutral.GPT2),
-    ("gpt_neox", gpt_neox.gpt_neox, neutral.DECODER),
+    ("gpt2", gpt.gpt2, neutral.GPT2),
+    ("gpt_neox", gpt.gpt_neox, neutral.DECODER),
     ("llama", llama.llama, neutral.LLAMA),
     ("mistral ministral smollm3", llama.llama, neutral.DECODER),
     ("qwen2 qwen3", llama.llama, neutral.QWEN),
@@ -132,9 +131,9 @@ def load(
             f"{folder} must hold a whole model, got {_ADAPTER}, of weights that change it; merge "
             f"them (merge_and_unload of peft) and save the result"
         )
-    found = family(files.read_json(folder / "config.json"))
-    tensors = files.read_folder(folder)
-    kind = None if dtype is None else inputs.dtype("dtype", dtype)
+    found = family(safetensors.read_json(folder / "config.json"))
+    tensors = safetensors.read_folder(folder)
+    kind = None if dtype is None else checks.dtype("dtype", dtype)
     variables = from_tensors(found, tensors, join=Joined)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
@@ -157,7 +156,7 @@ def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None
     folder = Path(path).expanduser()
     tensors = stored(family(config), variables)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write(folder / "model.safetensors", tensors)
+    safetensors.write(folder / "model.safetensors", tensors)
     kinds = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
     saved = _as_dtype(config, np.result_type(*kinds).name) if kinds else dict(config)
     (folder / "config.json").write_text(json.dumps(saved, indent=2, default=str))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mha.shapes import Shape
+from flax_mha.base.shapes import Shape
 
 
 class Axes(NamedTuple):

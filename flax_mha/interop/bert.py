@@ -7,16 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.attention import LayerOptions, MultiHeadAttention
-from flax_mha.blocks import EncoderBlock
-from flax_mha.embeddings import TokenEmbedding
-from flax_mha.interop.classes import classified
 from flax_mha.interop.config import activation, refuse
+from flax_mha.interop.modules import classified
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
-from flax_mha.mlp import ACTIVATIONS, Activation
+from flax_mha.linen import LayerOptions, MultiHeadAttention
+from flax_mha.models.blocks import EncoderBlock
+from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models.feed_forward import ACTIVATIONS, Activation
+from flax_mha.models.stacks import Encoder
 from flax_mha.positions import PositionEmbedding
-from flax_mha.stacks import Encoder
 
 _EXAMPLE = (np.zeros((1, 1), np.int32),)
 # Buffers that count from 0.

@@ -2,15 +2,15 @@
 
 import math
 
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import EncoderBlock
-from flax_mha.embeddings import PatchEmbedding
 from flax_mha.interop.config import activation, blank, grid
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier
+from flax_mha.models.blocks import EncoderBlock
+from flax_mha.models.embeddings import PatchEmbedding
+from flax_mha.models.stacks import Encoder
 from flax_mha.positions import Axial
-from flax_mha.stacks import Encoder
 
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha.interop import files, neutral
+from flax_mha.interop import neutral, safetensors
 from flax_mha.interop.settings import Settings
 
 _FILE = "generation_config.json"
@@ -40,8 +40,8 @@ def generation(path: str | Path) -> dict[str, Any]:
       FileNotFoundError: if there is no `config.json`.
     """
     folder = Path(path).expanduser()
-    config = Settings(files.read_json(folder / "config.json"))
-    own = Settings(files.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
+    config = Settings(safetensors.read_json(folder / "config.json"))
+    own = Settings(safetensors.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
     found: dict[str, Any] = {}
     ends = own.get("eos_token_id", config.get("eos_token_id", []))
     # Small models keep the end of a large vocabulary, which they can't write.

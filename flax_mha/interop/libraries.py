@@ -11,11 +11,12 @@ import flax.linen as nn
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from flax_mha import fields, inputs
-from flax_mha.attention import MultiHeadAttention
+from flax_mha.base import checks
 from flax_mha.interop import table
 from flax_mha.interop.table import PROJECTIONS, Axes, Family, Row, straight, transposed
 from flax_mha.interop.torch_layers import LAYER, array, default
+from flax_mha.layer import settings
+from flax_mha.linen import MultiHeadAttention
 
 # As torch.nn has it.
 _NORM = nn.LayerNorm(1e-5)
@@ -69,7 +70,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
         of options that ours lacks, or of another shape. Options that leave no tensor must be as
         they are by default.
     """
-    inputs.positive(num_heads=num_heads)
+    checks.positive(num_heads=num_heads)
     flat = {name: array(x) for name, x in flatten_dict(dict(tensors), sep="/").items()}
     found = [
         (library, name.removesuffix(query))
@@ -118,12 +119,12 @@ def to_layer(
       ValueError: if the library has no such layer, as with rotary.
       TypeError: if it is no module of that kind.
     """
-    known = inputs.choose("library", library, LIBRARIES)
+    known = checks.choose("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
     if not isinstance(layer, MultiHeadAttention) or before != [_NORM] * (known.norm is not None):
         raise TypeError(
             f"to_layer takes an attention layer, as vit-pytorch's an nn.Sequential of "
-            f"nn.LayerNorm(1e-5) and one; got for {library} {inputs.came(module)}"
+            f"nn.LayerNorm(1e-5) and one; got for {library} {checks.came(module)}"
         )
     default(layer, MultiHeadAttention, LAYER, library)
     try:
@@ -141,5 +142,5 @@ def _rows(library: Library, layer: MultiHeadAttention, theirs: str) -> list[Row]
     if library.norm is not None:
         rows, ours = table.norm(f"{theirs}{library.norm}", "layers_0"), "layers_1"
     names = [f"{theirs}{name}" for name in library.names]
-    biases = [fields.has_bias(layer.use_bias, name) for name in PROJECTIONS]
+    biases = [settings.has_bias(layer.use_bias, name) for name in PROJECTIONS]
     return rows + table.attention("", ours, names, biases, library.kernel, library.leaves)

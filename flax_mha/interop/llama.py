@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mha import masks
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import DecoderBlock
-from flax_mha.embeddings import TokenEmbedding
-from flax_mha.experts import Experts
 from flax_mha.interop.config import activation, in_turn, rotary
 from flax_mha.interop.settings import FULL, SLIDING, Config, shown
 from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm
+from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import LanguageModel
+from flax_mha.models.blocks import DecoderBlock
+from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models.experts import Experts
+from flax_mha.models.stacks import Decoder
 from flax_mha.positions import Rotary
-from flax_mha.qk_norm import QKNorm
 from flax_mha.scores import SoftCap
-from flax_mha.stacks import Decoder
 
 HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}

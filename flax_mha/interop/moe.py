@@ -1,10 +1,10 @@
 """gpt-oss, Mixtral and Qwen3-MoE: decoders as Llama's, with experts in place of the MLP."""
 
-from flax_mha.experts import Experts
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.llama import llama
 from flax_mha.interop.settings import REMEDY, Config, filled
 from flax_mha.interop.table import Family, Row, each, linear, one_of_many
+from flax_mha.models.experts import Experts
 
 _MOST = 2**15  # of each there are rows; Qwen3-235B-A22B has 12,032
 _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"

@@ -14,8 +14,8 @@ import flax.linen as nn
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import inputs
-from flax_mha.attention import MultiHeadAttention
+from flax_mha.base import checks
+from flax_mha.linen import MultiHeadAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
@@ -66,7 +66,7 @@ def swap(model: Model, **fields: Any) -> Model:
         return cast(Model, nnx.recursive_map(functools.partial(_replaced, fields), model))
     if isinstance(model, nn.Module):
         return _swapped(model, fields)
-    raise TypeError(f"swap takes a module of linen or nnx, got {inputs.came(model)}; give Model()")
+    raise TypeError(f"swap takes a module of linen or nnx, got {checks.came(model)}; give Model()")
 
 
 def _swapped(model: Any, fields: dict[str, Any]) -> Any:

@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import DecoderBlock, EncoderBlock
-from flax_mha.embeddings import TokenEmbedding
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, transposed
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import LanguageModel, Translator
+from flax_mha.models.blocks import DecoderBlock, EncoderBlock
+from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models.stacks import Decoder, Encoder
 from flax_mha.scores import RelativeBias
-from flax_mha.stacks import Decoder, Encoder
 
 
 def t5(config: Config) -> Family:

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from flax_mha.interop import placing
+from flax_mha.base.shapes import Shape
+from flax_mha.interop import device_put
 from flax_mha.interop.axes import FLAT as FLAT
 from flax_mha.interop.axes import SAME as SAME
 from flax_mha.interop.axes import Axes as Axes
@@ -24,7 +25,6 @@ from flax_mha.interop.axes import straight as straight
 from flax_mha.interop.axes import transposed as transposed
 from flax_mha.interop.axes import wrapped as wrapped
 from flax_mha.interop.settings import several
-from flax_mha.shapes import Shape
 
 Tensors: TypeAlias = Mapping[str, Any]
 
@@ -136,7 +136,7 @@ class Family(NamedTuple):
                 wrong.append(f"surplus {name}")
         for name, x, other in copies:
             table: Any = found.setdefault(other, x)
-            if not placing.equal(x, table):
+            if not device_put.equal(x, table):
                 wrong.append(f"{name} must be {other}, to which the config ties it, and differs")
         return found, heads, sorted(wrong)
 

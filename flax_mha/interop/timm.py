@@ -1,14 +1,14 @@
 """The Vision Transformers of timm, whose configs are the arguments of `VisionTransformer`."""
 
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import EncoderBlock
-from flax_mha.embeddings import PatchEmbedding
 from flax_mha.interop.config import activation, blank, grid, refuse
 from flax_mha.interop.libraries import LIBRARIES
 from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier
-from flax_mha.stacks import Encoder
+from flax_mha.models.blocks import EncoderBlock
+from flax_mha.models.embeddings import PatchEmbedding
+from flax_mha.models.stacks import Encoder
 
 
 def timm_vit(config: Config) -> Family:

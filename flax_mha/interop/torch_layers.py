@@ -11,9 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import Block, DecoderBlock, EncoderBlock
+from flax_mha.base import checks
 from flax_mha.interop.table import (
     PROJECTIONS,
     Family,
@@ -25,8 +23,10 @@ from flax_mha.interop.table import (
     to_tensors,
     transposed,
 )  # fmt: skip
-from flax_mha.mlp import Activation
-from flax_mha.stacks import Decoder, Encoder, Stack
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
+from flax_mha.models.feed_forward import Activation
+from flax_mha.models.stacks import Decoder, Encoder, Stack
 
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
@@ -68,7 +68,7 @@ def from_torch(
       ValueError: if it is of another layer, or has `bias_k` and `bias_v`; `add_zero_attn` leaves no
         trace in it, and must not be set.
     """
-    inputs.positive(num_heads=num_heads)
+    checks.positive(num_heads=num_heads)
     tensors = {name: array(x) for name, x in state_dict.items()}
     at = next((at for at in _FIRST if f"{at}out_proj.weight" in tensors), None)
     if at is None:
@@ -125,7 +125,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
     """
     if not isinstance(module, MultiHeadAttention | Block | Stack):
         raise TypeError(
-            f"to_torch takes an attention layer, a block or a stack, got {inputs.came(module)}"
+            f"to_torch takes an attention layer, a block or a stack, got {checks.came(module)}"
         )
     _check(module)
     params = variables["params"]

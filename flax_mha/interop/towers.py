@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import masks
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.embeddings import TokenEmbedding
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.settings import Config, Settings, filled
@@ -26,11 +24,13 @@ from flax_mha.interop.table import (
     wrapped,
 )  # fmt: skip
 from flax_mha.interop.vit import block, example, image
-from flax_mha.linear import Projection
-from flax_mha.mlp import MLP
+from flax_mha.layer.linear import Projection
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier
+from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models.feed_forward import MLP
+from flax_mha.models.stacks import Encoder
 from flax_mha.positions import PositionEmbedding
-from flax_mha.stacks import Encoder
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

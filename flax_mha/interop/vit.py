@@ -4,15 +4,15 @@ from typing import Any
 
 import numpy as np
 
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import EncoderBlock
-from flax_mha.embeddings import PatchEmbedding
-from flax_mha.interop.classes import classified
 from flax_mha.interop.config import activation, blank, grid
+from flax_mha.interop.modules import classified
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier
-from flax_mha.stacks import Encoder
+from flax_mha.models.blocks import EncoderBlock
+from flax_mha.models.embeddings import PatchEmbedding
+from flax_mha.models.stacks import Encoder
 
 # What models that wrap it put before all names.
 PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}

@@ -1,13 +1,13 @@
 """The ViT of vit-pytorch, whose config is its arguments."""
 
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import EncoderBlock
-from flax_mha.embeddings import PatchEmbedding
 from flax_mha.interop.config import blank, grid
 from flax_mha.interop.settings import Config, filled, shown
 from flax_mha.interop.table import Family, Row, attention, each, linear, norm
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier
-from flax_mha.stacks import Encoder
+from flax_mha.models.blocks import EncoderBlock
+from flax_mha.models.embeddings import PatchEmbedding
+from flax_mha.models.stacks import Encoder
 
 
 def vit_pytorch(config: Config) -> Family:

@@ -6,15 +6,15 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.blocks import DecoderBlock, EncoderBlock
-from flax_mha.embeddings import TokenEmbedding
 from flax_mha.interop.config import activation, blank, refuse
 from flax_mha.interop.settings import Config
 from flax_mha.interop.table import Axes, Family, Row, attention, each, linear, norm
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import LanguageModel, Translator
+from flax_mha.models.blocks import DecoderBlock, EncoderBlock
+from flax_mha.models.embeddings import TokenEmbedding
+from flax_mha.models.stacks import Decoder, Encoder
 from flax_mha.positions import PositionEmbedding
-from flax_mha.stacks import Decoder, Encoder
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

@@ -12,18 +12,19 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 import chex
 import jax
 
-from flax_mha import inputs, masks, shapes
-from flax_mha.arguments import check_known, names_of, with_known_arguments
-from flax_mha.grid import Array
+from flax_mha import masks
+from flax_mha.base import checks, shapes
+from flax_mha.base.arguments import check_known, names_of, with_known_arguments
+from flax_mha.base.coordinates import Array
 from flax_mha.kernels import choice, observe
 from flax_mha.kernels.derivatives import any_derivative as any_derivative
+from flax_mha.kernels.mesh import shards
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Capture as Capture
 from flax_mha.kernels.observe import Captured
 from flax_mha.kernels.options import KernelName as KernelName
 from flax_mha.kernels.options import Keyed, Options
-from flax_mha.kernels.parallel import shards
-from flax_mha.kernels.platform import Platform as Platform
+from flax_mha.kernels.options import Platform as Platform
 from flax_mha.kernels.registry import KERNELS as KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Result, prepare
 from flax_mha.kernels.stored import widened
@@ -121,7 +122,7 @@ def dot_product_attention(
         alone or before a kernel, as in "ring:blockwise"; on one device that kernel alone.
       precision: of the matrix products, see `jax.lax.Precision`.
       normalizer: how scores become weights: "softmax", "sigmoid" or "softpick", see
-        `flax_mha.kernels.normalizers`; without a softmax there is no lse, nor what comes of it
+        `flax_mha.kernels.reference`; without a softmax there is no lse, nor what comes of it
         (weights and entropy beside the output).
       return_weights: also return the weights [*B, N, T, S], as before dropout.
       return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
@@ -146,8 +147,8 @@ def dot_product_attention(
         normalizer=normalizer,
     )  # fmt: skip
 
-    inputs.flag("return_weights", return_weights)
-    inputs.flag("return_residuals", return_residuals)
+    checks.flag("return_weights", return_weights)
+    checks.flag("return_residuals", return_residuals)
     capture = observe.as_capture(capture)
     _check_lse(normalizer, return_weights, return_residuals, capture)
     way, local = choice.parsed(kernel)
@@ -249,13 +250,13 @@ def explain(
       ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
     """
     check_known("explain", call, ARGUMENTS)
-    inputs.flag("return_weights", return_weights)
-    inputs.flag("return_residuals", return_residuals)
+    checks.flag("return_weights", return_weights)
+    checks.flag("return_residuals", return_residuals)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, jax.ShapeDtypeStruct):
-            inputs.real(name, x.dtype)
+            checks.real(name, x.dtype)
         else:
-            inputs.floating(name, x)
+            checks.floating(name, x)
     capture = observe.as_capture(capture)
     way, local = choice.parsed(kernel)
 

@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes, symbols
-from flax_mha.kernels import softmax, tiling, traced
-from flax_mha.kernels.finite import finite, guard
-from flax_mha.kernels.leaves import combine, learned, partition
-from flax_mha.kernels.plan import MOST, Plan, Stripe, Tables, plan_call
-from flax_mha.kernels.platform import Platform
+from flax_mha.base import shapes, symbols, trees
+from flax_mha.base.trees import combine, learned, partition
+from flax_mha.kernels import softmax, tiles
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.softmax import finite, guard
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
 from flax_mha.kernels.stored import Stored
-from flax_mha.kernels.tiling import (
+from flax_mha.kernels.tile_plan import MOST, Plan, Stripe, Tables, plan_call
+from flax_mha.kernels.tiles import (
     Place,
     TiledCall,
     Tree,
@@ -43,6 +43,7 @@ from flax_mha.kernels.tiling import (
     tile_gradient,
     tile_of,
 )
+from flax_mha.sharding.shard_map import vary
 
 
 def lower(
@@ -75,7 +76,7 @@ def attend(
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
-        return tiling.nothing(dims, dtype, spec.sinks)
+        return tiles.nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims, most)
     scale = 1.0
     if isinstance(spec.scale, float) and as_it_is(q, k):
@@ -87,7 +88,7 @@ def attend(
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
-    spec = tiling.tiled(spec.replace(scale=None, sinks=None), plan)
+    spec = tiles.tiled(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     args = (
         by_rows(q, plan.block_q, K),
@@ -95,7 +96,7 @@ def attend(
         by_rows(v, plan.block_k, K),
         *partition(spec, learned), sinks, tables,
     )  # fmt: skip
-    args = jax.tree.map(lambda x: tiling.vary(x, args), args)
+    args = jax.tree.map(lambda x: vary(x, args), args)
     if recalled is not None:
         out, lse = recalled[0].astype(recalled[1].dtype), shapes.by_query(recalled[1])
         recalled = by_rows(out, plan.block_q, K), by_rows(lse, plan.block_q, K)[..., 0]
@@ -132,7 +133,7 @@ def _core(static: TiledCall, recalled: Result | None, *args: Any) -> Result:
     return _forward(static, recalled, *args)[0]
 
 
-@traced.once
+@trees.once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
     sinks: jax.Array | None, tables: Tables | None,
@@ -170,9 +171,9 @@ def _loops(
             p = tile.drop(p, at).astype(v.dtype)
             return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
 
-        total = tiling.vary(jnp.zeros((plan.block_q, 1), acc), q)
+        total = vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = softmax.begin(total)
-        out = tiling.vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
+        out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
         of_all = total
         if sinks is not None:
@@ -196,26 +197,26 @@ def _loops(
             block = cut(q, stripe)
             jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
             parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
-        return [], tuple(tiling.join(x, plan) for x in zip(*parts, strict=True))
+        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    return tiling.over(group, [], xs, static.together)[1]
+    return tiles.over(group, [], xs, static.together)[1]
 
 
 def _forward(static: TiledCall, recalled: Result | None, *args: Any) -> tuple[Result, Any]:
     if recalled is not None:
         return recalled, (args, recalled[0], *softmax.of_lse(recalled[1]))
     out, top, total = _loops(static, *args)
-    lse = softmax.finish(*tiling.with_sinks(static.plan, args[5], top, total)[1:])[1]
+    lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
     return (out, lse), (args, out, top, total)
 
 
-@traced.once
+@trees.once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, leaves, rest, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, rest), total.dtype
     seen = total != 0
-    sink, top, total = tiling.with_sinks(plan, sinks, top, total)
+    sink, top, total = tiles.with_sinks(plan, sinks, top, total)
     dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
     of_rows = jnp.stack([top, share, delta], -1)
 
@@ -243,16 +244,16 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
                 dvT = place.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
                 if dvectors is not None:
                     dq, dkT = dq + dvectors[0], place.add_keys(dkT, dvectors[1].T)
-                return tiling.accumulate(place, grads, dleaves), dq, dkT, dvT
+                return tiles.accumulate(place, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
-            carry = (grads, tiling.vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
+            carry = (grads, vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
             place = Place.of(plan, stripe, r, j)
             grads, dq, dkT, dvT = _visit(stripe, plan, tables, place, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
-        carry: Tree = (grads, *(tiling.vary(tiling.key_sums(plan, x, acc), q) for x in (k, v)))
+        carry: Tree = (grads, *(vary(tiles.key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for stripe in reversed(plan.parts):
@@ -261,14 +262,14 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk, dv = tiling.by_key(dkT).astype(k.dtype), tiling.by_key(spec.gain(dvT)).astype(v.dtype)
-        return grads, (tiling.join(parts, plan), dk, dv)
+        dk, dv = tiles.by_key(dkT).astype(k.dtype), tiles.by_key(spec.gain(dvT)).astype(v.dtype)
+        return grads, (tiles.join(parts, plan), dk, dv)
 
-    zeros = jax.tree.map(lambda x: tiling.vary(jnp.zeros(x.shape, acc), q), leaves)
+    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
-    grads, (dq, dk, dv) = tiling.over(group, zeros, xs, static.together)
+    grads, (dq, dk, dv) = tiles.over(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
-    dsinks = tiling.sink_gradient(plan, sink, top, share, delta)
+    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
     return None, dq, dk, dv, grads, None, dsinks, None
 
 

@@ -20,24 +20,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes
-from flax_mha.kernels import blockwise, reference, softmax, tiling, traced
-from flax_mha.kernels.finite import guard
-from flax_mha.kernels.leaves import combine
-from flax_mha.kernels.plan import Plan, Stripe, Tables
-from flax_mha.kernels.platform import Platform
+from flax_mha.base import shapes, trees
+from flax_mha.base.trees import combine
+from flax_mha.kernels import blockwise, reference, softmax, tiles
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.softmax import guard
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
-from flax_mha.kernels.tiling import (
-    Place,
-    TiledCall,
-    Tree,
-    cut,
-    dot,
-    in_blocks,
-    in_tiles,
-    score_of,
-)
+from flax_mha.kernels.tile_plan import Plan, Stripe, Tables
+from flax_mha.kernels.tiles import Place, TiledCall, Tree, cut, dot, in_blocks, in_tiles, score_of
 from flax_mha.masks.tiles import known
+from flax_mha.sharding.shard_map import vary
 
 # Scores of one product: derivatives hold several arrays of them at once.
 _MOST = 2**19
@@ -70,7 +62,7 @@ def _core(static: TiledCall, recalled: None, *args: Any) -> Result:
     return _loops(static, *arrays, tables)
 
 
-@traced.once
+@trees.once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
     sinks: jax.Array | None, tables: Tables | None,
@@ -84,7 +76,7 @@ def _loops(
     ) -> Result:
         def visit(masked: bool, place: Place, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = tiling.tile_of(plan, spec, place)
+            tile, at = tiles.tile_of(plan, spec, place)
             keys = place.keys(k)
             s = product(q, keys, spec.precision, dtype)
             vectors = static.vectors(spec, q, keys, dtype)
@@ -93,8 +85,8 @@ def _loops(
             p = tile.drop(p, at)
             return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, dtype)
 
-        total = tiling.vary(jnp.zeros((plan.block_q, 1), dtype), q)
-        out = tiling.vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
+        total = vary(jnp.zeros((plan.block_q, 1), dtype), q)
+        out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
         carry = softmax.begin(total), total, out
         top, total, out = _visit(stripe, plan, tables, place, visit, carry)
         of_all = total
@@ -122,11 +114,11 @@ def _loops(
             jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
             run = _recomputed(functools.partial(job, stripe))
             parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
-        out, lse = (tiling.join(x, plan) for x in zip(*parts, strict=True))
+        out, lse = (tiles.join(x, plan) for x in zip(*parts, strict=True))
         return [], (out, lse)
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    out, lse = tiling.over(group, [], xs, static.together)[1]
+    out, lse = tiles.over(group, [], xs, static.together)[1]
     return out, lse
 
 

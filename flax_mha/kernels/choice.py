@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_mha import shapes, symbols
+from flax_mha.base import shapes, symbols
 from flax_mha.kernels import blockwise, derivatives, softmax
-from flax_mha.kernels.parallel import shards
-from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.mesh import shards
+from flax_mha.kernels.options import Platform
 from flax_mha.kernels.registry import KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored

@@ -16,17 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import shapes, symbols
-from flax_mha.grid import At, map_grids
+from flax_mha.base import shapes, symbols
+from flax_mha.base.coordinates import At, map_grids
 from flax_mha.kernels import reference, softmax
-from flax_mha.kernels.finite import guard, least
-from flax_mha.kernels.plan import Plan, ask
-from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.softmax import guard, least
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.stored import Stored, widened
-from flax_mha.kernels.tiling import nothing, vary
+from flax_mha.kernels.tile_plan import Plan, ask
+from flax_mha.kernels.tiles import nothing
 from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
+from flax_mha.sharding.shard_map import vary
 
 QUERIES = 64
 # Keys of a block that is visited by itself, which copies it.

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from flax_mha import private
+from flax_mha.base import private_jax
 
 T = TypeVar("T")
 # Which derivatives of a rule there are: one, in reverse mode; any number in reverse mode; or any,
@@ -39,7 +39,7 @@ def any_derivative() -> Iterator[None]:
         with a derivative rule of its own.
       RuntimeError: if JAX has no setting that the context can be kept in.
     """
-    if reason := private.missing("any_derivative"):
+    if reason := private_jax.missing("any_derivative"):
         raise RuntimeError(f"any_derivative() can't be used: {reason}; name kernel='checkpointed'")
     from jax.experimental import xla_metadata as metadata
 
@@ -67,7 +67,7 @@ def limit(allowed: Limit, kernel: str, tree: T) -> T:
       kernel: its name, for the error.
       tree: its inputs.
     """
-    if private.missing("limits"):
+    if private_jax.missing("limits"):
         return tree
     from flax_mha.kernels import limits  # Needs names of JAX that may be gone.
 

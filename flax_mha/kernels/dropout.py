@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from flax_mha.grid import Array
+from flax_mha.base.coordinates import Array
 
 
 class WeightDropout(struct.PyTreeNode):

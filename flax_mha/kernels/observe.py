@@ -28,14 +28,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import grid, inputs, shapes, sharding, symbols
-from flax_mha.grid import Array, At, map_grids
+from flax_mha import sharding
+from flax_mha.base import checks, coordinates, shapes, symbols
+from flax_mha.base.coordinates import Array, At, map_grids
+from flax_mha.base.shapes import Dims
 from flax_mha.kernels import reference
-from flax_mha.kernels.plan import Plan, ask
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tile_plan import Plan, ask
 from flax_mha.masks import EMPTY
 from flax_mha.masks.tiles import known
-from flax_mha.shapes import Dims
 
 Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
 
@@ -91,7 +92,7 @@ def as_capture(given: Any) -> Capture | None:
     if given is None or isinstance(given, Capture):
         return given
     raise TypeError(
-        f"capture must be a flax_mha.Capture, got {inputs.came(given)}; give "
+        f"capture must be a flax_mha.Capture, got {checks.came(given)}; give "
         f"Capture(('entropy', 'max_logit')), say"
     )
 
@@ -161,10 +162,10 @@ def _look(
 def _indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if chosen is None:
         return None
-    inputs.concrete(name, chosen)
+    checks.concrete(name, chosen)
     if not isinstance(chosen, Sequence | np.ndarray | jax.Array) or isinstance(chosen, str):
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
-    indices = np.asarray(inputs.integers(name, chosen))
+    indices = np.asarray(checks.integers(name, chosen))
     if indices.ndim != 1 or not indices.size:
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
     return tuple(indices.tolist())
@@ -221,7 +222,7 @@ def _by_block(
             return summary(score)
 
         # The last block repeats the last query where it reaches beyond it.
-        blocks = grid.blocks(queries, 0, size)
+        blocks = coordinates.blocks(queries, 0, size)
         found = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
         found = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in found)
         return [x[..., : queries.shape[0]] for x in found]

@@ -1,12 +1,12 @@
 """The arguments of an attention call that do not change what it returns, for type checkers."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
 import jax
 
 from flax_mha import masks
-from flax_mha.grid import Array
+from flax_mha.base.coordinates import Array
 from flax_mha.kernels.stored import Stored
 from flax_mha.scores import ScoreMod
 
@@ -39,3 +39,22 @@ class Options(TypedDict, total=False):
     kv_positions: Array | int | None
     precision: jax.lax.PrecisionLike
     normalizer: str
+
+
+class Platform(NamedTuple):
+    """What a call will run on.
+
+    Attributes:
+      name: JAX's name of the platform: "cpu", "gpu" or "tpu".
+      device: what JAX calls the kind of device, such as "NVIDIA H200".
+      cudnn: the version of cuDNN, such as (9, 20, 0); None for the one that is installed.
+      undivided: why a kernel that XLA can't divide between devices must not run; None where there
+        is one device, or each runs its own shard.
+      spread: whether XLA divides the call between several devices as it likes: no mesh says how.
+    """
+
+    name: str
+    device: str = ""
+    cudnn: tuple[int, int, int] | None = None
+    undivided: str | None = None
+    spread: bool = False

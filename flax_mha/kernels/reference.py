@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha import shapes
-from flax_mha.grid import At
-from flax_mha.kernels.finite import finite, guard, least
+from flax_mha.base import shapes
+from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.softmax import finite, guard, least
 from flax_mha.kernels.spec import AttentionSpec, Lowered
 
 # Below every sum of exponentials but 0, for the greatest is 1; any power of its inverse, which

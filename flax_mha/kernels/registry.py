@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_mha import private
+from flax_mha.base import private_jax
+from flax_mha.base.symbols import is_symbolic
 from flax_mha.kernels import derivatives
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.options import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.stored import Stored, widened
-from flax_mha.symbols import is_symbolic
 
 
 class Kernel(NamedTuple):
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
         """The call made ready, or the reason why the kernel can't run it."""
         if self.platform not in (None, platform.name):
             return Refusal(f"runs on {self.called} only, this is {platform.name}")
-        if reason := private.missing(self.name):
+        if reason := private_jax.missing(self.name):
             return Refusal(reason)
         if self.limit and derivatives.all_asked():
             return Refusal("has not every derivative, which any_derivative() asks for")

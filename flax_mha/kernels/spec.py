@@ -11,16 +11,17 @@ from flax import struct
 from flax.linen.dtypes import promote_dtype
 from jax.sharding import AbstractMesh
 
-from flax_mha import inputs, masks, shapes, sharding
-from flax_mha.grid import Array, At, Grid, whole
+from flax_mha import masks, sharding
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array, At, Grid, whole
+from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import nodes
 from flax_mha.kernels.dropout import WeightDropout
-from flax_mha.kernels.leaves import nodes
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
 from flax_mha.masks.base import placed, seen, validated
 from flax_mha.scores import Bias, Score, ScoreMod, Vectors, as_scores, changed
-from flax_mha.shapes import Dims
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
 Result = tuple[jax.Array, jax.Array]
@@ -172,12 +173,12 @@ def prepare(
     normalizer: str = SOFTMAX,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
     """Checks a call, and brings it into the one form that kernels read."""
-    q = jnp.asarray(inputs.floating("q", q))
+    q = jnp.asarray(checks.floating("q", q))
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
         dims = shapes.attention_dims(q, k, v)
     else:
-        k, v = (jnp.asarray(inputs.floating(name, x)) for name, x in (("k", k), ("v", v)))
+        k, v = (jnp.asarray(checks.floating(name, x)) for name, x in (("k", k), ("v", v)))
         dims = shapes.attention_dims(q, k, v)
         promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
         q, k, v = promoted
@@ -185,13 +186,13 @@ def prepare(
     if bias is not None:
         scores = (*scores, Bias(bias))
     if sinks is not None:
-        inputs.floating("sinks", sinks)
+        checks.floating("sinks", sinks)
         if sinks.shape != (dims.N,):
             raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
         sinks = jnp.asarray(sinks)
     if precision is not None:
-        inputs.precision("precision", precision)
-    inputs.choose("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
+        checks.precision("precision", precision)
+    checks.choose("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
     bound, invalid = (None, None) if mask is None else validated(masks.as_mask(mask).bind(dims))
@@ -217,8 +218,8 @@ def prepare(
 
 def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
     """The dropout of a call, None if there is none."""
-    inputs.rate("dropout_rate", rate)
-    inputs.flag("broadcast_dropout", broadcast)
+    checks.rate("dropout_rate", rate)
+    checks.flag("broadcast_dropout", broadcast)
     if not rate:
         return None
     if rng is None:
@@ -226,7 +227,7 @@ def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropo
             f"dropout_rate={rate} needs a dropout_rng, got None; "
             f"give a jax.random.key, or dropout_rate=0"
         )
-    return WeightDropout.from_key(inputs.key("dropout_rng", rng), rate, broadcast)
+    return WeightDropout.from_key(checks.key("dropout_rng", rng), rate, broadcast)
 
 
 def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
@@ -259,7 +260,7 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
         names = " or ".join(sorted({kind.__name__ for kind in own}))
         raise TypeError(
             f"a function of {names} must be given traced arrays as its args, got one that closes "
-            f"over {inputs.came(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
+            f"over {checks.came(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
         )
 
 
@@ -271,8 +272,8 @@ def _is_own(kind: type) -> bool:
 def _scale(scale: Any) -> float | jax.Array:
     """What scores are multiplied by: a number, or an array of one, which may be traced."""
     if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
-        return inputs.number("scale", scale)
-    inputs.floating("scale", scale)
+        return checks.number("scale", scale)
+    checks.floating("scale", scale)
     if scale.shape:
         raise ValueError(
             f"scale must be one number, got an array of shape {scale.shape}; scale the queries of "

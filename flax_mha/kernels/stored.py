@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import struct
 
-from flax_mha.shapes import Shape
+from flax_mha.base.shapes import Shape
 
 
 class Stored(struct.PyTreeNode):

@@ -5,8 +5,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from flax_mha import mesh_axes, shapes
-from flax_mha.shapes import Dims
+from flax_mha.base import shapes
+from flax_mha.base.shapes import Dims
+from flax_mha.sharding.shard_map import varying
 
 # The most queries, and the most keys, of a block, for heads of at most so many features:
 #
@@ -31,7 +32,7 @@ def refuses(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
         return "there are no rows, queries or keys"
     if max(dims.H, dims.Hv) > max(BLOCKS):
         return f"takes heads of at most {max(BLOCKS)} features, got {max(dims.H, dims.Hv)}"
-    if mesh_axes.varying(q):
+    if varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     return None
 

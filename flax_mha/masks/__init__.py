@@ -39,8 +39,8 @@ your own is a subclass with an `allowed` method, a `tiles` method if kernels are
 excludes, and a `grain` method if they are to take its blocks for their tiles.
 """
 
-from flax_mha.grid import At as At
-from flax_mha.grid import Tiles as Tiles
+from flax_mha.base.coordinates import At as At
+from flax_mha.base.coordinates import Tiles as Tiles
 from flax_mha.masks.base import And as And
 from flax_mha.masks.base import Dense as Dense
 from flax_mha.masks.base import Mask as Mask
@@ -49,19 +49,19 @@ from flax_mha.masks.base import Not as Not
 from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
-from flax_mha.masks.chosen import Chosen as Chosen
-from flax_mha.masks.chosen import top_blocks as top_blocks
-from flax_mha.masks.lattice import Dilated as Dilated
-from flax_mha.masks.lattice import Neighborhood as Neighborhood
-from flax_mha.masks.rules import Causal as Causal
-from flax_mha.masks.rules import PerHead as PerHead
-from flax_mha.masks.rules import Predicate as Predicate
-from flax_mha.masks.rules import Window as Window
+from flax_mha.masks.block_sparse import Chosen as Chosen
+from flax_mha.masks.block_sparse import top_blocks as top_blocks
+from flax_mha.masks.per_token import Documents as Documents
+from flax_mha.masks.per_token import Keys as Keys
+from flax_mha.masks.per_token import Lengths as Lengths
+from flax_mha.masks.per_token import Prefix as Prefix
+from flax_mha.masks.per_token import Segments as Segments
+from flax_mha.masks.positional import Causal as Causal
+from flax_mha.masks.positional import Dilated as Dilated
+from flax_mha.masks.positional import Neighborhood as Neighborhood
+from flax_mha.masks.positional import PerHead as PerHead
+from flax_mha.masks.positional import Predicate as Predicate
+from flax_mha.masks.positional import Window as Window
 from flax_mha.masks.tiles import EMPTY as EMPTY
 from flax_mha.masks.tiles import FULL as FULL
 from flax_mha.masks.tiles import PARTIAL as PARTIAL
-from flax_mha.masks.tokens import Documents as Documents
-from flax_mha.masks.tokens import Keys as Keys
-from flax_mha.masks.tokens import Lengths as Lengths
-from flax_mha.masks.tokens import Prefix as Prefix
-from flax_mha.masks.tokens import Segments as Segments

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import inputs, shapes
-from flax_mha.grid import Array, At, Grid, Node, Tiles, whole
-from flax_mha.masks.tables import read
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array, At, Grid, Node, Tiles, whole
+from flax_mha.base.shapes import Dims
+from flax_mha.masks.arrays import read
 from flax_mha.masks.tiles import FULL, both, either, judge
-from flax_mha.shapes import Dims
 
 
 class Mask(Node):
@@ -73,8 +73,8 @@ class Mask(Node):
         """
         S = T if S is None else S
         for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
-            inputs.integer(name, size)
-        dims = Dims(inputs.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
+            checks.integer(name, size)
+        dims = Dims(checks.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
         q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
         k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
         return jnp.broadcast_to(seen(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
@@ -238,7 +238,7 @@ def seen(mask: Mask, at: At) -> Array:
     name, rule = type(mask).__name__, "True where the query may see the key"
     if getattr(allowed, "dtype", None) != np.bool_:
         raise TypeError(
-            f"{name} must give bools, {rule}, got {inputs.came(allowed)}; return a comparison, "
+            f"{name} must give bools, {rule}, got {checks.came(allowed)}; return a comparison, "
             f"such as j <= i"
         )
     shape = jnp.broadcast_shapes(*(x.shape for x in at))

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.grid import Array
+from flax_mha.base.coordinates import Array
 
 # In this order `&` is the minimum, `|` the maximum, `~` 2 − x.
 EMPTY, PARTIAL, FULL = 0, 1, 2

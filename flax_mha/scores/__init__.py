@@ -15,19 +15,19 @@ Scores are applied in the order given. Like masks they are pytrees: their arrays
 | `Score(fn, args)` | fn(s, row, head, i, j, *args), and of q and k too if `vectors` |
 """
 
-from flax_mha.grid import At as At
+from flax_mha.base.coordinates import At as At
 from flax_mha.scores.base import INIT as INIT
 from flax_mha.scores.base import ScoreMod as ScoreMod
 from flax_mha.scores.base import Vectors as Vectors
 from flax_mha.scores.base import as_scores as as_scores
 from flax_mha.scores.base import changed as changed
 from flax_mha.scores.base import learned as learned
+from flax_mha.scores.pointwise import Alibi as Alibi
+from flax_mha.scores.pointwise import Bias as Bias
+from flax_mha.scores.pointwise import Score as Score
+from flax_mha.scores.pointwise import SoftCap as SoftCap
+from flax_mha.scores.pointwise import alibi_slopes as alibi_slopes
 from flax_mha.scores.relative import Relative as Relative
 from flax_mha.scores.relative import RelativeBias as RelativeBias
 from flax_mha.scores.relative import TransformerXL as TransformerXL
 from flax_mha.scores.relative import relative_bucket as relative_bucket
-from flax_mha.scores.rules import Alibi as Alibi
-from flax_mha.scores.rules import Bias as Bias
-from flax_mha.scores.rules import Score as Score
-from flax_mha.scores.rules import SoftCap as SoftCap
-from flax_mha.scores.rules import alibi_slopes as alibi_slopes

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax.typing import Initializer
 
-from flax_mha import inputs, shapes
-from flax_mha.grid import At, Node
-from flax_mha.shapes import Dims
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import At, Node
+from flax_mha.base.shapes import Dims
 
 # Queries [..., T, H] times the scale of the call, and keys [..., S, H], of the scores [..., T, S].
 Vectors: TypeAlias = tuple[jax.Array, jax.Array]
@@ -105,7 +105,7 @@ def as_scores(given: Any) -> tuple[ScoreMod, ...]:
         )
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(
-            f"scores must be a sequence of those in flax_mha.scores, got {inputs.came(given)}; "
+            f"scores must be a sequence of those in flax_mha.scores, got {checks.came(given)}; "
             f"give scores=(SoftCap(50.0),), say, or () for none"
         )
     for mod in given:
@@ -116,7 +116,7 @@ def as_scores(given: Any) -> tuple[ScoreMod, ...]:
             remedy = f"give {mod.__name__}(…), with its parentheses"
         elif callable(mod):
             remedy = "give scores.Score(fn), a function (score, row, head, i, j) -> score"
-        raise TypeError(f"scores must be of flax_mha.scores, got {inputs.came(mod)}; {remedy}")
+        raise TypeError(f"scores must be of flax_mha.scores, got {checks.came(mod)}; {remedy}")
     return tuple(given)
 
 
@@ -126,7 +126,7 @@ def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = N
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):
         raise TypeError(
-            f"{name} must give the new score, real and floating point, got {inputs.came(new)}; "
+            f"{name} must give the new score, real and floating point, got {checks.came(new)}; "
             f"return it from the function"
         )
     remedy = "compute it from the score and the places that are given, pair by pair"

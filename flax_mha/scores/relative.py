@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from flax_mha import inputs, shapes
-from flax_mha.grid import Array, At
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array, At
+from flax_mha.base.shapes import Dims
 from flax_mha.scores.base import Make, ScoreMod, Vectors
-from flax_mha.shapes import Dims
 
 
 class RelativeBias(ScoreMod):
@@ -42,14 +42,14 @@ class RelativeBias(ScoreMod):
         """See `ScoreMod.learned`."""
         if self.table is not None:
             return self
-        inputs.positive(**{"RelativeBias.buckets": self.buckets})
+        checks.positive(**{"RelativeBias.buckets": self.buckets})
         shape, names = (num_heads, self.buckets), ("heads", None)
         return self.replace(table=make("relative_bias", shape, names))
 
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
         table = _given("RelativeBias", "table", self.table)
-        inputs.flag("RelativeBias.bidirectional", self.bidirectional)
+        checks.flag("RelativeBias.bidirectional", self.bidirectional)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
                 f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
@@ -94,9 +94,9 @@ class Relative(ScoreMod):
         """See `ScoreMod.learned`."""
         if self.table is not None:
             return self
-        inputs.positive(**{"Relative.max_distance": self.max_distance})
+        checks.positive(**{"Relative.max_distance": self.max_distance})
         shape, names = (2 * self.max_distance + 1, head_dim), (None, None)
-        if inputs.flag("Relative.per_head", self.per_head):
+        if checks.flag("Relative.per_head", self.per_head):
             return self.replace(table=make("relative_keys", (num_heads, *shape), ("heads", *names)))
         return self.replace(table=make("relative_keys", shape, names))
 
@@ -151,7 +151,7 @@ class TransformerXL(ScoreMod):
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
         """See `ScoreMod.learned`."""
-        inputs.optional(**{"TransformerXL.features": self.features})
+        checks.optional(**{"TransformerXL.features": self.features})
         heads, names = (num_heads, head_dim), ("heads", None)
         features = self.features or num_heads * head_dim
         init = jax.nn.initializers.glorot_uniform(0, (1, 2))
@@ -171,7 +171,7 @@ class TransformerXL(ScoreMod):
         """See `ScoreMod.bind`."""
         names = ("content_bias", "position_bias", "kernel")
         u, v, kernel = (_given("TransformerXL", name, getattr(self, name)) for name in names)
-        if inputs.number("TransformerXL.base", self.base) <= 0:
+        if checks.number("TransformerXL.base", self.base) <= 0:
             raise ValueError(f"TransformerXL.base must be above 0, got {self.base}; give 10000.0")
         heads = (dims.N, dims.H)
         if u.shape != heads or v.shape != heads:
@@ -231,7 +231,7 @@ def _given(kind: str, name: str, x: Any) -> jax.Array:
             f"{kind} must have a {name} here, got None; give one, or give it in the field scores= "
             f"of a layer or a stack, which learns one"
         )
-    return jnp.asarray(inputs.floating(f"{kind}.{name}", x))
+    return jnp.asarray(checks.floating(f"{kind}.{name}", x))
 
 
 def relative_bucket(
@@ -274,7 +274,7 @@ def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]
 def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
     """Buckets that grow up to max_distance need room after the exact ones."""
     exact = (buckets // 2 if bidirectional else buckets) // 2
-    inputs.positive(max_distance=max_distance)
+    checks.positive(max_distance=max_distance)
     if max_distance <= exact:
         raise ValueError(
             f"max_distance must exceed {exact}, the distances with a bucket of their own out of "

@@ -1,7 +1,7 @@
 """Layers that project or combine otherwise than `MultiHeadAttention`, on the same core."""
 
-from flax_mha.variants.chosen import ChosenBlocksAttention as ChosenBlocksAttention
+from flax_mha.variants.block_sparse import ChosenBlocksAttention as ChosenBlocksAttention
 from flax_mha.variants.differential import DifferentialAttention as DifferentialAttention
 from flax_mha.variants.forgetting import ForgettingAttention as ForgettingAttention
 from flax_mha.variants.latent import MultiHeadLatentAttention as MultiHeadLatentAttention
-from flax_mha.variants.talking import TalkingHeadsAttention as TalkingHeadsAttention
+from flax_mha.variants.talking_heads import TalkingHeadsAttention as TalkingHeadsAttention

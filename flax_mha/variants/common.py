@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flax_mha.grid import Array, At, map_grids, whole
+from flax_mha.base.coordinates import Array, At, map_grids, whole
+from flax_mha.base.shapes import Dims
 from flax_mha.kernels import dot_product_attention
 from flax_mha.masks.base import Mask, placed, seen
-from flax_mha.shapes import Dims
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:

@@ -8,9 +8,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import core, inputs, shapes, sharding
-from flax_mha.attention import MultiHeadAttention
-from flax_mha.call import Call, Settings
+from flax_mha import sharding
+from flax_mha.base import checks, shapes
+from flax_mha.layer import core
+from flax_mha.layer.settings import Call, Settings
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.variants import common
 
 
@@ -89,7 +91,7 @@ class DifferentialAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-        inputs.number("offset", self.offset)
+        checks.number("offset", self.offset)
         common.check_inputs("differential attention", x_q, x_k, x_v)
         absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
         common.check("differential attention", self, absent)

@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha import core, masks, shapes, sharding
-from flax_mha.attention import MultiHeadAttention
+from flax_mha import masks, sharding
+from flax_mha.base import shapes
+from flax_mha.base.coordinates import Array, At, Grid
+from flax_mha.base.shapes import Dims
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.call import Call, Settings
-from flax_mha.grid import Array, At, Grid
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
-from flax_mha.linear import Linear
+from flax_mha.layer import core
+from flax_mha.layer.linear import Linear
+from flax_mha.layer.settings import Call, Settings
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.base import ScoreMod, without_vectors
-from flax_mha.shapes import Dims
 from flax_mha.variants import common
 
 # Numbers of 8 significant bits that hold one of 24, and the dtypes of caches that keep those.

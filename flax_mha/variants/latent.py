@@ -8,13 +8,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from flax_mha import core, inputs, padding, sharding
-from flax_mha.attention import MultiHeadAttention
+from flax_mha import sharding
+from flax_mha.base import checks
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.call import Call, Settings
-from flax_mha.heads import turned
 from flax_mha.kernels.stored import widened
-from flax_mha.linear import Linear, fused
+from flax_mha.layer import core, padding
+from flax_mha.layer.heads import turned
+from flax_mha.layer.linear import Linear, fused
+from flax_mha.layer.settings import Call, Settings
+from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.base import without_vectors
 from flax_mha.variants import common
 
@@ -103,8 +105,8 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     @nn.nowrap
     def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-        inputs.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
-        inputs.optional(q_rank=self.q_rank)
+        checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
+        checks.optional(q_rank=self.q_rank)
         common.check_inputs("latent attention", x_q, x_k, x_v)
         if self.rotary is None:
             raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")

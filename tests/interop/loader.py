@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.benchmark.fresh import growth
 from flax_mha import interop
-from flax_mha.interop import placing
+from flax_mha.interop import device_put
 
 
 def shardings(folder: Path, axis: str) -> Any:
@@ -44,13 +44,13 @@ def main(folder: str, cast: str, axis: str, address: str = "", process: str = ""
     # Loads code, which would count as memory of the call.
     small = Path(folder) / "small"
     interop.load(small, dtype=cast or None, shardings=shardings(small, axis))
-    read, given = list[int](), placing.in_memory
+    read, given = list[int](), device_put.in_memory
 
     def counted(x: np.ndarray) -> np.ndarray:
         read.append(x.nbytes)
         return given(x)
 
-    placing.in_memory = counted
+    device_put.in_memory = counted
     kept: list[Any] = []
     grown = growth(
         lambda: kept.append(interop.load(folder, dtype=cast or None, shardings=places)[1])

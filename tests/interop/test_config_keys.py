@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
-from flax_mha.interop import files, neutral
+from flax_mha.interop import neutral, safetensors
 from tests.interop.odd import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_published import GPT2, LLAMA, T5
@@ -158,7 +158,7 @@ def test_parts_of_towers_that_are_not_said() -> None:
 def saved(config: Config, path: Path) -> dict[str, Any]:
     """The tensors of a model, which was saved there."""
     interop.save(config, variables(config), path)
-    return {name: np.array(x) for name, x in files.read(path / "model.safetensors").items()}
+    return {name: np.array(x) for name, x in safetensors.read(path / "model.safetensors").items()}
 
 
 @pytest.mark.parametrize(
@@ -175,12 +175,12 @@ def test_a_head_that_the_config_ties(config: Config, name: str, copy: str, tmp_p
     both = tensors | {f"{copy}.weight": table}
     without = {key: x for key, x in both.items() if key != f"{name}.weight"}
     for given in (both, without):
-        files.write(tmp_path / "model.safetensors", given)
+        safetensors.write(tmp_path / "model.safetensors", given)
         found = jax.tree.leaves(interop.load(tmp_path)[1])
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     other = table.copy()
     other[-1, -1] += 1
-    files.write(tmp_path / "model.safetensors", tensors | {f"{copy}.weight": other})
+    safetensors.write(tmp_path / "model.safetensors", tensors | {f"{copy}.weight": other})
     words = rf"{copy}.weight must be {name}.weight, to which the config ties it"
     with pytest.raises(ValueError, match=words):
         interop.load(tmp_path)

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch", reason="needs the extra families")
 pytest.importorskip("transformers", reason="needs the extra families")
 
 from flax_mha import generate, interop  # noqa: E402
-from flax_mha.blocks import Block  # noqa: E402
 from flax_mha.models import LanguageModel  # noqa: E402
+from flax_mha.models.blocks import Block  # noqa: E402
 from tests.interop import by_hand  # noqa: E402
 from tests.interop.families import CASES, IDS, make  # noqa: E402
 from tests.oracle import error  # noqa: E402

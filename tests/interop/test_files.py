@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha import interop
-from flax_mha.interop import files, placing, table
+from flax_mha.interop import device_put, safetensors, table
 from flax_mha.interop.table import (
     FLAT,
     Row,
@@ -93,14 +93,14 @@ def test_saved_and_loaded(folder: Path) -> None:
 
 def test_several_files_and_dtypes(folder: Path) -> None:
     """An index of two files, of which one is in bfloat16; and all as another dtype."""
-    tensors = dict(files.read(folder / "model.safetensors"))
+    tensors = dict(safetensors.read(folder / "model.safetensors"))
     names = sorted(tensors)
     half = {name: np.array(tensors[name], ml_dtypes.bfloat16) for name in names[:8]}
     rest = {name: np.array(tensors[name]) for name in names[8:]}
     (folder / "model.safetensors").unlink()
     weights = {}
     for file, part in (("a.safetensors", half), ("b.safetensors", rest)):
-        files.write(folder / file, part)
+        safetensors.write(folder / file, part)
         weights |= dict.fromkeys(part, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     _, found = interop.load(folder)
@@ -130,13 +130,13 @@ def test_each_device_reads_its_part(folder: Path, monkeypatch: pytest.MonkeyPatc
         return whole
 
     read: list[int] = []
-    given = placing._fill
+    given = device_put._fill
 
     def counted(out: np.ndarray, source: np.ndarray) -> None:
         read.append(source.size)
         given(out, source)
 
-    monkeypatch.setattr(placing, "_fill", counted)
+    monkeypatch.setattr(device_put, "_fill", counted)
     wanted = variables()
     _, found = interop.load(folder, shardings=jax.tree.map(sharding, wanted), dtype=jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -153,9 +153,11 @@ def renamed(tensors: dict[str, Any]) -> None:
 
 
 def test_all_that_is_wrong_in_one_error(folder: Path) -> None:
-    tensors = {name: np.array(x) for name, x in files.read(folder / "model.safetensors").items()}
+    tensors = {
+        name: np.array(x) for name, x in safetensors.read(folder / "model.safetensors").items()
+    }
     renamed(tensors)
-    files.write(folder / "model.safetensors", tensors)
+    safetensors.write(folder / "model.safetensors", tensors)
     with pytest.raises(ValueError, match="do not fit the model") as error:
         interop.load(folder)
     for words in (

@@ -12,14 +12,8 @@ pytest.importorskip("transformers", reason="needs the extra families")
 
 import transformers as hf  # noqa: E402
 
-from flax_mha import (  # noqa: E402
-    MultiHeadAttention,
-    QKNorm,
-    core,
-    heads,
-    masks,
-    positions,
-)
+from flax_mha import MultiHeadAttention, QKNorm, masks, positions  # noqa: E402
+from flax_mha.layer import core, heads  # noqa: E402
 from flax_mha.positions import Rotary  # noqa: E402
 from tests.interop.by_hand import (  # noqa: E402
     LAYERS,

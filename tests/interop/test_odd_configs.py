@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
-from flax_mha.interop import files
+from flax_mha.interop import safetensors
 from flax_mha.interop.settings import RULES, Settings
 from tests.interop.odd import CONFIGS, LAYERS, odd
 from tests.interop.test_files import CONFIG, variables
@@ -137,4 +137,4 @@ def test_images_that_are_not_square() -> None:
 def test_names_of_one_line(tmp_path: Path) -> None:
     written(tmp_path, CONFIG, {"a\nb": np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match=r"tensor 'a\\nb' has no dtype, shape"):
-        files.read_folder(tmp_path)
+        safetensors.read_folder(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from experiments import pretrained
 from experiments.convert import convert
 from flax_mha import interop
-from flax_mha.interop import files
+from flax_mha.interop import safetensors
 from tests.interop.test_files import CONFIG, variables
 
 INDEX = "model.safetensors.index.json"
@@ -40,7 +40,7 @@ def read(path: Path, header: Any, size: int = 16) -> dict[str, np.ndarray]:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = path / "model.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(size)))
-    return files.read(path)
+    return safetensors.read(path)
 
 
 def test_any_order_and_empty_tensors(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_headers_that_lie(header: Any, size: int, words: str, tmp_path: Path) ->
 
 def to_shards(path: Path) -> dict[str, str]:
     (path / "model.safetensors").rename(path / "a.safetensors")
-    weights = dict.fromkeys(files.read(path / "a.safetensors"), "a.safetensors")
+    weights = dict.fromkeys(safetensors.read(path / "a.safetensors"), "a.safetensors")
     (path / INDEX).write_text(json.dumps({"weight_map": weights}))
     return weights
 
@@ -100,11 +100,11 @@ def test_a_tensor_in_two_files(linked: Path) -> None:
     """The one counts that the index names."""
     to_shards(linked)
     other = {"model.norm.weight": np.full(16, 7, np.float32)}
-    files.write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
+    safetensors.write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
     index = json.loads((linked / INDEX).read_text())
     index["weight_map"]["b"] = "b.safetensors"
     (linked / INDEX).write_text(json.dumps(index))
-    tensors = files.read_folder(linked)
+    tensors = safetensors.read_folder(linked)
     assert "b" in tensors
     assert not np.array_equal(tensors["model.norm.weight"], other["model.norm.weight"])
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
-from flax_mha.interop import files, placing
+from flax_mha.interop import device_put, safetensors
 from tests.interop.test_files import CONFIG, variables
 
 
@@ -22,7 +22,7 @@ def test_gemma_stays_in_its_dtype(dtype: str, tmp_path: Path) -> None:
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     given = jax.tree.map(lambda x: np.asarray(x, kept), variables(config))
     interop.save(config, given, tmp_path)
-    tensors = files.read(tmp_path / "model.safetensors")
+    tensors = safetensors.read(tmp_path / "model.safetensors")
     assert {x.dtype.name for x in tensors.values()} == {dtype}
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
     _, found = interop.load(tmp_path)
@@ -56,15 +56,15 @@ def test_saving_holds_one_tensor_more(tmp_path: Path) -> None:
 
 def test_pieces_are_read_in_any_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small pieces of a file, transposed, with several tiles, by several threads."""
-    monkeypatch.setattr(placing, "_AT_ONCE", 2**12)
-    monkeypatch.setattr(placing, "_TILE", 8)
+    monkeypatch.setattr(device_put, "_AT_ONCE", 2**12)
+    monkeypatch.setattr(device_put, "_TILE", 8)
     rng = np.random.default_rng(0)
     for dtype in (np.float32, ml_dtypes.bfloat16):
         x = rng.normal(size=(40, 60, 30)).astype(dtype)
-        files.write(tmp_path / "model.safetensors", {"x": x})
-        view = files.read(tmp_path / "model.safetensors")["x"]
+        safetensors.write(tmp_path / "model.safetensors", {"x": x})
+        view = safetensors.read(tmp_path / "model.safetensors")["x"]
         for axes in itertools.permutations(range(3)):
-            got = placing.place(None, view.transpose(axes), None)
+            got = device_put.place(None, view.transpose(axes), None)
             np.testing.assert_array_equal(got, x.transpose(axes))
-            cast = placing.place(np.dtype(np.float32), view.transpose(axes)[3:], None)
+            cast = device_put.place(np.dtype(np.float32), view.transpose(axes)[3:], None)
             np.testing.assert_array_equal(cast, x.transpose(axes)[3:].astype(np.float32))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_mha import interop
-from flax_mha.interop import files
+from flax_mha.interop import safetensors
 from tests.oracle import random_like
 
 Tensors = dict[str, Any]
@@ -100,7 +100,7 @@ PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def written(path: Path, config: Any, tensors: Tensors) -> Path:
-    files.write(path / "model.safetensors", tensors)
+    safetensors.write(path / "model.safetensors", tensors)
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -111,7 +111,7 @@ def test_it_loads(name: str, tmp_path: Path) -> None:
     family = interop.family(config)
     wanted = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(config, wanted, tmp_path)
-    tensors = {name: np.array(x) for name, x in files.read_folder(tmp_path).items()}
+    tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
     written(tmp_path, config, whole)
     if heads:
@@ -128,7 +128,7 @@ def test_what_is_no_head_is_surplus(surplus: str, tmp_path: Path) -> None:
     family = interop.family(BERT)
     variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(BERT, variables, tmp_path)
-    tensors = {name: np.array(x) for name, x in files.read_folder(tmp_path).items()}
+    tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     written(tmp_path, BERT, tensors | {surplus: X})
     with pytest.raises(ValueError, match=f"surplus {surplus}"):
         interop.load(tmp_path)
@@ -138,7 +138,7 @@ def test_one_tensor_under_two_names(tmp_path: Path) -> None:
     family = interop.family(BERT)
     variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(BERT, variables, tmp_path)
-    tensors = {name: np.array(x) for name, x in files.read_folder(tmp_path).items()}
+    tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     name = "embeddings.LayerNorm.weight"
     other = {f"bert.{name}": tensors[name] + 1}
     written(tmp_path, BERT, tensors | other)

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 import flax_mha.nnx
-from flax_mha import core, interop
+from flax_mha import interop
+from flax_mha.layer import core
 from tests.oracle import error
 
 # Flax announces that SelfAttention is to go.

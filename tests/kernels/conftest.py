@@ -9,10 +9,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from flax_mha import private, sharding
+from flax_mha import sharding
+from flax_mha.base import private_jax
 from flax_mha.kernels import splash
 from flax_mha.kernels import tpu as blocks
-from flax_mha.kernels.cudnn import fused
+from flax_mha.kernels.cudnn import primitives
 from tests.kernels import cudnn_model
 
 
@@ -54,13 +55,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device that says it is a GPU with a recent cuDNN; its primitives are not replaced."""
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.setattr(fused, "gpu", lambda platform: fused.Gpu((9, 0), (9, 20, 0)))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
 
 
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     """Such a device, where a model stands in for cuDNN."""
     # Asked once a process: of the model, whose arguments are others, the answer would be no.
-    assert private.missing("cudnn") is None
-    monkeypatch.setattr(fused.fused, "_dot_product_attention_fwd_impl", cudnn_model.forward)
-    monkeypatch.setattr(fused.fused, "_dot_product_attention_bwd_impl", cudnn_model.backward)
+    assert private_jax.missing("cudnn") is None
+    monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", cudnn_model.forward)
+    monkeypatch.setattr(primitives.fused, "_dot_product_attention_bwd_impl", cudnn_model.backward)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import dot_product_attention
-from flax_mha.grid import whole
-from flax_mha.shapes import Dims
+from flax_mha.base.coordinates import whole
+from flax_mha.base.shapes import Dims
 from tests import oracle, plain
 from tests.kernels.test_contract import FLOOR, GRADIENTS
 

@@ -19,9 +19,9 @@ from tests.meshes import KINDS
 
 # What is costly in making a call ready, by kernel.
 LOWERING = {
-    "splash": ("flax_mha.kernels.splash.lazy", "lower"),
+    "splash": ("flax_mha.kernels.splash.mask", "lower"),
     "flex": ("flax_mha.kernels.flex", "trace"),
-    "cudnn": ("flax_mha.kernels.cudnn.band", "lower"),
+    "cudnn": ("flax_mha.kernels.cudnn.mask", "lower"),
 }
 
 

@@ -9,13 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import dot_product_attention, explain
+from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels import tpu as blocks_of_tpu
 from flax_mha.kernels.decode import QUERIES
 from flax_mha.kernels.flex import trace
-from flax_mha.kernels.plan import finest, plan_call
 from flax_mha.kernels.spec import prepare
+from flax_mha.kernels.tile_plan import finest, plan_call
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
-from flax_mha.shapes import attention_dims
 from tests import oracle
 from tests.kernels.oracle_check import B, N, arrays, check
 from tests.meshes import EIGHT, FOUR, compare

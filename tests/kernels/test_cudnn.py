@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha import private
-from flax_mha.grid import whole
-from flax_mha.kernels.cudnn import fused
+from flax_mha.base import private_jax
+from flax_mha.base.coordinates import whole
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.scores import SoftCap
-from flax_mha.shapes import Dims
 from tests import oracle
 from tests.kernels import cudnn_model
 from tests.kernels.near import close, run
@@ -89,8 +89,8 @@ def test_sinks(nvidia, mask: str, biased: bool, K: int) -> None:
 @pytest.mark.parametrize("K", [2, 4])
 def test_soft_caps(nvidia, monkeypatch, mask: str, K: int) -> None:
     """Near enough to the scores to bend them; the lse too, whose gradient is a pass of its own."""
-    monkeypatch.setattr(fused, "takes_caps", lambda device: True)
-    monkeypatch.setattr(private, "takes", lambda function, argument: True)
+    monkeypatch.setattr(primitives, "takes_caps", lambda device: True)
+    monkeypatch.setattr(private_jax, "takes", lambda function, argument: True)
     known = {"allowed": table(MASKS[mask], T, S), "cap": 1.5}
     call = lambda _: {"mask": MASKS[mask], "scores": (SoftCap(1.5),)}  # noqa: E731
     operands = arrays(T, S, K, "bfloat16")
@@ -170,7 +170,7 @@ def test_the_lse_costs_a_pass_only_where_it_is_differentiated(nvidia, monkeypatc
         calls.append(1)
         return cudnn_model.backward(*args, **kwargs)
 
-    monkeypatch.setattr(fused.fused, "_dot_product_attention_bwd_impl", counted)
+    monkeypatch.setattr(primitives.fused, "_dot_product_attention_bwd_impl", counted)
     *qkv, _ = arrays(T, S, 2, "bfloat16")
 
     def loss(q, k, v):
@@ -288,7 +288,7 @@ def test_the_model_means_what_jax_nn_means(causal: bool, lengths: bool, window) 
             **{"query_seq_lengths": q_length, "key_value_seq_lengths": k_length} if lengths else {},
         )  # fmt: skip
     full = jnp.array([T, T]), jnp.array([S, S])
-    kind = fused.Kind(H**-0.5, causal, None if window is None else window[0], False)
+    kind = primitives.Kind(H**-0.5, causal, None if window is None else window[0], False)
     unused = jnp.zeros(0, q.dtype)
     got, _ = cudnn_model.forward(
         q, k, v, unused, *((q_length, k_length) if lengths else full), *(unused,) * 4,

@@ -11,22 +11,23 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments import kernels_table
-from flax_mha import MultiHeadAttention, explain, private, sharding
-from flax_mha.grid import whole
-from flax_mha.kernels.cudnn import fused
-from flax_mha.kernels.cudnn.ragged import Runs
-from flax_mha.kernels.parallel import devices
+from flax_mha import MultiHeadAttention, explain, sharding
+from flax_mha.base import private_jax
+from flax_mha.base.coordinates import whole
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.cudnn import primitives
+from flax_mha.kernels.cudnn.mask import Runs
+from flax_mha.kernels.mesh import devices
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from flax_mha.shapes import Dims
 from tests.kernels.near import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
 
 T = 40
 LENGTHS = np.array([[13, 1, 20, 6], [40, 0, 0, 0]])
 IDS = np.stack([np.repeat(np.arange(5), n) for n in ([13, 1, 20, 4, 2], [7, 0, 30, 3, 0])])
-GROUPS = pytest.mark.skipif(not private.PACKED_GROUPS, reason="this JAX has no such groups")
+GROUPS = pytest.mark.skipif(not private_jax.PACKED_GROUPS, reason="this JAX has no such groups")
 
 MASKS: dict[str, Mask] = {
     "known ids": Segments(IDS),
@@ -63,7 +64,7 @@ def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu(name: str) -> None:
     """Of the sizes that documents have there; below Hopper it is refused."""
-    capability = fused.gpu(devices.here()).capability
+    capability = primitives.gpu(devices.here()).capability
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
@@ -212,10 +213,10 @@ REFUSED = {
 def test_refusals(hopper, monkeypatch, name: str) -> None:
     reason, mask, call = REFUSED[name]
     call = {"capability": (9, 0), "groups": True, "T": T, "H": 64, "K": 4} | call
-    gpu = fused.Gpu(call.pop("capability"), (9, 20, 0))
-    monkeypatch.setattr(fused, "gpu", lambda platform: gpu)
-    monkeypatch.setattr(fused, "takes_caps", lambda device: True)
-    monkeypatch.setattr(private, "PACKED_GROUPS", call.pop("groups"))
+    gpu = primitives.Gpu(call.pop("capability"), (9, 20, 0))
+    monkeypatch.setattr(primitives, "gpu", lambda platform: gpu)
+    monkeypatch.setattr(primitives, "takes_caps", lambda device: True)
+    monkeypatch.setattr(private_jax, "PACKED_GROUPS", call.pop("groups"))
     length, features, heads = (call.pop(x) for x in "THK")
     q, k = (jax.ShapeDtypeStruct((B, length, n, features), jnp.bfloat16) for n in (N, heads))
     ask = functools.partial(explain, q, k, k)
@@ -289,10 +290,9 @@ def test_what_jax_makes_of_offsets() -> None:
     dims = Dims((2,), 10, 10, 4, 2, 8, 8)
     ids = Documents(np.array([[3, 7], [10, 0]])).bind(dims).placed(whole(dims)).q.array
     runs = Runs(jnp.asarray(ids).reshape(2, 10), 3)
-    lengths = runs.lengths(jnp.array([10, 10]))
-    offsets = runs.offsets()
+    lengths, offsets = runs.lengths(jnp.array([10, 10])), runs.offsets()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        found = fused.fused._fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
+        found = primitives.fused._fix_seqlen_offsets(lengths, lengths, offsets, offsets, q, k)
     tokens = np.array([0, 3, 10, 10, 20, 20])
     for x, heads in zip(found[2:], (4, 2), strict=True):
         np.testing.assert_array_equal(np.ravel(x)[:6], tokens * heads * 8)

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType
 
 from experiments.kernels_table import traced
-from flax_mha import dot_product_attention, explain, private
-from flax_mha.kernels.cudnn import fused
+from flax_mha import dot_product_attention, explain
+from flax_mha.base import private_jax
+from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, Bias, SoftCap
 from tests.arrays import zeros
@@ -119,7 +120,7 @@ def test_devices(monkeypatch, found, cudnn, features: int, reason: str | None) -
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [found])
     versions = cudnn and SimpleNamespace(cudnn_get_version=lambda: cudnn)
-    monkeypatch.setattr(fused.fused, "cuda_versions", versions)
+    monkeypatch.setattr(primitives.fused, "cuda_versions", versions)
     refused = explain(*half(features=features), mask=Causal()).refused.get("cudnn")
     if reason is None:
         assert refused is None
@@ -140,7 +141,7 @@ def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | 
     found = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=found)
     versions = SimpleNamespace(cudnn_get_version=lambda: 92000)
-    monkeypatch.setattr(fused.fused, "cuda_versions", versions)
+    monkeypatch.setattr(primitives.fused, "cuda_versions", versions)
     with jax.sharding.use_abstract_mesh(mesh):
         refused = explain(*half(features=features), mask=Causal()).refused.get("cudnn")
     if reason is None:
@@ -151,15 +152,15 @@ def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | 
 
 
 @pytest.mark.parametrize(("device", "features", "newer", "reason"), [
-    (fused.Gpu((9, 0), (9, 13, 0)), 128, True, None),
-    (fused.Gpu((9, 0), (9, 20, 0)), 136, True, "SoftCap for at most 128 features, got 136"),
-    (fused.Gpu((8, 0), (9, 20, 0)), 64, True, r"SoftCap from .* got .*capability=\(8, 0\)"),
-    (fused.Gpu((10, 0), (9, 12, 0)), 64, True, r"SoftCap from .* got .*cudnn=\(9, 12, 0\)"),
-    (fused.Gpu((9, 0), (9, 20, 0)), 64, False, r"SoftCap from JAX 0.12, .* got \d"),
+    (primitives.Gpu((9, 0), (9, 13, 0)), 128, True, None),
+    (primitives.Gpu((9, 0), (9, 20, 0)), 136, True, "SoftCap for at most 128 features, got 136"),
+    (primitives.Gpu((8, 0), (9, 20, 0)), 64, True, r"SoftCap from .* got .*capability=\(8, 0\)"),
+    (primitives.Gpu((10, 0), (9, 12, 0)), 64, True, r"SoftCap from .* got .*cudnn=\(9, 12, 0\)"),
+    (primitives.Gpu((9, 0), (9, 20, 0)), 64, False, r"SoftCap from JAX 0.12, .* got \d"),
 ])  # fmt: skip
 def test_soft_caps(hopper, monkeypatch, device, features: int, newer: bool, reason) -> None:
-    monkeypatch.setattr(fused, "gpu", lambda platform: device)
-    monkeypatch.setattr(private, "takes", lambda function, argument: newer)
+    monkeypatch.setattr(primitives, "gpu", lambda platform: device)
+    monkeypatch.setattr(private_jax, "takes", lambda function, argument: newer)
     refused = explain(*half(features=features), scores=(SoftCap(9.0),)).refused.get("cudnn")
     assert (refused is None) if reason is None else re.search(reason, refused)
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from flax_mha import dot_product_attention, explain, kernels
-from flax_mha.kernels import plan
+from flax_mha.base.shapes import attention_dims
+from flax_mha.kernels import tile_plan
 from flax_mha.kernels.spec import prepare
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
 from flax_mha.scores import Score
-from flax_mha.shapes import attention_dims
 from tests import oracle
 from tests.kernels.cases import KERNELS
 
@@ -126,7 +126,7 @@ def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with the mask, the sink and the dropout of its own row and head."""
-    monkeypatch.setattr(plan.Plan, "together", together)
+    monkeypatch.setattr(tile_plan.Plan, "together", together)
     q, k, v, _ = arrays()
     call = {
         "mask": PerHead([Causal(), Window(20, 9), ~Causal(), Causal()]),
@@ -147,7 +147,7 @@ def test_how_many_are_computed_together() -> None:
     def together(b: int, t: int) -> int:
         q = jnp.zeros((b, t, 6, 8))
         *_, spec = prepare(q, q, q, mask=Causal())
-        return plan.plan_call(spec, attention_dims(q, q, q))[0].together
+        return tile_plan.plan_call(spec, attention_dims(q, q, q))[0].together
 
     # Small ones all, then as many as divide them evenly.
     assert together(1, 256) == 6

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mha.kernels.flex.lowered import Function, flat
+from flax_mha.kernels.flex.mosaic import Function, flat
 
 T, S, N = 4, 6, 3
 KNOWN = np.array([0.5, -1.0, 2.0, 4.0], np.float32)

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
-from flax_mha.grid import whole
+from flax_mha.base.coordinates import whole
+from flax_mha.base.shapes import Dims
 from flax_mha.masks import (
     Causal,
     Dense,
@@ -23,7 +24,6 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.scores import SoftCap
-from flax_mha.shapes import Dims
 from tests import oracle
 from tests.kernels.oracle_check import B, H, N, arrays, check, table
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from experiments.kernels_table import traced
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels.splash import lazy
+from flax_mha.kernels.splash import mask as splash_mask
 from flax_mha.masks import (
     Causal,
     Dense,
@@ -84,7 +84,7 @@ def test_refusals(tpu, monkeypatch, name: str) -> None:
 
     Arrays of JAX are traced.
     """
-    monkeypatch.setattr(lazy, "TABLE", 100)
+    monkeypatch.setattr(splash_mask, "TABLE", 100)
     reason, call = REFUSED[name]
     sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "float32"}
     sizes |= {key: call[key] for key in call if key in sizes}

@@ -19,9 +19,9 @@ from flax_mha import (
     dot_product_attention_weights,
     interop,
     masks,
+    muon_dimensions,
     scores,
 )
-from flax_mha.muon import muon_dimensions
 
 x = jnp.zeros((2, 4, 16))
 q = jnp.zeros((2, 4, 2, 8))

@@ -26,16 +26,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha import mesh_axes, private, shapes
-from flax_mha.grid import flat_batch
-from flax_mha.kernels.cudnn import band as bands
-from flax_mha.kernels.cudnn import fused, settled
-from flax_mha.kernels.cudnn.band import Band
-from flax_mha.kernels.cudnn.fused import Kind
-from flax_mha.kernels.platform import Platform
+from flax_mha.base import private_jax, shapes
+from flax_mha.base.coordinates import flat_batch
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.cudnn import edge_cases, primitives
+from flax_mha.kernels.cudnn import mask as bands
+from flax_mha.kernels.cudnn.mask import Band
+from flax_mha.kernels.cudnn.primitives import Kind
+from flax_mha.kernels.options import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.scores import Bias, SoftCap
-from flax_mha.shapes import Dims
+from flax_mha.sharding.shard_map import varying
 
 # Before 9.10.2 windows take no bias and single queries no mask; 9.10.0 and 9.10.1 are broken.
 OLDEST = (9, 10, 2)
@@ -48,7 +49,7 @@ def lower(
     dims = shapes.Dims.of(q, k, v)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
-    device = fused.gpu(platform)
+    device = primitives.gpu(platform)
     if isinstance(device, str):
         return Refusal(device)
     if reason := _lacks(q, spec, dims, device, platform):
@@ -65,7 +66,7 @@ def lower(
 
 
 def _lacks(
-    q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused.Gpu, platform: Platform
+    q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu, platform: Platform
 ) -> str | None:
     """What a call asks for that cuDNN does not have, its mask and its bias apart."""
     if device.capability < (8, 0) or device.cudnn < OLDEST:
@@ -80,12 +81,14 @@ def _lacks(
         return "has no dropout that is a function of positions"
     if spec.precision is not None:
         return f"has no precision setting, got {spec.precision}"
-    if mesh_axes.varying(q):
+    if varying(q):
         return "inside jax.shard_map it needs check_vma=False"
     return None if platform.spread else platform.undivided
 
 
-def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused.Gpu) -> str | None:
+def _refuses_scores(
+    q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu
+) -> str | None:
     if not spec.scores:
         return None
     if len(spec.scores) == 1 and type(spec.scores[0]) is SoftCap:
@@ -106,8 +109,8 @@ def _refuses_scores(q: jax.Array, spec: AttentionSpec, dims: Dims, device: fused
     return None
 
 
-def _refuses_cap(dims: Dims, device: fused.Gpu) -> str | None:
-    if not fused.takes_caps(device):
+def _refuses_cap(dims: Dims, device: primitives.Gpu) -> str | None:
+    if not primitives.takes_caps(device):
         return (
             f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
             f"{jax.__version__} and {device}"
@@ -117,11 +120,13 @@ def _refuses_cap(dims: Dims, device: fused.Gpu) -> str | None:
     return None
 
 
-def _refuses_runs(spec: AttentionSpec, dims: Dims, device: fused.Gpu, spread: bool) -> str | None:
+def _refuses_runs(
+    spec: AttentionSpec, dims: Dims, device: primitives.Gpu, spread: bool
+) -> str | None:
     """What packed documents need more."""
     if device.capability < (9, 0):
         return f"takes packed documents from compute capability 9.0 on, got {device.capability}"
-    if dims.N != dims.K and not private.PACKED_GROUPS:
+    if dims.N != dims.K and not private_jax.PACKED_GROUPS:
         return (
             f"of packed documents JAX {jax.__version__} needs as many key/value heads as query "
             f"heads, got {dims.K} and {dims.N}"
@@ -160,7 +165,7 @@ def _attend(
     bias = None
     if isinstance(mod, Bias):
         bias = jnp.asarray(flat_batch(mod.array.array, dims))
-        bias = jnp.maximum(bias, jnp.asarray(settled.NOTHING, bias.dtype))
+        bias = jnp.maximum(bias, jnp.asarray(edge_cases.NOTHING, bias.dtype))
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
     # Without a mesh XLA divides it: JAX tells it how.
     kind = Kind(float(scale), band.causal, band.left, spread, cap)
@@ -169,7 +174,7 @@ def _attend(
         out, lse = recalled
         out = _filled(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
         recalled = out, lse.reshape(rows, dims.N, dims.T)
-    out, lse = settled.attend(kind, spec.mask is not None, q, k, v, bias, sinks, band, recalled)
+    out, lse = edge_cases.attend(kind, spec.mask is not None, q, k, v, bias, sinks, band, recalled)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse.reshape(*dims.B, dims.N, dims.T)
 

@@ -22,21 +22,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha import shapes
-from flax_mha.grid import Array, At, flat_batch, is_grid
+from flax_mha.base import shapes
+from flax_mha.base.coordinates import Array, At, flat_batch, is_grid
+from flax_mha.base.shapes import Dims
 from flax_mha.kernels import tpu
-from flax_mha.kernels.finite import guard
-from flax_mha.kernels.flex.core import Operands, core
-from flax_mha.kernels.flex.lowered import DTYPES, Function
+from flax_mha.kernels.flex.kernels import Operands, core
+from flax_mha.kernels.flex.mosaic import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.walk import Leaf
-from flax_mha.kernels.plan import Plan, ask, finest
-from flax_mha.kernels.platform import Platform
+from flax_mha.kernels.flex.tile_order import Leaf
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.softmax import guard
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
+from flax_mha.kernels.tile_plan import Plan, ask, finest
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import seen
 from flax_mha.masks.tiles import known
-from flax_mha.shapes import Dims
 
 # The most entries of a table of tiles: they lie in scalar memory.
 TABLE = 2**16

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flax_mha.grid import At
+from flax_mha.base.coordinates import At
 from flax_mha.kernels import softmax
-from flax_mha.kernels.flex.lowered import Function
-from flax_mha.kernels.flex.walk import Leaf, Step
-from flax_mha.kernels.plan import Plan
+from flax_mha.kernels.flex.mosaic import Function
+from flax_mha.kernels.flex.tile_order import Leaf, Step
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tile_plan import Plan
 from flax_mha.masks import FULL, PARTIAL
 
 

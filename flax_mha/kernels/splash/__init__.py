@@ -20,14 +20,14 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
-from flax_mha import shapes
-from flax_mha.grid import Array
-from flax_mha.kernels import tpu, traced
-from flax_mha.kernels.finite import finite, poison
-from flax_mha.kernels.platform import Platform
+from flax_mha.base import shapes, trees
+from flax_mha.base.coordinates import Array
+from flax_mha.kernels import tpu
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.softmax import finite, poison
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
-from flax_mha.kernels.splash import lazy
-from flax_mha.kernels.splash.lazy import Blocks
+from flax_mha.kernels.splash import mask
+from flax_mha.kernels.splash.mask import Blocks
 from flax_mha.scores import SoftCap
 
 # Its kernels are private; `private.NAMES` says what is expected of them.
@@ -47,7 +47,7 @@ def lower(
     if reason := tpu.refuses(q, k, v) or _lacks(spec):
         return Refusal(reason)
     blocks = Blocks(*tpu.blocks(dims))
-    lowered = lazy.lower(spec, dims, blocks)
+    lowered = mask.lower(spec, dims, blocks)
     if isinstance(lowered, str):
         return Refusal(lowered)
     if spec.heads is not None and lowered.by_head:
@@ -70,7 +70,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, lowered: lazy.Lowered,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, lowered: mask.Lowered,
     blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`. First derivatives only."""
@@ -131,10 +131,10 @@ class SplashCall(NamedTuple):
       blocks: their sizes, in all three kernels.
       cap: of the scores, or None.
       guarded: whether q and k hold NaN where any of the call's inputs was not finite.
-      pure: see `traced.once`.
+      pure: see `trees.once`.
     """
 
-    mask: lazy.splash.MultiHeadMask
+    mask: mask.splash.MultiHeadMask
     blocks: Blocks
     cap: float | None
     guarded: bool
@@ -197,7 +197,7 @@ def _call(
     return _outputs(form, q, k, v, sinks, ids)
 
 
-@traced.once
+@trees.once
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
 def _outputs(
     form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
@@ -225,7 +225,7 @@ def _backward(form: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, .
     return dq, dk, dv, jnp.sum(dsinks, axis=0), None
 
 
-@traced.once
+@trees.once
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0, 0, 0))
 def _gradients(
     form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any,

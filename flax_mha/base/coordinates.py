@@ -1,0 +1,146 @@
+"""Coordinates of the scores [*B, N, T, S], arrays that lie over them, and tiles of them."""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha.base.shapes import Dims, lead
+from flax_mha.base.symbols import count_up
+
+Array: TypeAlias = jax.Array | np.ndarray
+
+
+class At(NamedTuple):
+    """Where a block of scores stands: four integer arrays that broadcast to its shape.
+
+    Attributes:
+      row: index into the flattened batch.
+      head: index of the query head.
+      q: positions of the queries.
+      k: positions of the keys.
+    """
+
+    row: Array
+    head: Array
+    q: Array
+    k: Array
+
+
+class Node(struct.PyTreeNode):
+    """A tree of arrays, as masks and scores are, whose subclasses need no fields."""
+
+    if TYPE_CHECKING:  # Flax leaves these without types.
+
+        def __init__(self) -> None: ...
+        def __init_subclass__(cls, **kwargs: Any) -> None: ...
+
+
+class Grid(struct.PyTreeNode):
+    """An array over the scores, [*B|1, N|1, T|1, S|1]: a block of scores needs a block of it."""
+
+    array: Any
+
+
+def is_grid(x: Any) -> bool:
+    """Whether a node of a tree is one."""
+    return isinstance(x, Grid)
+
+
+def map_grids(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Applies fn to the arrays of grids; other leaves stay."""
+    return jax.tree.map(lambda x: jax.tree.map(fn, x) if is_grid(x) else x, tree, is_leaf=is_grid)
+
+
+class Tiles(NamedTuple):
+    """The scores divided into nq × nk tiles, and the positions of each.
+
+    The bounds are NumPy arrays if the positions are known before tracing, so that what a mask
+    concludes from them is known too.
+
+    Attributes:
+      block_q: queries of a tile; the last may reach beyond T.
+      block_k: keys of a tile, likewise.
+      q_min: the least position of a tile's queries, int [*B|1, 1, nq, 1].
+      q_max: the greatest.
+      k_min: the least position of a tile's keys, int [*B|1, 1, 1, nk].
+      k_max: the greatest.
+      heads: indices of the heads, int [1, N, 1, 1], if they are some of many.
+    """
+
+    block_q: int
+    block_k: int
+    q_min: Array
+    q_max: Array
+    k_min: Array
+    k_max: Array
+    heads: Array | None = None
+
+    def least(self, x: Array) -> Array:
+        """The minimum over each tile of x [*B|1, N|1, T|1, S|1]."""
+        return blocks(blocks(x, -2, self.block_q).min(-2), -1, self.block_k).min(-1)
+
+    def greatest(self, x: Array) -> Array:
+        """The maximum over each tile of x."""
+        return blocks(blocks(x, -2, self.block_q).max(-2), -1, self.block_k).max(-1)
+
+
+def blocks(x: Array, axis: int, size: int) -> Array:
+    """Splits an axis into (number of blocks, size), repeating the last entry to fill the last.
+
+    An axis of 1, which stands for all, becomes (1, 1). For axis −2 the new axes are (−3, −2)
+    with the last axis kept; the caller reduces the second.
+    """
+    axis %= x.ndim
+    length = x.shape[axis]
+    if length == 1:
+        size = 1
+    count = -(-length // size)
+    missing = count * size - length
+    if missing != 0:
+        xp = np if isinstance(x, np.ndarray) else jnp
+        x = xp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode="edge")
+    return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+
+
+def flat_batch(x: Array, dims: Dims) -> Array:
+    """[*B|1, ...] as [rows|1, ...], for the four axes over the scores."""
+    batch = x.shape[:-3]
+    if all(size == 1 for size in batch):
+        return x.reshape(1, *x.shape[-3:])
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.broadcast_to(x, (*dims.B, *x.shape[-3:])).reshape(math.prod(dims.B), *x.shape[-3:])
+
+
+def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
+    """Tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
+    empty = Tiles(block_q, block_k, q_pos, q_pos, k_pos, k_pos)
+    return empty._replace(
+        q_min=empty.least(q_pos),
+        q_max=empty.greatest(q_pos),
+        k_min=empty.least(k_pos),
+        k_max=empty.greatest(k_pos),
+    )
+
+
+def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
+    """The place of all scores, [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1], [*B|1, 1, 1, S].
+
+    Args:
+      dims: of the call.
+      q_pos: int [T] or [*B, T], 0 … T−1 unless given.
+      k_pos: int [S] or [*B, S], 0 … S−1 unless given.
+    """
+    rank = len(dims.B)
+    q = count_up(dims.T) if q_pos is None else q_pos
+    k = count_up(dims.S) if k_pos is None else k_pos
+    return At(
+        row=count_up(math.prod(dims.B)).reshape(*dims.B, 1, 1, 1),
+        head=lead(np.arange(dims.N, dtype=np.int32)[:, None, None], rank + 3),
+        q=lead(q, rank + 1)[..., None, :, None],
+        k=lead(k, rank + 1)[..., None, None, :],
+    )

@@ -1,0 +1,295 @@
+"""The dimension legend, and the checks that speak it.
+
+Every signature, einsum and error in this package uses these letters:
+
+| letter | dimension |
+|---|---|
+| `*B` | any number of leading batch dimensions, none included |
+| `T` | queries (target positions) |
+| `S` | keys and values (source positions) |
+| `N` | query heads |
+| `K` | key/value heads; `N` is a multiple of `K` |
+| `G` | query heads that share one key/value head, `N / K` |
+| `H` | features of a query or key head; `Hv` those of a value head, `H` unless said |
+| `D` | features of the model |
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha.base import checks
+from flax_mha.base.symbols import count_up
+
+Shape = tuple[int, ...]
+
+
+class Dims(NamedTuple):
+    """The sizes of one attention call."""
+
+    B: Shape
+    T: int
+    S: int
+    N: int
+    K: int
+    H: int
+    Hv: int
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any) -> "Dims":
+        """Those of q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv], which fit together."""
+        *B, T, N, H = q.shape
+        return cls(tuple(B), T, k.shape[-3], N, k.shape[-2], H, v.shape[-1])
+
+    @property
+    def G(self) -> int:
+        """Query heads per key/value head."""
+        return self.N // self.K
+
+    @property
+    def logits(self) -> Shape:
+        """The shape of the scores, [*B, N, T, S]."""
+        return (*self.B, self.N, self.T, self.S)
+
+
+def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
+    """Checks that q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv] fit; gives their sizes.
+
+    Raises:
+      ValueError: if the shapes do not fit together.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 3 or 0 in x.shape[-2:]:
+            raise ValueError(
+                f"{name} must have shape [*B, length, heads, features], got {x.shape}; "
+                f"split its last axis into heads first, at least one of one feature"
+            )
+    came = f"got q {q.shape}, k {k.shape}, v {v.shape}"
+    if not q.ndim == k.ndim == v.ndim:
+        raise ValueError(f"q, k and v must have the same rank, {came}; add the missing batch axes")
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"q, k and v must have the same batch dimensions, {came}; broadcast them first"
+        )
+    if v.shape[-3:-1] != k.shape[-3:-1]:
+        raise ValueError(
+            f"k and v must agree in length and heads, [*B, S, K, ·], {came}; "
+            f"give every key its value"
+        )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"q and k must have the same head features H, {came}; project them to one size"
+        )
+    check_kv_heads(q.shape[-2], k.shape[-2])
+    return Dims.of(q, k, v)
+
+
+def resolve_inputs(
+    q: jax.Array, k: jax.Array | None, v: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Fills in and checks the inputs of keys and values."""
+    if k is None:
+        if v is not None:
+            raise ValueError(
+                "inputs_v needs inputs_k, got None; to use one array for both, give it as inputs_k"
+            )
+        k = q
+    v = k if v is None else v
+    check_inputs(q, k, v)
+    return k, v
+
+
+def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
+    named = {"inputs_q": q, "inputs_k": k, "inputs_v": v}
+    for name, x in named.items():
+        checks.floating(name, x)
+    for name, x in named.items():
+        _check_rank(name, x)
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
+        remedy = "broadcast the batch dimensions, and give every key a value"
+        if q.ndim != k.ndim:
+            remedy += "; a mask goes into mask="
+        raise ValueError(
+            f"inputs must have shapes [*B, T, ·], [*B, S, ·] and [*B, S, ·], got inputs_q "
+            f"{q.shape}, inputs_k {k.shape}, inputs_v {v.shape}; {remedy}"
+        )
+
+
+def check_features(name: str, x: Any) -> None:
+    """What goes through a model is [*B, length, features]."""
+    checks.floating(name, x)
+    _check_rank(name, x)
+
+
+def _check_rank(name: str, x: jax.Array) -> None:
+    if x.ndim < 2 or not x.shape[-1]:
+        raise ValueError(
+            f"{name} must have shape [*B, length, features], got {x.shape}; "
+            f"add a length axis, and at least one feature"
+        )
+
+
+def head_sizes(
+    features: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    qkv_features: int | None,
+    head_dim: int | None,
+    v_head_dim: int | None,
+) -> tuple[int, int, int, int]:
+    """N, K, H and Hv of a layer with the given fields, for queries of so many features."""
+    checks.positive(num_heads=num_heads)
+    checks.optional(
+        qkv_features=qkv_features, head_dim=head_dim, num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim,
+    )  # fmt: skip
+    N = num_heads
+    K = N if num_kv_heads is None else num_kv_heads
+    check_kv_heads(N, K)
+    H = head_dim
+    if H is None:
+        H, rest = divmod(features if qkv_features is None else qkv_features, N)
+        if rest:
+            raise ValueError(
+                f"num_heads={N} must divide the features of queries and keys, got "
+                f"{N * H + rest}; set head_dim to choose the heads' size freely"
+            )
+    elif qkv_features not in (None, N * H):
+        raise ValueError(
+            f"qkv_features must be num_heads * head_dim = {N} * {H} = {N * H}, got "
+            f"{qkv_features}; give one of head_dim and qkv_features"
+        )
+    return N, K, H, H if v_head_dim is None else v_head_dim
+
+
+def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Query heads must come in equal groups, one for each key/value head."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        legal = [K for K in range(1, num_heads + 1) if num_heads % K == 0]
+        raise ValueError(
+            f"the number of key/value heads must divide num_heads={num_heads}, "
+            f"got {num_kv_heads}; use one of {legal}"
+        )
+
+
+def check_tokens(name: str, x: Any) -> Any:
+    """Ids of tokens, int32 [*B, T]."""
+    x = checks.integers(name, x)
+    if x.ndim < 1:
+        raise ValueError(f"{name} must have shape [*B, T], got (); give one token as {name}[None]")
+    return x
+
+
+def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.Array:
+    """A number of each row of the batch, int32 [*B], in a range where it is known."""
+    x = checks.integers(name, x)
+    if x.shape != batch:
+        raise ValueError(
+            f"{name} must have shape [*B] = {batch}, got {x.shape}; "
+            f"give one number for each row of the batch"
+        )
+    if checks.known(x):
+        values = np.asarray(x)
+        if ((values < least) | (values > most)).any():
+            raise ValueError(
+                f"{name} must be in {least} … {most}, got {values.tolist()}; each counts tokens of "
+                f"its row"
+            )
+    return jnp.asarray(x)
+
+
+def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
+    """A number of each token, int32 [T] or [*B, T]."""
+    x = checks.integers(name, x)
+    if x.shape not in {tokens[-1:], tokens}:
+        raise ValueError(
+            f"{name} must have shape [{letter}] = {tokens[-1:]} or [*B, {letter}] = {tokens}, got "
+            f"{x.shape}; give one number for each token"
+        )
+    return x
+
+
+def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
+    """Return positions int32 [T] or [*B, T]; a number is the first of them, None stays None."""
+    if x is None:
+        return None
+    if isinstance(x, int) and not isinstance(x, bool):
+        steps = count_up(tokens[-1])
+        # Known ones in int64, where a sum beyond int32 is seen.
+        wide = steps.astype(np.int64) if isinstance(steps, np.ndarray) else steps
+        x = checks.integers(name, x) + wide
+    return per_token(name, x, tokens, letter)
+
+
+def check_order(order: Any, length: int) -> Any:
+    """Where each token stands: every position of 0 … T−1 once."""
+    order = checks.integers("order", order)
+    if order.shape != (length,):
+        raise ValueError(
+            f"order must have shape [T] = {(length,)}, got {order.shape}; it is the same for all "
+            f"rows"
+        )
+    if checks.known(order) and not np.array_equal(np.sort(order), np.arange(length)):
+        raise ValueError(
+            f"order must be a permutation of 0 … {length - 1}, got {np.asarray(order).tolist()}; "
+            f"say of each token once where it stands, such as sharding.zigzag({length}, n)"
+        )
+    return order
+
+
+def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Heads x [*B, T, N, H] times a scale [N] or [*B, N], if there is one.
+
+    Raises:
+      ValueError: if it has another shape.
+      TypeError: if it is no array of numbers or bools.
+    """
+    if scale is None:
+        return x
+    checks.array("head_mask", scale)
+    if jnp.issubdtype(scale.dtype, jnp.complexfloating):
+        raise TypeError(f"head_mask must be real, got {scale.dtype}; take its absolute value")
+    if not (jnp.issubdtype(scale.dtype, jnp.number) or scale.dtype == jnp.bool_):
+        raise TypeError(f"head_mask must be numbers or bools, got {scale.dtype}; give 0 or 1")
+    *B, _, N, _ = x.shape
+    if scale.shape not in {(N,), (*B, N)}:
+        raise ValueError(
+            f"head_mask must have shape [N] = {(N,)} or [*B, N] = {(*B, N)}, got {scale.shape}; "
+            f"give one number for each head"
+        )
+    return x * lead(scale.astype(x.dtype), x.ndim - 2)[..., None, :, None]
+
+
+def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: str) -> None:
+    """`shape` must broadcast to `to` by NumPy's rules without growing it."""
+    fits = len(shape) <= len(to) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
+    )
+    if not fits:
+        raise ValueError(f"{name} must broadcast to {letters} = {to}, got {shape}; {remedy}")
+
+
+def wide(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of scores, sums and the softmax: float32, or float64 for float64."""
+    # bfloat16 has 8 significand bits, too few for long sums.
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def by_query(x: jax.Array) -> jax.Array:
+    """[*B, N, T] as [*B, T, N, 1]."""
+    return jnp.swapaxes(x, -1, -2)[..., None]
+
+
+def lead(x: Any, rank: int) -> Any:
+    """Adds leading axes of size 1 up to the rank (never left to implicit broadcasting)."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def look_up(table: jax.Array, indices: checks.Integers) -> jax.Array:
+    """Rows int [*P] of a table [V, D] of floats, NaN where it has none: [*P, D]."""
+    # To `jnp.take` negative ones count from the end.
+    indices = jnp.where(indices < 0, len(table), indices)
+    return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan)

@@ -1,0 +1,241 @@
+"""The attention primitives of cuDNN in JAX: forward, backward, under vmap, and on which GPUs.
+
+JAX's own batching of them, before 0.11, takes no operand that is shared by the batch.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
+
+from flax_mha.base import private_jax
+from flax_mha.kernels.options import Platform
+
+# Private; `private.NAMES` says what is expected of it.
+fused: Any = fused_attention_stablehlo
+
+
+class Gpu(NamedTuple):
+    """What decides which calls run.
+
+    Attributes:
+      capability: the compute capability, (9, 0) for Hopper.
+      cudnn: its version.
+    """
+
+    capability: tuple[int, int]
+    cudnn: tuple[int, int, int]
+
+    @property
+    def features(self) -> int:
+        """The most features of a head, in the backward pass."""
+        return 256 if self.capability[0] == 9 else 128
+
+
+# The compute capability of GPUs that are compiled for and are not here, by a word of their names:
+# JAX says it only of devices at hand. Source: developer.nvidia.com/cuda/gpus.
+_CAPABILITIES = {
+    "V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A10G": (8, 6), "A40": (8, 6),
+    "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "H20": (9, 0),
+    "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3), "GB300": (10, 3),
+}  # fmt: skip
+
+
+def gpu(platform: Platform) -> Gpu | str:
+    """The GPU that a call will run on, which need not be here, or the reason why cuDNN can't."""
+    capability = _capability(platform.device)
+    if isinstance(capability, str):
+        return capability
+    if platform.cudnn is not None:
+        return Gpu(capability, platform.cudnn)
+    if fused.cuda_versions is None:
+        return "cuDNN is not detected"
+    version = fused.cuda_versions.cudnn_get_version()
+    return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
+
+
+def _capability(device: str) -> tuple[int, int] | str:
+    here = jax.local_devices()[0]
+    if device == here.device_kind:
+        if "cuda" not in here.client.platform_version:
+            return f"runs on NVIDIA GPUs only, this is {here.device_kind}"
+        major, minor = (int(x) for x in here.compute_capability.split("."))
+        return major, minor
+    # As NVIDIA's driver names them: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
+    words = device.replace("-", " ").split()
+    known = (_CAPABILITIES[word] for word in words if word in _CAPABILITIES)
+    return next(known, f"knows no compute capability of {device!r}, which is not here")
+
+
+class Kind(NamedTuple):
+    """What cuDNN is to compute.
+
+    Attributes:
+      scale: of the scores.
+      causal: whether the query of index i sees the keys j ≤ i alone.
+      left: and those of i − left ≤ j alone; None for all.
+      divisible: whether XLA may divide it between devices.
+      cap: c of c·tanh(score/c), before the mask; None for none.
+    """
+
+    scale: float
+    causal: bool
+    left: int | None
+    divisible: bool
+    cap: float | None = None
+
+    def settings(self, has_bias: bool) -> dict[str, Any]:
+        """The parameters of both primitives.
+
+        Lengths are always given: without, cuDNN's backward kernels for Hopper score what follows
+        the last key 0, and exp(0 − lse) is infinite where lse < −88.
+        """
+        mask = fused.MaskType.PADDING_CAUSAL if self.causal else fused.MaskType.PADDING
+        return {
+            "scale": self.scale,
+            "seed": 0,
+            "dropout_rate": 0.0,
+            "variadic_args": (has_bias, has_bias),
+            "mask_type": mask,
+            "layout": fused.AttentionLayout.BTNH.value,
+            "sliding_window_length": None if self.left is None else self.left + 1,
+        }
+
+
+def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Out [rows, T, N, F] and lse, float32 [rows, N, T], each with the vmapped axes first.
+
+    Args:
+      kind: what to compute.
+      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, the
+        lengths of queries and keys, int32 [rows], at least 1, and None. Or, of rows that are cut
+        into runs, lengths [rows, runs] and offsets [rows, runs + 1], see `ragged`: then the lse is
+        [rows, runs, N, T].
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*args: Any) -> Any:
+        settings = kind.settings(args[3] is not None) | {"is_training": True}
+        out, lse = _bind("fwd", kind, _operands(args), settings)
+        return out, lse if args[6] is None else lse.reshape(len(out), -1, *lse.shape[1:])
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        folded = _folded(size, batched, args)
+        if args[3] is not None and not batched[3] and len(args[3]) == 1:
+            folded[3] = args[3]
+        out, lse = forward(kind, *folded)
+        return (_unfolded(out, size), _unfolded(lse, size)), (True, True)
+
+    return call(*args)
+
+
+def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
+    """The gradients of q, k, v and bias.
+
+    With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out), and so on as usual.
+
+    Args:
+      kind: what to compute.
+      *args: those of `forward`, then lse, out and dout.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(*args: Any) -> Any:
+        operands = [*_operands(args[:7]), *args[7:]]
+        if args[6] is not None:
+            operands[10] = args[7].reshape(-1, *args[7].shape[2:])
+        gradients = _bind("bwd", kind, operands, kind.settings(args[3] is not None))
+        return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
+
+    @call.def_vmap
+    def _(size: int, batched: Any, *args: Any) -> Any:
+        gradients = backward(kind, *_folded(size, batched, args))
+        *qkv, dbias = (None if x is None else _unfolded(x, size) for x in gradients)
+        if dbias is not None and args[3].shape[batched[3]] == 1:
+            dbias = dbias.sum(1, keepdims=True)
+        gradients = (*qkv, dbias)
+        return gradients, tuple(None if x is None else True for x in gradients)
+
+    return call(*args)
+
+
+def takes_caps(device: Gpu) -> bool:
+    """Whether this JAX and that GPU have functions of the scores."""
+    forward = fused._dot_product_attention_fwd_impl
+    newer = device.capability >= (9, 0) and device.cudnn >= (9, 13, 0)
+    return newer and private_jax.takes(forward, "score_mod")
+
+
+@functools.cache
+def capped(cap: float) -> Any:
+    """The function of the scores that XLA turns into operations of cuDNN's.
+
+    Its gradient is written without 1 − tanh²: XLA ends the process at a difference whose first
+    operand is a number.
+    """
+
+    @jax.custom_vjp
+    def soft_cap(score: jax.Array) -> jax.Array:
+        return jnp.tanh(score * (1 / cap)) * cap
+
+    def forward(score: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return soft_cap(score), score
+
+    def backward(score: jax.Array, grad: jax.Array) -> tuple[jax.Array]:
+        share = jnp.tanh(score * (1 / cap))
+        return (grad * (share * share + -1.0) * -1.0,)
+
+    soft_cap.defvjp(forward, backward)
+    return soft_cap
+
+
+def _bind(way: str, kind: Kind, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
+    """Calls cuDNN, the primitive itself or that which XLA may divide between devices."""
+    divisible = kind.divisible
+    whole = getattr(fused, f"_dot_product_attention_{way}_impl")
+    if private_jax.takes(whole, "score_mod"):
+        # From JAX 0.11 on, for a function of the scores.
+        settings = settings | {"score_mod": None if kind.cap is None else capped(kind.cap)}
+        if not divisible:
+            # JAX loses the gradients of its arguments, so it has none.
+            settings = settings | {"score_mod_args": ()}
+    if divisible:
+        whole = getattr(fused, f"_dot_product_attention_{way}_p_wrapper").bind
+    return whole(*operands, **settings)
+
+
+def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Those of `forward` in the primitives' order, and what paged layouts would need."""
+    q, k, v, bias, *lengths, offsets = args
+    unused = jnp.zeros(0, q.dtype)
+    if offsets is None:
+        offsets = unused
+    elif max(q.size, k.size) > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"kernel='cudnn' counts numbers of packed documents in int32, got queries {q.shape} "
+            f"and keys {k.shape} on a device; map over fewer rows, or divide them over a mesh"
+        )
+    return q, k, v, unused if bias is None else bias, *lengths, offsets, offsets, unused, unused
+
+
+def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
+    """Makes the axis of a vmap, first in those that have it, part of the rows of all."""
+    rows = args[0].shape[batched[0]]
+
+    def fold(x: Any, has: Any) -> Any:
+        if x is None:
+            return None
+        x = x if has else jnp.broadcast_to(x, (size, *x.shape))
+        x = jnp.broadcast_to(x, (size, rows, *x.shape[2:]))
+        return x.reshape(size * rows, *x.shape[2:])
+
+    return [fold(x, has) for x, has in zip(args, batched, strict=True)]
+
+
+def _unfolded(x: jax.Array, size: int) -> jax.Array:
+    return x.reshape(size, -1, *x.shape[1:])

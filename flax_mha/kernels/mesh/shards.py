@@ -1,0 +1,284 @@
+"""A kernel on the shards of a call that each device of the ambient mesh holds.
+
+Rows of the batch and heads are divided as the rules say (see `flax_mha.sharding`), and every device
+runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a mesh. Where `length`
+is divided too, a call goes one of three `WAYS`.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import sharding
+from flax_mha.base import shapes
+from flax_mha.base.coordinates import Grid, is_grid, whole
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.mesh import ring
+from flax_mha.kernels.mesh.devices import here
+from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.options import Platform
+from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.sharding import layout, rules, shard_map
+from flax_mha.sharding.rules import each
+
+# How the devices that a sequence is divided over come by the keys: each takes all tokens of some
+# heads; the keys go round; or each gathers all of them.
+WAYS = ("ulysses", "ring", "all_gather")
+
+_LSE = ("batch", "heads", "length")
+
+
+class Division(NamedTuple):
+    """Mesh axes that divide a call, each as in a `PartitionSpec`.
+
+    Attributes:
+      batch: those of each axis of the batch.
+      length: those of the queries.
+      heads: those of the query heads.
+      kv_heads: those of the key/value heads: the same, or none.
+      manual: all mesh axes that each device runs its own shard of; XLA divides over the others.
+    """
+
+    batch: tuple[Any, ...]
+    length: Any
+    heads: Any
+    kv_heads: Any
+    manual: set[str]
+
+    @classmethod
+    def of(cls, q: jax.Array, k: Any) -> "Division | None":
+        """How q and k are to be divided on the ambient mesh; None: leave the layout alone."""
+        by_rule = (
+            sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
+        )  # fmt: skip
+        manual = layout.manual(by_rule, jax.sharding.get_abstract_mesh())
+        if not manual:
+            return None
+        *batch, length, heads, _ = rules.filled(by_rule[0], layout.spec_of(q))
+        kv_heads = by_rule[1][-2]
+        if kv_heads is rules.UNCONSTRAINED:
+            kv_heads = None if k.shape[-2] % _devices(heads) else heads
+        elif kv_heads not in (None, heads):
+            raise ValueError(
+                f"query heads are divided over {heads!r} and key/value heads over {kv_heads!r}; "
+                f"give both the same rule, or key/value heads none"
+            )
+        return cls(tuple(batch), length, heads, kv_heads, manual)
+
+    @property
+    def devices(self) -> int:
+        """How many the queries are divided over."""
+        return _devices(self.length)
+
+    def by_heads(self) -> "Division":
+        """With heads divided further instead of queries."""
+        heads = (*each(self.heads), *each(self.length))
+        return self._replace(length=None, heads=heads, kv_heads=heads)
+
+    def over_queries(self) -> P:
+        """How queries, and outputs, are divided, [*B, T, N, H]."""
+        return P(*self.batch, self.length, self.heads, None)
+
+    def over_lse(self) -> P:
+        """How the lse is divided [*B, N, T]."""
+        return P(*self.batch, self.heads, self.length)
+
+    def over_scores(self, shape: tuple[int, ...]) -> P:
+        """How an array over the scores is divided; axes of 1 stand for all."""
+        axes = (*self.batch, self.heads, self.length, None)
+        return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
+
+
+def _devices(axes: Any) -> int:
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return math.prod(sizes[axis] for axis in each(axes))
+
+
+def refusals(
+    division: Division, dims: Dims, normalizer: str, every_derivative: bool
+) -> dict[str, str]:
+    """The reasons why a call can't go some of the `WAYS`."""
+    n, refused = division.devices, {}
+    several = _devices(division.heads) * n
+    if dims.N % several or dims.K % several:
+        refused["ulysses"] = (
+            f"it divides heads over the {several} devices that divide heads or queries, and there "
+            f"are {dims.N} query heads and {dims.K} key/value heads"
+        )
+    if dims.S % n:
+        refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
+    if normalizer != SOFTMAX:
+        refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
+    if every_derivative:
+        refused["ring"] = "it has not every derivative, which this call asks for"
+    return refused
+
+
+def preference(division: Division, dims: Dims) -> list[str]:
+    """The ways, best first.
+
+    1. `ulysses`: every device has the same to compute under any mask, in any order of the tokens.
+    2. `all_gather`, where all keys and values take no more memory than a device's queries. There it
+       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
+    3. `ring`, whose memory is divided by n too.
+    """
+    small = dims.S * dims.K * division.devices <= dims.T * dims.N
+    return ["ulysses", "all_gather", "ring"] if small else ["ulysses", "ring", "all_gather"]
+
+
+def run(
+    attend: Callable[..., Result], q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
+    choose: Callable[[Division, Dims], str],
+) -> Result:  # fmt: skip
+    """attend(platform, q, k, v, spec), each device on its own shard.
+
+    Args:
+      attend: what every device does. In a spec of a shard `rows` and `heads` tell which they are.
+      q: [*B, T, N, H].
+      k: [*B, S, K, H].
+      v: [*B, S, K, Hv].
+      spec: the rest of the call.
+      choose: gives one of `WAYS` for a sequence that is divided.
+    """
+    division = Division.of(q, k)
+    if division is None:
+        return attend(here(), q, k, v, spec)
+    if 0 in q.shape or not k.shape[-3]:
+        # There is nothing to divide, and XLA takes no shards of nothing.
+        whole = functools.partial(attend, here())
+        return sharding.auto(whole, (sharding.HEADS, _LSE), q, k, v, spec)
+    way = choose(division, shapes.Dims.of(q, k, v)) if division.devices > 1 else None
+    platform = here(division.manual)
+    shard = functools.partial(attend, platform)
+
+    def local(circle: ring.Ring | None, *call: Any) -> Result:
+        return shard(*call) if circle is None else ring.attend(circle, shard, *call)
+
+    divided = division.by_heads() if way == "ulysses" else division
+    outs = divided.over_queries(), divided.over_lse()
+    out, lse = _on_shards(local, outs, divided, way == "ring", platform, q, k, v, spec)
+    out, lse = (
+        layout.reshard(out, division.over_queries()),
+        layout.reshard(lse, division.over_lse()),
+    )
+    return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
+
+
+def ask(
+    look: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None,
+    meant: Platform | None,
+) -> Any:  # fmt: skip
+    """What look(platform, q, k, v, spec) says of a device's shard: a tree without arrays.
+
+    Of a ring it is asked of the first block of keys that is visited. The platform is the one that
+    is meant, or the one at hand.
+    """
+    division = Division.of(q, k)
+    if division is None or 0 in q.shape or 0 in k.shape:
+        return look(meant or here(), q, k, v, spec)
+    platform = meant or here(division.manual)
+
+    def local(circle: ring.Ring | None, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
+        spec = spec if circle is None else ring.first_block(circle, k, spec)
+        return look(platform, q, k, v, spec)
+
+    division = division.by_heads() if way == "ulysses" else division
+    return _on_shards(local, P(), division, way == "ring", platform, q, k, v, spec)
+
+
+def _on_shards(
+    local: Callable[..., Any], outs: Any, division: Division, by_ring: bool, platform: Platform,
+    q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
+) -> Any:  # fmt: skip
+    """local(ring or None, q, k, v, spec), each device on its own shard."""
+    dims = shapes.Dims.of(q, k, v)
+    over_keys = division.length if by_ring else None
+    circle = None
+    if by_ring:
+        circle = ring.Ring.of(over_keys, division.devices, spec, dims, platform)
+    sinks = spec.sinks
+    rest = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
+    arrays, specs, join = _split(_with_positions(rest, dims, division, by_ring), division)
+
+    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Any:
+        spec = join(arrays).replace(sinks=sinks)
+        if spec.heads is not None and division.kv_heads is None:
+            k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
+        return local(circle, q, k, v, spec)
+
+    over_q = division.over_queries()
+    over_k = P(*division.batch, over_keys, division.kv_heads, None)
+    q = layout.reshard(q, over_q)
+    # Stored keys and values have scales, which lie as they do.
+    k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
+    by_head = P(division.heads)
+    sinks = None if sinks is None else layout.reshard(sinks, by_head)
+    ins = (over_q, over_k, over_k, by_head, specs)
+    return shard_map.over(inside, division.manual, ins, outs, q, k, v, sinks, arrays)
+
+
+def _with_positions(
+    spec: AttentionSpec, dims: Dims, division: Division, by_key: bool
+) -> AttentionSpec:
+    """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
+    at = whole(dims)
+    if any(axes is not None for axes in division.batch):
+        spec = spec.replace(rows=Grid(at.row))
+    if division.heads is not None:
+        spec = spec.replace(heads=Grid(at.head))
+    if division.length is not None and spec.q_pos is None:
+        spec = spec.replace(q_pos=Grid(at.q))
+    if by_key and spec.k_pos is None:
+        spec = spec.replace(k_pos=Grid(at.k))
+    return spec
+
+
+def _split(
+    spec: AttentionSpec, division: Division
+) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
+    """The arrays of a spec without sinks, their PartitionSpecs, and a function that rebuilds it.
+
+    What is known before tracing and is the same for all stays known.
+    """
+    leaves, tree = jax.tree.flatten(spec, is_leaf=is_grid)
+
+    def layout_of(x: Any) -> P | None:
+        if isinstance(x, Grid):
+            over = division.over_scores(x.array.shape)
+            known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
+            return None if known else over
+        return P() if isinstance(x, jax.Array) else None
+
+    specs = [layout_of(x) for x in leaves]
+    divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
+    given = [
+        layout.reshard(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
+    ]
+
+    def join(arrays: list[Any]) -> AttentionSpec:
+        rest = iter(arrays)
+        new = []
+        for x, s in zip(leaves, specs, strict=True):
+            array = x if s is None else next(rest)
+            new.append(Grid(array) if s is not None and isinstance(x, Grid) else array)
+        return jax.tree.unflatten(tree, new)
+
+    return given, [s for _, s in divided], join
+
+
+def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
+    """The key/value heads that so many query heads of one device read, of all of them."""
+    n = len(heads)
+    if n % G == 0:
+        heads = heads[::G]
+    elif G % n == 0:
+        heads = heads[:1]
+    # Else groups are cut by the ends of the shards: a copy for each query head.
+    own = heads // G
+    return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))

@@ -1,0 +1,244 @@
+"""How a call is divided into tiles, and which of them each block of queries visits."""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha.base import shapes, symbols
+from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
+from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import nodes
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
+from flax_mha.masks.tiles import known
+
+
+class Stripe(NamedTuple):
+    """Consecutive blocks of queries, each of which sees the keys of one product.
+
+    Attributes:
+      first: the first block.
+      starts: for each block, its first tile of keys; none where `Tables` tell, for all blocks.
+      width: tiles of keys.
+      masked: whether the mask excludes any of them.
+    """
+
+    first: int
+    starts: tuple[int, ...]
+    width: int
+    masked: bool
+
+
+class Plan(NamedTuple):
+    """How a call is divided. Hashable: all of it is known before tracing.
+
+    Attributes:
+      dims: of the call.
+      block_q: queries of a tile.
+      block_k: keys of a tile.
+      stripes: which keys each block of queries visits, if it is known and they lie together;
+        empty where `Tables` tell.
+      full: of the tables, whether there may be tiles that need no mask.
+      partial: whether there may be tiles that do.
+    """
+
+    dims: Dims
+    block_q: int
+    block_k: int
+    stripes: tuple[Stripe, ...] = ()
+    full: bool = True
+    partial: bool = True
+
+    @classmethod
+    def of(cls, dims: Dims, most_q: int, most_k: int) -> "Plan":
+        """Into the fewest equal blocks of at most that many."""
+        return cls(dims, _even(dims.T, most_q), _even(dims.S, most_k))
+
+    @property
+    def parts(self) -> tuple[Stripe, ...]:
+        """The stripes; one, of single tiles, where tables tell what is visited."""
+        return self.stripes or (Stripe(0, (), 1, True),)
+
+    @property
+    def nq(self) -> int:
+        """Blocks of queries."""
+        return -(-self.dims.T // self.block_q)
+
+    @property
+    def nk(self) -> int:
+        """Tiles of keys for each."""
+        return -(-self.dims.S // self.block_k)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last blocks reach beyond the last query or key."""
+        return self.dims.T % self.block_q != 0 or self.dims.S % self.block_k != 0
+
+    @property
+    def together(self) -> int:
+        """How many rows and key/value heads should be in one product."""
+        R = math.prod(self.dims.B) * self.dims.K
+        if not self.stripes:
+            return 1
+        if symbols.is_symbolic(R):
+            return 1
+        scores = self.block_q * self.block_k * max(stripe.width for stripe in self.stripes)
+        if R * scores <= _ALL:
+            return R
+        return max(n for n in range(1, R + 1) if R % n == 0 and (n == 1 or n * scores <= _SOME))
+
+
+class Tables(NamedTuple):
+    """Which tiles each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
+
+    Attributes:
+      order: tiles of keys [nk], the full ones first, then the partial, then the empty.
+      full: how many are full [].
+      some: how many are not empty [].
+    """
+
+    order: Array
+    full: Array
+    some: Array
+
+
+# Measured on two cores, in the time that XLA:CPU takes for one score more: what a product of scores
+# costs beyond them, what a tile does that is visited by itself (it rescales what was summed so
+# far), and the cost of a masked score, relative to an unmasked one.
+_PRODUCT = 50_000
+_VISIT = 130_000
+_MASKED = 1.25
+# Scores up to which rows and heads are computed together, some of them or all: small products
+# leave a core idle, large ones the cache.
+_SOME, _ALL = 2**19, 2**20
+# Scores of one product, for they take memory: 8 MiB in float32.
+MOST = 2**21
+# Of blocks that a mask names (see `finest`): those of fewer than _SMALL queries or keys share tiles
+# of at least _SHARED, and those of more than _LARGE are divided.
+_SMALL, _SHARED, _LARGE = 16, 64, 512
+# Each is compiled by itself.
+_STRIPES = 4
+# Queries and keys of a tile where lengths are symbols: short calls fill one, long ones have many.
+_SYMBOLIC = (128, 512)
+
+
+def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, Tables | None]:
+    """Divides the call in the way that should be fastest, with at most so many scores a product."""
+    at = spec.at(dims)
+    if symbols.is_symbolic(dims.T, dims.S):
+        plan = Plan(dims, *_SYMBOLIC)
+        return plan, tables_of(jnp.asarray(ask(spec, at, plan)))
+    choices: list[tuple[float, Plan, np.ndarray]] = []
+    sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
+    plans = [Plan.of(dims, *most) for most in sizes]
+    grain, fine = finest(spec.mask), None
+    if grain is not None:
+        fine = Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S))
+        plans.insert(0, fine)
+    for plan in plans:
+        verdict = ask(spec, at, plan)
+        if not isinstance(verdict, np.ndarray):
+            # What will be visited is not known yet.
+            return plan, tables_of(verdict)
+        stripes = _stripes(plan, verdict)
+        choices.append(
+            (_cost_of_stripes(plan, stripes, most), plan._replace(stripes=stripes), verdict)
+        )
+        # Beside its scores, a small tile costs less to visit than a large one.
+        visit = min(_VISIT, 2 * plan.block_q * plan.block_k) if plan is fine else _VISIT
+        choices.append((_cost_of_tiles(plan, verdict, visit), plan, verdict))
+    _, plan, verdict = min(choices, key=lambda choice: choice[0])
+    if plan.stripes:
+        return plan, None
+    full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
+    return plan._replace(full=full, partial=partial), tables_of(verdict)
+
+
+def _even(length: int, most: int) -> int:
+    """The size of the fewest equal blocks of at most that many."""
+    return -(-length // -(-length // most))
+
+
+def finest(mask: Mask | None) -> tuple[int, int] | None:
+    """The least grain of a mask and of those that it is made of, None if none has any."""
+    found = (x.grain() for x in nodes(mask) if isinstance(x, Mask))
+    grains = [grain for grain in found if grain is not None]
+    return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
+
+
+def _fitting(block: int, length: int) -> int:
+    """The size of tiles that hold whole blocks, or equal parts of one."""
+    whole = block if block >= _SMALL else block * -(-_SHARED // block)
+    return min(_even(whole, _LARGE), length)
+
+
+def ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
+    """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
+    table = (1, 1, plan.nq, plan.nk)
+    if spec.mask is None:
+        xp = jnp if symbols.is_symbolic(*table) else np
+        verdict: Array = xp.full(table, FULL, np.int8)
+    else:
+        tiles = tiles_of(at.q, at.k, plan.block_q, plan.block_k)
+        if spec.heads is not None:
+            tiles = tiles._replace(heads=spec.heads.array)
+        verdict = spec.mask.tiles(tiles)
+        shape = jnp.broadcast_shapes(verdict.shape, table)
+        xp = np if known(verdict) and not symbols.is_symbolic(*shape) else jnp
+        verdict = xp.broadcast_to(verdict, shape)
+        verdict = flat_batch(verdict, plan.dims)
+    if plan.dims.S % plan.block_k != 0:
+        # The last tile of keys reaches beyond the last key.
+        last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (verdict == FULL)
+        verdict = (np if known(verdict) else jnp).where(last, np.int8(PARTIAL), verdict)
+    return verdict
+
+
+def tables_of(verdict: Array) -> Tables:
+    """The tables of what the mask says of each tile [rows|1, N|1, nq, nk]."""
+    xp = np if known(verdict) else jnp
+    order = xp.argsort(-verdict.astype(np.int32), axis=-1, stable=True)
+    tables = (order, (verdict == FULL).sum(-1), (verdict > EMPTY).sum(-1))
+    return Tables(*(x.astype(np.int32) for x in tables))
+
+
+def _stripes(plan: Plan, verdict: np.ndarray) -> tuple[Stripe, ...]:
+    """Each block's keys from the first to the last that any row or head sees."""
+    seen = verdict.max((0, 1)) > EMPTY
+    first = np.where(seen.any(-1), seen.argmax(-1), 0)
+    last = np.where(seen.any(-1), plan.nk - seen[:, ::-1].argmax(-1), 1)
+    runs = [(int(width), len(list(blocks))) for width, blocks in itertools.groupby(last - first)]
+    while len(runs) > _STRIPES:
+        # Neighbours join where it adds the fewest scores.
+        pairs = list(itertools.pairwise(runs))
+        added = [abs(a[0] - b[0]) * (a if a[0] < b[0] else b)[1] for a, b in pairs]
+        i = int(np.argmin(added))
+        a, b = pairs[i]
+        runs[i : i + 2] = [(max(a[0], b[0]), a[1] + b[1])]
+    full = verdict.min((0, 1)) == FULL
+    stripes, block = [], 0
+    for width, count in runs:
+        starts = np.minimum(first[block : block + count], plan.nk - width)
+        visited = full[np.arange(block, block + count)[:, None], starts[:, None] + np.arange(width)]
+        stripes.append(Stripe(block, tuple(starts.tolist()), width, not visited.all()))
+        block += count
+    return tuple(stripes)
+
+
+def _cost_of_stripes(plan: Plan, stripes: tuple[Stripe, ...], most: int) -> float:
+    cost = 0.0
+    for stripe in stripes:
+        scores = plan.block_q * plan.block_k * stripe.width
+        if scores > most:
+            return np.inf
+        cost += len(stripe.starts) * (scores * (_MASKED if stripe.masked else 1) + _PRODUCT)
+    return cost
+
+
+def _cost_of_tiles(plan: Plan, verdict: np.ndarray, visit: int) -> float:
+    full, partial = ((verdict == kind).mean() * plan.nq * plan.nk for kind in (FULL, PARTIAL))
+    scores = plan.block_q * plan.block_k * (full + partial * _MASKED)
+    return scores + (full + partial) * visit

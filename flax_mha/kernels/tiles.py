@@ -1,0 +1,290 @@
+"""The arrays of a call laid out in tiles, and where each of them is."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mha.base import shapes
+from flax_mha.base.coordinates import Array, At, blocks, flat_batch, is_grid, map_grids
+from flax_mha.base.trees import combine, learned, partition
+from flax_mha.kernels import softmax
+from flax_mha.kernels.softmax import finite
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tile_plan import Plan, Stripe
+from flax_mha.scores import Vectors
+
+Tree = Any
+
+
+class Place(NamedTuple):
+    """Where a block of queries, and some consecutive tiles of its keys, are."""
+
+    row: jax.Array
+    head: jax.Array
+    i: jax.Array | int
+    tile: jax.Array | int
+    width: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan, stripe: Stripe, r: jax.Array, j: jax.Array) -> "Place":
+        """The place of job j of a stripe for row-and-key/value-head r, see `rows`."""
+        G, K, starts = plan.dims.G, plan.dims.K, stripe.starts
+        count = len(starts) or plan.nq
+        block = 0 if count == 1 else j % count
+        tile: Any = 0  # Tables say which, where there are no starts.
+        if starts:
+            tile = starts[0] if count == 1 else jnp.asarray(starts, jnp.int32)[block]
+        return cls(r // K, (r % K) * G + j // count, stripe.first + block, tile, stripe.width)
+
+    def entry(self, x: Array) -> jax.Array:
+        """Look up the block of queries in one of `Tables`, [rows|1, N|1, nq, ...]."""
+        at = (0 if x.shape[0] == 1 else self.row, 0 if x.shape[1] == 1 else self.head, self.i)
+        return jnp.asarray(x)[at]
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """The tiles [width·bk, F] of x [nk, bk, F]."""
+        x = lax.dynamic_slice_in_dim(x, self.tile, self.width)
+        return x.reshape(-1, x.shape[-1])
+
+    def add_keys(self, x: jax.Array, block: jax.Array) -> jax.Array:
+        """Gives x, [nk, F, bk] or all tiles as one, with the block [F, width·bk] added."""
+        block, axis, start = block[None], 0, self.tile
+        if x.shape[0] == 1:
+            axis, start = 2, self.tile * (block.shape[2] // self.width)
+        block = block + lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
+        return lax.dynamic_update_slice_in_dim(x, block, start, axis)
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """The block [bq|1, width·bk|1] of x [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
+        sizes = self._sizes(x)
+        return lax.dynamic_slice(x, self._starts(x), sizes).reshape(sizes[3], sizes[4] * sizes[5])
+
+    def add(self, x: jax.Array, block: jax.Array) -> jax.Array:
+        """Gives x with the block added."""
+        block = (self.take(x) + block).reshape(self._sizes(x))
+        return lax.dynamic_update_slice(x, block, self._starts(x))
+
+    def _sizes(self, x: jax.Array) -> tuple[int, ...]:
+        return (1, 1, 1, x.shape[3], 1 if x.shape[4] == 1 else self.width, x.shape[5])
+
+    def _starts(self, x: jax.Array) -> list[jax.Array]:
+        at = (self.row, self.head, self.i, 0, self.tile, 0)
+        # All of one type, whatever integers are by default.
+        return [jnp.int32(0 if n == 1 else start) for start, n in zip(at, x.shape, strict=True)]
+
+
+def by_rows(x: jax.Array, block: int, K: int) -> jax.Array:
+    """[*B, L, K·g, F] as [rows·K, g·blocks·block, F]; the last block filled with 0.
+
+    Not of more axes: XLA:CPU copies once more where some of them are 1.
+    """
+    *B, L, _, F = x.shape
+    x, full = jnp.swapaxes(x, -3, -2), -(-L // block) * block
+    x = jnp.pad(x, ((0, 0),) * (len(B) + 1) + ((0, full - L), (0, 0)))
+    return x.reshape(math.prod(B) * K, x.shape[-3] // K * full, F)
+
+
+def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
+    """[G·nq·bq, F] as [G, nq, bq, F]."""
+    return x.reshape(plan.dims.G, plan.nq, plan.block_q, -1)
+
+
+def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
+    """Each [nk·bk, F] as [nk, bk, F]."""
+    return [x.reshape(plan.nk, plan.block_k, -1) for x in keyed]
+
+
+def key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
+    """Zeros for sums over the tiles x [nk, bk, F], as `Place.add_keys` takes them.
+
+    Those that are visited one by one lie each by itself: in one array of all keys the parts of a
+    tile would be far from each other, and displace each other in caches.
+    """
+    tiles = 1 if plan.stripes else plan.nk
+    return jnp.zeros((tiles, x.shape[-1], plan.nk * plan.block_k // tiles), dtype)
+
+
+def by_key(sums: jax.Array) -> jax.Array:
+    """Such sums as [nk·bk, F]."""
+    return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
+
+
+def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
+    """A number of each head [N] as [R, G·nq·bq], one for each query."""
+    x = jnp.repeat(by_head, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
+    return jnp.tile(x, (R // plan.dims.K, 1))
+
+
+def with_sinks(
+    plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """The sink of each row, and its greatest score and sum of exponentials with that."""
+    if sinks is None:
+        return None, top, total
+    by_row = per_row(plan, sinks, top.shape[0])
+    return by_row, *softmax.sunk(by_row, top, total)
+
+
+def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> jax.Array | None:
+    """That of the sinks [N], from those of each row [R, G·nq·bq]."""
+    if sink is None:
+        return None
+    by_row = softmax.sink_gradient(sink, *of_rows)
+    return by_row.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
+
+
+def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
+    """A stripe of x [G, nq, ...], as one axis of jobs."""
+    if stripe.starts:
+        x = x[:, stripe.first : stripe.first + len(stripe.starts)]
+    return lax.collapse(x, 0, 2)
+
+
+def join(stripes: Sequence[jax.Array], plan: Plan) -> jax.Array:
+    """The jobs [·, bq, ...] of all stripes as [G·nq·bq, ...]."""
+    parts = [x.reshape(plan.dims.G, -1, *x.shape[1:]) for x in stripes]
+    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    return x.reshape(-1, *x.shape[3:])
+
+
+def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
+    """The spec with each grid as [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
+
+    def divide(x: Array) -> Array:
+        by_query = blocks(flat_batch(jnp.asarray(x), plan.dims), -2, plan.block_q)
+        return blocks(by_query, -1, plan.block_k)
+
+    return map_grids(divide, spec)
+
+
+def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
+    """The spec and the coordinates of one place, all of rank 2."""
+    spec = map_grids(place.take, spec)
+    q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
+    k = keys_of(plan, place)[None]
+    q = q if spec.q_pos is None else spec.q_pos.array
+    k = k if spec.k_pos is None else spec.k_pos.array
+    row = place.row.reshape(1, 1) if spec.rows is None else spec.rows.array
+    head = place.head.reshape(1, 1) if spec.heads is None else spec.heads.array
+    return spec, At(row, head, q, k)
+
+
+def keys_of(plan: Plan, place: Place) -> Array:
+    """Indices of the keys [width·bk]."""
+    return place.tile * plan.block_k + np.arange(place.width * plan.block_k, dtype=np.int32)
+
+
+def score_of(
+    plan: Plan, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array,
+    vectors: Vectors | None,
+) -> jax.Array:  # fmt: skip
+    """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
+    s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at, vectors=vectors)
+    if masked and plan.dims.S % plan.block_k != 0:
+        s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
+    return s
+
+
+def nothing(
+    dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What there is to say where there is no query or no key."""
+    B, T, _, N, _, _, Hv = dims
+    lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
+    if sinks is not None:
+        lse = jnp.broadcast_to(shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim), lse.shape)
+    return jnp.zeros((*B, T, N, Hv), dtype), lse
+
+
+class TiledCall(NamedTuple):
+    """What of a call is known before tracing.
+
+    Attributes:
+      plan: the division.
+      scale: of the scores, where queries are not scaled themselves.
+      together: how many rows and key/value heads are computed at once.
+      pure: see `traced.once`.
+    """
+
+    plan: Plan
+    scale: float
+    together: int
+    pure: bool
+
+    @classmethod
+    def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
+        """That of a spec in tiles."""
+        nodes = jax.tree.leaves(spec, is_leaf=is_grid)
+        # Grids of each row or head would become gathers, so these are not batched.
+        own = any(is_grid(x) and x.array.shape[:2] != (1, 1) for x in nodes)
+        return cls(plan, scale, 1 if own else plan.together, pure=not spec.own())
+
+    def vectors(
+        self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
+    ) -> Vectors | None:
+        """A tile's queries and keys as scores see them, if any of them does."""
+        if not spec.vectors:
+            return None
+        # Their gradients are 0 where masked, and 0·NaN is NaN.
+        q, k = (x if spec.mask is None else finite(x) for x in (q, k))
+        return self.scale * q.astype(dtype), k.astype(dtype)
+
+
+def accumulate(place: Place, grads: Tree, tile: Tree) -> Tree:
+    """The gradients of learned leaves with those of a tile added, if there are any."""
+    if tile is None:
+        return grads
+
+    def add(g: Any, d: Any) -> Any:
+        fn = place.add if is_grid(g) else jnp.add
+        return jax.tree.map(lambda x, y: fn(x, y.astype(x.dtype)), g, d)
+
+    return jax.tree.map(add, grads, tile, is_leaf=is_grid)
+
+
+def tile_gradient(
+    static: TiledCall, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
+    v: jax.Array, dout: jax.Array, of_rows: jax.Array,
+) -> tuple[jax.Array, jax.Array, Tree, Vectors | None]:  # fmt: skip
+    """A tile's kept weights, and the gradients of q·kᵀ, the learned leaves, and what scores saw."""
+    tile, at = tile_of(static.plan, spec, place)
+    leaves, others = partition(tile, learned)
+
+    def score(s: jax.Array, leaves: Tree, vectors: Vectors | None) -> jax.Array:
+        return score_of(static.plan, masked, place, combine(leaves, others), at, s, vectors)
+
+    acc = of_rows.dtype
+    top, share, delta = jnp.split(of_rows, 3, -1)
+    product = static.scale * dot(q, k, 1, 1, spec, acc)
+    args = product, leaves, static.vectors(spec, q, k, acc)
+    s, pull = jax.vjp(score, *args) if spec.scores else (score(*args), None)
+    p = softmax.weights(s, top, share)
+    dp = spec.gain(tile.drop(dot(dout, v, 1, 1, spec, acc), at))
+    ds = softmax.gradient(p, dp, delta, masked)
+    # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
+    ds, dleaves, dvectors = (ds, None, None) if pull is None else pull(ds)
+    if dvectors is not None:
+        dvectors = static.scale * dvectors[0], dvectors[1]
+    return tile.drop(p, at), static.scale * ds, dleaves, dvectors
+
+
+def dot(
+    a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, spec: AttentionSpec, dtype: Any
+) -> jax.Array:
+    """The product over one axis of each, in that dtype."""
+    return lax.dot_general(
+        a, b, (((axis_a,), (axis_b,)), ((), ())),
+        precision=spec.precision, preferred_element_type=dtype,
+    )  # fmt: skip
+
+
+def over(group: Callable[[Tree, Tree], Any], sums: Tree, xs: Tree, together: int) -> Any:
+    """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
+    if jax.tree.leaves(sums) or together == 1:
+        return lax.scan(group, sums, xs)
+    return sums, lax.map(lambda x: group(sums, x)[1], xs, batch_size=together)

@@ -1,0 +1,1 @@
+"""The attention layer as functions of arrays: parameters, projections, norms, the call."""

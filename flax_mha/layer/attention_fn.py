@@ -1,0 +1,298 @@
+"""Attention functions with Flax's signature: ours for Flax's layers, and any for ours.
+
+For a model that keeps its layers:
+
+>>> nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=flax_mha.attention_fn)
+>>> nnx.MultiHeadAttention(8, 512, attention_fn=flax_mha.attention_fn, rngs=nnx.Rngs(0))
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype as promote
+from flax.typing import Dtype, PrecisionLike
+
+from flax_mha import masks, sharding
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.spec import prepare
+from flax_mha.kernels.stored import widened
+from flax_mha.masks.base import seen
+
+Function = Callable[..., Any]
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Function | None = None,
+    qk_attn_weights_einsum: Function | None = None,
+    attn_weights_value_einsum: Function | None = None,
+    *,
+    promote_dtype: Function | None = None,
+    is_causal: bool = False,
+    **call: Any,
+) -> jax.Array:
+    """`dot_product_attention` with the signature of Flax's, for `attention_fn` of its layers.
+
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H].
+      value: [*B, S, K, Hv].
+      bias: added to the scores; broadcasts to [*B, N, T, S].
+      mask: as Flax's helpers make it, or a `flax_mha.masks.Mask`.
+      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
+      dropout_rng: a JAX key, needed if something is dropped.
+      dropout_rate: the share of weights set to 0.
+      deterministic: if True, nothing is dropped.
+      dtype: of the computation (default: promoted from the three).
+      precision: of the matrix products.
+      module: a linen or nnx module that sows the weights, as before dropout, under the name
+        `attention_weights`.
+      force_fp32_for_softmax: the softmax is in float32 at least, and weights are sown in the
+        dtype of the query, whatever this says.
+      einsum_dot_general: must be None, as the two that follow: kernels have no einsums to replace.
+      qk_attn_weights_einsum: see above.
+      attn_weights_value_einsum: see above.
+      promote_dtype: nnx's function that promotes the three to `dtype`.
+      is_causal: a query sees its own position and those before, of what the mask allows.
+      **call: more arguments of `dot_product_attention`, which `functools.partial` can set, such
+        as `kernel` and `scores`.
+
+    Returns:
+      out [*B, T, N, Hv].
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; if an einsum is given.
+    """
+    del force_fp32_for_softmax
+    _refuse(
+        "leave out attention_fn where the products are to be replaced",
+        einsum_dot_general=einsum_dot_general, qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )  # fmt: skip
+    query, key, value = _promote(promote_dtype, dtype, query=query, key=key, value=value)
+    if not deterministic:
+        call |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
+    found = dot_product_attention(
+        query, key, value, bias=bias, broadcast_dropout=broadcast_dropout, precision=precision,
+        mask=masks.combine(masks.Causal(), mask) if is_causal else mask,
+        return_weights=module is not None, **call,
+    )  # fmt: skip
+    if module is None:
+        return found
+    out, weights = found
+    module.sow(_intermediates(module), "attention_weights", weights)
+    return out
+
+
+def dot_product_attention_weights(
+    query: jax.Array,
+    key: jax.Array,
+    bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Dtype | None = None,
+    precision: PrecisionLike = None,
+    module: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Function | None = None,
+    einsum: Function | None = None,
+    *,
+    is_causal: bool = False,
+    **call: Any,
+) -> jax.Array:
+    """Return the weights of attention, with the signature of Flax's function of that name.
+
+        weights = dropout(softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows))
+
+    A query that may see no key has weights of 0. A module sows them as before dropout.
+
+    Args:
+      query: [*B, T, N, H].
+      key: [*B, S, K, H].
+      bias: see `attention_fn`, as all arguments up to `force_fp32_for_softmax`.
+      mask: as Flax's helpers make it, or a `flax_mha.masks.Mask`.
+      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
+      dropout_rng: a JAX key, needed if something is dropped.
+      dropout_rate: the share of weights set to 0.
+      deterministic: if True, nothing is dropped.
+      dtype: of the computation (default: promoted from the two).
+      precision: of the product.
+      module: a linen or nnx module that sows the weights.
+      force_fp32_for_softmax: the softmax is in float32 at least, whatever this says.
+      einsum_dot_general: must be None, for there is no einsum to replace.
+      einsum: must be None.
+      is_causal: a query sees its own position and those before, of what the mask allows.
+      **call: more arguments of `dot_product_attention`, such as `scores` and `sinks`.
+
+    Returns:
+      [*B, N, T, S], in the promoted dtype of query and key.
+
+    Raises:
+      ValueError, TypeError: as `dot_product_attention`; if an einsum is given.
+    """
+    del force_fp32_for_softmax
+    remedy = "use nn.dot_product_attention_weights where the product is to be replaced"
+    _refuse(remedy, einsum_dot_general=einsum_dot_general, einsum=einsum)
+    query, key = _promote(None, dtype, query=query, key=key)
+    call |= {"mask": masks.combine(masks.Causal(), mask) if is_causal else mask, "bias": bias}
+    values = jnp.zeros_like(key[..., :1])  # What becomes of them is not read, nor computed.
+    weights: jax.Array = dot_product_attention(
+        query, key, values, precision=precision, return_weights=True, **call
+    )[1]
+    if module is not None:
+        module.sow(_intermediates(module), "attention_weights", weights)
+    if deterministic:
+        return weights
+    spec = prepare(
+        query, key, values, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout,
+    )[-1]  # fmt: skip
+    return spec.gain(spec.drop(weights, spec.at(shapes.Dims.of(query, key, values))))
+
+
+def _refuse(remedy: str, **einsums: Function | None) -> None:
+    """Kernels compute no product by a function that is given."""
+    for name, function in einsums.items():
+        if function is not None:
+            raise ValueError(
+                f"{name} must be None, for kernels have no einsum to replace, got {function!r}; "
+                f"{remedy}"
+            )
+
+
+def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
+    """The arrays in one dtype, by Flax's linen or nnx."""
+    given = [checks.array(name, x) for name, x in arrays.items()]
+    return promote(*given, dtype=dtype) if function is None else function(tuple(given), dtype=dtype)
+
+
+def _intermediates(module: Any) -> Any:
+    """What a module calls the collection that values are sown into."""
+    if isinstance(module, nn.Module):
+        return "intermediates"
+    from flax import nnx  # Slow to import, and loaded already by whoever has such a module.
+
+    return nnx.Intermediate
+
+
+def run(
+    fn: Function,
+    q: jax.Array,
+    k: Any,
+    v: Any,
+    *,
+    mask: masks.MaskLike | None = None,
+    bias: jax.Array | None = None,
+    q_positions: Array | None = None,
+    kv_positions: Array | None = None,
+    precision: PrecisionLike = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    dtype: Dtype | None = None,
+    force_fp32_for_softmax: bool = False,
+    module: nn.Module | None = None,
+    **refused: Any,
+) -> tuple[Any, ...]:
+    """Attention by a function of Flax's signature, called as Flax's layer calls it.
+
+    The mask, whatever it is, becomes a table of bools [*B, N|1, T, S]; keys and values of groups
+    are repeated to N heads. What the function has no parameter for is left out if that changes
+    nothing, and refused otherwise.
+
+    Args:
+      fn: the function.
+      q: as for `dot_product_attention`, as all up to `broadcast_dropout`.
+      k: see there.
+      v: see there.
+      mask: see there.
+      bias: see there.
+      q_positions: see there.
+      kv_positions: see there.
+      precision: see there.
+      dropout_rate: see there.
+      dropout_rng: see there.
+      broadcast_dropout: see there.
+      dtype: the layer's.
+      force_fp32_for_softmax: the layer's.
+      module: the layer, if it is to sow the weights.
+      **refused: options that only kernels of `flax_mha` have; must be false.
+
+    Returns:
+      (out [*B, T, N, Hv],).
+
+    Raises:
+      ValueError: if the function can't do what the call asks for.
+    """
+    for name, value in refused.items():
+        if isinstance(value, jax.Array) or value not in (None, False, (), "auto", SOFTMAX):
+            raise ValueError(
+                f"{name} needs a kernel of flax_mha, got it with attention_fn, which has no way to "
+                f"take it; leave out one of them"
+            )
+    q, k, v, spec = prepare(q, k, v, mask=mask, q_positions=q_positions, kv_positions=kv_positions)
+    k, v = widened(k), widened(v)
+    dims = shapes.attention_dims(q, k, v)
+    if dims.G > 1:
+        k, v = (
+            sharding.auto(functools.partial(jnp.repeat, repeats=dims.G, axis=-2), sharding.HEADS, x)
+            for x in (k, v)
+        )
+    table = None
+    if spec.mask is not None:
+        allowed = seen(spec.mask, spec.at(dims))
+        table = jnp.broadcast_to(allowed, (*dims.B, allowed.shape[-3], dims.T, dims.S))
+    call: dict[str, Any] = {
+        "bias": bias, "mask": table, "broadcast_dropout": broadcast_dropout,
+        "dropout_rng": dropout_rng, "dropout_rate": dropout_rate, "deterministic": not dropout_rate,
+        "dtype": dtype, "precision": precision, "module": module,
+        "force_fp32_for_softmax": force_fp32_for_softmax,
+        "qk_attn_weights_einsum": None, "attn_weights_value_einsum": None,
+    }  # fmt: skip
+    of_dropout = ("dropout_rng", "dropout_rate") if dropout_rate else ()
+    needed = {"bias", "mask", "module", *of_dropout}
+    out = fn(q, k, v, **_taken(fn, call, {name for name in needed if call[name] is not None}))
+    if jnp.shape(out) != (*dims.B, dims.T, dims.N, dims.Hv):
+        raise ValueError(
+            f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
+            f"{checks.came(out)}; its queries are [*B, T, N, H]"
+        )
+    return (spec.spoil(out),)
+
+
+def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, Any]:
+    """The arguments that a function has parameters for, those it can't do without among them."""
+    parameters = inspect.signature(fn).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    missing = set() if anything else needed - parameters.keys()
+    if missing:
+        raise ValueError(
+            f"attention_fn must take {' and '.join(sorted(missing))}, which this call has, got a "
+            f"function of {', '.join(parameters)}; give it those parameters"
+        )
+    named = {name: value for name, value in call.items() if name in parameters}
+    # Flax's layer gives nothing to **kwargs: a mask would be dropped in silence.
+    return named | {name: call[name] for name in needed}

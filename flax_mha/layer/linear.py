@@ -1,0 +1,292 @@
+"""Linear maps: their parameters in linen, and several of them as one product."""
+
+import contextvars
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.core import Scope, meta
+from flax.linen.dtypes import promote_dtype
+from flax.typing import Dtype, Initializer, PrecisionLike
+
+from flax_mha import sharding
+from flax_mha.base import checks, shapes
+from flax_mha.base.shapes import Shape
+from flax_mha.sharding import LogicalNames
+from flax_mha.sharding.tensor_parallel import column_parallel, gathered, row_parallel
+
+default_kernel_init = nn.linear.default_kernel_init
+default_bias_init = nn.initializers.zeros_init()
+
+
+class Linear(struct.PyTreeNode):
+    """y = x·W + b over the last axes of x, with what is needed to compute it on any mesh.
+
+    Attributes:
+      kernel: W [*in, *features]; None for a `module` that somebody else wrote, which is called.
+      bias: b [*features], or None.
+      names: logical names of W's axes.
+      contracted: how many of x's last axes are contracted.
+      rows: logical names of the other axes of y.
+      dtype: of the computation (default: promoted from x, W and b).
+      precision: of the product, see `jax.lax.Precision`.
+      module: the submodule that has these parameters, whose calls Flax's tools see; or None.
+    """
+
+    kernel: Any
+    bias: jax.Array | None
+    names: LogicalNames = struct.field(pytree_node=False)
+    contracted: int = struct.field(pytree_node=False, default=1)
+    rows: LogicalNames = struct.field(pytree_node=False, default=("batch", "length"))
+    dtype: Dtype | None = struct.field(pytree_node=False, default=None)
+    precision: PrecisionLike = struct.field(pytree_node=False, default=None)
+    module: Any = struct.field(pytree_node=False, default=None)
+
+    @property
+    def features(self) -> Shape:
+        """The axes of y that replace those of x."""
+        shape: Shape = self.kernel.shape[self.contracted :]
+        return shape
+
+    @property
+    def names_of_result(self) -> LogicalNames:
+        """Logical names of y's last axes."""
+        return self.rows + gathered(self.names[self.contracted :])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [*B, T, *in] to [*B, T, *features], by a call of the submodule if there is one."""
+        return self.product(x) if self.module is None else self.show(x, None)
+
+    def show(self, x: jax.Array, y: jax.Array | None) -> jax.Array:
+        """Return the submodule's output for x, after all that listens to its calls.
+
+        Args:
+          x: [*B, T, *in].
+          y: its product, where it has been computed together with others.
+
+        Raises:
+          ValueError: if a listener has changed the output's shape.
+        """
+        if self.module is None and y is not None:
+            return y
+        token = _CALLED.set(_Called(self, x, y))
+        try:
+            out: jax.Array = self.module(x)
+        finally:
+            _CALLED.reset(token)
+        if self.kernel is not None:
+            wanted = (*x.shape[: -self.contracted], *self.features)
+            if jnp.shape(out) != wanted:
+                raise ValueError(
+                    f"the output of a submodule must keep its shape {wanted}, got "
+                    f"{checks.came(out)}; let the interceptor return such an array"
+                )
+        return out
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Return x·W + b."""
+        x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
+        multiply = functools.partial(jnp.tensordot, axes=self.contracted, precision=self.precision)
+        if jax.sharding.get_abstract_mesh().empty:
+            return _plus(multiply(x, kernel), bias)
+
+        def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+            kernel = sharding.constrain(kernel, gathered(self.names))
+            y = column_parallel(multiply, x, [self], kernel) if self.contracted == 1 else None
+            y = row_parallel(multiply, x, self, kernel) if y is None else y
+            y = multiply(x, kernel) if y is None else y
+            return _plus(y, bias)
+
+        return sharding.auto(product, self.names_of_result, x, kernel, bias)
+
+
+class _Called(NamedTuple):
+    linear: Linear
+    x: jax.Array
+    y: jax.Array | None
+
+
+_CALLED: contextvars.ContextVar[_Called | None] = contextvars.ContextVar("called", default=None)
+
+
+def answer(module: Any, x: jax.Array, weights: Callable[[], Linear]) -> jax.Array:
+    """Return the output of a submodule that was called with x.
+
+    It is the part of a joined product that `Linear.show` has handed over. Where an interceptor has
+    put another array in place of x, or where the module is called by itself, it is x's own product.
+
+    Args:
+      module: the submodule.
+      x: [*B, T, *in].
+      weights: makes its weights.
+    """
+    called = _CALLED.get()
+    if called is None or called.linear.module is not module:
+        return weights().product(x)
+    if called.y is not None and called.x is x:
+        return called.y
+    return called.linear.product(x)
+
+
+def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
+    """Return several projections of one input, by one product, so that its gradient is one sum too.
+
+    The kernels [D, n, h] are joined along the features of each group of heads, to
+    [D, K, Σ (n/K)·h] with K the greatest number that divides each n, so that where heads are
+    sharded every device joins its own.
+
+    On a CPU without an ambient mesh they stay separate, which is faster there.
+
+    Args:
+      x: [*B, T, D].
+      projections: each to features (n, h).
+
+    Returns:
+      One [*B, T, n, h] for each projection.
+    """
+    # On such a CPU joining the kernels, and splitting what comes out, takes longer than it saves.
+    apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
+    if apart or any(p.kernel is None for p in projections):
+        return [project(x) for project in projections]
+    # Key/value heads that are not divided as query heads are can't be joined with those.
+    divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
+    found: dict[int, jax.Array] = {}
+    for axes in dict.fromkeys(divided):
+        alike = [i for i, other in enumerate(divided) if other == axes]
+        found |= zip(alike, _join(x, [projections[i] for i in alike]), strict=True)
+    return [found[i] for i in range(len(projections))]
+
+
+def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
+    """Return projections whose heads are divided alike, by one product."""
+    if len(projections) == 1:
+        return [projections[0](x)]
+    kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
+    first, groups = projections[0], math.gcd(*(p.features[0] for p in projections))
+    promoted_x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
+
+    sizes = [p.features[0] // groups for p in projections]
+
+    def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+        # Groups and heads as they are on this device.
+        shards = list(zip(kernels, sizes, strict=True))
+        joined = [w.reshape(w.shape[0], w.shape[1] // n, -1) for w, n in shards]
+        kernel = jnp.concatenate(joined, axis=-1)
+        y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
+        ends = itertools.accumulate(w.shape[-1] for w in joined[:-1])
+        parts = jnp.split(y, list(ends), axis=-1)
+        return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(parts, kernels, strict=True)]
+
+    def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
+        kernels, biases = parameters[: len(projections)], parameters[len(projections) :]
+        constrained = [
+            sharding.constrain(w, gathered(p.names))
+            for w, p in zip(kernels, projections, strict=True)
+        ]
+        parts = column_parallel(multiply, x, projections, *constrained)
+        if parts is None:
+            parts = multiply(x, *constrained)
+        return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
+
+    names = [p.names_of_result for p in projections]
+    parts = sharding.auto(product, names, promoted_x, *promoted)
+    return [p.show(x, part) for p, part in zip(projections, parts, strict=True)]
+
+
+def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return y if bias is None else y + shapes.lead(bias, y.ndim)
+
+
+class Projection(nn.Module):
+    """A `Linear` with parameters of its own: Flax's `DenseGeneral`, with named axes.
+
+    Attributes:
+      features: the axes of y that replace those of x.
+      names: logical names of W's axes, the contracted ones first.
+      contracted: how many of x's last axes are contracted.
+      rows: logical names of the other axes of y.
+      kernel_init: initializer of W, called with the shape [in, out].
+      bias_init: initializer of b; None for no bias.
+      dtype: of the computation (default: promoted from x and the parameters).
+      param_dtype: of the parameters.
+      precision: of the product, see `jax.lax.Precision`.
+      partitioned: box the parameters with their names.
+    """
+
+    features: Shape
+    names: LogicalNames
+    contracted: int = 1
+    rows: LogicalNames = ("batch", "length")
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer | None = default_bias_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    partitioned: bool = False
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map [*B, T, *in] to [*B, T, *features]."""
+        return answer(self, x, lambda: self.weights(x.shape[-self.contracted :]))
+
+    @nn.nowrap
+    def weights(self, inputs: Shape) -> Linear:
+        """Return W [*inputs, *features] and b [*features], without the product.
+
+        It is no call to those who listen to the module's calls, as interceptors do.
+        """
+        # Made by the scope, which needs no method of the module to be running.
+        scope = cast(Scope, self.scope).rewound()
+        kernel_init = for_shape(self.kernel_init, len(inputs))
+        kernel = scope.param(
+            "kernel", sharding.named(kernel_init, self.names, self.partitioned),
+            (*inputs, *self.features), self.param_dtype,
+        )  # fmt: skip
+        bias = None
+        if self.bias_init is not None:
+            names = self.names[len(inputs) :]
+            bias_init = sharding.named(for_shape(self.bias_init, 0), names, self.partitioned)
+            bias = scope.param("bias", bias_init, self.features, self.param_dtype)
+        return Linear(
+            kernel, bias, self.names, self.contracted, self.rows, self.dtype, self.precision, self
+        )
+
+
+def projection(
+    like: nn.Module, name: str, features: Shape, names: LogicalNames, biased: bool, **fields: Any
+) -> Projection:
+    """A `Projection` whose other fields are those of a module, or as given."""
+    same = ("kernel_init", "bias_init", "dtype", "param_dtype", "precision", "partitioned")
+    fields = {field: getattr(like, field) for field in same} | fields
+    if not biased:
+        fields["bias_init"] = None
+    return Projection(features, names, name=name, **fields)
+
+
+def for_shape(init: Initializer, contracted: int) -> Initializer:
+    """Calls init with the shape [in, out] (or [out]), from which it reads its fan-in and -out."""
+
+    def initialize(rng: jax.Array, shape: Shape, dtype: Dtype) -> Any:
+        ins, outs = shape[:contracted], shape[contracted:]
+        flat = (math.prod(ins), math.prod(outs)) if ins else (math.prod(outs),)
+        value = init(rng, flat, dtype)
+        if isinstance(value, meta.AxisMetadata):
+            return value.replace_boxed(_array(value).reshape(shape))
+        if jnp.shape(checks.array("what an initializer gives", value)) != flat:
+            raise ValueError(
+                f"an initializer must give an array of the shape it is asked for, {flat}, got "
+                f"{checks.came(value)}; make it of its second argument"
+            )
+        return jnp.reshape(value, shape)
+
+    return initialize
+
+
+def _array(box: meta.AxisMetadata) -> jax.Array:
+    # A constraint by names of the final shape would not fit the flat one.
+    return box.unbox(apply_constraint=False) if isinstance(box, nn.Partitioned) else box.unbox()

@@ -1,0 +1,139 @@
+"""QK-clip, an optax transformation: queries and keys shrink where scores grow too large."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flax_mha.base import checks
+
+_NAME = "attention_max_logit"
+# Parameters of layers whose scores are not q·k of one head each.
+_REFUSED = {
+    "query_ln": "a norm of queries and keys", "key_ln": "a norm of queries and keys",
+    "mix_scores": "mixed heads",
+}  # fmt: skip
+
+
+def qk_clip(
+    threshold: float = 100.0, balance: float = 0.5
+) -> optax.GradientTransformationExtraArgs:
+    """After an optimizer's step, scales heads whose scores went beyond the threshold back to it.
+
+        γ = min(1, τ / S),   W_q ← γ^β W_q,   W_k ← γ^(1 − β) W_k
+
+    for each head with the greatest score S; biases too. Where heads share keys, γ scales their
+    queries alone: all features in grouped-query attention and in layers that take another's keys,
+    and in latent attention the features that rotary turns. S is as the softmax has it, with biases
+    such as the forget gates of `ForgettingAttention`; q·k alone shrinks, so that such scores end
+    near the threshold. It stands last in a chain, and is given what the layers captured:
+
+    >>> layer = MultiHeadAttention(8, capture=Capture(("max_logit",)))
+    >>> optimizer = optax.chain(optax.adam(1e-3), qk_clip(100.0))
+    >>> updates, state = optimizer.update(grads, state, params, max_logits=intermediates)
+
+    Args:
+      threshold: τ, of the scores as the softmax has them.
+      balance: β.
+
+    Returns:
+      A transformation whose `update` takes `max_logits`: the collection `intermediates` of the
+      step, or a tree of its form. Layers that it has nothing of stay as they are.
+
+    Raises:
+      ValueError: if the threshold or the balance is out of range; from `update`, without params,
+        if nothing was captured, if it is not of all heads of a layer, or of a layer for whose
+        scores the size of W_q and W_k says nothing: one that norms queries and keys, or mixes
+        heads.
+
+    Source: Kimi Team, "Kimi K2", 2025, section 2.1 (MuonClip).
+    """
+    if checks.number("threshold", threshold) <= 0:
+        raise ValueError(f"threshold must be above 0, got {threshold}")
+    if not 0 <= checks.number("balance", balance) <= 1:
+        raise ValueError(f"balance must be in [0, 1], got {balance}")
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, max_logits: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("qk_clip needs the parameters, got none; call update(..., params)")
+        whole, steps = flatten_dict(params), flatten_dict(updates)
+        for path, greatest in _captured(max_logits).items():
+            S = _by_head(greatest, whole, path)
+            shrink = jnp.where(threshold < S, threshold / S, 1.0)
+            for name, factor in _factors(shrink, whole, path, balance).items():
+                for leaf in ("kernel", "bias"):
+                    at = (*path, name, leaf)
+                    if at in whole:
+                        steps[at] = _scaled(whole[at], steps[at], factor, leaf)
+        return unflatten_dict(steps), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def _captured(collection: Any) -> dict[tuple[str, ...], jax.Array]:
+    """The greatest scores by the paths of their layers; of a layer called twice the greatest."""
+    tree = collection if isinstance(collection, Mapping) else {}
+    tree = tree.get("intermediates", tree)
+    found = {}
+    for path, x in flatten_dict(dict(tree)).items():
+        if path[-1] == _NAME:
+            each = list(x) if isinstance(x, tuple) else [x]
+            found[path[:-1]] = jnp.max(jnp.stack(each), 0)
+    if not found:
+        raise ValueError(
+            "qk_clip needs max_logits=, the collection `intermediates` of layers with "
+            "capture=Capture(('max_logit',)), got none of them; apply with "
+            "mutable=['intermediates']"
+        )
+    return found
+
+
+def _by_head(
+    greatest: jax.Array, params: Mapping[Any, jax.Array], path: tuple[str, ...]
+) -> jax.Array:
+    """Return the greatest score of each head, [layers…, N], of a layer that can be scaled."""
+    where = "/".join(path) or "the top"
+    for name, kind in _REFUSED.items():
+        if any(at[: len(path) + 1] == (*path, name) for at in params):
+            raise ValueError(
+                f"qk_clip is for layers without {kind}, got one at {where}; leave it out of "
+                f"max_logits"
+            )
+    if (*path, "query", "kernel") not in params:
+        raise ValueError(
+            f"max_logits must be of layers in params, got {where}, which has no query there; give "
+            f"the parameters of the model that captured them"
+        )
+    query = params[(*path, "query", "kernel")].shape
+    if greatest.ndim < 2 or greatest.shape[-2] != query[-2]:
+        raise ValueError(
+            f"max_logits must be of all {query[-2]} heads of {where}, [*B, {query[-2]}, T], got "
+            f"{greatest.shape}; capture them without heads=, which chooses some"
+        )
+    # Under `scan` layers are stacked on the axes before those of the kernel.
+    rows = tuple(range(len(query) - 3, greatest.ndim - 2))
+    return jnp.max(greatest, axis=(*rows, greatest.ndim - 1))
+
+
+def _factors(
+    shrink: jax.Array, params: Mapping[Any, jax.Array], path: tuple[str, ...], balance: float
+) -> dict[str, jax.Array]:
+    """Return the factors of queries and of keys, [layers…, N, H|1], by each head's γ."""
+    whole = shrink[..., None]
+    query, key = (params.get((*path, name, "kernel")) for name in ("query", "key"))
+    if query is None or key is None or query.shape[-2] != key.shape[-2]:
+        return {"query": whole}
+    # Later features meet a key that all heads share.
+    own = jnp.arange(query.shape[-1]) < key.shape[-1]
+    return {"query": jnp.where(own, whole**balance, whole), "key": whole ** (1 - balance)}
+
+
+def _scaled(param: jax.Array, step: jax.Array, factor: jax.Array, leaf: str) -> jax.Array:
+    """The step to factor·(param + step)."""
+    factor = factor[..., None, :, :] if leaf == "kernel" else factor
+    return (factor * (param + step) - param).astype(step.dtype)

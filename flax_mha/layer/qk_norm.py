@@ -1,0 +1,59 @@
+"""Norms of queries and keys, which keep scores from growing."""
+
+import dataclasses
+from typing import Any
+
+from flax_mha.base import checks
+
+_KINDS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
+
+
+@dataclasses.dataclass(frozen=True)
+class QKNorm:
+    """A norm over the features of each head, of queries and of keys, without bias.
+
+        rmsnorm:    x / √(mean(x²) + ε) · scale
+        layernorm:  (x − mean(x)) / √(var(x) + ε) · scale
+
+    Attributes:
+      kind: "rmsnorm" (Qwen3, Gemma 3) or "layernorm" (ViT-22B).
+      scale: whether there is a scale [H], which is learned, one for all heads.
+      epsilon: ε.
+      after_rotary: whether queries and keys are turned first.
+
+    Sources: Henry et al., "Query-Key Normalization for Transformers", 2020; Dehghani et al.,
+    "Scaling Vision Transformers to 22 Billion Parameters", 2023.
+    """
+
+    kind: str = "rmsnorm"
+    scale: bool = True
+    epsilon: float = 1e-6
+    after_rotary: bool = False
+
+    def __post_init__(self) -> None:
+        checks.choose("QKNorm.kind", self.kind, _KINDS)
+        for name in ("scale", "after_rotary"):
+            checks.flag(f"QKNorm.{name}", getattr(self, name))
+        if checks.number("QKNorm.epsilon", self.epsilon) < 0:
+            raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
+
+    def module(self, library: Any, *args: Any, **fields: Any) -> Any:
+        """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments of it."""
+        return getattr(library, _KINDS[self.kind])(*args, **self._fields(), **fields)
+
+    def _fields(self) -> dict[str, Any]:
+        same: dict[str, Any] = {"epsilon": self.epsilon, "use_scale": self.scale}
+        return same | ({"use_bias": False} if self.kind == "layernorm" else {})
+
+
+def as_qk_norm(given: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
+    """The norm of a layer's fields `qk_norm` and `normalize_qk`, of which the second is Flax's."""
+    if given is not None and not isinstance(given, QKNorm):
+        raise TypeError(
+            f"qk_norm must be a flax_mha.QKNorm, got {checks.came(given)}; give QKNorm('rmsnorm')"
+        )
+    if given is not None and normalize_qk:
+        raise ValueError(
+            "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
+        )
+    return QKNorm("layernorm") if normalize_qk else given

@@ -1,0 +1,72 @@
+"""Arrays that are given as masks: read as bools, and laid over the scores of a call."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array
+from flax_mha.base.shapes import Dims
+
+
+def read(array: Array, dims: Dims) -> tuple[Array, Array | None]:
+    """A table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
+
+    Returns:
+      (bools [*B|1, N|1, T|1, S|1]; where queries have other numbers, bool [*B|1, N|1, T|1, 1], or
+      None where all are known to be of those).
+
+    Raises:
+      ValueError: if it has another shape, or is known to have another number.
+      TypeError: if it has another dtype.
+    """
+    checks.array("a mask", array)
+    remedy = "a mask without heads needs the axis: mask[..., None, :, :]"
+    if array.shape[:-1] == dims.B:
+        remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"
+    shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
+    _warn_of_rows(array.shape, dims)
+    # Read before it is reshaped, which inside `jit` would make it a traced array.
+    table, invalid = bools(array)
+    rank = len(dims.logits)
+    if invalid is not None:
+        invalid = shapes.lead(invalid, rank).any(-1, keepdims=True)
+    return shapes.lead(table, rank), invalid
+
+
+def bools(array: Array) -> tuple[Array, Array | None]:
+    """A table as bools; if its numbers can't be read, also which of them are neither 0 nor 1."""
+    array = checks.read(array)
+    if array.dtype == bool:
+        return array, None
+    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+        raise TypeError(
+            f"a mask must be of bools, or of 1 (may attend) and 0, got {array.dtype}; compare it "
+            f"with something, as in ids > 0"
+        )
+    if not checks.known(array):
+        return array == 1, (array != 0) & (array != 1)
+    values = np.asarray(array)
+    wrong = values[(values != 0) & (values != 1)]
+    if wrong.size:
+        raise ValueError(
+            f"a mask must be of bools, or of 1 (may attend) and 0, got {wrong[0]} in "
+            f"{array.dtype}; compare it with something, as in ids > 0, or give additive scores "
+            f"as bias="
+        )
+    return array.astype(bool), None
+
+
+def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
+    """Warns of a shape that others take row by row of the batch, and NumPy otherwise."""
+    other = {
+        (*dims.B, dims.S): "masks.Keys(mask)",
+        (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
+    }.get(shape)
+    if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
+        read = ", ".join(("N", "T", "S")[-len(shape) :])
+        checks.warn(
+            f"a mask of shape {shape} is read as [{read}], as NumPy broadcasts, and could be meant "
+            f"by rows of the batch; write {other} for that, or mask[None] for what it is read as"
+        )

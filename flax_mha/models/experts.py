@@ -1,0 +1,210 @@
+"""A feed-forward half with experts: a router sends each token to a few of many MLPs."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from flax.typing import Dtype, Initializer, PrecisionLike
+from jax import lax
+
+from flax_mha import sharding
+from flax_mha.base import checks, shapes
+from flax_mha.layer.linear import default_bias_init, default_kernel_init, for_shape, projection
+from flax_mha.models.feed_forward import Activation, activation
+from flax_mha.sharding import rules
+from flax_mha.sharding.shard_map import vary
+from flax_mha.sharding.tensor_parallel import gathered
+
+
+def in_turn(
+    expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
+    precision: PrecisionLike,
+) -> jax.Array:  # fmt: skip
+    """All tokens through one expert after another, but for experts that none of them is sent to.
+
+    For CPUs, where `lax.ragged_dot` computes every expert for every token, all at once: of 1,024
+    tokens with 2 of 8 experts a gradient takes 1.7 times as long by rows, and 7 times the memory;
+    with 4 of 32 it takes 4 and 49 times (two cores, 256 features, 512 hidden).
+
+    Args:
+      expert: see `Experts._expert`.
+      x: [n, D].
+      ids: [n, top_k], of the experts in `layers`; others are as many as there are.
+      p: [n, top_k].
+      layers: pairs of kernels [E, in, out] and biases [E, out] or None.
+      precision: of the products.
+    """
+
+    def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = jnp.matmul(x, kernel, precision=precision)
+        return y if bias is None else y + bias[None]
+
+    @jax.checkpoint
+    def add(y: jax.Array, x: jax.Array, p: jax.Array, mine: jax.Array, layers: Any) -> jax.Array:
+        # What another expert's token would overflow to would reach gradients as NaN.
+        found = expert(product, jnp.where(mine.any(-1)[:, None], x, 0), layers)
+        return y + found.astype(p.dtype) * jnp.sum(jnp.where(mine, p, 0), -1)[:, None]
+
+    def step(y: jax.Array, one: Any) -> tuple[jax.Array, None]:
+        mine = ids == one[0]
+        return lax.cond(mine.any(), add, lambda y, *_: y, y, x, p, mine, one[1]), None
+
+    y = vary(jnp.zeros(x.shape, p.dtype), (x, ids, p, layers))
+    return lax.scan(step, y, (jnp.arange(len(layers[0][0])), layers))[0]
+
+
+def by_rows(
+    expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
+    precision: PrecisionLike,
+) -> jax.Array:  # fmt: skip
+    """Each token through its own experts, in products over rows sorted by expert: see `in_turn`."""
+    count, flat = len(layers[0][0]), ids.reshape(-1)
+    order = jnp.argsort(flat)
+    of, sizes = flat[order], jnp.bincount(flat, length=count)
+    here = (of < count)[:, None]
+
+    def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = lax.ragged_dot(x, kernel, sizes, precision)
+        return y if bias is None else y + bias.at[of].get(mode="clip")
+
+    # Rows of no expert here are what `ragged_dot` leaves there, forward and backward.
+    y = jnp.where(here, expert(product, jnp.where(here, x[order // ids.shape[1]], 0), layers), 0)
+    y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
+    return jnp.sum(y.astype(p.dtype) * p[..., None], 1)
+
+
+# Elsewhere `by_rows`.
+METHODS = {"cpu": in_turn}
+
+
+_TOKENS = ("batch", "length", None)
+_NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+
+
+class Experts(nn.Module):
+    """Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e, over a token's top_k experts e.
+
+    Here p is the softmax of x W_router over all experts, divided by its sum over the chosen ones.
+    No expert has a capacity: no token is dropped, and none has an influence on another.
+
+    Attributes:
+      hidden: features between an expert's products.
+      num_experts: E.
+      top_k: how many of them a token goes to.
+      activation: of the gate, see `MLP`.
+      normalize: whether p of the chosen experts is made to sum to 1.
+      limit: clips a gate from above, and x W_up at both sides, to that; None for no limit.
+      offset: see the equation (gpt-oss: 1, with limit=7.0 and activation="quick_gelu").
+      use_bias: whether router and experts have biases.
+      kernel_init: initializer of the kernels, called for each expert.
+      bias_init: initializer of the biases.
+      dtype: of the computation (default: promoted from inputs and parameters); p is float32 at
+        least.
+      param_dtype: of the parameters.
+      precision: of the products, see `jax.lax.Precision`.
+      partitioned: box the parameters with their logical axis names.
+
+    Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
+    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, for limit and offset.
+    """
+
+    hidden: int
+    num_experts: int
+    top_k: int
+    activation: str | Activation = "silu"
+    normalize: bool = True
+    limit: float | None = None
+    offset: float = 0.0
+    use_bias: bool = False
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: PrecisionLike = None
+    partitioned: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+        """Maps [*B, T, D] to [*B, T, D]; nothing is dropped, whatever `deterministic` says."""
+        del deterministic
+        checks.positive(hidden=self.hidden, num_experts=self.num_experts, top_k=self.top_k)
+        checks.fields(self)
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k={self.top_k} must be at most num_experts={self.num_experts}; lower it"
+            )
+        shapes.check_features("x", x)
+        E, names = self.num_experts, ("embed", None)
+        logits = projection(self, "router", (E,), names, self.use_bias)(x)
+        D, M = x.shape[-1], self.hidden
+        sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
+        weights = [self._weights(f"{name}_kernel", sizes[name], _NAMES[name]) for name in sizes]
+        if self.use_bias:
+            weights += [
+                self._weights(f"{name}_bias", sizes[name][1:], _NAMES[name][1:]) for name in sizes
+            ]
+        x, *weights = promote_dtype(x, *weights, dtype=self.dtype)
+        return sharding.auto(self._divided, _TOKENS, x, logits, *weights)
+
+    @nn.nowrap
+    def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
+        """Of each expert an array of that shape."""
+        init = for_shape(self.kernel_init if len(shape) > 1 else self.bias_init, len(shape) - 1)
+
+        def each(rng: jax.Array, shape: shapes.Shape, dtype: Dtype) -> Any:
+            keys = jax.random.split(rng, shape[0])
+            return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
+
+        boxed = sharding.named(each, ("experts", *names), self.partitioned)
+        return self.param(name, boxed, (self.num_experts, *shape), self.param_dtype)
+
+    @nn.nowrap
+    def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+        """The sum, each device with its own tokens, experts and hidden features."""
+        tokens = {axis for part in sharding.spec(x.shape, _TOKENS) for axis in rules.each(part)}
+        sizes, own = (self.num_experts, self.hidden), ("experts", "mlp")
+        axes = {n: rules.each(s) for n, s in zip(own, sharding.spec(sizes, own), strict=True)}
+        # Where tokens are divided, kernels are brought together, as under FSDP.
+        axes = {n: () if tokens & {*over} else over for n, over in axes.items()}
+        names = [gathered(("experts", *n)) for n in _NAMES.values()]
+        names = [tuple(n if axes.get(str(n), n) else None for n in each) for each in names]
+        names += [(each[0], each[2]) for each in names] if self.use_bias else []
+
+        def local(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
+            layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
+            if axes["mlp"] and self.use_bias:  # Added once, not by each part of the sum.
+                is_first = lax.axis_index(axes["mlp"]) == 0
+                layers[2] = (weights[2], jnp.where(is_first, weights[5], 0))
+            p, ids = self._route(logits.reshape(-1, self.num_experts))
+            count = len(weights[0])
+            ids -= lax.axis_index(axes["experts"]) * count if axes["experts"] else 0
+            # Experts of other devices come after those here.
+            ids = jnp.where((ids >= 0) & (ids < count), ids, count)
+            method = METHODS.get(sharding.platform(), by_rows)
+            y = method(self._expert, x.reshape(-1, x.shape[-1]), ids, p, layers, self.precision)
+            over = axes["experts"] + axes["mlp"]
+            y = lax.psum(y, over) if over else y
+            return y.reshape(x.shape).astype(x.dtype)
+
+        given = [_TOKENS, _TOKENS, *names]
+        return sharding.local(local, given, (x.shape, _TOKENS), x, logits, *weights)
+
+    @nn.nowrap
+    def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Shares p [n, top_k], and of which experts."""
+        p, ids = lax.top_k(jax.nn.softmax(logits.astype(shapes.wide(logits.dtype))), self.top_k)
+        return p / jnp.sum(p, -1, keepdims=True) if self.normalize else p, ids
+
+    @nn.nowrap
+    def _expert(self, product: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
+        """What experts give, of product(x, kernel, bias)."""
+        gate, up = product(x, *layers[0]), product(x, *layers[1])
+        if self.limit is not None:
+            limit = checks.number("limit", self.limit)
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        up = up + self.offset if self.offset else up
+        return product(activation(self.activation)(gate) * up, *layers[2])

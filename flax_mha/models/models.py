@@ -1,0 +1,300 @@
+"""Models made of the blocks."""
+
+from typing import Any, Unpack
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flax_mha import masks, sharding
+from flax_mha.base import shapes
+from flax_mha.base.checks import choose, fields, integer, number, optional
+from flax_mha.layer.linear import Projection
+from flax_mha.layer.settings import check_module
+from flax_mha.linen import LayerOptions
+from flax_mha.models.embeddings import PatchEmbedding, TokenEmbedding
+from flax_mha.models.feed_forward import Dropout
+from flax_mha.models.stacks import Decoder, Encoder
+from flax_mha.positions import PositionEmbedding
+from flax_mha.sharding import rules
+
+
+class Classifier(nn.Module):
+    """Embeds, adds positions, encodes, pools the tokens, and projects to logits.
+
+    Attributes:
+      embedding: `TokenEmbedding`, `PatchEmbedding` or any module that gives [*B, T, D].
+      encoder: the stack.
+      num_classes: features of the logits; None for the tokens' features instead.
+      positions: a kind of `PositionEmbedding`, "none" if the attention layer rotates, say.
+      dropout_rate: of the embedded tokens.
+      class_tokens: how many learned tokens stand before those of the input, at the first positions.
+      pooling: "mean", over all tokens, or "first", of the first one: with class_tokens=1 as ViT.
+    """
+
+    embedding: nn.Module
+    encoder: Encoder
+    num_classes: int | None
+    positions: str = "learned"
+    dropout_rate: float = 0.0
+    class_tokens: int = 0
+    pooling: str = "mean"
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
+        """Classifies each row of the batch.
+
+        Args:
+          inputs: what the embedding takes.
+          **options: for the encoder, see `MultiHeadAttention`. Tokens beyond `lengths` have no
+            influence. `deterministic` must be given where there is dropout.
+
+        Returns:
+          Logits [*B, num_classes], float32; or features [*B, T, D].
+        """
+        check_module("encoder", self.encoder, Encoder)
+        if not isinstance(self.embedding, nn.Module):
+            raise TypeError(
+                f"embedding must be a module that gives [*B, T, D], got "
+                f"{type(self.embedding).__name__}; give TokenEmbedding(…) or PatchEmbedding(…)"
+            )
+        optional(num_classes=self.num_classes)
+        fields(self)
+        lengths = options.get("lengths")
+        # Padded patches must not meet the gradient of their projection; tokens have none.
+        patches = isinstance(self.embedding, PatchEmbedding)
+        x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
+        if integer("class_tokens", self.class_tokens):
+            x, options = self._with_class_tokens(x, options)
+        x = PositionEmbedding(self.positions, name="positions")(x)
+        x = Dropout(self.dropout_rate)(x, deterministic=options.get("deterministic"))
+        x = self.encoder(x, **options)
+        if self.num_classes is None:
+            return x
+        pool = choose("pooling", self.pooling, {"mean": _mean, "first": _first})
+        pooled = pool(x.astype(jnp.float32), options.get("lengths"))
+        head = Projection(
+            (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"
+        )
+        return head(pooled)
+
+    @nn.nowrap
+    def _with_class_tokens(self, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
+        """The tokens with those that are learned before them, and the options for all."""
+        count, lengths = self.class_tokens, options.get("lengths")
+        own = self.param("class_tokens", nn.initializers.normal(0.02), (count, x.shape[-1]))
+        if lengths is not None:
+            lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
+            options = options | {"lengths": lengths + count}
+
+        def join(own: jax.Array, x: jax.Array) -> jax.Array:
+            own = jnp.broadcast_to(own.astype(x.dtype), (*x.shape[:-2], *own.shape))
+            return jnp.concatenate([own, x], axis=-2)
+
+        return sharding.auto(join, ("batch", "norm_length", None), own, x), options
+
+
+def _first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """The first token of each row, [*B, T, D] to [*B, D]."""
+    del lengths
+    return x[..., 0, :]
+
+
+def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """The mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
+    if lengths is None:
+        return jnp.mean(x, axis=-2)
+    lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
+    count = lengths[..., None]
+    real = shapes.lead(jnp.arange(x.shape[-2]), x.ndim - 1) < count
+    return jnp.sum(x, axis=-2, where=real[..., None]) / jnp.maximum(count, 1).astype(x.dtype)
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next token from those before it: embeds, decodes, and gives logits.
+
+        logits[t] = decoder(E[tokens[0 … t]] + P)[t] · Eᵀ
+
+    Attributes:
+      embedding: the table E.
+      decoder: the stack. With `cross_attention` in its blocks the model is conditioned on a memory.
+      tied: whether E gives the logits too; otherwise a table of its own, `head`, does.
+      position_embedding: P, for layers that do not rotate (default: none).
+      dropout_rate: of the embedded tokens.
+      logits_scale: of the logits, such as 1/√D in T5.
+      logits_cap: c of c·tanh(logits / c), after the scale (Gemma 2).
+
+    With `decode=True` in its layers the model goes on from the tokens so far, see
+    `MultiHeadAttention` and `flax_mha.generate`.
+    """
+
+    embedding: TokenEmbedding
+    decoder: Decoder
+    tied: bool = True
+    position_embedding: PositionEmbedding = PositionEmbedding("none")
+    dropout_rate: float = 0.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+
+    def setup(self) -> None:
+        """Makes what the fields don't hold."""
+        check_module("embedding", self.embedding, TokenEmbedding)
+        check_module("decoder", self.decoder, Decoder)
+        check_module("position_embedding", self.position_embedding, PositionEmbedding)
+        fields(self)
+        number("logits_scale", self.logits_scale)
+        if self.logits_cap is not None and not number("logits_cap", self.logits_cap) > 0:
+            raise ValueError(f"logits_cap must be above 0, got {self.logits_cap}; None is no cap")
+        self.dropout = Dropout(self.dropout_rate)
+        if not self.tied:
+            self.head = self.embedding.copy(name=None)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        memory: jax.Array | None = None,
+        *,
+        at: jax.Array | None = None,
+        memory_mask: masks.MaskLike | None = None,
+        memory_lengths: jax.Array | None = None,
+        **options: Unpack[LayerOptions],
+    ) -> jax.Array:
+        """Scores every token as the next one.
+
+        Args:
+          tokens: int [*B, T].
+          memory: [*B, S, D'], what `cross_attention` attends to.
+          at: int [*B], in 0 … T−1, the one token of each row whose successor is wanted (default:
+            all are). The logits of one out of range are NaN.
+          memory_mask: which of the memory a token may see.
+          memory_lengths: int [*B], how many of the memory's rows are real (default: all).
+          **options: for the blocks, see `MultiHeadAttention`; a mask joins causality. `positions`
+            and `order` are those of `position_embedding` too, which in decoding has to be told.
+            `deterministic` must be given where there is dropout.
+
+        Returns:
+          Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 at least.
+
+        Raises:
+          ValueError: if sizes do not fit, positions are missing, or tokens, positions or `at` are
+            known to be out of range.
+          TypeError: if a dtype is not supported.
+        """
+        tokens = shapes.check_tokens("tokens", tokens)
+        positions, order = options.get("positions"), options.get("order")
+        if order is not None:
+            order = shapes.check_order(order, tokens.shape[-1])
+        where: Any = order if positions is None and order is not None else positions
+        with rules.undivided_tokens(getattr(self.decoder, "decodes", False)):
+            x = self.embed(tokens, positions=where, deterministic=options.get("deterministic"))
+            if all(block.attention.rotary is None for block in self.decoder.blocks):
+                options.pop("positions", None)
+            x = self.decoder(
+                x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
+            )
+            if at is not None:
+                at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
+                # Before the product: the logits of a whole prompt are large, and nobody reads them.
+                x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
+            logits = (self.embedding if self.tied else self.head).logits(x)
+        logits = logits if self.logits_scale == 1 else logits * self.logits_scale
+        cap = self.logits_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def embed(
+        self,
+        tokens: jax.Array,
+        embedding: TokenEmbedding | None = None,
+        *,
+        positions: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> jax.Array:
+        """Maps tokens int [*B, T] to what goes into a stack, [*B, T, D], by E or another table."""
+        if positions is None and embedding is None and self._goes_on():
+            raise ValueError(
+                "in decoding, position_embedding needs to know where the tokens stand; give "
+                "positions=, or use layers that rotate"
+            )
+        x = (self.embedding if embedding is None else embedding)(tokens)
+        return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
+
+    @nn.nowrap
+    def _goes_on(self) -> bool:
+        """Whether there are tokens before those of the call, and P needs their number."""
+        return self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
+
+
+def _select(x: jax.Array, at: jax.Array) -> jax.Array:
+    """The features [*B, 1, D] of one token of each row, NaN for one that there is not."""
+    at = jnp.where(at < 0, x.shape[-2], at)[..., None, None]
+    return jnp.take_along_axis(x, at, axis=-2, mode="fill", fill_value=jnp.nan)
+
+
+class Translator(nn.Module):
+    """One sequence from another: an encoder, and a language model that attends to its output.
+
+        logits = decoder(target, encoder(E[source] + P))
+
+    Attributes:
+      encoder: the stack over the source.
+      decoder: the model of the target, whose blocks have `cross_attention`.
+      embedding: the table of source tokens (default: that of the decoder, which both share).
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017.
+    """
+
+    encoder: Encoder
+    decoder: LanguageModel
+    embedding: TokenEmbedding | None = None
+    # Of a subclass whose source is no tokens, False.
+    reads_tokens = True
+
+    def __call__(
+        self,
+        source: jax.Array,
+        target: jax.Array,
+        *,
+        source_lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Scores every token as the one after each of the target's.
+
+        Args:
+          source: int [*B, S].
+          target: int [*B, T].
+          source_lengths: int [*B], how many tokens of each source are real (default: all). The
+            others have no influence.
+          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
+            Must be said where there is dropout.
+          sow_weights: see `MultiHeadAttention`.
+
+        Returns:
+          Logits [*B, T, vocab_size], float32 at least.
+        """
+        call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
+        memory = self.encode(source, source_lengths=source_lengths, **call)
+        return self.decode(target, memory, memory_lengths=source_lengths, **call)
+
+    def encode(
+        self,
+        source: jax.Array,
+        *,
+        source_lengths: jax.Array | None = None,
+        deterministic: bool | None = None,
+        sow_weights: bool = False,
+    ) -> jax.Array:
+        """Maps a source int [*B, S] to the memory [*B, S, D]; arguments as in the call."""
+        check_module("encoder", self.encoder, Encoder)
+        check_module("decoder", self.decoder, LanguageModel)
+        if self.embedding is not None:
+            check_module("embedding", self.embedding, TokenEmbedding)
+        table = self.embedding or self.decoder.embedding
+        x = self.decoder.embed(source, table, deterministic=deterministic)
+        return self.encoder(
+            x, lengths=source_lengths, deterministic=deterministic, sow_weights=sow_weights
+        )
+
+    def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
+        """The decoder's logits, with arguments as for `LanguageModel`."""
+        return self.decoder(target, memory, **call)

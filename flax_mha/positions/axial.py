@@ -1,0 +1,142 @@
+"""Rotary position embeddings of tokens that stand on several axes: images, videos, mixed inputs."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha.base import checks, shapes
+from flax_mha.positions import rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Axial:
+    """Rotary on a lattice: each axis turns an equal share of the pairs by its own coordinate.
+
+        θ = cₐ / base^(p / P),   p = 0 … P − 1, P = H / (2·axes)
+
+    for axis a, whose pairs stand after those of the axes before. Tokens stand row by row, the last
+    axis fastest: the token at position i ≥ prefix has the coordinates of i − prefix.
+
+    Attributes:
+      sizes: tokens of each axis, such as (height, width) or (frames, height, width).
+      base: the ratio of the slowest to the fastest wavelength.
+      interleaved: which features are a pair, see `rotary`.
+      span: coordinates of each axis run from −span to span, at the centers of its tokens
+        (DINOv3: 2π), in place of 0 … n − 1.
+      prefix: how many tokens before the lattice do not turn: class tokens.
+
+    Raises:
+      ValueError: if fields do not fit, or a position is known to be beyond the lattice. Where it is
+        not known before tracing, such a token becomes NaN.
+
+    Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
+    "DINOv3", 2025, for the span.
+    """
+
+    sizes: Sequence[int]
+    base: float = 10_000.0
+    interleaved: bool = False
+    span: float | None = None
+    prefix: int = 0
+
+    def __post_init__(self) -> None:
+        checks.positive(**{f"Axial.sizes[{n}]": x for n, x in enumerate(self._sizes())})
+        checks.integer("Axial.prefix", self.prefix)
+        checks.flag("Axial.interleaved", self.interleaved)
+        rope.check_base(self.base)
+        if self.span is not None:
+            checks.number("Axial.span", self.span)
+
+    def _sizes(self) -> tuple[int, ...]:
+        found = checks.sizes("Axial.sizes", self.sizes)
+        if not found:
+            raise ValueError("Axial.sizes must have a size for each axis, got none")
+        return found
+
+    def check(self, positions: checks.Integers) -> int:
+        """Return the number of places, prefix and lattice, if no position is known to be beyond."""
+        sizes = self._sizes()
+        end = self.prefix + math.prod(sizes)
+        remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
+        checks.within("positions", positions, end, remedy)
+        return end
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Turns x [*B, T, N, H] by where its tokens stand, int [T] or [*B, T]."""
+        x, sizes = rope.heads(x), self._sizes()
+        positions = shapes.per_token("positions", positions, x.shape[:-2])
+        end = self.check(positions)
+        positions = jnp.asarray(positions)
+        pairs = _share(x.shape[-1], len(sizes))
+        at = jnp.maximum(positions - self.prefix, 0)
+        each = []
+        for n, size in enumerate(sizes):
+            c = rope.floats(at // math.prod(sizes[n + 1 :]) % size)
+            if self.span is not None:
+                c = self.span * ((2 * c + 1) / size - 1)
+            each.append(rope.angles(c, pairs, 1 / pairs, self.base))
+        theta = jnp.concatenate(each, -1)
+        outside = (positions < 0) | (positions >= end)
+        theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
+        theta = jnp.where(outside[..., None], jnp.nan, theta)
+        return rope.turn(x, theta, self.interleaved)
+
+
+@dataclasses.dataclass(frozen=True)
+class MRope:
+    """Rotary of text, images and video: each section of the pairs has a coordinate of its own.
+
+        θ = c / base^(2p / H),   c the coordinate of the section that pair p is in
+
+    The layer's `positions` are [T, sections] or [*B, T, sections], such as (time, row, column) of
+    each token; [T] or [*B, T] stand for tokens of text, whose coordinates are all the same.
+
+    Attributes:
+      sections: pairs of each coordinate, H/2 in all: (16, 24, 24) in Qwen2-VL.
+      base: the ratio of the slowest to the fastest wavelength.
+
+    Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
+    """
+
+    sections: Sequence[int]
+    base: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        sections = checks.sizes("MRope.sections", self.sections)
+        checks.positive(**{f"MRope.sections[{n}]": size for n, size in enumerate(sections)})
+        rope.check_base(self.base)
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """Turns x [*B, T, N, H]."""
+        x, sections = rope.heads(x), tuple(self.sections)
+        at = jnp.asarray(checks.integers("positions", positions))
+        rows, pairs = x.shape[:-2], sum(sections)
+        if 2 * pairs != x.shape[-1]:
+            raise ValueError(
+                f"MRope.sections {sections} must have H/2 pairs in all, of H={x.shape[-1]}; got "
+                f"{pairs}"
+            )
+        if at.shape in {rows, rows[-1:]}:
+            at = jnp.broadcast_to(at[..., None], (*at.shape, len(sections)))
+        if at.shape not in {(*rows, len(sections)), (rows[-1], len(sections))}:
+            raise ValueError(
+                f"positions must have shape [*B, T, {len(sections)}] or [*B, T] with [*B, T] = "
+                f"{rows}, got {at.shape}; give each token a coordinate for each section"
+            )
+        theta = rope.angles(at, pairs, 1 / pairs, self.base)
+        ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
+        each = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
+        return rope.turn(x, jnp.concatenate(each, -1), False)
+
+
+def _share(features: int, axes: int) -> int:
+    """How many pairs each axis turns."""
+    if features % (2 * axes):
+        raise ValueError(
+            f"Axial turns pairs, the same number for each of {axes} axes, so H must be a multiple "
+            f"of {2 * axes}, got {features}; choose another head_dim"
+        )
+    return features // (2 * axes)

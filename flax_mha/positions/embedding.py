@@ -1,0 +1,128 @@
+"""Positions added to features: the sinusoidal formula, and a learned table."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.typing import Dtype, Initializer
+
+from flax_mha import sharding
+from flax_mha.base import checks, shapes, symbols
+from flax_mha.positions import rope
+
+KINDS = ("learned", "none", "sinusoidal", "sinusoidal_halves")
+
+
+def sinusoidal(
+    positions: jax.Array | int,
+    features: int,
+    *,
+    base: float = 10_000.0,
+    halves: bool = False,
+    dtype: Dtype = jnp.float32,
+) -> jax.Array:
+    """The sinusoidal position encoding of the Transformer.
+
+        P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
+
+    With `halves`, as in tensor2tensor and Whisper, sines come first, and the slowest wavelength is
+    reached:
+
+        P[i, c] = sin(i / base^(c/(D/2−1))),   P[i, D/2+c] = cos(i / base^(c/(D/2−1)))
+
+    Args:
+      positions: int [*P], or a length T that stands for 0 … T−1.
+      features: D; an odd D ends with a sine. With `halves` even, and at least 4.
+      base: the ratio of the slowest to the fastest wavelength.
+      halves: see above.
+      dtype: of the result; the angles are computed in float32.
+
+    Returns:
+      [*P, D].
+
+    Raises:
+      ValueError: if there are not so many features.
+
+    Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
+    """
+    checks.positive(features=features)
+    if isinstance(positions, int):
+        at = jnp.arange(checks.integer("positions", positions))
+    elif isinstance(positions, jax.Array | np.ndarray | np.generic) and jnp.issubdtype(
+        positions.dtype, jnp.floating
+    ):
+        at = jnp.asarray(positions)
+    else:
+        at = jnp.asarray(checks.integers("positions", positions))
+    dtype = checks.dtype("dtype", dtype)
+    rope.check_base(base)
+    if checks.flag("halves", halves):
+        if features < 4 or features % 2:
+            raise ValueError(
+                f"halves of sines and cosines need an even number of features, at least 4, got "
+                f"{features}; choose another, or halves=False"
+            )
+        angles = rope.angles(at, features // 2, 1 / (features // 2 - 1), base)
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
+    angles = rope.angles(at, (features + 1) // 2, 2 / features, base)
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds a position encoding to token features.
+
+    Attributes:
+      kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
+        `sinusoidal`), or "none".
+      max_length: rows of the learned table; longer inputs are an error.
+      embedding_init: initializer of the learned table.
+      dtype: of the result (default: that of the inputs).
+      param_dtype: of the learned table.
+    """
+
+    kind: str = "learned"
+    max_length: int | None = None
+    embedding_init: Initializer = nn.initializers.normal(0.02)
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1).
+
+        Where a learned table has no such row, the result is NaN.
+
+        Raises:
+          ValueError, TypeError: if shapes, dtypes or fields do not fit, or positions are known to
+            be beyond a learned table.
+        """
+        checks.fields(self)
+        shapes.check_features("x", x)
+        checks.choose("kind", self.kind, dict.fromkeys(KINDS))
+        checks.optional(max_length=self.max_length)
+        T, D = x.shape[-2:]
+        dtype = self.dtype or x.dtype
+        given = symbols.count_up(T) if positions is None else positions
+        at = shapes.per_token("positions", given, x.shape[:-1])
+        if self.kind == "none":
+            return x.astype(dtype)
+        if self.kind != "learned":
+            table = sinusoidal(at, D, halves=self.kind == "sinusoidal_halves", dtype=dtype)
+        else:
+            rows = T if self.max_length is None else self.max_length
+            if self.max_length is not None and symbols.at_most(rows + 1, T):
+                raise ValueError(
+                    f"the learned position table has max_length={rows} rows, but the input is "
+                    f"{T} long; raise max_length, or use kind='sinusoidal'"
+                )
+            remedy = "raise max_length, or use kind='sinusoidal'"
+            checks.within("positions", at, rows, remedy)
+            init = sharding.named(self.embedding_init, ("length", "embed"))
+            weights = self.param("embedding", init, (rows, D), self.param_dtype)
+
+            def look_up(weights: jax.Array, positions: jax.Array) -> jax.Array:
+                return shapes.look_up(weights.astype(dtype), positions)
+
+            table = sharding.auto(look_up, ("norm_length", None), weights, jnp.asarray(at))
+        return x.astype(dtype) + shapes.lead(table, x.ndim)

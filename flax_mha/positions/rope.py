@@ -1,0 +1,138 @@
+"""Rotary position embeddings: angles that grow with position, by which pairs of features turn."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha.base import checks, shapes
+from flax_mha.positions.rope_scaling import Growing, Scaling
+
+
+def floats(positions: jax.Array) -> jax.Array:
+    """Positions as float32 (float64 if given)."""
+    at = jnp.asarray(positions)
+    return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
+
+
+def angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
+    """The angle of pair c, positions / base^(c·step): [*P, pairs], float32 (float64 if given)."""
+    at = floats(positions)
+    c = jnp.arange(pairs, dtype=at.dtype)
+    return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)
+
+
+def turn(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -> jax.Array:
+    """Turns the first 2·P features of x [*B, T, N, H] by angles [*B|1, T, P], and scales them.
+
+    Pairs are (0, 1), (2, 3), … if interleaved, (0, P), (1, P + 1), … else. In the dtype of x,
+    computed in that of the angles.
+    """
+    theta = shapes.lead(theta[..., None, :], x.ndim)  # The same turn for every head.
+    R = 2 * theta.shape[-1]
+    turned, rest = x[..., :R].astype(theta.dtype), x[..., R:]
+    cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
+    if interleaved:
+        x1, x2 = turned[..., ::2], turned[..., 1::2]
+    else:
+        x1, x2 = turned[..., : R // 2], turned[..., R // 2 :]
+    pairs = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
+    if interleaved:
+        turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
+    else:
+        turned = jnp.concatenate(pairs, axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def check_base(base: float) -> None:
+    """The base of the wavelengths must be positive."""
+    if checks.number("base", base) <= 0:
+        raise ValueError(f"base must be above 0, got {base}; 10,000 is the usual one")
+
+
+def heads(x: jax.Array) -> jax.Array:
+    """Queries or keys [*B, T, N, H], checked."""
+    checks.floating("x", x)
+    if x.ndim < 3:
+        raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
+    return x
+
+
+Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def rotary(
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    base: float = 10_000.0,
+    fraction: float = 1.0,
+    interleaved: bool = False,
+    scaling: Scaling | None = None,
+) -> jax.Array:
+    """Rotary position embedding: turns pairs of features by an angle that grows with position.
+
+        (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
+
+    for pair c of the first R = fraction·H features at position i, so that the score of a query
+    at i and a key at j depends on their content and on i − j alone.
+
+    Args:
+      x: queries or keys [*B, T, N, H].
+      positions: int [T] or [*B, T].
+      base: the ratio of the slowest to the fastest wavelength.
+      fraction: the share of the features that turn; the rest pass unchanged.
+      interleaved: pairs are (0, 1), (2, 3), … (RoFormer, GPT-J) instead of (0, R/2),
+        (1, R/2 + 1), … (GPT-NeoX, LLaMA).
+      scaling: of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn`, `Llama3`,
+        `DynamicNtk` or `LongRope`.
+
+    Returns:
+      [*B, T, N, H] in the dtype of x; the rotation is computed in float32 at least.
+
+    Raises:
+      ValueError: if R is not a positive even number, or the positions do not fit x.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    heads(x)
+    positions = shapes.per_token("positions", positions, x.shape[:-2])
+    checks.flag("interleaved", interleaved)
+    check_base(base)
+    R = round(checks.number("fraction", fraction) * x.shape[-1])
+    if R < 2 or R % 2 or x.shape[-1] < R:
+        raise ValueError(
+            f"rotary turns pairs, so fraction·H must be even, at least 2 and at most H; got "
+            f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
+        )
+    if scaling is None:
+        return turn(x, angles(positions, R // 2, 2 / R, base), interleaved)
+    if not isinstance(scaling, Scaling):
+        raise TypeError(
+            f"scaling must be of flax_mha.positions, got {checks.came(scaling)}; give "
+            f"Llama3(factor=8, original_length=8192), say"
+        )
+    at = floats(positions)
+    if isinstance(scaling, Growing):
+        # Of the row, up to the newest of these tokens.
+        turns, size = scaling(R, base, jnp.max(at, axis=-1, keepdims=True) + 1)
+    else:
+        theta, size = scaling(R, base)
+        turns = shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
+    return turn(x, at[..., None] * turns, interleaved, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """`rotary` with its settings fixed: what the layer's `rotary` field takes."""
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+    scaling: Scaling | None = None
+
+    def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        """See `rotary`."""
+        return rotary(x, positions, **vars(self))

@@ -1,0 +1,134 @@
+"""Scores that biases, caps, slopes and functions of a user's own make."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import At, Grid
+from flax_mha.base.shapes import Dims
+from flax_mha.scores.base import ScoreMod
+
+
+class Bias(ScoreMod):
+    """score + array.
+
+    Attributes:
+      array: broadcastable to [*B, N, T, S].
+    """
+
+    array: Any
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        array = jnp.asarray(checks.floating("bias", self.array))
+        shapes.check_broadcasts(
+            "bias", array.shape, dims.logits, "[*B, N, T, S]",
+            "a bias without heads needs the axis: bias[..., None, :, :]",
+        )  # fmt: skip
+        return self.replace(array=Grid(shapes.lead(array, len(dims.logits))))
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        return score + self.array.array.astype(score.dtype)
+
+
+class SoftCap(ScoreMod):
+    """c·tanh(score / c): no score beyond ±c.
+
+    Source: Gemma Team, "Gemma 2", 2024.
+    """
+
+    cap: float = struct.field(pytree_node=False)
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        cap = checks.number("SoftCap.cap", self.cap)
+        if not cap > 0:
+            raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
+        return self.replace(cap=cap)
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        return self.cap * jnp.tanh(score / self.cap)
+
+
+class Alibi(ScoreMod):
+    """score − slope[head]·|i − j|.
+
+    Attributes:
+      slopes: [N]; by default the geometric sequence of the paper.
+
+    Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2022.
+    """
+
+    slopes: Any = None
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
+        slopes = _per_head("Alibi.slopes", slopes, dims)
+        return self.replace(slopes=Grid(shapes.lead(slopes[:, None, None], len(dims.logits))))
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        slope = self.slopes.array.astype(score.dtype)
+        return score - slope * jnp.abs(at.q - at.k).astype(score.dtype)
+
+
+class Score(ScoreMod):
+    """Any rule: fn(score, row, head, i, j, *args), or fn(score, row, head, i, j, q, k, *args).
+
+    Attributes:
+      fn: a function of the score, of four integer arrays that broadcast to it (the index of the
+        batch row and the head, the positions of query and key) and of args; returns the new score.
+      args: arrays and numbers that fn needs; floating arrays take gradients. Traced arrays must be
+        given here, not in fn's closure.
+      vectors: whether fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
+    """
+
+    fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
+    args: tuple[jax.Array, ...] = ()
+    vectors: bool = struct.field(pytree_node=False, default=False)
+
+    def bind(self, dims: Dims) -> Self:
+        """See `ScoreMod.bind`."""
+        args = checks.arguments("Score.args", self.args)
+        seen = 2 if checks.flag("Score.vectors", self.vectors) else 0
+        names, words = (" q, k,", ", their vectors") if seen else ("", "")
+        checks.function(
+            "Score.fn", self.fn, f"(score, row, head, i, j,{names} *args) -> score",
+            f"take the score, its row, its head, the positions of query and key{words}, then args",
+            5 + seen + len(args),
+        )  # fmt: skip
+        return self.replace(args=args)
+
+    def __call__(self, score: jax.Array, at: At) -> jax.Array:
+        """See `ScoreMod.__call__`."""
+        return self.fn(score, *at, *self.args)
+
+    def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
+        """See `ScoreMod.of_vectors`."""
+        return self.fn(score, *at, q, k, *self.args)
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """The slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
+
+    For other numbers of heads, those of the power below, then every other of the power above.
+    """
+    n = 2 ** (num_heads.bit_length() - 1)
+    first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
+    between = 2.0 ** (-8.0 * np.arange(1, 2 * n + 1, 2) / (2 * n))
+    return np.concatenate([first, between])[:num_heads].astype(np.float32)
+
+
+def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
+    x = jnp.asarray(checks.floating(name, x))
+    if x.shape != (dims.N,):
+        raise ValueError(f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}")
+    return x

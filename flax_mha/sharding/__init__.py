@@ -1,0 +1,87 @@
+"""Logical axis names to mesh axes.
+
+Arrays are described by logical names; one table of rules says which mesh axis each goes to:
+
+| logical name | what it counts |
+|---|---|
+| `batch` | rows of the batch |
+| `length` | positions of the sequence |
+| `norm_length` | positions between the layers, for norms and residuals |
+| `embed` | model features of a parameter (shard it for FSDP) |
+| `heads`, `kv_heads` | query heads, key/value heads |
+| `head_dim` | features within a head |
+| `mlp`, `experts` | hidden features of the MLP, experts |
+| `vocab` | rows of the token embedding, columns of the logits |
+| `layers` | blocks stacked by scan |
+
+The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_axis_rules`):
+
+>>> with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+...     variables = sharding.init(model, rng, x)  # every shard is born on its device
+...     y = jax.jit(model.apply)(variables, x)
+"""
+
+import numpy as np
+
+from flax_mha.base import checks
+from flax_mha.sharding.layout import auto as auto
+from flax_mha.sharding.layout import constrain as constrain
+from flax_mha.sharding.layout import like as like
+from flax_mha.sharding.layout import local as local
+from flax_mha.sharding.layout import platform as platform
+from flax_mha.sharding.layout import spec as spec
+from flax_mha.sharding.parameters import Named as Named
+from flax_mha.sharding.parameters import init as init
+from flax_mha.sharding.parameters import name as name
+from flax_mha.sharding.parameters import named as named
+from flax_mha.sharding.parameters import of as of
+from flax_mha.sharding.rules import LogicalNames as LogicalNames
+from flax_mha.sharding.shard_map import varying as varying
+
+HEADS, KV_HEADS = (("batch", "length", name, "head_dim") for name in ("heads", "kv_heads"))
+RULES: tuple[tuple[str, str | None], ...] = (
+    ("batch", "data"),  # data parallel
+    ("heads", "model"),  # tensor parallel: each device computes whole heads
+    ("kv_heads", "model"),
+    ("mlp", "model"),
+    ("experts", None),  # expert parallel: a mesh axis that divides no tokens
+    ("vocab", "model"),
+    ("embed", None),  # FSDP: the name of a mesh axis here spreads every parameter over it
+    ("length", None),
+    ("norm_length", None),  # sequence parallel: the axis of `heads` spreads norms and residuals too
+    ("head_dim", None),
+    ("layers", None),
+)
+
+
+def zigzag(length: int, devices: int) -> np.ndarray:
+    """The order of tokens in which devices have like work under a causal mask.
+
+    Device i of n has pieces i and 2n − 1 − i of 2n: an early one that sees little and a late one
+    that sees much.
+
+    >>> order = sharding.zigzag(x.shape[1], 8)
+    >>> y = layer.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
+
+    Args:
+      length: T.
+      devices: n.
+
+    Returns:
+      int32 [T]: the positions of the tokens.
+
+    Raises:
+      ValueError: if T is not a positive multiple of 2n.
+      TypeError: if either is no int.
+
+    Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
+    "The Llama 3 Herd of Models", 2024.
+    """
+    checks.positive(length=length, devices=devices)
+    if length % (2 * devices):
+        raise ValueError(
+            f"zigzag places 2 pieces on each of {devices} devices, got {length} tokens; "
+            f"pad them to a multiple of {2 * devices}"
+        )
+    pieces = np.arange(length, dtype=np.int32).reshape(2, devices, -1)
+    return np.stack([pieces[0], pieces[1, ::-1]], 1).reshape(-1)

@@ -1,0 +1,208 @@
+"""Attention to the blocks of keys that each query chooses."""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from flax_mha import masks, sharding
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array, At, tiles_of, whole
+from flax_mha.cache import CacheConfig, KVCache
+from flax_mha.kernels import dot_product_attention
+from flax_mha.kernels.stored import widened
+from flax_mha.layer import core
+from flax_mha.layer.settings import Call, Settings
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.masks.base import placed
+from flax_mha.masks.tiles import known
+from flax_mha.variants import common
+
+# Scores of single keys that are in memory at a time: 8 MiB in float32.
+_SCORES = 2**21
+
+
+class ChosenBlocksAttention(MultiHeadAttention):
+    """Causal self-attention of each query to a few blocks of keys, which it chooses by their means.
+
+        score of block c = q · mean of the keys of block c that the mask lets it see
+        out = attention to the query's own block, and the `count` − 1 before it of the highest score
+
+    A block of which it may see nothing is never chosen.
+    There are no parameters beyond those of `MultiHeadAttention`: what is chosen takes no gradient,
+    and queries learn to find a block as they learn to find keys in it. Fields and arguments are
+    those of that layer, but that there is no cross-attention, `order`, `attention_fn` or cache with
+    a window. Queries that stand together are computed together, so that time is saved where they
+    choose alike, as those of one `query_block` do.
+
+    Attributes:
+      block: keys of a block.
+      count: how many blocks a query sees, its own among them.
+      share: whether the query heads of each key/value head choose together, by the sum of their
+        softmaxes over the scores; else each head for itself.
+      query_block: how many queries choose together, by the first token of theirs that any of them
+        sees: by a later one the others would be told of what comes after them. Means are over the
+        keys that any of them may see. Decoding has 1.
+
+    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
+    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
+    """
+
+    block: int = 64
+    count: int = 8
+    share: bool = False
+    query_block: int = 1
+
+    @nn.nowrap
+    def compute(
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held,
+    ) -> core.Output:  # fmt: skip
+        """See `MultiHeadAttention.compute`."""
+        self._check(x_q, x_k, x_v, call, cache)
+        call = dataclasses.replace(call, attention=self._attend)
+        return super().compute(x_q, x_k, x_v, settings, call, cache)
+
+    @nn.nowrap
+    def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
+        """`dot_product_attention` to what is chosen."""
+        at = call.get("q_positions")
+        mask = masks.combine(masks.Causal(), call.get("mask"))
+        # Blocks of queries need not be divided as queries are.
+        names = ("batch", "heads", "length" if self.query_block == 1 else None, None)
+        scores, visible = sharding.auto(self._scores, [names, names], q, widened(k), at, mask)
+        at = jnp.arange(q.shape[-3], dtype=jnp.int32) if at is None else jnp.asarray(at)
+        chosen = masks.top_blocks(
+            scores, self.count, query_block=self.query_block, key_block=self.block,
+            positions=at[..., :: self.query_block], visible=visible,
+        )  # fmt: skip
+        call["mask"] = masks.combine(chosen, call.get("mask"))
+        return dot_product_attention(q, k, v, **call)
+
+    @nn.nowrap
+    def _scores(
+        self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
+    ) -> list[jax.Array]:
+        """Return scores of blocks of queries with blocks of keys, and which blocks they may see.
+
+        Both are [*B, N, nq, nk]. Scores of blocks that are not past mean nothing.
+        """
+        q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
+        dims = shapes.Dims.of(q, k, k)
+        at = whole(dims, positions)
+        mask = placed(mask.bind(dims), at)
+        tiles = tiles_of(at.q, at.k, self.query_block, self.block)
+        verdict = mask.tiles(tiles)
+        past = tiles.k_max < at.q[..., :: self.query_block, :]
+        q = self._choosing(q, mask, at).astype(k.dtype)
+        if known(verdict, past) and not (past & (verdict == masks.PARTIAL)).any():
+            scores, visible = self._by_means(q, k), jnp.asarray(verdict > masks.EMPTY)
+        else:
+            scores, visible = self._by_visible_keys(q, k, mask, at)
+        visible = jnp.broadcast_to(shapes.lead(visible, scores.ndim), scores.shape)
+        if not self.share:
+            return [scores, visible]
+        given = None if isinstance(self.scale, str) else self.scale
+        scale = dims.H**-0.5 if given is None else given
+        return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
+
+    @nn.nowrap
+    def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
+        """Return the query that chooses for each block of queries, [*B, nq, N, H].
+
+        It is the first whose token any of them sees: what the mask hides from them tells nothing.
+        """
+        size = self.query_block
+        if size == 1:
+            return q
+
+        def choose(start: jax.Array) -> jax.Array:
+            index = start + jnp.arange(size)
+            return start + common.allowed(mask, at, index, index).any(-2).argmax(-1)
+
+        index = jax.vmap(choose, out_axes=-2)(jnp.arange(0, q.shape[-3], size))
+        return jnp.take_along_axis(q, index[..., None], -3)
+
+    @nn.nowrap
+    def _by_means(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Return scores with the means of all keys of each block, [*B, N, nq, nk]."""
+        *B, nq, N, H = q.shape
+        K = k.shape[-2]
+        means = self._sums(jnp.moveaxis(k, -3, -1)) / self.block
+        scores = jnp.einsum("...tkgh,...khc->...kgtc", q.reshape(*B, nq, K, N // K, H), means)
+        return scores.reshape(*B, N, nq, -1)
+
+    @nn.nowrap
+    def _by_visible_keys(
+        self, q: jax.Array, k: jax.Array, mask: masks.Mask, at: At
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return scores with the means of keys that the mask allows, and whether it allows any."""
+        *B, nq, N, H = q.shape
+        S, K = k.shape[-3:-1]
+
+        def score(start: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+            allowed = common.allowed(mask, at, start + jnp.arange(self.query_block))
+            seen = jnp.broadcast_to(allowed.any(-2), (*B, N, S))
+            s = jnp.einsum("...kgh,...skh->...kgs", q.reshape(*B, K, N // K, H), k)
+            s = jnp.where(seen, s.reshape(*B, N, S), 0.0)
+            count = self._sums(seen.astype(s.dtype))
+            return self._sums(s) / jnp.maximum(count, 1.0), count > 0
+
+        starts = jnp.arange(0, at.q.shape[-2], self.query_block)
+        together = max(1, _SCORES // max(1, math.prod(B) * N * S))
+        found = jax.lax.map(
+            lambda x: score(*x), (starts, jnp.moveaxis(q, -3, 0)), batch_size=min(together, nq)
+        )
+        scores, visible = (jnp.moveaxis(x, 0, -2) for x in found)
+        return scores, visible
+
+    @nn.nowrap
+    def _sums(self, x: jax.Array) -> jax.Array:
+        """Return the sum of each block of keys, of x [..., S]: [..., nk]."""
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.block)])
+        return x.reshape(*x.shape[:-1], -1, self.block).sum(-1)
+
+    @nn.nowrap
+    def _check(
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, call: Call,
+        cache: core.Held,
+    ) -> None:  # fmt: skip
+        checks.positive(block=self.block, count=self.count, query_block=self.query_block)
+        common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
+        if self.share and isinstance(self.scale, str):
+            raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
+        if call.order is not None:
+            raise ValueError("blocks of keys are those of one order, got order; leave it out")
+        if self.attention_fn is not None:
+            raise ValueError("blocks are chosen for our kernels, got attention_fn; leave it out")
+        if isinstance(cache, KVCache | CacheConfig):
+            if self.query_block > 1:
+                raise ValueError(
+                    f"decoding chooses for each token, got query_block={self.query_block}; give 1"
+                )
+            ring = cache.slots if isinstance(cache, CacheConfig) else cache.window
+            if ring is not None:
+                raise ValueError(
+                    "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
+                    "slots or a window; leave them out"
+                )
+
+
+def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:
+    """Return the sums of softmaxes over past blocks of the heads of each group, for all of them.
+
+    All are [*B, N, nq, nk]; a block is visible for the group if it is for one of its heads.
+    """
+
+    def grouped(x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:-3], K, -1, *x.shape[-2:])
+
+    s, seen = grouped(scores), grouped(visible)
+    counted = seen & grouped(past)
+    weights = jax.nn.softmax(jnp.where(counted, s, 0.0), where=counted)
+    total = jnp.where(counted, weights, 0.0).sum(-3, keepdims=True)
+    together = (total, seen.any(-3, keepdims=True))
+    return [jnp.broadcast_to(x, s.shape).reshape(scores.shape) for x in together]

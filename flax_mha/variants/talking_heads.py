@@ -1,0 +1,144 @@
+"""Talking-heads attention: heads mix their scores, and their weights."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import PrecisionLike
+
+from flax_mha import sharding
+from flax_mha.cache.sources import Shared
+from flax_mha.layer import core
+from flax_mha.layer.settings import Call, Settings
+from flax_mha.linen import MultiHeadAttention
+from flax_mha.scores.base import without_vectors
+from flax_mha.sharding import rules
+from flax_mha.variants import common
+
+
+class TalkingHeadsAttention(MultiHeadAttention):
+    """Attention whose heads mix their scores before the softmax, and their weights after it.
+
+        s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
+
+    with P `mix_scores` and W `mix_weights` [N, N], which begin as the identity. Other scores, the
+    mask, sinks and dropout are those of a mixed head n, and so are weights that are returned or
+    captured. All fields and arguments are those of `MultiHeadAttention`, but that there is no
+    `attention_fn`, that `scale` is a number, and that no scores see queries and keys.
+
+    The sums go into longer vectors, so that any kernel computes them: query n is all P_mn q_m,
+    key and value those of all heads. Beside them memory is that of the kernel, no head's scores
+    wait for another's; both products take K times those of `MultiHeadAttention`. Where heads are
+    divided over devices, each is sent the queries, keys and values of all, and outputs are summed
+    on the device of their head; see docs/sharding.md for what that takes.
+
+    Source: Shazeer et al., "Talking-Heads Attention", 2020.
+    """
+
+    @nn.nowrap
+    def compute(
+        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        settings: Settings, call: Call, cache: core.Held,
+    ) -> core.Output:  # fmt: skip
+        """See `MultiHeadAttention.compute`."""
+        without_vectors("talking-heads attention", settings.scores, call.scores)
+        common.check("talking-heads attention", self, ("attention_fn",))
+        if isinstance(cache, Shared):
+            raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
+        weights = self.weights(x_q, x_k, x_v)
+        heads = core.projected(weights, settings, x_q, x_k, x_v, call, cache)
+        _, K, H, _ = self.sizes(x_q.shape[-1])
+        if settings.scale is None:
+            settings = dataclasses.replace(settings, scale=H**-0.5)
+        mix = functools.partial(_mixed_queries, K, self.precision)
+        q = _gathered(mix, heads.q, self._mixing("mix_scores"))
+        k, v = (
+            None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
+            for x in (heads.k, heads.v)
+        )
+        own = functools.partial(_own_values, K, self.precision)
+        attention = functools.partial(_mixed, own, self._mixing("mix_weights"))
+        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
+        # Keys and values are in the form of this layer alone.
+        return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
+
+    @nn.nowrap
+    def _mixing(self, name: str) -> jax.Array:
+        """From each head to each."""
+        init = sharding.named(_identity, (None, "heads"), self.partitioned)
+        return self.param(name, init, (self.num_heads,) * 2, self.param_dtype)
+
+
+def _mixed(own: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
+    """Attention to the values of all heads, of which each takes its own by mixed weights."""
+    return common.attend(functools.partial(_summed, own, mixing), q, k, v, **call)
+
+
+def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> jax.Array:
+    """Return fn(x, mixing) of all heads of x [*B, T, N, ·], on each device for its own heads."""
+    axes = _axes(x)
+
+    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
+        return fn(jax.lax.all_gather(x, axes, axis=x.ndim - 2, tiled=True), mixing)
+
+    return _on_devices(fn, local if axes else None, (None, "heads"), x, mixing)
+
+
+def _summed(fn: Callable[..., jax.Array], mixing: jax.Array, x: jax.Array) -> jax.Array:
+    """Return fn(x, mixing), a sum over heads of x [*B, T, N, ·]: on each device its own heads'."""
+    axes = _axes(x)
+
+    def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(fn(x, mixing), axes, scatter_dimension=x.ndim - 2, tiled=True)
+
+    return _on_devices(fn, local if axes else None, ("heads", None), x, mixing)
+
+
+def _axes(x: jax.Array) -> tuple[str, ...]:
+    """Return the mesh axes that divide the heads of x [*B, T, N, ·]."""
+    return rules.each(sharding.spec(x.shape, sharding.HEADS)[-2])
+
+
+def _on_devices(
+    fn: Callable[..., jax.Array], local: Callable[..., jax.Array] | None,
+    names: sharding.LogicalNames, x: jax.Array, mixing: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """Return fn(x, mixing) of heads, by `local` if given, with mixing divided by its names."""
+    if local is None:
+        return sharding.auto(fn, sharding.HEADS, x, mixing)
+    shape = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (x, mixing))).shape
+    out = (shape, sharding.HEADS)
+    return sharding.local(local, [sharding.HEADS, names], out, x, mixing)
+
+
+def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
+    """Mix q [*B, T, N, H] to n queries that meet the keys of all K heads, [*B, T, n, K·H]."""
+    *tokens, N, H = q.shape
+    n = mixing.shape[-1]
+    mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
+    q = q.reshape(*tokens, K, N // K, H)
+    mixed = jnp.einsum("...tkgh,kgn->...tnkh", q, mixing, precision=precision)
+    return mixed.reshape(*tokens, n, K * H)
+
+
+def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
+    """Mix values of all K heads, [*B, T, n, K·Hv], to those of each head, [*B, T, N, Hv]."""
+    *tokens, n, features = x.shape
+    mixing = mixing.astype(x.dtype).reshape(n, K, -1)
+    x = x.reshape(*tokens, n, K, features // K)
+    own = jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision)
+    return own.reshape(*tokens, -1, features // K)
+
+
+def _as_one(x: jax.Array) -> jax.Array:
+    """Heads [*B, S, K, H] as one [*B, S, 1, K·H]."""
+    return x.reshape(*x.shape[:-2], 1, -1)
+
+
+def _identity(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    del key
+    return jnp.eye(shape[0], dtype=dtype)
