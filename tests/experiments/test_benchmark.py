@@ -13,13 +13,13 @@ import jax
 import matplotlib.image
 import numpy as np
 import pytest
-from oracle import error
 
 from experiments.benchmark import __main__ as benchmark
 from experiments.benchmark import contestants, fresh, races, timing
 from experiments.benchmark.cases import Case
 from experiments.benchmark.contestants import CONTESTANTS, Contestant
 from experiments.benchmark.work import Outcome, RefusalError, Work, visible
+from tests.support.oracle import error
 
 MIB = 2**20
 TINY = ("--lengths=16,32", "--heads=2", "--features=16", "--batch=2", "--seconds=0.02")

@@ -24,7 +24,7 @@ from tests.interop.families import (  # noqa: E402
     make,
     text,
 )
-from tests.oracle import error  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GPT2 = {

@@ -18,7 +18,7 @@ from flax_mha.models import LanguageModel  # noqa: E402
 from flax_mha.models.blocks import Block  # noqa: E402
 from tests.interop import by_hand  # noqa: E402
 from tests.interop.families import CASES, IDS, make  # noqa: E402
-from tests.oracle import error  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALL = CASES | by_hand.CASES

@@ -24,7 +24,7 @@ from flax_mha.interop.table import (
     transposed,
     wrapped,
 )
-from tests.oracle import random_like
+from tests.support.oracle import random_like
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 24, "hidden_size": 16, "num_hidden_layers": 2,

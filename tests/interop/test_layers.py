@@ -25,7 +25,7 @@ from tests.interop.by_hand import (  # noqa: E402
     projections,
 )
 from tests.interop.families import DECODER, IDS, Case, make  # noqa: E402
-from tests.oracle import error  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -24,7 +24,7 @@ from tests.interop.libraries import (
     whole_vit_pytorch,
     x_transformers,
 )
-from tests.oracle import error, random_like
+from tests.support.oracle import error, random_like
 
 CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
     "d2l": ("d2l", lambda: d2l(False)),

@@ -12,8 +12,8 @@ import pytest
 from flax_mha import generate, interop, sharding
 from flax_mha.models import LanguageModel
 from tests.interop.test_published import BERT
-from tests.meshes import FORWARD, KINDS, changed, on
-from tests.oracle import error, random_like
+from tests.support.meshes import FORWARD, KINDS, changed, on
+from tests.support.oracle import error, random_like
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,

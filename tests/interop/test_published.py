@@ -11,7 +11,7 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import safetensors
-from tests.oracle import random_like
+from tests.support.oracle import random_like
 
 Tensors = dict[str, Any]
 

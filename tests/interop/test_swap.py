@@ -13,7 +13,7 @@ from flax import nnx
 import flax_mha.nnx
 from flax_mha import interop
 from flax_mha.layer import core
-from tests.oracle import error
+from tests.support.oracle import error
 
 # Flax announces that SelfAttention is to go.
 pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")

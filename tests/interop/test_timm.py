@@ -12,7 +12,7 @@ timm = pytest.importorskip("timm.models.vision_transformer", reason="needs timm"
 from flax_mha import interop  # noqa: E402
 from flax_mha.interop.table import from_tensors, to_tensors  # noqa: E402
 from tests.interop.test_torch_layers import arrays, seeded  # noqa: E402
-from tests.oracle import error  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 SIZE: dict[str, Any] = {
     "img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 4, "num_classes": 5

@@ -19,7 +19,7 @@ from flax_mha import (  # noqa: E402
     positions,
     scores,
 )
-from tests.oracle import error, random_like  # noqa: E402
+from tests.support.oracle import error, random_like  # noqa: E402
 
 # That a faster way inside PyTorch is not taken.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")

@@ -13,7 +13,7 @@ from flax_mha import interop  # noqa: E402
 from flax_mha.interop.table import from_tensors, to_tensors  # noqa: E402
 from tests.interop.test_timm import IMAGES, OURS  # noqa: E402
 from tests.interop.test_torch_layers import arrays, seeded  # noqa: E402
-from tests.oracle import error  # noqa: E402
+from tests.support.oracle import error  # noqa: E402
 
 SIZE: dict[str, Any] = {
     "image_size": 16, "patch_size": 4, "num_classes": 5, "dim": 16, "depth": 2, "heads": 4,

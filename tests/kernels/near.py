@@ -3,7 +3,7 @@
 import numpy as np
 
 from flax_mha import dot_product_attention
-from tests import oracle
+from tests.support import oracle
 
 
 def run(q, k, v, kernel: str = "cudnn", **call):

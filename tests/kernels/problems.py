@@ -15,9 +15,9 @@ import numpy as np
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.masks import Mask
 from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
-from tests import oracle, plain
 from tests.kernels.cases import Case
 from tests.kernels.scenes import MASKS, N, Scene
+from tests.support import oracle, plain
 
 H = 8
 HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
@@ -104,7 +104,7 @@ class Problem(NamedTuple):
       given: mask, q_positions and kv_positions.
       call: further arguments from the learned arrays.
       truth: out, lse and gradients by name, in float64.
-      plain: the same as `tests.plain` computes them.
+      plain: the same as `tests.support.plain` computes them.
       sizes: how large the gradients would be if nothing cancelled.
     """
 

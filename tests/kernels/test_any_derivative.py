@@ -10,8 +10,8 @@ import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, explain, kernels
 from flax_mha.masks import Causal, Lengths
-from tests import oracle
-from tests.meshes import changed
+from tests.support import oracle
+from tests.support.meshes import changed
 
 
 def test_auto_in_the_context_has_every_derivative() -> None:

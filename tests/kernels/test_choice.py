@@ -15,7 +15,7 @@ from flax_mha.kernels import Platform, choice
 from flax_mha.kernels.spec import prepare
 from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
-from tests.meshes import KINDS
+from tests.support.meshes import KINDS
 
 # What is costly in making a call ready, by kernel.
 LOWERING = {

@@ -16,9 +16,9 @@ from flax_mha.kernels.flex import trace
 from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.tile_plan import finest, plan_call
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
-from tests import oracle
 from tests.kernels.oracle_check import B, N, arrays, check
-from tests.meshes import EIGHT, FOUR, compare
+from tests.support import oracle
+from tests.support.meshes import EIGHT, FOUR, compare
 
 RNG = np.random.default_rng(7)
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from flax_mha import Explanation, dot_product_attention, explain
-from tests import oracle, plain
 from tests.kernels import cases
 from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, exact, problem_of
+from tests.support import oracle, plain
 
 # Beside those that run here, those interpreted, and that of which a model stands in for cuDNN.
 PLATFORMS = {"flex": "tpu", "splash": "tpu", "cudnn": "nvidia"}

@@ -11,10 +11,10 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.scores import SoftCap
-from tests import oracle
 from tests.kernels import cudnn_model
 from tests.kernels.near import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
+from tests.support import oracle
 
 T, S = 40, 64
 MASKS: dict[str, Mask | None] = {

@@ -16,7 +16,7 @@ from flax_mha.base import private_jax
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Prefix, Segments, Window
 from flax_mha.scores import Alibi, Bias, SoftCap
-from tests.arrays import zeros
+from tests.support.arrays import zeros
 
 B, T, S, N, H = 2, 40, 64, 4, 8
 HALF = zeros((T, S), jnp.bfloat16)

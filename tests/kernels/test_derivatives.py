@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import dot_product_attention, sharding
 from flax_mha.masks import Causal, Lengths
-from tests import oracle
 from tests.kernels import problems
 from tests.kernels.cases import Case
 from tests.kernels.scenes import MASKS, Scene
-from tests.meshes import KINDS, changed, compare
+from tests.support import oracle
+from tests.support.meshes import KINDS, changed, compare
 
 # Mask, size, scores, heads, dropout, and whether the mask is known before tracing.
 CALLS = {

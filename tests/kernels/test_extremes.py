@@ -10,9 +10,9 @@ import pytest
 from flax_mha import dot_product_attention
 from flax_mha.masks import Causal, Lengths, Mask, Segments, Window
 from flax_mha.scores import Alibi
-from tests import oracle
 from tests.kernels.cases import KERNELS
 from tests.kernels.problems import SINKS
+from tests.support import oracle
 
 B, N, K, H = 2, 4, 2, 8
 T, S = 150, 280

@@ -14,11 +14,11 @@ from flax_mha import dot_product_attention, sharding
 from flax_mha.kernels import flex
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
-from tests import oracle
 from tests.kernels import cases
 from tests.kernels.cases import Case
 from tests.kernels.problems import SINKS, problem_of
 from tests.kernels.test_contract import bounds, errors, run
+from tests.support import oracle
 
 B, T, S, N, K, H = 2, 130, 200, 4, 2, 8
 RNG = np.random.default_rng(3)

@@ -10,7 +10,7 @@ from flax_mha import dot_product_attention, explain
 from flax_mha.kernels import flex
 from flax_mha.masks import Causal, Predicate
 from flax_mha.scores import Alibi, Score
-from tests.arrays import zeros
+from tests.support.arrays import zeros
 
 B, T, S, N, H = 2, 280, 300, 4, 8
 Q = zeros((B, T, N, H))

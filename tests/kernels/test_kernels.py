@@ -14,8 +14,8 @@ from flax_mha.kernels import tile_plan
 from flax_mha.kernels.spec import prepare
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
 from flax_mha.scores import Score
-from tests import oracle
 from tests.kernels.cases import KERNELS
+from tests.support import oracle
 
 B, T, S, N, K, H = 2, 140, 150, 4, 2, 8
 LENGTHS = np.random.default_rng(0).integers(0, S, (B, T))

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import Documents
-from tests.algebra import Expression, evaluate, expressions
 from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import pose
 from tests.kernels.scenes import MASKS, Scene
 from tests.kernels.test_contract import bounds, errors, run
+from tests.support.algebra import Expression, evaluate, expressions
 
 LENGTHS = st.integers(1, 300)
 

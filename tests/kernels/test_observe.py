@@ -9,9 +9,9 @@ import pytest
 
 from flax_mha import Capture, MultiHeadAttention, dot_product_attention, masks, scores
 from flax_mha.kernels import observe
-from tests import oracle
 from tests.kernels.cases import KERNELS
 from tests.kernels.oracle_check import B, H, N, arrays, table
+from tests.support import oracle
 
 NAMES = ("weights", "lse", "entropy", "max_logit")
 T, S = 70, 90

@@ -1,7 +1,8 @@
 """`precision` reaches every product of a kernel, forward and backward.
 
 On GPUs float32 is multiplied as TF32 unless it says otherwise: a product that it did not reach
-would have three digits among others of seven. What XLA makes of it: tests/test_gpu_compile.py.
+would have three digits among others of seven. What XLA makes of it: see
+tests/layer/test_gpu_compile.py.
 """
 
 import re

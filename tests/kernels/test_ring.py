@@ -17,9 +17,9 @@ from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.registry import KERNELS
 from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
-from tests import oracle
 from tests.kernels.near import close as near
 from tests.kernels.test_flex import close
+from tests.support import oracle
 
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # What computes attention forward: its module, and its name.

@@ -24,8 +24,8 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.scores import SoftCap
-from tests import oracle
 from tests.kernels.oracle_check import B, H, N, arrays, check, table
+from tests.support import oracle
 
 T, S = 280, 300
 RNG = np.random.default_rng(0)

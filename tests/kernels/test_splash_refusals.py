@@ -23,8 +23,8 @@ from flax_mha.masks import (
     Window,
 )
 from flax_mha.scores import Alibi, SoftCap
-from tests.arrays import zeros
 from tests.kernels.oracle_check import B, H, N
+from tests.support.arrays import zeros
 
 T, S = 280, 300
 PACKED = Segments(zeros((B, T), int), zeros((B, S), int))

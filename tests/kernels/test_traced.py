@@ -10,7 +10,7 @@ import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from flax_mha.kernels import blockwise
-from tests import oracle
+from tests.support import oracle
 
 
 class Layers(nn.Module):

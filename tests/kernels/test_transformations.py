@@ -11,8 +11,8 @@ from jax.test_util import check_grads
 
 from flax_mha import dot_product_attention
 from flax_mha.masks import Causal, Lengths, Segments
-from tests import oracle
 from tests.kernels.cases import KERNELS
+from tests.support import oracle
 
 N, K, H, T, S = 4, 2, 8, 150, 140
 OPERANDS = ("q", "k", "v", "bias", "sinks")

@@ -12,9 +12,9 @@ from flax_mha import Capture, dot_product_attention, explain, masks
 from flax_mha.cache import KVCache
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.scores import Relative, Score, SoftCap, TransformerXL
-from tests import meshes, oracle
-from tests.arrays import ones
-from tests.oracle import einsum, error, float64
+from tests.support import meshes, oracle
+from tests.support.arrays import ones
+from tests.support.oracle import einsum, error, float64
 
 B, N, K, H, Hv, D = 2, 4, 2, 8, 5, 6
 FAR = 5

@@ -1,0 +1,87 @@
+"""Thousands of odd calls: each works, or says in our own words what is wrong.
+
+A call takes a public function, good values for its arguments, and puts odd ones in the place of one
+or two. What it raises must be a ValueError or TypeError that a `raise` of ours has raised: an error
+from deep inside JAX or NumPy tells a user nothing about the argument that was wrong.
+"""
+
+import linecache
+import traceback
+import warnings
+from typing import Any
+
+import flax.errors
+import jax
+import pytest
+
+from tests.support.fuzzing import TARGETS, Call, Traced, calls
+
+CALLS, SAMPLE = 2500, 80
+# Allowed although they are not ours, each for a reason.
+EXCEPTIONS: tuple[tuple[type[Exception], str, str], ...] = (
+    (flax.errors.FlaxError, "", "Flax keeps parameters and rngs, and names those that don't fit"),
+    (ValueError, "must be passed", "nn.merge_param: `deterministic` as Flax asks for it"),
+)
+
+
+def attempt(call: Call) -> Exception | None:
+    """What the call raises, traced and not run."""
+    traced = {key: x for key, x in call.given.items() if isinstance(x, Traced)}
+    structs = {key: jax.ShapeDtypeStruct(*x) for key, x in traced.items()}
+    if "variables" in call.given and "variables" not in call.odd:
+        structs["variables"] = call.given["variables"]
+
+    def trace(arrays: dict[str, Any]) -> Any:
+        return jax.tree.leaves(TARGETS[call.target][1](**call.given | arrays)) and None
+
+    standard = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    try:
+        with warnings.catch_warnings(), standard[0], standard[1]:
+            warnings.simplefilter("ignore")
+            jax.eval_shape(trace, structs)
+    except Exception as error:
+        return error
+    return None
+
+
+def complaint(error: Exception | None) -> str | None:
+    """Why that error should not have been raised, or None."""
+    if error is None:
+        return None
+    if any(isinstance(error, kind) and words in str(error) for kind, words, _ in EXCEPTIONS):
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    ours = "/flax_mha/" in last.filename and line.startswith("raise")
+    if ours and type(error) in (ValueError, TypeError):
+        return None
+    return f"{type(error).__name__} at {last.filename}:{last.lineno}: {str(error)[:300]}"
+
+
+def check(some: list[Call]) -> None:
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        wrong = [(call, found) for call in some if (found := complaint(attempt(call)))]
+    finally:
+        jax.config.update("jax_traceback_filtering", "auto")
+    shown = [
+        f"{call.target}({', '.join(f'{k}={call.given[k]!r:.90}' for k in call.odd)} …)\n    {found}"
+        for call, found in wrong
+    ]
+    assert not wrong, f"{len(wrong)} of {len(some)} calls\n" + "\n".join(shown)
+
+
+def test_a_sample_of_odd_calls() -> None:
+    check(list(calls(SAMPLE)))
+
+
+@pytest.mark.slow
+def test_all_odd_calls() -> None:
+    check(list(calls(CALLS))[SAMPLE:])
+
+
+@pytest.mark.slow
+def test_good_calls_are_taken() -> None:
+    """Without odd values nothing is refused, or the others would show nothing."""
+    for name, (_, _, needed, _) in TARGETS.items():
+        assert attempt(Call(name, needed, ())) is None, name

@@ -1,0 +1,282 @@
+"""Caches by their laws: stepwise is whole, a ring is the full cache, rows mind their own length."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flax_mha
+from flax_mha import CacheConfig, Encoder, EncoderBlock, MultiHeadAttention, cache, masks, scores
+from flax_mha.cache import KVCache
+from flax_mha.masks import Causal, Lengths, Prefix, Window
+from flax_mha.positions import Rotary
+from tests.support.oracle import random_like
+
+B, T, D = 2, 12, 16
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(B, T, D)), jnp.float32)
+pytestmark = pytest.mark.usefixtures("small_blocks")
+# Float32 rounds at 6e-8, and a softmax in parts adds in another order.
+CLOSE = 1e-5
+
+TABLE = jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32)
+# Fields of the layer, and the mask of its calls, if any.
+LAYERS: dict[str, tuple[dict[str, Any], Any]] = {
+    "plain": ({}, None),
+    "rotary, gqa, dv": ({"rotary": Rotary(), "num_kv_heads": 2, "v_head_dim": 3}, None),
+    "alibi, mqa": ({"scores": (scores.Alibi(),), "num_kv_heads": 1}, None),
+    "t5, sinks": ({"scores": (scores.RelativeBias(TABLE, False),), "sinks": True}, None),
+    "window": ({"mask": Window(3, 0), "rotary": Rotary()}, None),
+    "window, cap": ({"mask": Window(4), "scores": (scores.SoftCap(2.0),)}, None),
+    "qk-norm": ({"normalize_qk": True}, None),
+    "prefix": ({"mask": Prefix(5)}, None),
+    "lengths": ({}, Lengths(jnp.array([12, 7]))),
+    "key padding": ({}, jnp.asarray(np.arange(T) != np.array([2, 5])[:, None, None, None])),
+}  # fmt: skip
+
+
+def close(got: Any, wanted: Any, atol: float = CLOSE) -> None:
+    np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(wanted), atol=atol, rtol=0)
+
+
+@functools.cache
+def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[..., Any], Any]:
+    """A layer that decodes, its variables, its step, and its whole forward of X."""
+    fields, mask = LAYERS[name]
+    layer = MultiHeadAttention(4, decode=True, **fields, **more)
+    variables = jax.eval_shape(layer.init, KEY, X)
+    params = {"params": random_like(variables["params"])}
+    held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables["cache"])
+    whole = layer.clone(decode=False, cache=None)
+    wanted = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
+
+    @jax.jit
+    def step(variables: Any, x: jax.Array, **call: Any) -> Any:
+        # Arrays over the keys are of all slots.
+        given = None if mask is None else mask
+        return layer.apply({**params, "cache": variables}, x, mask=given, mutable=["cache"], **call)
+
+    return layer, held, step, wanted
+
+
+def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
+    return iter(jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=1))
+
+
+# A prompt and steps; speculation, and a prompt more. Every split is a sequence of such calls.
+@pytest.mark.sampled(0.09)
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [*((name, (7, 1, 1, 1, 1, 1)) for name in LAYERS), ("plain", (1, 3, 8))],
+    ids=str,
+)
+def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
+    _, held, step, wanted = built(name)
+    outs = []
+    for x in pieces(X, sizes):
+        out, new = step(held, x)
+        held = new["cache"]
+        outs.append(out)
+    close(jnp.concatenate(outs, 1), wanted)
+    np.testing.assert_array_equal(held["kv"].length, T)
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    st.sampled_from([*((name, False) for name in LAYERS), ("window", True)]),
+    st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=3, max_size=8),
+)
+def test_ragged_rows_are_as_if_alone(
+    layer: tuple[str, bool], counts: list[tuple[int, ...]]
+) -> None:
+    """Each row, split anywhere, goes on at its own length; padding neither sees nor is seen."""
+    name, ring = layer
+    _, held, step, wanted = built(name, **({"cache": CacheConfig(slots=5)} if ring else {}))
+    at = np.zeros(B, int)
+    for count in np.minimum(counts, 4):
+        count = np.minimum(count, T - at)
+        x = np.full((B, 4, D), 7.0, np.float32)
+        for row in range(B):
+            x[row, : count[row]] = X[row, at[row] : at[row] + count[row]]
+        out, new = step(held, x, lengths=jnp.asarray(count))
+        held = new["cache"]
+        for row in range(B):
+            close(out[row, : count[row]], wanted[row, at[row] : at[row] + count[row]])
+        at += count
+    np.testing.assert_array_equal(held["kv"].length, at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 6])
+def test_a_ring_is_the_full_cache(size: int) -> None:
+    """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
+    _, held, step, wanted = built("window", cache=CacheConfig(slots=size))
+    assert held["kv"].key.shape[-2] == size
+    for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
+        now, outs = cache.reset(held), []
+        for x in pieces(X, sizes):
+            out, new = step(now, x)
+            now = new["cache"]
+            outs.append(out)
+        close(jnp.concatenate(outs, 1), wanted)
+    # What is left over the window can be taken back; more is lost, and said to be.
+    back = cache.truncate(now, T - 2)  # After steps of one.
+    out, _ = step(back, X[:, T - 2 : T - 1])
+    assert np.isnan(out).all() == (size == 4)
+    if size == 6:
+        close(out, wanted[:, T - 2 : T - 1])
+
+
+@pytest.mark.slow
+def test_padding_without_a_cache_is_not_seen() -> None:
+    layer = MultiHeadAttention(4, mask=Causal(), use_bias=False)
+    variables, n = layer.init(KEY, X), jnp.array([T, 5])
+    out = layer.apply(variables, X, lengths=n)
+    again = layer.apply(variables, X.at[1, 5:].set(jnp.nan), lengths=n)
+    close(out[1, :5], layer.apply(variables, X[1:, :5])[0])
+    np.testing.assert_array_equal(out[1, 5:], 0)
+    np.testing.assert_array_equal(again[:, :5], out[:, :5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
+def test_storage(dtype: str, bound: float) -> None:
+    """In a narrower dtype the output moves a little, and not by how the tokens came."""
+    _, held, step, wanted = built("rotary, gqa, dv", cache=CacheConfig(dtype))
+    assert held["kv"].key.dtype == dtype
+    whole, _ = step(held, X)
+    outs = []
+    for x in pieces(X, (7, 1, 4)):
+        out, new = step(held, x)
+        held = new["cache"]
+        outs.append(out)
+    close(jnp.concatenate(outs, 1), whole)
+    assert 0 < np.abs(whole - wanted).max() < bound * np.abs(wanted).max()
+
+
+@pytest.mark.slow
+@given(st.integers(0, 99), st.floats(1e-3, 1e3))
+def test_int8_is_within_its_bound(seed: int, size: float) -> None:
+    x = jax.random.normal(jax.random.key(seed), (3, 2, 8)) * size
+    held = KVCache.empty((), 3, 2, 8, dtype="int8").append(x, x.at[1].set(0))
+    key = held.key.astype(jnp.float32) * held.key_scale[..., None]
+    most = jnp.abs(x).max(-1, keepdims=True)
+    assert (jnp.abs(jnp.swapaxes(key, 0, 1) - x) <= most / 254 * (1 + 1e-5)).all()
+    np.testing.assert_array_equal(held.value[:, 1], 0)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
+    memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
+    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
+    variables = layer.init(KEY, X, memory)
+    params = {"params": variables["params"]}
+    assert set(variables["cache"]) == {"memory"}
+    wanted = layer.clone(decode=False).apply(params, X, memory, mask=mask)
+    held = {**params, "cache": jax.tree.map(jnp.zeros_like, variables["cache"])}
+    first, new = layer.apply(held, X[:, :5], memory, mask=mask, mutable=["cache"])
+    # Nothing changes any more: the cache need not be mutable.
+    step = jax.jit(lambda x: layer.apply({**params, **new}, x, mask=mask))
+    outs = [first, *(step(X[:, t : t + 1]) for t in range(5, T))]
+    close(jnp.concatenate(outs, 1), wanted, CLOSE if dtype is None else 5e-3)
+    close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
+    layer = MultiHeadAttention(2, decode=True, rotary=Rotary())
+    model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
+    variables = model.init(KEY, X)
+    params = {"params": variables["params"]}
+    plain = model.clone(block=model.block.clone(attention=layer.clone(decode=False)))
+    step = jax.jit(lambda c, x: model.apply({**params, "cache": c}, x, mutable=["cache"]))
+    wanted = plain.apply(params, X, mask=Causal())
+
+    _, new = step(variables["cache"], X[:, :6])
+    rows = jnp.array([1, 1, 0])
+    forked = cache.fork(new["cache"], rows)
+    back = cache.truncate(forked, jnp.array([3, 6, 9]))
+    np.testing.assert_array_equal(cache.free(back), [T - 3, T - 6, T - 6])
+    tokens = jnp.stack([X[1, 3], X[1, 6], X[0, 6]])[:, None]
+    out, new = step(back, tokens)
+    close(out[:, 0], jnp.stack([wanted[1, 3], wanted[1, 6], wanted[0, 6]]))
+    out, _ = step(cache.reset(new["cache"]), X[rows, :1])
+    close(out, wanted[rows, :1])
+    # A row that does not exist is no row of zeros.
+    out, _ = step(jax.jit(cache.fork)(new["cache"], jnp.array([0, 5])), X[:, :1])
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+
+
+@pytest.mark.slow
+def test_overflow_is_seen() -> None:
+    _, held, step, wanted = built("plain")
+    _, new = step(held, X, lengths=jnp.array([T, 5]))
+    out, now = step(new["cache"], X[:, :2], lengths=jnp.array([0, 2]))
+    np.testing.assert_array_equal(cache.free(now["cache"]), [0, T - 7])
+    out, now = step(new["cache"], X[:, 5:6])
+    assert np.isnan(out[0]).all()
+    close(out[1], wanted[1, 5:6])
+    # Its earlier tokens are as they were.
+    out, _ = step(cache.truncate(now["cache"], T - 1), X[:, -1:])
+    close(out[0], wanted[0, -1:])
+
+
+@pytest.mark.slow
+def test_functionally_under_vmap_and_scan() -> None:
+    q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
+    k, v = k[:, :, :2], v[:, :, :2, :5]
+
+    def alone(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[KVCache, jax.Array]:
+        def step(held: KVCache, qkv: Any) -> tuple[KVCache, jax.Array]:
+            out, held = held.extend(*(x[None] for x in qkv))
+            return held, out[0]
+
+        return jax.lax.scan(step, KVCache.empty((), T, 2, 8, 5), (q, k, v))
+
+    held, outs = jax.jit(jax.vmap(alone))(q, k, v)
+    whole = KVCache.empty((3,), T, 2, 8, 5)
+    wanted, full = whole.extend(q, k, v)
+    close(outs, wanted)
+    close(held.key, full.key)
+    np.testing.assert_array_equal(held.free(), 0)
+    again = full.attend(q[:, -2:], jnp.full((3, 1), T - 2) + jnp.arange(2)[None])
+    close(again, wanted[:, -2:])
+    close(
+        full.fork(jnp.array([2, 0])).truncate(3).extend(q[:2, :1], k[:2, :1], v[:2, :1])[1].length,
+        4,
+    )
+
+
+@pytest.mark.slow
+def test_gradients_and_nan_pass_as_through_the_reference() -> None:
+    q, k, v = (
+        jnp.asarray(RNG.normal(size=(2, n, h, 4)), jnp.float32) for n, h in ((3, 4), (7, 2), (7, 2))
+    )
+    v = v.at[0, 2].set(jnp.nan)
+    mask = (
+        jnp.asarray(RNG.random((2, 1, 3, 7)) < 0.7).at[0, :, 1, 2].set(True).at[0, :, 0].set(False)
+    )
+
+    def attend(kernel: str) -> Any:
+        def loss(*qkv: jax.Array) -> Any:
+            out, lse = flax_mha.dot_product_attention(
+                *qkv, mask=mask, scores=(scores.Alibi(),), kernel=kernel, return_residuals=True
+            )
+            return jnp.sum(jnp.sin(out[1])), (out, lse)
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+
+    got, wanted = attend("decode"), attend("reference")
+    assert np.isnan(wanted[1][0]).any()
+    jax.tree.map(close, got, wanted)

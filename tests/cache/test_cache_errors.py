@@ -1,0 +1,118 @@
+"""Every mistake that can be made with a cache: the rule, what came, and what to do instead."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import cache
+from flax_mha.cache import KVCache
+from tests.support.arrays import ones
+
+IDS = np.arange(4, dtype=np.int32)
+X = ones((2, 4, 8))  # [B, T, D]
+Q = ones((2, 4, 6, 8))  # [B, T, N, H]
+HELD = KVCache.empty((2,), 4, 6, 8)
+MEMORY = cache.Memory(HELD.key, HELD.value)
+STATE = {"layer": {"kv": HELD}}
+
+Case = tuple[str, Callable[[], Any], type[Exception], str]
+
+
+def cached(name: str, error: type[Exception], message: str, given: Any) -> list[Case]:
+    """A call of each function over the caches of a collection."""
+    calls = {"fork": IDS, "truncate": 1, "reset": None, "free": None}
+    return [
+        (f"caches: {fn} of {name}",
+         partial(getattr(cache, fn), given, *([] if more is None else [more])), error, message)
+        for fn, more in calls.items()
+    ]  # fmt: skip
+
+
+VALUE: list[Case] = [
+    ("keys than values", lambda: HELD.append(Q[:, :2], Q[:, :1]), ValueError,
+     r"as many tokens, got key \(2, 2, 6, 8\) and value \(2, 1.*give every key its value"),
+    ("keys than values, extended", lambda: HELD.extend(Q[:, :2], Q[:, :2], Q[:, :1]),
+     ValueError, r"as many tokens"),
+    ("queries", lambda: HELD.extend(Q[:, :1], Q[:, :2], Q[:, :2]), ValueError,
+     r"a query for each of the 2 new tokens, got \(2, 1, 6, 8\); append"),
+    ("complex", lambda: HELD.append(Q.astype(jnp.complex64), Q), TypeError,
+     r"key must be real, got complex64.*real and imaginary"),
+    ("integers", lambda: HELD.append(Q, Q.astype(int)), TypeError,
+     r"value must be floating point, got int32.*cast"),
+    ("bool", lambda: HELD.append(Q > 0, Q), TypeError, r"key must be floating point, got bool"),
+    ("list", lambda: HELD.append([[1.0]], Q), TypeError, r"key must be an array, got list"),
+    ("lengths", lambda: HELD.append(Q, Q, lengths=jnp.array([5, 1])), ValueError,
+     r"lengths must be in 0 … 4, got \[5, 1\]; each counts"),
+    ("lengths shape", lambda: HELD.append(Q, Q, lengths=3), ValueError,
+     r"lengths must have shape \[\*B\] = \(2,\), got \(\); give one"),
+    ("lengths dtype", lambda: HELD.append(Q, Q, lengths=ones(2)), TypeError,
+     r"lengths must be integers, got float32; cast"),
+    ("q_positions", lambda: HELD.attend(Q, ones((2, 4))), TypeError,
+     r"q_positions must be integers, got float32; cast"),
+    ("batch", lambda: KVCache.empty(2, 4, 6, 8), TypeError,
+     r"batch must be a tuple of sizes, got 2 of int; give"),
+    ("batch below 0", lambda: KVCache.empty((-1,), 4, 6, 8), ValueError, r"got -1"),
+    ("batch of floats", lambda: KVCache.empty((2.0,), 4, 6, 8), TypeError, r"an int, got 2.0"),
+    ("rows of no batch", lambda: KVCache.empty((), 4, 6, 8).fork([0]), ValueError,
+     r"fork takes rows of a batch, and this cache has no batch axis; give it one"),
+    ("slots", lambda: KVCache.empty((2,), 4.0, 6, 8), TypeError, r"slots must be an int, got 4"),
+    ("window dtype", lambda: KVCache.empty((2,), 4, 6, 8, window=1.5), TypeError,
+     r"window must be an int, got 1.5 of float"),
+    ("dtype", lambda: KVCache.empty((2,), 4, 6, 8, dtype="foo"), TypeError,
+     r"dtype must be a dtype, got 'foo'; give one such as"),
+    ("dtype None", lambda: KVCache.empty((2,), 4, 6, 8, dtype=None), TypeError,
+     r"dtype must be a dtype, got None; give one such as"),
+    ("dtype complex", lambda: KVCache.empty((2,), 4, 6, 8, dtype=complex), TypeError,
+     r"dtype must be a floating dtype or int8, got complex128"),
+]  # fmt: skip
+
+ROWS: list[tuple[str, type[Exception], str, Any]] = [
+    ("a mask", TypeError, r"indices of rows, got bools; of a mask give np.flatnonzero\(mask\)",
+     jnp.array([True, False])),
+    ("a list of bools", TypeError, r"got bools; of a mask give np.flatnonzero", [True, False]),
+    ("negative", ValueError, r"rows must be in 0 … 1, got -1; name rows", jnp.array([0, -1])),
+    ("beyond", ValueError, r"rows must be in 0 … 1, got 2; name rows", [2]),
+    ("one", ValueError, r"rows must have shape \[R\], got \(\).*jnp.array\(\[row\]\)", 1),
+    ("none", ValueError, r"got \(0,\): at least one index", IDS[:0]),
+    ("floats", TypeError, r"rows must be integers, got float32; cast", ones(2)),
+    ("None", TypeError, r"rows must be integers, got object", None),
+]  # fmt: skip
+
+LENGTHS: list[tuple[str, type[Exception], str, Any]] = [
+    ("negative", ValueError, r"lengths must be at least 0, got -1; give.*length - 1 to", -1),
+    ("float", TypeError, r"lengths must be integers, got float64; cast", 1.9),
+    ("string", TypeError, r"lengths must be integers, got <U1", "1"),
+    ("bool", TypeError, r"lengths must be integers, got bool; cast", True),
+    ("None", TypeError, r"lengths must be integers, got object", None),
+    ("rows", ValueError, r"one number or have shape \[\*B\] = \(2,\), got \(4,\); give", IDS),
+]  # fmt: skip
+
+CASES: list[Case] = [
+    *cached("no caches", ValueError, r"the cache of a layer, got one of \['params'\]; give var",
+            {"params": {"kernel": X}}),
+    *cached("None", TypeError, r"the collection of a model's caches, got NoneType; give var", None),
+    *cached("a KVCache", TypeError, r"got KVCache; give.*or call the method of a KVCache", HELD),
+    ("free of an encoder's tokens", lambda: cache.free({"memory": MEMORY}), ValueError,
+     r"free needs.*a self-attention layer, got none; give variables"),
+    *VALUE,
+    *[(f"fork: {name}", partial(HELD.fork, given), *error) for name, *error, given in ROWS],
+    *[(f"caches, fork: {name}", partial(cache.fork, STATE, given), *error)
+      for name, *error, given in ROWS],
+    *[(f"truncate: {name}", partial(HELD.truncate, given), *error)
+      for name, *error, given in LENGTHS],
+    *[(f"caches, truncate: {name}", partial(cache.truncate, STATE, given), *error)
+      for name, *error, given in LENGTHS],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [pytest.param(*row, id=name) for name, *row in CASES]
+)
+def test_message(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"(?s){message}") as raised:
+        call()
+    assert raised.type is error

@@ -1,0 +1,271 @@
+"""At a cache's limits: what is lost is NaN, what is not is sound, and what is cut back goes on."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+from flax_mha import (
+    CacheConfig,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    cache,
+    dot_product_attention,
+)
+from flax_mha.cache import KVCache
+from flax_mha.masks import Causal, Window
+from flax_mha.models import Decoder
+from flax_mha.positions import Rotary
+from tests.support.oracle import random_like
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(3)
+SLOTS, D = 6, 8
+X = jnp.asarray(RNG.normal(size=(2, 12, D)), jnp.float32)
+MEMORY = jnp.asarray(RNG.normal(size=(2, 3, D)), jnp.float32)
+CLOSE = 2e-5
+# Of a ring of 8 slots that has had 10 tokens, under a window of 2; and whether too much is lost.
+CUTS = [((4,), False), ((3,), True), ((4, 2), True), ((5, 4), False), ((4, 0), False)]
+
+
+def close(got: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(got, wanted, atol=CLOSE, rtol=0)
+
+
+@functools.cache
+def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = False) -> Any:
+    """The step of a stack that decodes, its empty cache, and its whole forward."""
+    fields = {"mask": Window(2, 0), "cache": CacheConfig(slots=SLOTS)} if ring else {}
+    layer = MultiHeadAttention(2, decode=True, rotary=Rotary(), **fields)
+    plain = layer.clone(decode=False, cache=None)
+    memory = (MEMORY,) if cross else ()
+
+    def stack(layer: MultiHeadAttention, other: MultiHeadAttention) -> Any:
+        if cross:
+            return Decoder(layers, DecoderBlock(layer, 8, cross_attention=other), scan=scan)
+        return Encoder(layers, EncoderBlock(layer, 8), scan=scan)
+
+    model = stack(layer, MultiHeadAttention(2, decode=True))
+    shapes = jax.eval_shape(model.init, KEY, X[:, :SLOTS], *memory)
+    params = {"params": random_like(shapes["params"])}
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"])
+    if ring:
+        empty = jax.tree.map(lambda x: x if x.dtype != jnp.int32 or x.ndim else x + 2, empty)
+
+    @jax.jit
+    def step(held: Any, x: jax.Array, lengths: Any = None) -> tuple[jax.Array, Any]:
+        variables = {**params, "cache": held}
+        out, new = model.apply(variables, x, *memory, lengths=lengths, mutable=["cache"])
+        return out, new["cache"]
+
+    @jax.jit
+    def whole(x: jax.Array) -> jax.Array:
+        return stack(plain, MultiHeadAttention(2)).apply(params, x, *memory, mask=Causal())
+
+    return step, empty, whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "scan", "cross"),
+    [
+        (2, True, True),
+        pytest.param(1, False, False, marks=pytest.mark.slow),
+        pytest.param(3, False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_an_overflowed_row_is_sound_again_when_cut_back(
+    layers: int, scan: bool, cross: bool
+) -> None:
+    """In every layer: a call that reaches beyond the end has stored what fits, and no NaN."""
+    step, held, whole = built(layers, scan, cross)
+    wanted = whole(X)
+    # Row 0 has four tokens, and then room for two of five; row 1 has two, and room for three.
+    _, held = step(held, X[:, :5], jnp.array([4, 2]))
+    x = jnp.stack([X[0, 4:9], X[1, 2:7]])
+    out, held = step(held, x, jnp.array([5, 3]))
+    np.testing.assert_array_equal(cache.free(held), [0, 1])
+    close(out[0, :2], wanted[0, 4:6])
+    assert np.isnan(out[0, 2:]).all()
+    # Its padding reaches beyond the end, which is no overflow.
+    close(out[1, :3], wanted[1, 2:5])
+    assert np.isfinite(out[1]).all()
+    # Past the end there is nothing more to lose.
+    over, held = step(held, x, jnp.array([1, 0]))
+    assert np.isnan(over[0, 0]).all()
+    for keep in (6, 5, 3):
+        back = cache.truncate(held, keep)
+        if keep == 6:
+            over, _ = step(back, x, jnp.array([1, 0]))
+            assert np.isnan(over[0, 0]).all()
+            continue
+        new = jnp.stack([X[0, keep : keep + 5], X[1, keep : keep + 5]])
+        out, _ = step(back, new, jnp.array([6 - keep] * 2))
+        close(out[:, : 6 - keep], wanted[:, keep:6])
+    out, _ = step(cache.reset(held), X[:, :5])
+    close(out, wanted[:, :5])
+
+
+@pytest.mark.slow
+def test_single_steps_past_the_end_leave_the_row_as_it_was() -> None:
+    step, held, whole = built(3)
+    wanted = whole(X)
+    outs = []
+    for t in range(8):
+        out, held = step(held, X[:, t : t + 1])
+        outs.append(out)
+    close(jnp.concatenate(outs[:6], 1), wanted[:, :6])
+    assert np.isnan(jnp.concatenate(outs[6:], 1)).all()
+    out, _ = step(cache.truncate(held, 5), X[:, 5:6])
+    close(out, wanted[:, 5:6])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_ring_that_has_wrapped_can_be_emptied(scan: bool) -> None:
+    step, held, whole = built(2, scan, ring=True)
+    wanted = whole(X)
+    for start in (0, 5):
+        out, held = step(held, X[:, start : start + 5])
+    close(out, wanted[:, 5:10])
+    for empty in (cache.reset(held), cache.truncate(held, jnp.array([0, 8]))):
+        out, after = step(empty, X[:, :5])
+        close(out[0], wanted[0, :5])
+    close(step(after, X[:, 5:10])[0][0], wanted[0, 5:10])
+    # A row that has lost what it needs is lost until it has nothing.
+    lost = cache.truncate(held, 3)
+    for row in (lost, cache.truncate(lost, 3)):
+        out, row = step(row, X[:, :5])
+        assert np.isnan(out).all()
+    out, _ = step(cache.reset(row), X[:, :5])
+    close(out, wanted[:, :5])
+
+
+def heads() -> list[jax.Array]:
+    return [jnp.asarray(RNG.normal(size=(1, 12, 2, 4)), jnp.float32) for _ in range(3)]
+
+
+@pytest.mark.slow
+def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
+    q, k, v = heads()
+    wanted = dot_product_attention(q, k, v, mask=Window(2, 0))
+    held = KVCache.empty((1,), 8, 2, 4, window=2)
+
+    @jax.jit
+    def step(held: KVCache, t: jax.Array) -> Any:
+        return held.extend(*(jax.lax.dynamic_slice_in_dim(x, t, 1, 1) for x in (q, k, v)))
+
+    for t in range(10):
+        _, held = step(held, t)
+    # The token at 9 lies where that at 1 lay, and the two before a token are seen.
+    for cuts, lost in CUTS:
+        back = functools.reduce(KVCache.truncate, cuts, held)
+        assert bool(back.overflowed[0]) == lost
+        out, _ = step(back, cuts[-1])
+        if lost:
+            assert np.isnan(out).all()
+        else:
+            close(out[:, 0], wanted[:, cuts[-1]])
+
+
+def test_a_prompt_longer_than_a_ring_of_int8() -> None:
+    """What the ring held and the new tokens go on with their scales, as in a cache of all."""
+
+    @jax.jit
+    def run(*qkv: jax.Array) -> Any:
+        ring = KVCache.empty((1,), 4, 2, 4, dtype="int8", window=2)
+        whole = KVCache.empty((1,), 12, 2, 4, dtype="int8")
+        outs = []
+        for piece in (slice(3), slice(3, 12)):
+            tokens = [x[:, piece] for x in qkv]
+            out, ring = ring.extend(*tokens)
+            wanted, whole = whole.extend(*tokens, mask=Window(2, 0))
+            outs.append((out, wanted))
+        return outs
+
+    for out, wanted in run(*heads()):
+        close(out, wanted)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize(
+    ("window", "sound"),
+    [
+        (None, [0, 1]),  # Of eight tokens six found a slot.
+        (
+            4,
+            [3],
+        ),  # The last six are held, and the query at 6 sees that at 2, the one at 7 none before.
+    ],
+)
+def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: list[int]) -> None:
+    q, k, v = heads()
+    own = Causal() if window is None else Window(window, 0)
+
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        held = KVCache.empty((1,), 6, 2, 4, window=window)
+        for piece in (slice(4), slice(4, 9) if window else slice(4, 8)):
+            held = held.append(k[:, piece], v[:, piece])
+        out = held.attend(q[:, 4:8], jnp.arange(4, 8))
+        return out, dot_product_attention(q, k, v, mask=own)[:, 4:8], held.overflowed
+
+    out, wanted, overflowed = run(q, k, v)
+    assert overflowed.all() == (window is None)
+    close(out[:, sound], wanted[:, sound])
+    others = np.setdiff1d(np.arange(4), sound)
+    assert np.isnan(out[:, others]).all()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_that_do_not_exist_are_lost_until_they_are_emptied(window: int | None) -> None:
+    _, k, v = heads()
+    held = KVCache.empty((1,), 6, 2, 4, window=window).append(k[:, :4], v[:, :4])
+    forked = jax.jit(KVCache.fork)(held, jnp.array([0, 1, -1]))
+    np.testing.assert_array_equal(forked.overflowed, [False, True, True])
+    cut = jax.jit(KVCache.truncate)(forked, jnp.array([2, 2, 2]))
+    np.testing.assert_array_equal(cut.overflowed, [False, True, True])
+    np.testing.assert_array_equal(cut.reset().overflowed, [False] * 3)
+    below = jax.jit(KVCache.truncate)(held, -1)
+    np.testing.assert_array_equal(below.overflowed, [True])
+
+
+@pytest.mark.slow
+def test_all_variables_of_a_model_are_taken_too() -> None:
+    layer = MultiHeadAttention(2, decode=True)
+    variables = layer.init(KEY, X[:, :SLOTS])
+    _, new = layer.apply(variables, X[:, :4], mutable=["cache"])
+    variables = {**variables, **new}
+    back = cache.truncate(variables, 3)
+    np.testing.assert_array_equal(cache.free(back), [3, 3])
+    assert back["params"] is not None
+    jax.tree.map(np.testing.assert_array_equal, back["params"], variables["params"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_an_overflow_can_be_reported_by_checkify(scan: bool) -> None:
+    """As docs/decoding.md says."""
+    layer = MultiHeadAttention(2, decode=True)
+    model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
+    x = jnp.ones((2, 3, 8))
+    variables = model.init(KEY, x)
+
+    def step(variables, x):
+        room = cache.free(variables["cache"])
+        checkify.check((room >= x.shape[1]).all(), "no room: {room} left", room=room.min())
+        return model.apply(variables, x, mutable=["cache"])
+
+    checked = jax.jit(checkify.checkify(step))
+    error, (_, new) = checked(variables, x)
+    error.throw()
+    error, (out, _) = checked({**variables, **new}, x[:, :1])
+    assert np.isnan(out).all()
+    with pytest.raises(checkify.JaxRuntimeError, match="no room: 0 left"):
+        error.throw()

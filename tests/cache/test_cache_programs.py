@@ -1,0 +1,124 @@
+"""A step of decoding as a program: it moves nothing of the cache, and is the same on a mesh."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import CacheConfig, DecoderBlock, MultiHeadAttention, cache, sharding
+from flax_mha.kernels import decode
+from flax_mha.masks import Window
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.positions import Rotary
+from tests.cache.test_cache import KEY, RNG, X, close
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.usefixtures("optimized")
+def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "_BLOCK", {"cpu": 32})
+    layer = MultiHeadAttention(2, decode=True, cache=CacheConfig(dtype))
+    x = jnp.ones((2, 1024, 32))
+    variables = jax.eval_shape(layer.init, KEY, x)
+
+    def step(params: Any, cache: Any, x: jax.Array) -> Any:
+        return layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+
+    compiled = (
+        jax.jit(step, donate_argnums=1)
+        .lower(variables["params"], variables["cache"], jax.eval_shape(lambda: x[:, :1]))
+        .compile()
+    )
+    moved = re.findall(
+        r"\[2,2,1024,16\]\S* (?:copy|transpose)\(.*|\[2,1024,2,16\].*", compiled.as_text()
+    )
+    assert not moved
+    size = variables["cache"]["kv"].key.size
+    assert compiled.memory_analysis().temp_size_in_bytes < size
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
+    layer = MultiHeadAttention(4, decode=True)
+    x = jnp.ones((2, 128, 16))
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        variables = sharding.init(layer, KEY, x)
+        token = jax.device_put(x[:, :1], NamedSharding(mesh, P("data")))
+        step = jax.jit(lambda v, x: layer.apply(v, x, mutable=["cache"]))
+        text = step.lower(variables, token).compile().as_text()
+    sent = re.findall(r"= (\S+?)\{\S* (?:all-|reduce-scatter|collective-)", text)
+    assert sent == ["f32[1,1,16]"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_sharded_is_single(kind: str) -> None:
+    """Ragged rows, a ring and int8 over rows and heads, forked; the cache born where it belongs."""
+    layer = MultiHeadAttention(
+        4, decode=True, mask=Window(3, 0), cache=CacheConfig("int8", slots=6), rotary=Rotary()
+    )
+    lengths = jnp.array([8, 3])
+
+    def run(variables: Any, x: jax.Array, put: Callable[[jax.Array], jax.Array]) -> Any:
+        step = jax.jit(lambda v, x, n: layer.apply(v, x, lengths=n, mutable=["cache"]))
+        outs = []
+        for piece in (x[:, :8], x[:, 8:9]):
+            out, new = step(variables, put(piece), put(jnp.minimum(lengths, piece.shape[1])))
+            variables = {**variables, **new}
+            outs.append(jax.device_get(out))
+        forked = jax.jit(cache.fork)(variables["cache"], jnp.array([1, 0]))
+        out, new = step({**variables, "cache": forked}, put(x[:, 9:10]), put(jnp.ones(2, int)))
+        return [*outs, jax.device_get(out)], new["cache"]
+
+    wanted, _ = run(layer.init(KEY, X), X, lambda x: x)
+    types = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        variables = sharding.init(layer, KEY, X)
+        assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
+        got, held = run(variables, X, lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
+    assert tuple(held["kv"].key_scale.sharding.spec)[:2] == ("data", "model")
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), got, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "scan"),
+    [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],
+)
+def test_tokens_of_a_step_are_not_divided(kind: str, scan: bool) -> None:
+    """Five tokens, then one and one, where the rules divide sequences over two devices."""
+    layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, rotary=Rotary())
+    decoder = Decoder(1, DecoderBlock(layer, 16), scan=scan)
+    model = LanguageModel(TokenEmbedding(6, 8), decoder)
+    tokens = jnp.asarray(RNG.integers(0, 6, (2, 8)))
+
+    def run(variables: Any) -> jax.Array:
+        step = jax.jit(lambda v, x: model.apply(v, x, mutable=["cache"]))
+        outs = []
+        for first, end in ((0, 5), (5, 6), (6, 7)):
+            out, new = step(variables, tokens[:, first:end])
+            variables = {**variables, **new}
+            outs.append(jax.device_get(out))
+        return jnp.concatenate(outs, 1)
+
+    wanted = run(model.init(KEY, tokens))
+    axes = "data", "model", "context"
+    mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(getattr(jax.sharding.AxisType, kind),) * 3)
+    by_tokens = {"length": "context", "norm_length": "context"}
+    rules = [(name, by_tokens.get(name, axis)) for name, axis in sharding.RULES]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        got = run(sharding.init(model, KEY, tokens))
+    close(got, wanted, 2e-5)

@@ -1,0 +1,193 @@
+"""QK-clip: heads whose scores grow too large are scaled back to the threshold."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, QKNorm, qk_clip
+from flax_mha.positions import Rotary
+from flax_mha.variants import MultiHeadLatentAttention, TalkingHeadsAttention
+from tests.support.every_layer import drawn
+from tests.support.oracle import error, random_like
+
+X = np.random.default_rng(0).normal(size=(2, 7, 16)).astype(np.float32)
+KEY = jax.random.key(0)
+SCORES = Capture(("max_logit",))
+
+
+def captured(module: Any, params: Any, x: Any = X) -> Any:
+    return module.apply({"params": params}, x, mutable=["intermediates"])[1]["intermediates"]
+
+
+def greatest(found: Any) -> np.ndarray:
+    """Of each layer and head, [layers, N]."""
+    return np.stack([np.asarray(x).max((-1, 0)) for x in jax.tree.leaves(found)])
+
+
+def layer(**fields: Any) -> MultiHeadAttention:
+    return MultiHeadAttention(4, capture=SCORES, **fields)
+
+
+def clipped(module: Any, params: Any, clip: Any) -> Any:
+    steps = jax.tree.map(jnp.zeros_like, params)
+    steps, _ = clip.update(steps, clip.init(params), params, max_logits=captured(module, params))
+    return optax.apply_updates(params, steps)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"use_bias": False}], ids=str)
+@pytest.mark.parametrize("balance", [0.5, 0.2])
+def test_heads_beyond_the_threshold(fields: dict[str, Any], balance: float) -> None:
+    """Their scores end at the threshold; the others' parameters stay as they are."""
+    module = layer(**fields)
+    params = random_like(jax.eval_shape(module.init, KEY, X))["params"]
+    before = greatest(captured(module, params))[0]
+    threshold = float(np.sort(before)[1:3].mean())
+    after = clipped(module, params, qk_clip(threshold, balance))
+    np.testing.assert_allclose(
+        greatest(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
+    )
+    beyond = before > threshold
+    for name in ("query", "key"):
+        old, new = params[name]["kernel"], after[name]["kernel"]
+        if old.shape[1] == 4:
+            changed = np.abs(new - old).max((0, 2)) > 1e-6
+            shared = name == "query" and "num_kv_heads" in fields
+            power = 1.0 if shared else balance if name == "query" else 1 - balance
+            np.testing.assert_array_equal(changed, beyond)
+            wanted = old * np.minimum(1, threshold / before)[None, :, None] ** power
+            assert error(new, wanted) < 1e-6
+        else:
+            np.testing.assert_array_equal(new, old)
+    np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_layers_of_a_stack(scan: bool) -> None:
+    module = Encoder(3, EncoderBlock(layer(), 24), scan=scan)
+    params = random_like(jax.eval_shape(module.init, KEY, X))["params"]
+    after = clipped(module, params, qk_clip(1e-6))
+    for x in jax.tree.leaves(captured(module, after)):
+        assert x.max() < 1e-4
+
+
+@jax.numpy_dtype_promotion("standard")  # For Adam's count of steps.
+def test_a_run_whose_scores_would_grow() -> None:
+    """Several times as large without it; at the threshold with it, and the step is Adam's."""
+    module = layer(use_bias=False)
+    params = module.init(KEY, X)["params"]
+
+    def run(optimizer: Any) -> tuple[float, float]:
+        optimizer = optax.with_extra_args_support(optimizer)
+
+        @jax.jit
+        def step(params: Any, state: Any) -> tuple[Any, Any, Any, Any]:
+            def loss(params: Any) -> tuple[jax.Array, Any]:
+                out, seen = module.apply({"params": params}, X, mutable=["intermediates"])
+                # As sharp as can be: each token wants the value of one other.
+                return jnp.mean((out - 3 * jnp.roll(X, 1, 1)) ** 2), seen["intermediates"]
+
+            (value, seen), grads = jax.value_and_grad(loss, has_aux=True)(params)
+            steps, state = optimizer.update(grads, state, params, max_logits=seen)
+            return optax.apply_updates(params, steps), state, value, seen
+
+        now, state = params, optimizer.init(params)
+        for _ in range(150):
+            now, state, value, seen = step(now, state)
+        return float(greatest(seen).max()), float(value)
+
+    free, _ = run(optax.adam(0.03))
+    most, value = run(optax.chain(optax.adam(0.03), qk_clip(4.0)))
+    assert free > 12
+    assert most < 4.8  # One step of Adam beyond the threshold.
+    assert np.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda p, s: qk_clip(0.0), "threshold must be above 0"),
+        (lambda p, s: qk_clip(1.0, 2.0), "balance must be in"),
+        (lambda p, s: qk_clip().update(p, None, None, max_logits=s), "needs the parameters"),
+        (lambda p, s: qk_clip().update(p, None, p), "needs max_logits="),
+        (lambda p, s: qk_clip().update(p, None, p, max_logits={"x": 1}), "needs max_logits="),
+    ],
+)
+def test_what_it_refuses(call: Any, words: str) -> None:
+    module = layer()
+    params = module.init(KEY, X)["params"]
+    with pytest.raises(ValueError, match=words):
+        call(params, captured(module, params))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (layer(qk_norm=QKNorm()), "without a norm of queries and keys, got one at the top"),
+        (TalkingHeadsAttention(4, capture=SCORES), "without mixed heads, got one"),
+        (
+            MultiHeadAttention(4, capture=Capture(("max_logit",), heads=(0,))),
+            r"of all 4 heads of the top, \[\*B, 4, T\], got \(2, 1, 7\)",
+        ),
+        (
+            Encoder(
+                1, EncoderBlock(MultiHeadAttention(4, capture=Capture(("max_logit",), (0, 3))), 24)
+            ),
+            "of all 4 heads of layers_0/attention",
+        ),
+    ],
+)
+def test_layers_that_it_refuses(module: Any, words: str) -> None:
+    params = module.init(KEY, X)["params"]
+    with pytest.raises(ValueError, match=words):
+        clipped(module, params, qk_clip())
+
+
+def test_scores_of_another_model() -> None:
+    module = layer()
+    params = module.init(KEY, X)["params"]
+    seen = {"encoder": captured(module, params)}
+    with pytest.raises(ValueError, match="of layers in params, got encoder, which has no query"):
+        qk_clip().update(params, None, params, max_logits=seen)
+
+
+def test_latent_attention() -> None:
+    """The shared key stays, so the part of queries that meets it takes the whole factor."""
+    module = MultiHeadLatentAttention(
+        4, head_dim=6, kv_rank=7, rope_dim=4, rotary=Rotary(), capture=SCORES
+    )
+    params = drawn(module, X)["params"]
+    before = greatest(captured(module, params))[0]
+    threshold = float(np.sort(before)[1:3].mean())
+    after = clipped(module, params, qk_clip(threshold, 0.3))
+    factor = np.minimum(1, threshold / before)[:, None]
+    for leaf in ("kernel", "bias"):
+        old, new = (tree["query"][leaf] for tree in (params, after))
+        wanted = np.concatenate([old[..., :6] * factor**0.3, old[..., 6:] * factor], -1)
+        assert error(new, wanted) < 1e-6
+        assert error(after["key"][leaf], params["key"][leaf] * factor**0.7) < 1e-6
+    np.testing.assert_array_equal(after["kv_down"]["kernel"], params["kv_down"]["kernel"])
+    np.testing.assert_allclose(
+        greatest(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
+    )
+
+
+def test_a_layer_that_takes_keys_of_another() -> None:
+    """Queries alone are scaled there."""
+    module = layer()
+    kv = (jnp.asarray(X[..., None, :4]), jnp.asarray(X[..., None, 4:8]))
+    params = random_like(jax.eval_shape(lambda: module.init(KEY, X, kv=kv)))["params"]
+
+    def scores(params: Any) -> Any:
+        return module.apply({"params": params}, X, kv=kv, mutable=["intermediates"])[1]
+
+    threshold = 0.5 * greatest(scores(params))[0].max()
+    steps = jax.tree.map(jnp.zeros_like, params)
+    steps, _ = qk_clip(threshold).update(steps, None, params, max_logits=scores(params))
+    after = optax.apply_updates(params, steps)
+    wanted = np.minimum(greatest(scores(params))[0], threshold)
+    np.testing.assert_allclose(greatest(scores(after))[0], wanted, rtol=1e-5)

@@ -1,0 +1,222 @@
+"""A layer over NVIDIA's GPUs, by their compiler, which needs none.
+
+The wheels are those of the extra gpu-compile. What is sent is what TPUs send, see
+test_tpu_collectives.py and docs/sharding.md.
+"""
+
+import functools
+import re
+from collections import Counter
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import kernels_memory
+from experiments.plan import compiled, gpus, roofline, work
+from experiments.plan.collectives import read
+from experiments.plan.hlo import Module
+from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
+from flax_mha.scores import SoftCap
+from tests.support import layers
+from tests.support.meshes import KINDS
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.gpu_compile,
+    pytest.mark.skipif(gpus.lacking() is not None, reason=str(gpus.lacking())),
+]
+N, H, T, D, ROWS = 8, 64, 512, 256, 2  # rows of each device
+
+
+@pytest.mark.parametrize(
+    ("chip", "kind", "heads"), [("a100", "Auto", 4), ("h200", "Explicit", 4), ("b200", "Auto", 8)]
+)
+def test_cudnn_is_called_and_the_formula_holds(
+    optimized: None, chip: str, kind: str, heads: int
+) -> None:
+    """`auto` takes cuDNN for GPUs that are not here; heads are divided, and rows over the rest."""
+    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), dtype=jnp.bfloat16)
+    devices = np.array(gpus.of(chip, 8)).reshape(-1, heads)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    shape = (ROWS * len(devices), T, D)
+    gradient, _, parameters = layers.traced(layer, mesh, shape, jnp.bfloat16)
+    text, found = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == [
+        "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward",
+    ]  # fmt: skip
+
+    sent = read(text, mesh.size)
+    BTD = 2 * ROWS * T * D
+    groups = [set(one.groups[0]) for one in sent]
+    over_heads = [one for one, g in zip(sent, groups, strict=True) if g == set(range(heads))]
+    over_rows = [one for one, g in zip(sent, groups, strict=True) if g == {*range(0, 8, heads)}]
+    assert [(one.kind, one.bytes) for one in over_heads] == [("all-reduce", BTD)] * 2
+    assert len(sent) == len(over_heads) + len(over_rows) * (len(devices) > 1)
+    assert {one.kind for one in sent} == {"all-reduce"}
+    if len(devices) > 1:
+        # Gradients of parameters, summed in the dtype of the products.
+        assert sum(one.bytes for one in over_rows) == parameters / 2
+
+    # 12 products of D by H a token for each head, and of all scores 2 forward and 5 backward.
+    mine = N // heads
+    projections, attention = 12 * ROWS * T * D * mine * H, 7 * ROWS * mine * T**2 * H
+    assert work.flops(Module(text)) == 2 * (projections + attention)
+    memory = found.memory_analysis()
+    assert memory.temp_size_in_bytes > 4 * BTD
+    links = roofline.network(list(mesh.devices.flat))
+    assert links.seconds(over_heads[0]) == over_heads[0].sent / links.chip.link
+
+
+CUDNN = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+
+
+@pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
+@pytest.mark.parametrize("window", [None, 64])
+def test_packed_documents(optimized: None, chip: str, calls: list[str], window: int | None) -> None:
+    """In cuDNN's ragged layout from Hopper on, rows and grouped heads divided; with sinks."""
+    mask = masks.Causal() & masks.Documents(np.array([200, 1, 311]))
+    mask = mask if window is None else mask & masks.Window(window)
+    layer = MultiHeadAttention(
+        N, head_dim=H, num_kv_heads=N // 2, mask=mask, sinks=True, dtype=jnp.bfloat16
+    )
+    mesh = Mesh(np.array(gpus.of(chip, 4)).reshape(2, 2), ("data", "model"))
+    gradient = layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
+    text, _ = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == calls
+    found = re.findall(r'"max_seg_per_batch":"?(\d+)', text)
+    assert found == ["3"] * len(calls)
+    # The lse of each run of each of the two rows, of half of the heads.
+    assert (f"f32[6,{N // 2},{T}]" in text) == bool(calls)
+
+
+@pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
+def test_soft_caps(optimized: None, chip: str, calls: list[str]) -> None:
+    """As a function of the scores, in operations of which XLA makes cuDNN's.
+
+    At a difference whose first operand is a number it would end the process.
+    """
+    layer = MultiHeadAttention(
+        N, head_dim=H, mask=masks.Causal(), scores=(SoftCap(30.0),), dtype=jnp.bfloat16
+    )
+    mesh = Mesh(np.array(gpus.of(chip, 1)).reshape(1, 1), ("data", "model"))
+    gradient = layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
+    text, _ = compiled.dumped(gradient.lower())
+    assert re.findall(r"__cudnn\$\w+", text) == calls
+    bodies = re.findall(r"^%soft_cap\S* \(.*?\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
+    assert len(bodies) == len(calls)
+    used = [set(re.findall(r"= \S+ (\w+)\(", body)) for body in bodies]
+    plain = {"constant", "broadcast", "parameter", "multiply", "tanh"}
+    assert used == [plain, plain | {"add"}][: len(calls)]
+
+
+@pytest.mark.parametrize(("chip", "length"), [("a100", 2), ("h200", 4), ("b200", 4)])
+def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
+    """Each step calls cuDNN: the own block with its causal mask, the others without any."""
+    mesh = Mesh(np.array(gpus.of(chip, length)), ("length",))
+    rules = [("length", "length"), ("heads", None), ("kv_heads", None), ("batch", None)]
+    shape = (1, 128 * length, N, H)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length")))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring")
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        text, _ = compiled.dumped(jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x))
+    kinds = Counter(re.findall(r'"__cudnn\$(\w+)".*?"mask_type":"(\w+)"', text))
+    # One pass each way for each block: out and lse are kept, and nothing is computed again.
+    assert kinds == {
+        (kind, mask): count
+        for kind in ("fmhaSoftmax", "fmhaSoftmaxBackward")
+        for mask, count in (("PADDING_CAUSAL", 1), ("PADDING", length - 1))
+    }
+    assert {one.kind for one in read(text, length)} == {"collective-permute"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(70)])
+def test_what_is_said_of_a_ring_is_what_it_compiles_to(
+    optimized: None, kind: str, mask: masks.Mask
+) -> None:
+    """Asked on CPUs of a GPU that is not here, and compiled for it."""
+    meant = Platform("gpu", "NVIDIA H200", cudnn=(9, 10, 2))
+    programs = []
+    for devices in (jax.devices("cpu")[:4], gpus.of("h200", 4)):
+        mesh = Mesh(np.array(devices), ("length",), axis_types=(KINDS[kind],))
+        x = jax.ShapeDtypeStruct(
+            (1, 512, 3, H), jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length"))
+        )
+        with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "length")]):
+            told = explain(x, x, x, mask=mask, platform=meant)
+            call = jax.jit(functools.partial(dot_product_attention, mask=mask)).lower(x, x, x)
+            programs.append((told, compiled.dumped(call)[0]))
+    (told, on_cpu), (told_there, on_gpu) = programs
+    assert told == told_there
+    assert told.way == "ring"
+    assert "__cudnn$" not in on_cpu
+    assert ("__cudnn$" in on_gpu) == (told.chosen == "cudnn") == (mask == masks.Causal())
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
+def test_other_kernels_compile(optimized: None, kernel: str) -> None:
+    layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
+    mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
+    text, _ = compiled.dumped(layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower())
+    assert {one.kind for one in read(text, 8)} == {"all-reduce"}
+
+
+CHIPS = ["a100", "h200", "b200"]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_memory_of_float32(optimized: None, chip: str) -> None:
+    """Scores twice while `auto` takes plain einsums, O(T) beyond: see docs/kernels.md."""
+    (device,) = gpus.of(chip, 1)
+
+    def taken(length: int, heads: int, kernel: str = "auto") -> float:
+        """In inputs, of which the scores are length/H."""
+        found = kernels_memory.taken(device, length, heads, masks.Causal(), kernel, True)
+        return found / (4 * length * heads * kernels_memory.H)
+
+    assert 32 < taken(1024, 16) == taken(1024, 16, "reference") < 36
+    for length, heads in ((2048, 256), (4096, 16), (8192, 16)):
+        assert taken(length, heads) < 4
+
+
+def test_a_line_of_the_table_of_memory(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(kernels_memory, "LENGTHS", (256, 8192))
+    monkeypatch.setattr(kernels_memory, "HEADS", (16,))
+    kernels_memory.main(["--mask=none"])
+    short, long = (line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:])
+    assert (short[0], short[2], short[3], short[-1]) == ("| 256", "4", "8", "`reference` |")
+    assert (long[0], long[2], long[3], long[-1]) == ("| 8,192", "4,096", "", "`blockwise` |")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_what_products_of_float32_are(
+    optimized: None, chip: str, kernel: str, tmp_path: Path
+) -> None:
+    """TF32, ten bits after the point, unless `precision` says otherwise; then none is."""
+    mesh = Mesh(np.array(gpus.of(chip, 1)), ("data",))
+    x = jax.ShapeDtypeStruct((1, 256, 2, H), jnp.float32, sharding=NamedSharding(mesh, P()))
+    tensor_cores = {}
+    for precision in (None, "highest"):
+
+        def loss(q: jax.Array, precision: str | None = precision) -> jax.Array:
+            out = dot_product_attention(q, q, q, kernel=kernel, precision=precision)
+            return jnp.sum(jnp.sin(out))
+
+        folder = tmp_path / str(precision)
+        options = {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+        jax.jit(jax.grad(loss)).lower(x).compile(compiler_options=options)
+        programs = "".join(path.read_text() for path in folder.glob("*.ptx"))
+        assert "fma.rn.f32" in programs
+        tensor_cores[precision] = set(re.findall(r"mma\.[\w.:]*?(tf32|bf16|f16)", programs))
+    assert tensor_cores == {None: {"tf32"}, "highest": set()}

@@ -1,0 +1,313 @@
+# Over 300 lines: a formula for each field, and the laws they share.
+"""What the layer can do beyond Flax's, against its formula in NumPy float64, and its laws."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mha import MultiHeadAttention, dot_product_attention
+from flax_mha.masks import Causal, Lengths, Mask
+from flax_mha.positions import Rotary
+from tests.support import oracle
+from tests.support.oracle import error, random_like
+
+KEY = jax.random.key(0, impl="unsafe_rbg")  # Compiles in a tenth of the time of threefry.
+# Float32 rounds at 6e-8; an output passes four sums of at most 16 terms, a gradient twice that.
+OUTPUT, GRADIENT = 2e-6, 1e-5
+B, T, S, N, D = 2, 4, 5, 4, 8
+AT_Q, AT_K = np.arange(T)[:, None], np.arange(S)
+
+
+def normal(*shape: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, Y, Z = normal(B, T, D), normal(B, S, 6, seed=2), normal(B, S, 7, seed=3)
+
+
+def build(*inputs: Any, num_heads: int = N, **fields: Any) -> tuple[MultiHeadAttention, Any]:
+    layer = MultiHeadAttention(num_heads, **fields)
+    return layer, random_like(jax.eval_shape(layer.init, KEY, *inputs))
+
+
+compiled = functools.cache(lambda layer: jax.jit(layer.apply))
+
+
+def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> Any:
+    """Compiled once for every layer and shapes, unless arguments must be static."""
+    if not call:
+        return compiled(layer)(params, *inputs)
+    return jax.jit(lambda *args: layer.apply(*args, **call))(params, *inputs)
+
+
+@pytest.mark.sampled(0.25)
+@pytest.mark.parametrize("inputs", [(X,), (X, Y, Z)], ids=["self", "distinct"])
+@pytest.mark.parametrize(
+    ("fields", "value", "out"),
+    [
+        ({"num_kv_heads": 2}, (2, 2), (4, 2, 8)),
+        ({"num_kv_heads": 1, "use_bias": False}, (1, 2), (4, 2, 8)),
+        ({"head_dim": 3, "v_head_dim": 5, "num_kv_heads": 2}, (2, 5), (4, 5, 8)),
+        (
+            {"use_bias": ("query", "value"), "normalize_qk": True, "head_dim": 8},
+            (4, 8),
+            (4, 8, 8),
+        ),
+        ({"use_bias": ("out",), "out_features": 3}, (4, 2), (4, 2, 3)),
+        ({"project_out": False, "v_head_dim": 3}, (4, 3), None),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
+def test_fields(
+    fields: dict[str, Any], value: tuple, out: tuple | None, inputs: tuple[np.ndarray, ...]
+) -> None:
+    layer, params = build(*inputs, **fields)
+    projections = params["params"]
+    assert projections["value"]["kernel"].shape[1:] == value
+    assert (projections["out"]["kernel"].shape if "out" in projections else None) == out
+    biased = fields.get("use_bias", True)
+    biased = ("query", "key", "value", "out") if biased is True else biased or ()
+    found = {name for name, each in projections.items() if "bias" in each}
+    assert found == {*biased} & {*projections}
+    expected, weights = oracle.multi_head(projections, *inputs)
+    actual, actual_weights = run(layer, params, *inputs, return_weights=True)
+    assert error(actual, expected) < OUTPUT
+    assert error(actual_weights, weights) < OUTPUT
+
+
+@pytest.mark.slow
+@given(
+    K=st.integers(1, 3), G=st.integers(1, 3), H=st.integers(1, 4), Hv=st.integers(1, 4),
+    T=st.integers(1, 5), S=st.integers(1, 5), batch=st.lists(st.integers(1, 2), max_size=2),
+)  # fmt: skip
+@settings(max_examples=8)
+def test_any_sizes(K: int, G: int, H: int, Hv: int, T: int, S: int, batch: list[int]) -> None:
+    x, y = normal(*batch, T, 5), normal(*batch, S, 3, seed=2)
+    layer, params = build(x, y, num_heads=K * G, num_kv_heads=K, head_dim=H, v_head_dim=Hv)
+    assert error(run(layer, params, x, y), oracle.multi_head(params["params"], x, y)[0]) < OUTPUT
+
+
+TABLE = np.random.default_rng(4).random((B, N, T, S)) < 0.5
+ROWS, PER_QUERY = np.array([3, 0]), np.array([[1, 5, 0, 2], [4, 4, 3, 1]])
+VALID = (ROWS[:, None, None] > AT_K)[:, None]
+MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
+    "causal": (Causal(), AT_Q >= AT_K),
+    "lengths": (Lengths(ROWS), VALID),
+    "lengths per query": (Lengths(PER_QUERY), (PER_QUERY[..., None] > AT_K)[:, None]),
+    "lengths of queries": (
+        Lengths(ROWS, q=np.array([2, 4])),
+        VALID & (np.array([2, 4])[:, None, None, None] > AT_Q),
+    ),
+    "dense": (TABLE, TABLE),
+    "algebra": ((Causal() | ~Lengths(ROWS)) & TABLE, ((AT_Q >= AT_K) | ~VALID) & TABLE),
+}
+
+
+@pytest.mark.sampled(0.33)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_and_weights(name: str) -> None:
+    """With queries that see nothing in most; the weights sum to 1, or there to 0."""
+    mask, allowed = MASKS[name]
+    layer, params = build(X, Y, num_kv_heads=2)
+    expected, weights = oracle.multi_head(params["params"], X, Y, allowed=allowed)
+    (out, actual), sown = run(
+        layer, params, X, Y, mask=mask, return_weights=True, sow_weights=True,
+        mutable=["intermediates"],
+    )  # fmt: skip
+    assert error(out, expected) < OUTPUT
+    assert error(actual, weights) < OUTPUT
+    np.testing.assert_array_equal(sown["intermediates"]["attention_weights"][0], actual)
+    sees = np.broadcast_to(allowed, TABLE.shape).any(-1)
+    np.testing.assert_allclose(actual.sum(-1), sees, atol=1e-6)
+    np.testing.assert_array_equal(actual[~np.broadcast_to(allowed, TABLE.shape)], 0)
+    if name == "causal":
+        np.testing.assert_array_equal(run(layer, params, X, Y, mask=mask), out)
+
+
+def test_mask_field_mask_argument_and_bias_join() -> None:
+    layer, params = build(X, Y, mask=Causal())
+    call = {"bias": normal(N, 1, S, seed=4), "allowed": VALID & (AT_Q >= AT_K)}
+    expected, _ = oracle.multi_head(params["params"], X, Y, **call)
+    out = run(layer, params, X, Y, mask=Lengths(ROWS), bias=call["bias"])
+    assert error(out, expected) < OUTPUT
+
+
+@pytest.mark.sampled(0.66)
+@pytest.mark.parametrize("shape", [(S,), (N, 1, S), (B, 1, T, S)], ids=str)
+def test_bias_and_gradients(shape: tuple[int, ...]) -> None:
+    """Of the kernel, with grouped heads and rows that see nothing."""
+    q, k, v = normal(B, T, N, 3), normal(B, S, 2, 3, seed=2), normal(B, S, 2, 4, seed=3)
+    bias, cotangent = normal(*shape, seed=4), normal(B, T, N, 4, seed=5)
+    allowed = MASKS["algebra"][1]
+
+    spec = {"bias": bias, "allowed": allowed, "scale": 0.7}
+
+    @jax.jit
+    def attend(*args: jax.Array) -> Any:
+        call = functools.partial(dot_product_attention, mask=allowed, scale=0.7)
+        out, back = jax.vjp(lambda *args: call(*args[:3], bias=args[3]), *args)
+        return out, back(cotangent)
+
+    out, gradients = attend(q, k, v, bias)
+    assert error(out, oracle.attention(q, k, v, **spec)[0]) < OUTPUT
+    expected = oracle.attention_gradients(q, k, v, cotangent=cotangent, **spec)
+    for actual, wanted in zip(gradients, expected[:4], strict=True):
+        assert error(actual, wanted) < GRADIENT
+
+
+def test_the_oracle_by_finite_differences() -> None:
+    """Its gradients are derived by hand, so they are held to its own outputs."""
+    arrays = {"q": normal(T, N, 3), "k": normal(S, 2, 3, seed=2), "v": normal(S, 2, 4, seed=3)}
+    arrays |= {"bias": normal(N, 1, S, seed=4), "sinks": normal(N, seed=7)}
+    spec = {"allowed": TABLE[0], "keep": TABLE[1] | (AT_K == 2), "rate": 0.3, "cap": 1.5}
+    cotangent = normal(T, N, 4, seed=5)
+    gradients = oracle.attention_gradients(**arrays, **spec, cotangent=cotangent)
+    for name, gradient in gradients._asdict().items():
+        step = 1e-5 * normal(*arrays[name].shape, seed=6).astype(np.float64)
+        ahead, behind = (
+            (oracle.attention(**arrays | {name: arrays[name] + sign * step}, **spec)[0]).ravel()
+            for sign in (1, -1)
+        )
+        # Central differences of step 1e-5: 1e-10 by Taylor, and 1e-16/1e-5 of rounding.
+        assert error((ahead - behind) @ cotangent.ravel() / 2, (gradient * step).sum()) < 1e-7
+
+
+@pytest.mark.sampled(0.66)
+@pytest.mark.parametrize(
+    "settings", [{}, {"interleaved": True}, {"fraction": 0.5, "base": 100.0}], ids=",".join
+)
+def test_rotary(settings: dict[str, Any]) -> None:
+    layer, params = build(X, head_dim=8, num_kv_heads=2, rotary=Rotary(**settings))
+    rows = np.array([[0, 1, 2, 3], [7, 2, 5, 5]])
+    run_at = jax.jit(lambda at: layer.apply(params, X, positions=at, return_weights=True))
+
+    def turned(at: np.ndarray) -> Any:
+        turn = functools.partial(oracle.rotary, positions=at, **settings)
+        return oracle.multi_head(params["params"], X, turn=lambda *qk: map(turn, qk))
+
+    out, weights = run_at(rows)
+    assert error(out, turned(rows)[0]) < OUTPUT
+    assert error(weights, turned(rows)[1]) < OUTPUT
+    assert error(run(layer, params, X), turned(np.arange(T))[0]) < OUTPUT
+    # Scores depend on i − j alone. The angles of far positions round more.
+    np.testing.assert_allclose(run_at(rows + 1000)[1], weights, atol=3e-4)
+    assert error(run_at(rows * 2)[1], weights) > 0.01
+
+
+def test_rotary_of_a_pair_of_positions() -> None:
+    layer, params = build(X, Y, rotary=Rotary())
+    at_q, at_k = np.array([5, 6, 7, 8]), np.array([[0, 1, 2, 3, 4], [9, 3, 1, 4, 0]])
+    expected, _ = oracle.multi_head(
+        params["params"], X, Y,
+        turn=lambda q, k: (oracle.rotary(q, at_q), oracle.rotary(k, at_k)),
+    )  # fmt: skip
+    assert error(run(layer, params, X, Y, positions=(at_q, at_k)), expected) < OUTPUT
+
+
+def test_causality() -> None:
+    """The outputs up to t have exactly no gradient with respect to later tokens."""
+    layer, params = build(X, mask=Causal(), rotary=Rotary())
+    jacobian = jax.jit(jax.jacrev(lambda x: layer.apply(params, x)))(X[0])
+    size = np.abs(jacobian).max((1, 3))  # [T, T]: of output i with respect to token j
+    np.testing.assert_array_equal(size > 0, np.tril(np.ones((T, T), bool)))
+
+
+def test_symmetries() -> None:
+    """The order of keys has no meaning, that of rows is kept, and one array is as good as three."""
+    layer, params = build(X, num_kv_heads=2)
+    out = run(layer, params, X)
+    order = np.array([2, 0, 3, 1])
+    assert error(run(layer, params, X, X[:, order]), out) < OUTPUT
+    assert error(run(layer, params, X[:, order]), out[:, order]) < OUTPUT
+    assert error(run(layer, params, X[::-1]), out[::-1]) < OUTPUT
+    assert error(run(layer, params, X, X.copy()), out) < OUTPUT
+    assert error(run(layer, params, X, X.copy(), X.copy()), out) < OUTPUT
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize(
+    ("mask", "seen"), [(Lengths(np.array([3, 3])), 3), (Causal(), T)], ids=["padding", "future"]
+)
+def test_what_is_masked_does_not_leak(mask: Mask, seen: int) -> None:
+    layer, params = build(X, Y)
+
+    @jax.jit
+    def outputs_and_gradients(x: jax.Array, y: jax.Array) -> Any:
+        out, back = jax.vjp(
+            lambda *xy: layer.apply(params, *xy, mask=mask, return_weights=True), x, y
+        )
+        return *back(out), *out
+
+    clean = outputs_and_gradients(X, Y)
+    for poison in (np.nan, np.inf, -np.inf):
+        bad = Y.copy()
+        bad[:, seen:] = poison
+        for actual, expected in zip(outputs_and_gradients(X, bad), clean, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(clean[1][:, seen:], 0)
+    assert np.isnan(run(layer, params, X, bad)).all()  # It does spread where it is seen.
+
+
+TOKENS = 64
+UNIFORM = {
+    "num_heads": N, "head_dim": 1, "v_head_dim": TOKENS, "use_bias": False, "project_out": False,
+    "dropout_rate": 0.25,
+}  # fmt: skip
+
+
+class Twice(nn.Module):
+    """Two layers whose outputs are their weights after dropout: [TOKENS, N, TOKENS] each."""
+
+    fields: dict[str, Any]
+
+    @nn.compact
+    def __call__(self, **call: Any) -> list[jax.Array]:
+        layers = [MultiHeadAttention(**UNIFORM | dict(self.fields), name=name) for name in "ab"]
+        return [layer(jnp.eye(TOKENS), **call).reshape(TOKENS, N, TOKENS) for layer in layers]
+
+
+@functools.cache
+def dropping(**fields: Any) -> Any:
+    """Equal scores for all keys, and values that tell the keys apart."""
+    kernels = {"query": np.zeros((TOKENS, N, 1)), "key": np.zeros((TOKENS, N, 1))}
+    kernels["value"] = np.repeat(np.eye(TOKENS)[:, None], N, 1)
+    layer = {name: {"kernel": jnp.asarray(kernel, jnp.float32)} for name, kernel in kernels.items()}
+    params = {"params": {"a": layer, "b": layer}}
+    model = Twice(fields)
+    return jax.jit(lambda rng, **call: model.apply(params, rngs={"dropout": rng}, **call))
+
+
+@pytest.mark.slow
+def test_dropout() -> None:
+    """Drops a share `rate` of the weights, scales the rest, another way in each submodule."""
+    run = dropping(deterministic=False)
+    first, second = run(KEY)
+    kept = np.isclose(first, 1 / TOKENS / 0.75, rtol=1e-6)
+    np.testing.assert_array_equal(first[~kept], 0)
+    # 4 standard deviations of a mean of 64·64·4 draws.
+    assert abs(kept.mean() - 0.75) < 4 * (0.25 * 0.75 / kept.size) ** 0.5
+    heads = kept.swapaxes(0, 1)
+    for a, b in [(first, second), (heads[0], heads[1]), (first, run(jax.random.key(1))[0])]:
+        # Independent masks agree in a share 0.75² + 0.25² = 0.625.
+        assert 0.59 < np.mean((a > 0) == (b > 0)) < 0.66
+    np.testing.assert_array_equal(first, run(KEY)[0])
+    # A key given in the call comes before the rngs of apply, and is the same for all layers.
+    given_a, given_b = run(KEY, dropout_rng=jax.random.key(5))
+    np.testing.assert_array_equal(given_a, given_b)
+    np.testing.assert_array_equal(given_a, run(jax.random.key(1), dropout_rng=jax.random.key(5))[0])
+    assert (given_a != first).any()
+
+
+def test_dropout_broadcast_or_off() -> None:
+    weights, _ = dropping(broadcast_dropout=True, deterministic=False)(KEY)
+    np.testing.assert_array_equal(weights, np.repeat(weights[:, :1], N, 1))
+    assert 0 < np.mean(weights == 0) < 1
+    for fields in ({"deterministic": True}, {"dropout_rate": 0.0}):
+        np.testing.assert_allclose(dropping(**fields)(KEY), 1 / TOKENS, rtol=1e-6)

@@ -1,0 +1,200 @@
+"""Submodules of a layer: Flax's tools see their calls, and change them."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+
+import flax_mha
+import flax_mha.nnx
+from flax_mha import QKNorm, interop, sharding, variants
+from flax_mha.positions import Rotary
+from tests.support.meshes import B, collectives, on
+from tests.support.oracle import random_like
+
+D, N = 16, 4
+X, Y = (jax.random.normal(jax.random.key(i), (2, 5, D)) for i in (1, 2))
+THEIRS = nn.MultiHeadDotProductAttention(N, normalize_qk=True)
+OURS = flax_mha.MultiHeadDotProductAttention(N, normalize_qk=True)
+PARAMS = random_like(jax.eval_shape(THEIRS.init, jax.random.key(0), X))
+SUBMODULES = {"query", "key", "value", "out", "query_ln", "key_ln"}
+
+
+def changing(name: str, change: Callable[[Any, Any], Any]) -> Any:
+    """Replace each call of the submodules with this name by change(call, x)."""
+
+    def interceptor(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        if context.module.name != name or context.method_name != "__call__":
+            return call(*args, **kwargs)
+        return change(call, *args)
+
+    return nn.intercept_methods(interceptor)
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "zero": lambda call, x: jnp.zeros_like(call(x)),
+    "double": lambda call, x: 2 * call(x),
+    "input": lambda call, x: call(x + 1),
+    "not called": lambda call, x: jnp.roll(x, 1, 0) if x.ndim == 4 else call(jnp.roll(x, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("inputs", [(X,), (X, Y), (X, Y, X)], ids=["self", "cross", "three"])
+def test_calls_are_captured_as_those_of_flax(inputs: tuple[jax.Array, ...]) -> None:
+    with jax.default_matmul_precision("highest"):
+        found, expected = (
+            layer.apply(PARAMS, *inputs, capture_intermediates=True)[1]["intermediates"]
+            for layer in (OURS, THEIRS)
+        )
+    assert {path[0] for path in flatten_dict(expected)} == {*SUBMODULES, "__call__"}
+    chex.assert_trees_all_close(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_calls_take_effect_as_in_flax(change: str) -> None:
+    def both(layer: nn.Module, name: str) -> Any:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            with changing(name, CHANGES[change]):
+                return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+        return jax.value_and_grad(loss, (0, 1))(PARAMS, X)
+
+    for name in ("query_ln", "value") if change == "not called" else sorted(SUBMODULES):
+        chex.assert_trees_all_close(both(OURS, name), both(THEIRS, name), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["query", "out"])
+def test_outputs_of_another_shape_are_refused(name: str) -> None:
+    with (
+        changing(name, lambda call, x: call(x)[:, :1]),
+        pytest.raises(
+            ValueError, match=r"must keep its shape \(2, 5, .*got .*; let the interceptor"
+        ),
+    ):
+        OURS.apply(PARAMS, X)
+
+
+MODELS = {
+    "layer": OURS,
+    "gated": flax_mha.MultiHeadAttention(N, gate="feature", sinks=True, qk_norm=QKNorm()),
+    "latent": variants.MultiHeadLatentAttention(
+        N, head_dim=4, kv_rank=4, rope_dim=2, q_rank=4, rotary=Rotary()
+    ),
+    "differential": variants.DifferentialAttention(2),
+    "forgetting": variants.ForgettingAttention(N),
+    "talking": variants.TalkingHeadsAttention(N),
+    "blocks": flax_mha.Encoder(2, flax_mha.EncoderBlock(OURS, 8)),
+    "experts": flax_mha.Encoder(
+        1, flax_mha.EncoderBlock(OURS, mlp=flax_mha.Experts(2, 8, 1), parallel=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_listeners_see_calls_alone(name: str) -> None:
+    """And no helper of a module, nor one that has parameters but no call."""
+    seen: dict[str, set[str]] = {}
+
+    def listen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        seen.setdefault(context.method_name, set()).add("/".join(context.module.path))
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(listen):
+        variables = jax.eval_shape(MODELS[name].init, jax.random.key(0), X)
+    assert {*seen} == {"__call__"}
+    owners = {"/".join(path[:-1]) for path in flatten_dict(variables["params"])}
+    assert owners - {""} <= seen["__call__"]
+
+
+def test_tabulate_shows_each_projection() -> None:
+    table = OURS.tabulate(jax.random.key(0), X, console_kwargs={"width": 200})
+    for name in SUBMODULES:
+        assert f" {name} " in table
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_changed_calls_send_no_more_over_a_mesh(optimized, kind: str) -> None:
+    """A gradient sends 2·B·T·D, whether a value is looked at, doubled or left alone."""
+    layer = flax_mha.MultiHeadAttention(8)
+    x = jnp.ones((B, 16, 32))
+
+    def looked_at(call: Any, x: jax.Array) -> jax.Array:
+        return call(x)
+
+    def text(listening: Any) -> Any:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            with listening:
+                return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
+        return sorted(collectives(compiled.as_text()))
+
+    _, leave = on(kind, shape=(1, 8))
+    try:
+        params = sharding.init(layer, jax.random.key(0), x)
+        plain = text(contextlib.nullcontext())
+        assert sum(size for _, size in plain) == 2 * 4 * x.size
+        assert text(changing("value", looked_at)) == plain
+        assert text(changing("value", CHANGES["double"])) == plain
+    finally:
+        leave()
+
+
+def nnx_layer(**fields: Any) -> flax_mha.nnx.MultiHeadAttention:
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, rngs=nnx.Rngs(0), **fields)
+    nnx.update(layer, random_like(nnx.state(layer, nnx.Param)))
+    return layer
+
+
+@pytest.mark.parametrize("name", sorted(SUBMODULES))
+def test_nnx_calls_what_stands_in_the_place_of_a_submodule(name: str) -> None:
+    """A module of the user's own is called, with its parameters and gradients."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, inner: nnx.Module) -> None:
+            self.inner, self.factor = inner, nnx.Param(jnp.float32(3))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.factor * self.inner(x)
+
+    # A norm of queries would undo the factor before it.
+    normed = name.endswith("_ln")
+    layer = nnx_layer(normalize_qk=normed)
+    linen = {"params": nnx.to_pure_dict(nnx.state(layer))}
+    with changing(name, lambda call, x: 3 * call(x)):
+        expected = OURS.copy(normalize_qk=normed).apply(linen, X)
+    setattr(layer, name, Scaled(getattr(layer, name)))
+    np.testing.assert_allclose(layer(X), expected, atol=1e-5, rtol=1e-4)
+    grads = nnx.grad(lambda layer: jnp.sum(jnp.sin(layer(X))))(layer)
+    assert jnp.abs(getattr(grads, name)["factor"].get_value()) > 1e-4
+
+
+def test_nnx_tabulate_shows_each_projection() -> None:
+    table = nnx.tabulate(nnx_layer(normalize_qk=True), X, console_kwargs={"width": 200})
+    for name in SUBMODULES:
+        assert f" {name} " in table
+
+
+def test_swapped_layers_are_captured_once() -> None:
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.MultiHeadDotProductAttention(N, name="attention")(x)
+
+    variables = {"params": {"attention": random_like(
+        jax.eval_shape(nn.MultiHeadDotProductAttention(N).init, jax.random.key(0), X)["params"]
+    )}}  # fmt: skip
+    with jax.default_matmul_precision("highest"):
+        found, expected = (
+            model.apply(variables, X, capture_intermediates=True)[1]
+            for model in (interop.swap(Model()), Model())
+        )
+    chex.assert_trees_all_close(found, expected, atol=1e-5)

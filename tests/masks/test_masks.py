@@ -1,0 +1,299 @@
+"""Masks against their definitions, written out pair by pair."""
+
+import re
+import warnings
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mha import MultiHeadAttention, masks
+from flax_mha.base.coordinates import At, tiles_of, whole
+from flax_mha.base.shapes import Dims
+from flax_mha.masks import (
+    EMPTY,
+    FULL,
+    Causal,
+    Chosen,
+    Dense,
+    Dilated,
+    Documents,
+    Keys,
+    Lengths,
+    Mask,
+    Neighborhood,
+    PerHead,
+    Predicate,
+    Prefix,
+    Segments,
+    Window,
+)
+from flax_mha.masks.base import placed
+from tests.support.algebra import Expression, evaluate, expressions, near, same_document
+
+B, N, T, S = 2, 3, 5, 6
+DIMS = Dims((B,), T, S, N, N, 4, 4)
+Rule = Callable[[int, int, int, int], bool]
+
+KV = np.array([3, 0])
+KV_PER_QUERY = np.array([[1, 2, 3, 4, 6], [0, 6, 2, 2, 1]])
+Q = np.array([4, 5])
+SEGMENTS = np.array([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]])
+CHOSEN = np.random.default_rng(1).integers(-1, 4, (B, N, 3, 2))
+PREFIX = np.array([2, 4])
+TABLE = np.random.default_rng(0).random((B, N, T, S)) < 0.5
+
+
+ATOMS: dict[str, tuple[Mask, Rule]] = {
+    "causal": (Causal(), lambda b, n, i, j: j <= i),
+    "window": (Window(2, 1), lambda b, n, i, j: i - 2 <= j <= i + 1),
+    "window_left": (Window(left=1), lambda b, n, i, j: j >= i - 1),
+    "window_right": (Window(right=0), lambda b, n, i, j: j <= i),
+    "segments": (
+        Segments(SEGMENTS[:, :T], SEGMENTS),
+        lambda b, n, i, j: SEGMENTS[b, i] == SEGMENTS[b, j],
+    ),
+    "segments_traced": (
+        Segments(jnp.asarray(SEGMENTS[0, :T]), jnp.asarray(SEGMENTS[1])),
+        lambda b, n, i, j: SEGMENTS[0, i] == SEGMENTS[1, j],
+    ),
+    "documents": (Documents(np.array([[2, 1, 1], [4, 0, 2]])), same_document),
+    "documents_traced": (
+        Documents(jnp.array([2, 3])),
+        lambda b, n, i, j: (i >= 2) + (i >= 5) == (j >= 2) + (j >= 5),
+    ),
+    "dilated": (Dilated(3), lambda b, n, i, j: (i - j) % 3 == 0),
+    "neighborhood": (Neighborhood((2, 3), (1, 2)), lambda b, n, i, j: near((2, 3), (1, 2), i, j)),
+    "neighborhood_of_3": (
+        Neighborhood((2, 2, 3), (2, 1, 2)),
+        lambda b, n, i, j: near((2, 2, 3), (2, 1, 2), i, j),
+    ),
+    "prefix": (Prefix(2), lambda b, n, i, j: j < 2 or j <= i),
+    "prefix_per_row": (Prefix(PREFIX), lambda b, n, i, j: j < PREFIX[b] or j <= i),
+    "predicate": (
+        Predicate(lambda b, n, i, j, m: (i + j + n + b) % m == 0, (jnp.array(3),)),
+        lambda b, n, i, j: (i + j + n + b) % 3 == 0,
+    ),
+    "per_head": (
+        PerHead([Causal(), Window(1, 1), ~Causal()]),
+        lambda b, n, i, j: (j <= i, abs(i - j) <= 1, j > i)[n],
+    ),
+    "lengths": (Lengths(KV), lambda b, n, i, j: j < KV[b]),
+    "lengths_per_query": (Lengths(KV_PER_QUERY), lambda b, n, i, j: j < KV_PER_QUERY[b, i]),
+    "lengths_of_both": (Lengths(KV, q=Q), lambda b, n, i, j: j < KV[b] and i < Q[b]),
+    "chosen": (Chosen(CHOSEN, 2, 2), lambda b, n, i, j: j // 2 in CHOSEN[b, n, i // 2]),
+    "chosen_traced": (
+        Chosen(jnp.asarray(CHOSEN[0, :, :1]), 5, 3),
+        lambda b, n, i, j: j // 3 in CHOSEN[0, n, 0],
+    ),
+    "dense": (Dense(TABLE), lambda b, n, i, j: TABLE[b, n, i, j]),
+    "dense_of_keys": (Dense(TABLE[:, :1, :1]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
+    "keys": (Keys(TABLE[:, 0, 0]), lambda b, n, i, j: TABLE[b, 0, 0, j]),
+    "keys_of_all": (Keys(TABLE[0, 0, 0]), lambda b, n, i, j: TABLE[0, 0, 0, j]),
+    "dense_without_batch": (Dense(TABLE[0, 0]), lambda b, n, i, j: TABLE[0, 0, i, j]),
+}
+
+
+def table(mask: Mask, dims: Dims = DIMS) -> np.ndarray:
+    allowed = mask.bind(dims).allowed(whole(dims))
+    return np.broadcast_to(allowed, dims.logits)
+
+
+def definition(rule: Rule) -> np.ndarray:
+    return np.array(
+        [
+            [[[rule(b, n, i, j) for j in range(S)] for i in range(T)] for n in range(N)]
+            for b in range(B)
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", ATOMS)
+def test_definition(name: str) -> None:
+    mask, rule = ATOMS[name]
+    np.testing.assert_array_equal(table(mask), definition(rule))
+
+
+random_masks = expressions(ATOMS)
+
+
+def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
+    """The mask that an expression builds with operators, and its table."""
+    return evaluate(expression, lambda name: (ATOMS[name][0], definition(ATOMS[name][1])))
+
+
+@pytest.mark.slow
+@given(random_masks)
+def test_algebra(expression: Expression) -> None:
+    mask, expected = meant(expression)
+    np.testing.assert_array_equal(table(mask), expected)
+
+
+@given(random_masks, st.integers(1, 4), st.integers(1, 4))
+def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> None:
+    """EMPTY and FULL are what they say, for every tile."""
+    mask, expected = meant(expression)
+    at = whole(DIMS)
+    verdict = placed(mask.bind(DIMS), at).tiles(tiles_of(at.q, at.k, block_q, block_k))
+    nq, nk = -(-T // block_q), -(-S // block_k)
+    verdict = np.broadcast_to(verdict, (B, N, nq, nk))
+    for q, k in np.ndindex(nq, nk):
+        rows, columns = (
+            slice(x * size, (x + 1) * size) for x, size in ((q, block_q), (k, block_k))
+        )
+        tile = expected[:, :, rows, columns]
+        assert not tile[verdict[:, :, q, k] == EMPTY].any()
+        assert tile[verdict[:, :, q, k] == FULL].all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "empty", "full"),
+    [
+        (Causal(), 6, 6),
+        (Window(4, 0), 9, 0),
+        (Causal() & Window(left=4), 9, 0),
+        (Prefix(8), 5, 9),
+        (Segments(np.arange(16) // 8), 8, 8),
+        (Lengths(np.array(8)), 8, 8),
+        (Dense(np.arange(16) < 4), 12, 4),
+        (Keys(np.arange(16) < 4), 12, 4),
+        (Documents(np.array([8, 8])), 8, 8),
+        (Neighborhood((4, 4), (1, 4)), 12, 4),
+        (Neighborhood((4, 4), (3, 4)), 4, 12),
+        (Neighborhood((2, 2, 4), (1, 2, 4)), 8, 8),
+        (Chosen([[0], [0], [3], [1]], 4, 4), 12, 4),
+        (Chosen([[1, 0, 1], [0, 1, -1]], 8, 4), 8, 8),
+        (Chosen([[0], [5]], 8, 8), 12, 4),
+        (Dilated(1), 0, 16),
+        (Dilated(16), 12, 0),
+        (~Causal(), 6, 6),
+        (Predicate(lambda b, n, i, j: i == j), 0, 0),
+    ],
+)
+def test_tiles_are_known_before_tracing(mask: Mask, empty: int, full: int) -> None:
+    """How many of the 4 × 4 tiles of 16 × 16 scores need no work, and no mask."""
+    dims = Dims((), 16, 16, 1, 1, 1, 1)
+    at = whole(dims)
+    verdict = placed(mask.bind(dims), at).tiles(tiles_of(at.q, at.k, 4, 4))
+    assert isinstance(verdict, np.ndarray | np.generic)
+    verdict = np.broadcast_to(verdict, (1, 4, 4))
+    assert ((verdict == EMPTY).sum(), (verdict == FULL).sum()) == (empty, full)
+
+
+def test_dense_and_show() -> None:
+    np.testing.assert_array_equal(Causal().dense(3)[0], np.tri(3, dtype=bool))
+    assert Window(1, 0).show(3, 4) == "█···\n██··\n·██·"
+    assert (Causal() & Lengths(np.array([2, 1]))).dense(3, batch=(2,)).shape == (2, 1, 3, 3)
+
+
+@pytest.mark.parametrize("array", [TABLE, jnp.asarray(TABLE)], ids=["numpy", "jax"])
+def test_arrays_join_the_algebra_on_either_side(array: np.ndarray | jax.Array) -> None:
+    causal = table(Causal())
+    np.testing.assert_array_equal(table(array & Causal()), causal & TABLE)
+    np.testing.assert_array_equal(table(Causal() & array), causal & TABLE)
+    np.testing.assert_array_equal(table(array | Causal()), causal | TABLE)
+    np.testing.assert_array_equal(table(Causal() | array), causal | TABLE)
+
+
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
+def test_any_number_of_batch_dimensions(batch: tuple[int, ...]) -> None:
+    dims = Dims(batch, T, S, N, N, 4, 4)
+    lengths = np.arange(np.prod(batch, dtype=int)).reshape(batch) % S
+    expected = np.arange(S) < lengths[..., None, None, None]
+    np.testing.assert_array_equal(
+        table(Lengths(lengths), dims), np.broadcast_to(expected, dims.logits)
+    )
+
+
+def test_masks_pass_through_transformations() -> None:
+    mask = Causal() & Lengths(jnp.asarray(KV))
+    np.testing.assert_array_equal(jax.jit(table_of)(mask), table(mask))
+    leaves, tree = jax.tree.flatten(mask)
+    assert len(leaves) == 1
+    assert jax.tree.unflatten(tree, leaves).masks[0] == Causal()
+
+    dims = Dims((), T, S, N, N, 4, 4)
+    rows = jax.vmap(lambda n: table_of(Lengths(n), dims))(jnp.asarray(KV))
+    np.testing.assert_array_equal(rows, table(Lengths(KV)))
+
+
+def table_of(mask: Mask, dims: Dims = DIMS) -> jax.Array:
+    allowed = mask.bind(dims).allowed(whole(dims))
+    return jnp.broadcast_to(allowed, dims.logits)
+
+
+def test_positions_shift_the_meaning() -> None:
+    """Queries at positions 7 and 8 see the keys up to there."""
+    dims = Dims((), 2, 10, 1, 1, 4, 4)
+    allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
+    np.testing.assert_array_equal(allowed[0].sum(-1), [8, 9])
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape", "other"),
+    [
+        ((4,), (4, 4), r"read as \[T, S\].*write masks.Keys\(mask\) for that, or mask\[None\]"),
+        ((4,), (4, 6), r"read as \[T, S\]"),
+        ((3,), (3, 4, 6), r"read as \[N, T, S\].*write mask\[\.\.\., None, :, :\] for that"),
+        ((3, 4), (3, 4, 6), r"read as \[N, T, S\].*write masks.Keys"),
+        ((2,), (4, 6), None),
+        ((4,), (1, 4, 6), None),
+        ((4,), (1, 3, 4, 6), None),
+        ((1,), (1, 6), None),
+        ((1,), (4, 6), None),
+        ((), (4, 6), None),
+        ((3,), (3, 1, 4, 6), None),
+    ],
+)
+def test_masks_that_could_be_meant_by_rows(batch, shape, other) -> None:
+    """NumPy's rule holds; where a mask by rows has the same shape, a warning says so."""
+    dims = Dims(batch, 4, shape[-1], 3, 3, 4, 4)
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = table(Dense(mask), dims)
+    np.testing.assert_array_equal(found, np.broadcast_to(mask, dims.logits))
+    assert [re.search(other, str(w.message)) is not None for w in caught] == [True] * bool(other)
+    if other:
+        # What it says to write is neither warned of nor read otherwise.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            np.testing.assert_array_equal(table(Dense(mask[None]), dims), found)
+
+
+def test_a_warning_stands_where_the_call_does() -> None:
+    x = jnp.ones((4, 4, 8))
+    layer = MultiHeadAttention(2)
+    with pytest.warns(UserWarning, match=r"masks.Keys") as caught:
+        jax.eval_shape(lambda: layer.init(jax.random.key(0), x, mask=np.ones((4, 4), bool)))
+    assert {w.filename for w in caught} == {__file__}
+
+
+def test_combine() -> None:
+    assert masks.combine(None, None) is None
+    assert masks.combine(None, Causal()) == Causal()
+    both = masks.combine(Causal(), None, TABLE)
+    assert both is not None
+    np.testing.assert_array_equal(table(both), table(Causal()) & TABLE)
+
+
+def test_a_mask_of_ones_own() -> None:
+    class Even(Mask):
+        def allowed(self, at: At) -> jax.Array:
+            return (at.q + at.k) % 2 == 0
+
+    np.testing.assert_array_equal(
+        table(Even() & Causal()), definition(lambda b, n, i, j: (i + j) % 2 == 0 and j <= i)
+    )
+    with pytest.raises(NotImplementedError, match=r"Forgetful must define allowed"):
+        table(type("Forgetful", (Mask,), {})())
+
+
+def test_masks_without_arrays_are_hashable() -> None:
+    """They can be static fields of modules that nn.jit hashes."""
+    assert hash(Causal() & ~Causal()) == hash(Causal() & ~Causal())
+    assert Causal() & Causal() != Causal() | Causal()

@@ -1,0 +1,193 @@
+"""Masks of the numbers 1 and 0, as Flax's helpers give them, and of others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, dot_product_attention, masks
+from flax_mha.base.shapes import Dims
+from tests.support import oracle
+from tests.support.meshes import KINDS, on
+from tests.support.oracle import error
+
+KEY = jax.random.key(0)
+B, T, N, H = 2, 5, 4, 4
+RNG = np.random.default_rng(0)
+Q, K, V = (jnp.asarray(RNG.normal(size=(B, T, N, H)), jnp.float32) for _ in range(3))
+X = jnp.asarray(RNG.normal(size=(B, T, 8)), jnp.float32)
+LENGTHS = np.array([3, 5])
+# Row 0 has three tokens: its last queries see nothing.
+REAL = np.arange(T) < LENGTHS[:, None]
+# As nn.combine_masks(nn.make_attention_mask(REAL, REAL), nn.make_causal_mask(REAL)) gives it.
+BOOLS = np.tril(REAL[:, None, :, None] & REAL[:, None, None, :])
+TABLE = jax.device_put(BOOLS.astype(np.float32))
+
+
+DIMS = Dims((B,), T, T, N, N, H, H)
+
+
+def attend(mask: Any, **call: Any) -> Any:
+    return dot_product_attention(Q, K, V, mask=mask, **call)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
+def test_numbers_become_bools(dtype: str) -> None:
+    """In NumPy where they can be read, so that kernels know them before tracing."""
+    assert TABLE.dtype == jnp.float32
+    for given in (TABLE.astype(dtype), np.asarray(TABLE).astype(dtype)):
+        bound = masks.as_mask(given).bind(DIMS)
+        assert isinstance(bound.array.array, np.ndarray)
+        traced = jax.jit(lambda m: masks.as_mask(m).bind(DIMS))(given)
+        inside = jax.jit(lambda m=given: masks.as_mask(m).bind(DIMS))()
+        assert bound.invalid is None
+        assert inside.invalid is None
+        assert not traced.invalid.any()
+        for mask in (bound, traced, inside):
+            assert mask.array.array.dtype == bool
+            np.testing.assert_array_equal(mask.array.array, BOOLS)
+
+
+def test_gradients() -> None:
+    """Held to the oracle; the same where the mask is traced."""
+
+    def loss(q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = dot_product_attention(q, K, V, mask=mask)
+        return jnp.sum(out * jnp.sin(out)), out
+
+    def both(table: jax.Array) -> Any:
+        return [jax.grad(loss, has_aux=True)(Q, mask) for mask in (table, table.astype(bool))]
+
+    for got in (jax.jit(both)(TABLE), jax.jit(lambda: both(TABLE))()):
+        (grads, out), (expected, expected_out) = got
+        assert error(out, oracle.attention(Q, K, V, allowed=BOOLS)[0]) < 2e-6
+        assert error(out, expected_out) < 2e-6
+        assert error(grads, expected) < 1e-5
+
+
+INVALID = np.asarray(TABLE).copy()
+INVALID[1, 0, 2, 1] = -2.0
+WRONG = np.zeros((B, T), bool)
+WRONG[1, 2] = True
+ADDITIVE = np.where(BOOLS, 0.0, -1e9).astype(np.float32)
+
+
+@pytest.mark.sampled(0.42)
+@pytest.mark.parametrize(
+    ("mask", "wrong"),
+    [
+        (lambda m: m, WRONG),
+        (lambda m: ~masks.as_mask(m), WRONG),
+        (lambda m: masks.Causal() & ~(m & masks.Causal()), WRONG),
+        (lambda m: masks.PerHead([m] * N), WRONG),
+        (lambda m: m & masks.Lengths(jnp.array([3, 0])), WRONG),
+        (lambda m: jnp.where(m == -2, jnp.nan, m), WRONG),
+        (lambda m: jnp.where(m == -2, 1e-9, m), WRONG),
+    ],
+    ids=["as given", "not", "nested", "per head", "of an empty row", "NaN", "nearly 0"],
+)
+def test_other_numbers_that_are_traced_give_nan(mask: Callable[..., Any], wrong: Any) -> None:
+    """In the rows that have them, and nowhere else; in all that is asked of those, too."""
+
+    def run(table: jax.Array) -> Any:
+        out, weights, lse = attend(mask(table), return_weights=True, return_residuals=True)
+        return out, jnp.swapaxes(weights, 1, 2), jnp.swapaxes(lse, 1, 2)
+
+    results = jax.jit(run)(jnp.asarray(INVALID))
+    valid = jax.jit(run)(jnp.asarray(np.where(np.equal(INVALID, -2), 1.0, INVALID)))
+    for got, expected in zip(results, valid, strict=True):
+        assert np.isnan(got[wrong]).all()
+        np.testing.assert_array_equal(got[~wrong], expected[~wrong])
+
+
+def test_what_is_added_to_scores_elsewhere_is_no_mask() -> None:
+    """0 and −1e9: never taken the other way round. Its gradients are NaN, too."""
+    allowed = np.broadcast_to(np.asarray(TABLE) > 0, (B, N, T, T))
+
+    def loss(q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = dot_product_attention(q, K, V, mask=mask)
+        return out.sum(), out
+
+    grads, out = jax.jit(jax.grad(loss, has_aux=True))(Q, ADDITIVE)
+    forbids = ~allowed.all(-1).swapaxes(1, 2)
+    np.testing.assert_array_equal(np.isnan(out).all(-1), forbids)
+    np.testing.assert_array_equal(np.isnan(grads).all(-1), forbids)
+    for known in (ADDITIVE, np.asarray(ADDITIVE)):
+        with pytest.raises(
+            ValueError, match=r"of 1 \(may attend\) and 0, got -1000000000.0 in float"
+        ):
+            jax.jit(lambda q, m=known: loss(q, m)[0])(Q)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_meshes(kind: str) -> None:
+    """Divided over rows and queries, known and traced; a wrong number is found there, too."""
+    expected = attend(jnp.asarray(BOOLS))
+    mesh, leave = on(kind)
+    try:
+        put = [jax.device_put(x, NamedSharding(mesh, P("data"))) for x in (Q, K, V, TABLE, INVALID)]
+        q, k, v, table, invalid = put
+        run = jax.jit(lambda q, k, v, m: dot_product_attention(q, k, v, mask=m))
+        traced, wrong = jax.device_get((run(q, k, v, table), run(q, k, v, invalid)))
+        known = jax.device_get(jax.jit(lambda q, k, v: run(q, k, v, TABLE))(q, k, v))
+    finally:
+        leave()
+    assert error(traced, expected) < 2e-6
+    assert error(known, expected) < 2e-6
+    np.testing.assert_array_equal(np.isnan(wrong).all((2, 3)), WRONG)
+    assert error(wrong[~WRONG], expected[~WRONG]) < 2e-6
+
+
+HERE: dict[str, tuple[nn.Module, Callable[[Any], Any]]] = {
+    "field": (MultiHeadAttention(2, mask=masks.Window(2, 2)), lambda m: m),
+    "algebra": (MultiHeadAttention(2), lambda m: ~(~masks.as_mask(m) | ~masks.Causal())),
+    "scan": (Encoder(2, EncoderBlock(MultiHeadAttention(2), 8), scan=True), lambda m: m),
+}
+
+
+@pytest.mark.sampled(0.66)
+@pytest.mark.parametrize("name", HERE)
+def test_wherever_a_mask_is_taken(name: str) -> None:
+    module, of = HERE[name]
+    params = oracle.random_like(jax.eval_shape(module.init, KEY, X))
+    known, traced, expected = jax.jit(
+        lambda mask: [module.apply(params, X, mask=of(m)) for m in (TABLE, mask, mask > 0)]
+    )(TABLE)
+    assert error(known, expected) < 2e-6
+    assert error(traced, expected) < 2e-6
+
+
+def test_in_nnx() -> None:
+    layer = nnx.bridge.ToNNX(MultiHeadAttention(2), rngs=nnx.Rngs(0)).lazy_init(X)
+    run = nnx.jit(lambda layer, m: (layer(X, mask=m), layer(X, mask=m > 0)))
+    assert error(*run(layer, TABLE)) < 2e-6
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("traced", [True, False])
+def test_decoding(traced: bool) -> None:
+    """Each step with the mask of all slots, of which there are more than tokens."""
+    layer = MultiHeadAttention(2, decode=True)
+    variables = layer.init(KEY, jnp.zeros((B, T + 2, 8)))
+    keep = jnp.asarray([1.0, 0, 1, 1, 1, 1, 1]).reshape(1, 1, 1, -1)
+    seen = masks.Causal() & (keep[..., :T] > 0)
+    full = layer.clone(decode=False).apply({"params": variables["params"]}, X, mask=seen)
+
+    def step(variables: Any, x: jax.Array, mask: jax.Array) -> Any:
+        return layer.apply(variables, x, mask=mask, mutable=["cache"])
+
+    run = jax.jit(step if traced else lambda variables, x, _: step(variables, x, keep))
+    outs = []
+    for t in range(T):
+        out, new = run(variables, X[:, t : t + 1], keep)
+        variables = variables | new
+        outs.append(out)
+    assert error(jnp.concatenate(outs, 1), full) < 2e-6

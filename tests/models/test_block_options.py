@@ -1,0 +1,136 @@
+"""What models differ in: norms, biases and activations of blocks."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from flax_mha import MLP, Encoder
+from tests.models.test_blocks import OUTPUT, X, block, parameters, run
+from tests.support import oracle
+from tests.support.oracle import Params, error, float64
+
+
+def test_functions_of_ones_own_as_activations() -> None:
+    params = parameters(MLP(16), X)
+    named = run(MLP(16, "gelu_exact"), params, X)
+    given = run(MLP(16, functools.partial(nn.gelu, approximate=False)), params, X)
+    np.testing.assert_array_equal(given, named)
+    assert error(run(MLP(16, "gelu"), params, X), named) > 1e-5
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_the_epsilon_of_norms(norm: str) -> None:
+    """Of the blocks, and of the norm at a stack's end."""
+    x = 0.1 * X
+    module = block(norm=norm, norm_epsilon=0.02)
+    params = parameters(module, x)
+    expected = oracle.encoder_block(params["params"], x, norm=norm, epsilon=0.02)
+    assert error(run(module, params, x), expected) < OUTPUT
+    stack = Encoder(1, module)
+    params = parameters(stack, x)["params"]
+    inner = oracle.encoder_block(params["layers_0"], x, norm=norm, epsilon=0.02)
+    expected = oracle.NORMS[norm](params["norm"], inner, 0.02)
+    assert error(run(stack, {"params": params}, x), expected) < OUTPUT
+
+
+@pytest.mark.parametrize("mlp_bias", [True, False])
+def test_biases_of_the_mlp_apart(mlp_bias: bool) -> None:
+    module = block({"use_bias": not mlp_bias}, mlp_bias=mlp_bias)
+    params = parameters(module, X)
+    assert ("bias" in params["params"]["mlp"]["up"]) == mlp_bias
+    assert ("bias" in params["params"]["attention"]["query"]) != mlp_bias
+    assert error(run(module, params, X), oracle.encoder_block(params["params"], X)) < OUTPUT
+
+
+def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_side: Any) -> Any:
+    """A block of every placing of its norms, in float64."""
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        return oracle.layer_norm(params[name], x)
+
+    def added(name: str, x: np.ndarray) -> np.ndarray:
+        is_mlp = name == "mlp"
+        y = oracle.mlp(params[name], x) if is_mlp else oracle.multi_head(params[name], x)[0]
+        return float64(params[f"{name}_scale"]) * (norm(f"{name}_branch_norm", y) if branch else y)
+
+    x = float64(x)
+    for together in [("attention", "mlp")] if side_by_side else [("attention",), ("mlp",)]:
+        norms = together if side_by_side == "own_norms" else together[:1] * len(together)
+        given = [norm(f"{name}_norm", x) if pre else x for name in norms]
+        x = x + sum(map(added, together, given))
+        x = x if pre or branch else norm(f"{together[0]}_norm", x)
+    return x
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("branch", [True, False])
+@pytest.mark.parametrize(
+    ("pre", "side_by_side"),
+    [(True, True), (True, False), (True, "own_norms"), (False, True), (False, False)],
+)
+def test_where_norms_stand(pre: bool, branch: bool, side_by_side: Any) -> None:
+    module = block(pre_norm=pre, branch_norm=branch, parallel=side_by_side, layer_scale=0.5)
+    params = parameters(module, X)
+    expected = by_formula(params["params"], X, pre, branch, side_by_side)
+    assert error(run(module, params, X), expected) < OUTPUT
+    last = Encoder(1, module).init(jax.random.key(0), X)["params"].keys() - {"layers_0"}
+    assert last == ({"norm"} if pre or branch else set())
+
+
+def test_layer_scale_begins_there() -> None:
+    params = block(layer_scale=0.25).init(jax.random.key(0), X)["params"]
+    for name in ("attention", "mlp"):
+        np.testing.assert_array_equal(params[f"{name}_scale"], np.full(X.shape[-1], 0.25))
+
+
+def test_a_module_as_norm() -> None:
+    """Each norm is a copy of it, those of the stack too."""
+    own = nn.LayerNorm(epsilon=0.02, use_bias=False)
+    stack = Encoder(2, block(norm=own), input_norm=True)
+    params = parameters(stack, X)["params"]
+    named = Encoder(2, block(norm="layernorm", norm_epsilon=0.02), input_norm=True)
+    paths = {k: v for k, v in flatten_dict(params).items() if "norm" in str(k)}
+    assert len(paths) == 6
+    assert {path[-1] for path in paths} == {"scale"}
+    norms = {(*path[:-1], "bias"): np.zeros_like(scale) for path, scale in paths.items()}
+    with_biases = unflatten_dict(flatten_dict(params) | norms)
+    wanted = run(named, {"params": with_biases}, X)
+    assert error(run(stack, {"params": params}, X), wanted) < OUTPUT
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("pre_norm", [True, False])
+@pytest.mark.parametrize("norms", [(True, False), (False, True), (True, None)])
+def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> None:
+    first, last = norms
+    stack = Encoder(1, block(pre_norm=pre_norm), input_norm=first, final_norm=last)
+    params = parameters(stack, X)["params"]
+    last = pre_norm if last is None else last
+    there = {"input_norm": first, "norm": last}
+    assert params.keys() - {"layers_0"} == {name for name in there if there[name]}
+    x = oracle.layer_norm(params["input_norm"], X) if first else X
+    x = oracle.encoder_block(params["layers_0"], x, pre_norm=pre_norm)
+    x = oracle.layer_norm(params["norm"], x) if last else x
+    assert error(run(stack, {"params": params}, X), x) < OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layer_scale": "small"}, "layer_scale must be a number"),
+        ({"norm": nn.LayerNorm}, "or a module, got .*LayerNorm.*; give .* with its parentheses"),
+        ({"norm": None}, "norm must be one of .* or a module, got None"),
+        ({"branch_norm": 1}, "branch_norm must be True or False"),
+        ({"parallel": None}, "parallel must be True or False"),
+        ({"parallel": "own"}, "or where pre_norm is on 'own_norms', got 'own' of str"),
+        ({"parallel": "own_norms", "pre_norm": False}, "or where pre_norm is on"),
+    ],
+)
+def test_what_options_refuse(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        block(**fields).init(jax.random.key(0), X)

@@ -1,0 +1,236 @@
+"""Experts against a loop over tokens, on one device and on meshes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention, sharding
+from flax_mha.models import experts
+from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, on
+from tests.support.oracle import error, random_like
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X = jnp.asarray(RNG.normal(size=(4, 8, 16)), jnp.float32)
+PLAIN = Experts(24, 8, 2)
+# With all there is, as gpt-oss has it, and a limit that many features reach.
+CLIPPED = Experts(
+    24, 8, 3, activation="quick_gelu", limit=0.5, offset=1.0, use_bias=True, normalize=True
+)
+KINDS_OF = {"plain": PLAIN, "clipped": CLIPPED, "as they are": PLAIN.clone(normalize=False),
+            "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1)}  # fmt: skip
+METHODS = {"in turn": {"cpu": experts.in_turn}, "by rows": {}}
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both are there on every platform, and tried on this one."""
+    monkeypatch.setattr(experts, "METHODS", METHODS[request.param])
+    yield request.param
+    jax.clear_caches()
+
+
+def parameters(module: Experts) -> Any:
+    return random_like(jax.eval_shape(module.init, KEY, X))
+
+
+def sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def by_formula(module: Experts, params: Any, x: Any) -> np.ndarray:
+    """One token after another, in float64."""
+    w = {name: np.asarray(a, np.float64) for name, a in params.items() if name != "router"}
+    router = {name: np.asarray(a, np.float64) for name, a in params["router"].items()}
+    x = np.asarray(x, np.float64)
+    out = np.zeros_like(x)
+    for at in np.ndindex(*x.shape[:-1]):
+        logits = x[at] @ router["kernel"] + router.get("bias", 0)
+        p = np.exp(logits) / np.exp(logits).sum()
+        chosen = np.argsort(-p)[: module.top_k]
+        whole = p[chosen].sum() if module.normalize else 1
+        for e in chosen:
+            gate, up = (x[at] @ w[f"{n}_kernel"][e] for n in ("gate", "up"))
+            if module.use_bias:
+                gate, up = gate + w["gate_bias"][e], up + w["up_bias"][e]
+            if module.limit is not None:
+                gate, up = np.minimum(gate, module.limit), np.clip(up, -module.limit, module.limit)
+            slope = 1.702 if module.activation == "quick_gelu" else 1
+            h = gate * sigmoid(slope * gate) * (up + module.offset)
+            y = h @ w["down_kernel"][e] + (w["down_bias"][e] if module.use_bias else 0)
+            out[at] += p[e] / whole * y
+    return out
+
+
+def run(module: Experts, params: Any, x: Any) -> tuple[Any, Any]:
+    """Its gradients and its output."""
+
+    def loss(params: Any, x: Any) -> Any:
+        y = module.apply(params, x)
+        return jnp.sum(jnp.sin(y)), y
+
+    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+
+
+@pytest.mark.parametrize("name", KINDS_OF)
+def test_the_formula(name: str, method: str) -> None:
+    params = parameters(KINDS_OF[name])
+    expected = by_formula(KINDS_OF[name], params["params"], X)
+    assert error(jax.jit(KINDS_OF[name].apply)(params, X), expected) < 2e-6
+    if name == "plain":  # Without a batch, and with two axes of it.
+        assert error(jax.jit(PLAIN.apply)(params, X[0]), expected[0]) < 2e-6
+        assert error(jax.jit(PLAIN.apply)(params, X[None]), expected[None]) < 2e-6
+
+
+def test_gradients(method: str) -> None:
+    """Against differences of the formula, along random directions."""
+    params = parameters(CLIPPED)
+    (of_params, of_x), _ = run(CLIPPED, params, X)
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
+
+    def loss(params: Any, x: Any) -> float:
+        return float(np.sin(by_formula(CLIPPED, params["params"], x)).sum())
+
+    rng, step = np.random.default_rng(1), 1e-6
+    leaves, tree = jax.tree.flatten((wide, np.asarray(X, np.float64)))
+    got = jax.tree.leaves((of_params, of_x))
+    assert len(got) == len(leaves) == 9
+    for i, (leaf, gradient) in enumerate(zip(leaves, got, strict=True)):
+        along = rng.normal(size=leaf.shape)
+        both = []
+        for sign in (1, -1):
+            moved = [a + sign * step * along if j == i else a for j, a in enumerate(leaves)]
+            both.append(loss(*jax.tree.unflatten(tree, moved)))
+        wanted = (both[0] - both[1]) / (2 * step)
+        assert abs(np.vdot(gradient, along) - wanted) < 1e-4 * np.linalg.norm(gradient)
+
+
+def test_tokens_do_not_meet(method: str) -> None:
+    """NaN in one token, and what would overflow in another's expert, reach no other."""
+    params = parameters(PLAIN)
+    apply = jax.jit(PLAIN.apply)
+    clean, dirty = apply(params, X), apply(params, X.at[0, 3].set(jnp.nan).at[1, 2].set(1e30))
+    rest = np.ones(X.shape[:-1], bool)
+    rest[0, 3] = rest[1, 2] = False
+    np.testing.assert_allclose(dirty[rest], clean[rest], atol=1e-6)
+    # A token is never given to experts that it was not sent to, not even to be left out after.
+    one = jnp.ones((1, 1, 16))
+    params["params"]["router"]["kernel"] = np.tile(-np.arange(8, dtype="f"), (16, 1))
+    params["params"]["up_kernel"][2:] = 3e38  # Whose sum is infinite.
+    (of_params, of_x), y = run(PLAIN, params, one)
+    assert np.isfinite(y).all()
+    assert np.isfinite(of_x).all()
+    assert all(np.isfinite(x[:2]).all() for x in jax.tree.leaves(of_params))
+
+
+def test_padding_does_not_matter(method: str) -> None:
+    block = DecoderBlock(MultiHeadAttention(2), mlp=CLIPPED, norm="rmsnorm")
+    lengths = jnp.array([8, 3, 5, 0])
+    real = np.arange(8)[None] < lengths[:, None]
+    params = random_like(jax.eval_shape(block.init, KEY, X))
+
+    def loss(params: Any, x: Any) -> Any:
+        y = block.apply(params, x, lengths=lengths)
+        return jnp.sum(jnp.where(real[..., None], jnp.sin(y), 0)), y
+
+    fn = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (got, of_x), y = fn(params, jnp.where(real[..., None], X, jnp.nan))
+    (wanted, _), expected = fn(params, X)
+    np.testing.assert_allclose(y[real], expected[real], atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, wanted)
+    assert not np.any(of_x[~real])
+
+
+def test_in_half_the_precision(method: str) -> None:
+    every = CLIPPED.clone(top_k=8)  # A choice among some may hang on the last digit.
+    params = parameters(every)
+    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    y = jax.jit(every.apply)(half, X.astype(jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float32), half)
+    x = X.astype(jnp.bfloat16).astype(jnp.float32)
+    assert error(y.astype(jnp.float32), by_formula(every, wide["params"], x)) < 0.02
+    cast = jax.eval_shape(every.clone(dtype=jnp.bfloat16).apply, params, X)
+    assert cast.dtype == jnp.bfloat16
+
+
+def test_each_expert_begins_by_itself() -> None:
+    """As `MLP` does: the scale is that of one kernel, and no two are the same."""
+    kernels = Experts(512, 4, 1).init(KEY, jnp.ones((1, 1, 256)))["params"]["up_kernel"]
+    np.testing.assert_allclose(jnp.std(kernels, (1, 2)), 256**-0.5, rtol=0.02)
+    assert np.abs(kernels[0] - kernels[1]).max() > 0.01
+
+
+@pytest.mark.slow
+def test_in_stacks() -> None:
+    """Under scan, and recomputed."""
+    block = DecoderBlock(MultiHeadAttention(2), mlp=PLAIN)
+    plain, scanned = Decoder(2, block), Decoder(2, block.clone(remat=True), scan=True)
+    params = random_like(jax.eval_shape(plain.init, KEY, X))["params"]
+    both = [params.pop(f"layers_{i}") for i in range(2)]
+    stacked = params | {"layers": jax.tree.map(lambda *x: np.stack(x), *both)}
+    unstacked = params | {f"layers_{i}": x for i, x in enumerate(both)}
+    wanted = run(plain, {"params": unstacked}, X)
+    got = run(scanned, {"params": stacked}, X)
+    assert error(got[1], wanted[1]) < FORWARD
+    assert error(got[0][1], wanted[0][1]) < BACKWARD
+
+
+RULES = {
+    "features divided": sharding.RULES,
+    "experts divided": changed(experts="model", mlp=None),
+    "both": changed(experts="data", batch=None),
+    "where tokens are divided": changed(experts="data"),
+    "sequence parallel norms": changed(norm_length="model"),
+    "tokens divided": changed(length="model", mlp=None, heads=None, kv_heads=None),
+    "FSDP": changed(embed="data"),
+    "some rules": (("experts", "model"),),
+}
+
+
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RULES)
+def test_on_meshes(name: str, kind: str, method: str) -> None:
+    params = jax.jit(CLIPPED.init)(KEY, X)
+    bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
+    params = {"params": params["params"] | bias}
+    wanted = run(CLIPPED, params, X)
+    mesh, leave = on(kind, RULES[name])
+    try:
+        places = sharding.of(CLIPPED.init, KEY, X)
+        x = jax.device_put(X, NamedSharding(mesh, P("data" if name != "both" else None)))
+        got = jax.device_get(run(CLIPPED, jax.device_put(params, places), x))
+    finally:
+        leave()
+    if name in ("experts divided", "both", "some rules"):
+        assert places["params"]["gate_kernel"].spec[0] is not None
+    assert error(got[1], wanted[1]) < FORWARD
+    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+def test_two_divisions_by_one_axis() -> None:
+    _, leave = on("Auto", changed(experts="model"))
+    try:
+        with pytest.raises(
+            ValueError, match="'experts' is to be divided over 'model', which another"
+        ):
+            sharding.init(PLAIN, KEY, X)
+    finally:
+        leave()
+
+
+def test_what_in_turn_is_for() -> None:
+    """On a CPU `ragged_dot` computes all experts at once; the other holds what one takes."""
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    module = Experts(128, 16, 2)
+    params = jax.eval_shape(module.init, KEY, x)
+    compiled = jax.jit(module.apply).lower(params, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 512 * 128 * 4 / 4

@@ -1,0 +1,256 @@
+"""Generation against calls without a cache, brute force, and each row alone."""
+
+import functools
+import itertools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, sampling, sharding
+from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
+from flax_mha.models.generation import generate
+from flax_mha.positions import PositionEmbedding, Rotary
+from tests.support.oracle import random_like
+
+KEY = jax.random.key(0, impl="unsafe_rbg")
+V, D, NEW, EOS, START = 6, 8, 4, 1, 2
+PROMPT, LENGTHS = np.array([[3, 4, 2], [2, 0, 0], [4, 3, 0]]), np.array([3, 1, 2])
+
+
+def language_model(scan: bool = False, **fields: Any) -> LanguageModel:
+    rotary = None if fields else Rotary()
+    attention = MultiHeadAttention(2, num_kv_heads=1, rotary=rotary, kernel="reference")
+    block = DecoderBlock(attention, 16, norm="rmsnorm")
+    return LanguageModel(TokenEmbedding(V, D), Decoder(2, block, scan=scan), **fields)
+
+
+def translator() -> Translator:
+    self, cross = (MultiHeadAttention(2, kernel="reference") for _ in range(2))
+    block = DecoderBlock(self, 16, "rmsnorm", cross_attention=cross)
+    table = PositionEmbedding("learned", max_length=8)
+    decoder = LanguageModel(
+        TokenEmbedding(V, D), Decoder(2, block, scan=True), tied=False, position_embedding=table
+    )
+    return Translator(Encoder(1, EncoderBlock(self, 16)), decoder, TokenEmbedding(V, D))
+
+
+MODELS = {
+    "rotary": language_model(),
+    "scanned, learned positions": language_model(
+        scan=True, tied=False, position_embedding=PositionEmbedding("learned", max_length=8)
+    ),
+    "translator": translator(),
+}
+# Of parameters by which prompts go on differently, and end after 1 to 4 tokens.
+SEEDS = {"rotary": 8, "scanned, learned positions": 4, "translator": 2}
+
+
+@functools.cache
+def made(name: str) -> tuple[Any, Any, dict[str, int]]:
+    """A model, its parameters, and what generate has to know."""
+    model = MODELS[name]
+    translates = isinstance(model, Translator)
+    shapes = jax.eval_shape(model.init, KEY, *[PROMPT] * (1 + translates))
+    variables = jax.tree.map(lambda x: 2 * x, random_like(shapes, SEEDS[name]))
+    return model, variables, {"start": START} if translates else {}
+
+
+@functools.cache
+def _scorer(name: str) -> Any:
+    model, variables, start = made(name)
+    if start:
+        return jax.jit(lambda s, n, t: model.apply(variables, s, t, source_lengths=n))
+    return jax.jit(lambda tokens: model.apply(variables, tokens))
+
+
+def scores(name: str, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Log-probabilities [n, NEW, V] of each next token after a prompt and tokens [n, NEW].
+
+    Without a cache. Padding at the end is invisible to what stands before.
+    """
+    n = len(tokens)
+    if made(name)[2]:
+        source = np.zeros((n, 3), int)
+        source[:, : len(prompt)] = prompt
+        target = np.concatenate([np.full((n, 1), START), tokens[:, :-1]], axis=1)
+        logits = _scorer(name)(source, np.full(n, len(prompt)), target)
+    else:
+        text = np.zeros((n, 3 + NEW), int)
+        text[:, : len(prompt)] = prompt
+        text[:, len(prompt) : len(prompt) + NEW] = tokens
+        logits = _scorer(name)(text)[:, len(prompt) - 1 : len(prompt) - 1 + NEW]
+    return np.asarray(jax.nn.log_softmax(logits))
+
+
+def greedy(name: str, prompt: np.ndarray) -> tuple[list[int], float]:
+    """Token for token, each by a call over everything so far."""
+    tokens, total = np.zeros((1, NEW), int), 0.0
+    for t in range(NEW):
+        last = scores(name, prompt, tokens)[0, t]
+        tokens[0, t] = last.argmax()
+        total += last.max()
+        if tokens[0, t] == EOS:
+            break
+    return tokens[0, : t + 1].tolist(), total
+
+
+def rows(found: Any) -> list[tuple[list[int], float]]:
+    assert all((row[n:] == EOS).all() for row, n in zip(found.tokens, found.lengths, strict=True))
+    return [
+        (row[:n].tolist(), float(score))
+        for row, n, score in zip(*map(np.asarray, found), strict=True)
+    ]
+
+
+def same(found: Any, expected: Any) -> None:
+    for (tokens, score), (wanted, total) in zip(found, expected, strict=True):
+        assert tokens == wanted
+        assert score == pytest.approx(total, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_with_a_cache_is_greedy_without(name: str) -> None:
+    """Ragged prompts, each as if alone; rows end at their own eos; the callback sees each step."""
+    model, variables, start = made(name)
+    call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
+    found = generate(model, variables, PROMPT, **call)
+    expected = [greedy(name, row[:n]) for row, n in zip(PROMPT, LENGTHS, strict=True)]
+    same(rows(found), expected)
+    assert len({len(tokens) for tokens, _ in expected}) == 3
+
+    seen: list[tuple[int, np.ndarray]] = []
+    again = generate(model, variables, PROMPT, callback=lambda *step: seen.append(step), **call)
+    np.testing.assert_array_equal(again.tokens, found.tokens)
+    assert [step for step, _ in seen] == list(range(max(found.lengths)))
+    streamed = np.stack([tokens for _, tokens in seen], axis=1)
+    np.testing.assert_array_equal(streamed, found.tokens[:, : len(seen)])
+
+
+def test_ids_out_of_range_are_seen() -> None:
+    """Beyond a prompt's length there may be anything; within it traced ids give a score of NaN."""
+    model, variables, _ = made("rotary")
+
+    @jax.jit
+    def run(prompt: jax.Array) -> Any:
+        call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS}
+        return generate(model, variables, prompt, **call)
+
+    wanted = run(PROMPT)
+    same(rows(run(PROMPT + np.array([[0, 0, 0], [0, -9, V], [0, 0, -1]]))), rows(wanted))
+    for wrong in (-1, V):
+        found = run(np.where(PROMPT == 2, wrong, PROMPT))
+        np.testing.assert_array_equal(np.isnan(found.scores), [True, True, False])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rotary", "translator"])
+def test_enough_beams_are_brute_force(name: str) -> None:
+    """With a beam for every sequence nothing is lost; with one, the search is greedy."""
+    model, variables, start = made(name)
+    call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
+    found = generate(model, variables, PROMPT, beams=V ** (NEW - 1), **call)
+    every = np.array(list(itertools.product(range(V), repeat=NEW)))
+    ended = np.cumsum(every == EOS, axis=1) - (every == EOS) > 0
+    for row, n, result in zip(PROMPT, LENGTHS, rows(found), strict=True):
+        each = np.take_along_axis(scores(name, row[:n], every), every[..., None], -1)[..., 0]
+        total = np.where(ended, 0, each).sum(1)
+        best = every[total.argmax()]
+        length = (~ended[total.argmax()]).sum()
+        same([result], [(best[:length].tolist(), total.max())])
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.integers(-20, 20), min_size=1, max_size=9),
+    st.integers(1, 9),
+    st.floats(0.01, 1.0),
+)
+def test_what_is_drawn_from(logits: list[int], k: int, p: float) -> None:
+    """Against NumPy; of equal logits the smaller tokens come first."""
+    x = np.asarray(logits, np.float32) / 4
+    k = min(k, len(x))
+    order = np.argsort(-x, kind="stable")
+    kept = np.full_like(x, -np.inf)
+    kept[order[:k]] = x[order[:k]]
+    np.testing.assert_array_equal(sampling.top_k(jnp.asarray(x), k), kept)
+
+    likely = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum())[order]
+    before = np.cumsum(likely) - likely
+    if np.abs(before - p).min() > 1e-5:  # else float32 may round either way
+        count = max(1, int((before < p).sum()))
+        kept = np.full_like(x, -np.inf)
+        kept[order[:count]] = x[order[:count]]
+        np.testing.assert_array_equal(sampling.top_p(jnp.asarray(x), p), kept)
+
+
+@pytest.mark.slow
+def test_draws_follow_the_distribution() -> None:
+    """Of the tempered and cut logits; and a draw is a function of its key."""
+    logits = jnp.asarray([2.0, 1.0, 0.0, -1.0, -2.0])
+    many = jnp.broadcast_to(logits, (20_000, 5))
+    rule = sampling.Sampling.checked(temperature=2.0, top_k=4, top_p=0.9)
+    tokens = rule.choose(KEY, many)
+    p = np.exp(np.array([1.0, 0.5, 0.0, -0.5]))
+    p = np.where(np.cumsum(p / p.sum()) - p / p.sum() < 0.9, p, 0)
+    share = np.bincount(tokens, minlength=5) / len(many)
+    np.testing.assert_allclose(share, [*p / p.sum(), 0], atol=0.02)
+
+    model, variables, _ = made("rotary")
+    call = {"max_new_tokens": NEW, "temperature": 9.0}
+    one, same, other = (
+        generate(model, variables, PROMPT[:1], rng=jax.random.key(seed), **call).tokens
+        for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, same)
+    assert (one != other).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "beams", "kind", "length"),
+    [
+        ("rotary", 1, "Auto", None),
+        ("translator", 3, "Explicit", None),
+        # Three tokens of a prompt, then one, where sequences are divided in training.
+        ("rotary", 2, "Explicit", "model"),
+    ],
+)
+def test_a_mesh_changes_nothing(name: str, beams: int, kind: str, length: str | None) -> None:
+    model, variables, start = made(name)
+    prompt, lengths = np.tile(PROMPT[:2], (2, 1)), np.tile(LENGTHS[:2], 2)
+    call = {"max_new_tokens": NEW, "eos": EOS, "beams": beams, **start}
+    alone = generate(model, variables, prompt, lengths=lengths, **call)
+    types = (jax.sharding.AxisType[kind],) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types, devices=jax.devices()[:4])
+    by_tokens = dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"))
+    by_tokens |= {"length": length, "norm_length": length}
+    rules = [(n, by_tokens.get(n, axis) if length else axis) for n, axis in sharding.RULES]
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        # In training two tokens can be divided over two devices.
+        example = prompt[:, :2]
+        layout = sharding.of(lambda: model.init(KEY, *[example] * (1 + len(start))))
+        found = generate(model, jax.device_put(variables, layout), prompt, lengths=lengths, **call)
+    same(rows(found), rows(alone))
+
+
+@pytest.mark.slow
+def test_several_ends() -> None:
+    """A row ends at any of them, and the first of them fills the rest."""
+    model, variables, _ = made("rotary")
+    call = {"max_new_tokens": NEW, "lengths": LENGTHS}
+    free = np.asarray(generate(model, variables, PROMPT, **call).tokens)
+    ends = (int(free[0, 1]), int(free[1, 2]))
+    found = generate(model, variables, PROMPT, eos=ends, **call)
+    for row, tokens, length in zip(free, found.tokens, found.lengths, strict=True):
+        at = np.flatnonzero(np.isin(row, ends))
+        assert length == (at[0] + 1 if len(at) else NEW)
+        np.testing.assert_array_equal(tokens[:length], row[:length])
+        assert (np.asarray(tokens[length:]) == ends[0]).all()
+    assert len({*found.lengths.tolist()}) > 1

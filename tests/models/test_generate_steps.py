@@ -1,0 +1,165 @@
+"""Generation by models that are not ours: any function of a cache."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import KVCache, MultiHeadAttention, generate
+from tests.support.decoded import cache_of, greedy
+
+V, D, N, NEW = 7, 8, 2, 5
+KEY = jax.random.key(0)
+PROMPT = np.array([[3, 4, 2], [2, 5, 1]])
+
+
+class Foreign(nn.Module):
+    """A model as somebody else would write it, with our layer in it, unnamed."""
+
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens, positions, lengths=None):
+        x = nn.Embed(V, D)(tokens) + nn.Embed(32, D)(positions)
+        mask = None if self.decode else flax_mha.masks.Causal()
+        for _ in range(2):
+            layer = MultiHeadAttention(N, decode=self.decode)
+            x = x + layer(nn.LayerNorm()(x), mask=mask, lengths=lengths)
+        return nn.Dense(V)(3 * x)
+
+
+def linen() -> tuple[Any, Any, Any]:
+    """The model's step, its variables, and a function of tokens without a cache."""
+    plain, cached = Foreign(), Foreign(decode=True)
+    room = jnp.zeros((2, len(PROMPT[0]) + NEW), jnp.int32)
+    params = {"params": jax.jit(plain.init)(KEY, room, room)["params"]}
+    cache = cache_of(cached, room, room)
+
+    def step(variables, cache, tokens, positions, lengths=None):
+        held = {**variables, "cache": cache}
+        logits, new = cached.apply(held, tokens, positions, lengths, mutable=["cache"])
+        return logits, new["cache"]
+
+    def whole(tokens):
+        return plain.apply(params, tokens, jnp.arange(tokens.shape[1])[None] + 0 * tokens)
+
+    return step, (params, cache), whole
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.places = nnx.Embed(32, D, rngs=rngs)
+        self.attention = flax_mha.nnx.MultiHeadAttention(N, D, rngs=rngs)
+        self.head = nnx.Linear(D, V, rngs=rngs)
+
+    def __call__(self, tokens, positions, decode):
+        x = self.embed(tokens) + self.places(positions)
+        return self.head(3 * (x + self.attention(x, decode=decode, is_causal=True)))
+
+
+def nnx_model() -> tuple[Any, Any, Any]:
+    model = Nnx(nnx.Rngs(0))
+    plain, state = nnx.split(model)
+
+    def whole(tokens):
+        positions = jnp.arange(tokens.shape[1])[None] + 0 * tokens
+        return nnx.merge(plain, state)(tokens, positions, False)
+
+    cached = nnx.clone(model)
+    cached.attention.init_cache((2, len(PROMPT[0]) + NEW, D))
+    graph, params, cache = nnx.split(cached, nnx.Param, ...)
+
+    def step(variables, cache, tokens, positions):
+        model = nnx.merge(graph, variables, cache)
+        logits = model(tokens, positions, True)
+        return logits, nnx.split(model, nnx.Param, ...)[2]
+
+    return step, (params, cache), whole
+
+
+def by_hand() -> tuple[Any, Any, Any]:
+    """No module: two arrays, and caches in a list."""
+    table, head = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 2, 4), (8, V)])
+    )
+
+    def attend(x, held):
+        out, held = held.extend(x, x, x)
+        return x + out, held
+
+    def step(variables, cache, tokens, positions):
+        x, new = variables["table"][tokens], []
+        for held in cache:
+            x, held = attend(x, held)
+            new.append(held)
+        return x.reshape(*tokens.shape, 8) @ variables["head"], new
+
+    empty = [KVCache.empty((2,), 8, 2, 4) for _ in range(2)]
+    variables = {"table": table, "head": head}
+
+    def whole(tokens):
+        return step(variables, [KVCache.empty((2,), 9, 2, 4)] * 2, tokens, None)[0]
+
+    return step, (variables, empty), whole
+
+
+MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_greedy_without_a_cache(name: str) -> None:
+    step, (variables, cache), whole = MODELS[name]()
+    found = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
+    np.testing.assert_array_equal(found.tokens, greedy(whole, PROMPT, NEW))
+    full = np.concatenate([PROMPT, found.tokens], 1)
+    log_p = jax.nn.log_softmax(jax.jit(whole)(full))[:, 2:-1]
+    wanted = np.take_along_axis(np.asarray(log_p), np.asarray(found.tokens)[..., None], -1)
+    np.testing.assert_allclose(found.scores, wanted[..., 0].sum(-1), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_beams_score_no_less(name: str) -> None:
+    step, (variables, cache), _ = MODELS[name]()
+    one = generate(step, variables, PROMPT, max_new_tokens=3, cache=cache)
+    wide = generate(step, variables, PROMPT, max_new_tokens=3, cache=cache, beams=V)
+    assert (np.asarray(wide.scores) >= np.asarray(one.scores) - 1e-5).all()
+
+
+def test_prompts_of_several_lengths() -> None:
+    step, (variables, cache), whole = linen()
+    found = generate(
+        step, variables, PROMPT, max_new_tokens=3, cache=cache, lengths=np.array([3, 1])
+    )
+    np.testing.assert_array_equal(found.tokens[:1], greedy(whole, PROMPT[:1], 3))
+    np.testing.assert_array_equal(found.tokens[1:], greedy(whole, PROMPT[1:, :1], 3))
+
+
+def bad(*_: Any) -> Any:
+    return jnp.zeros((2, V))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"cache": None}, ValueError, r"needs a cache to begin with, got None; give cache="),
+        ({"lengths": np.array([1, 2])}, ValueError, r"lengths need a step that takes them, step\("),
+        ({"model": bad}, ValueError, r"must give logits \[B, T, V\] and the cache, got float32 \("),
+        ({"model": Foreign()}, TypeError, r"got Foreign; of another give a function step\("),
+        ({"model": lambda v, c, t, p: (jnp.zeros((*t.shape, V)), ())}, ValueError,
+         r"the same structure as it takes"),
+        ({"max_new_tokens": 7}, ValueError, r"room for 9 tokens, the .* for 8; make"),
+        ({"start": 1}, ValueError, r"start is the token that a Translator's"),
+    ],
+)  # fmt: skip
+def test_mistakes(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    step, (variables, cache), _ = by_hand()
+    call = {"model": step, "max_new_tokens": 2, "cache": cache} | given
+    with pytest.raises(error, match=message):
+        generate(call.pop("model"), variables, PROMPT, **call)

@@ -1,0 +1,234 @@
+"""Stacks whose layers share keys and values: decoding, memory, scan, and what does not fit."""
+
+import functools
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import (
+    CacheConfig,
+    Decoder,
+    DecoderBlock,
+    Encoder,
+    EncoderBlock,
+    LanguageModel,
+    MultiHeadAttention,
+    QKNorm,
+    masks,
+    variants,
+)
+from flax_mha.models import TokenEmbedding
+from flax_mha.positions import Rotary
+from flax_mha.scores import SoftCap
+from tests.support.decoded import decoded, greedy
+from tests.support.oracle import error, random_like
+
+D, T = 16, 9
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(2, T, D)).astype(np.float32)
+TOKENS = RNG.integers(0, 50, (2, T))
+
+
+def blocks(kind: Any = DecoderBlock, narrow: int = 1, **fields: Any) -> tuple[Any, ...]:
+    """A layer with a ring and one that sees all; the same, less far, and with another score."""
+    local = MultiHeadAttention(
+        4, num_kv_heads=2, rotary=Rotary(100.0), mask=masks.Window(2, 0), cache=CacheConfig(slots=4)
+    )
+    whole = MultiHeadAttention(4, num_kv_heads=2, rotary=Rotary(1e4), qk_norm=QKNorm())
+    others = (
+        local.clone(mask=masks.Window(narrow, 0)),
+        whole.clone(scores=(SoftCap(2.0),), cache=CacheConfig("int8")),
+    )
+    return tuple(kind(layer, 24, **fields) for layer in (local, whole, *others))
+
+
+# Two layers that give, and two that take.
+MODEL = LanguageModel(TokenEmbedding(50, D), Decoder(4, blocks(), kv_from=(None, None, 0, 1)))
+
+
+@functools.cache
+def parameters() -> Any:
+    return random_like(jax.eval_shape(MODEL.init, KEY, TOKENS))
+
+
+def decoding(decoder: Decoder) -> Decoder:
+    inner = (b.clone(attention=b.attention.clone(decode=True)) for b in decoder.blocks)
+    return decoder.copy(block=tuple(inner))
+
+
+def test_decoding_is_the_whole() -> None:
+    """A prompt of several tokens, then two, then one."""
+    params = {"params": parameters()["params"]["decoder"]}
+    wanted = jax.jit(MODEL.decoder.apply)(params, X)
+    found = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
+    assert error(found, np.asarray(wanted)) < 5e-6
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), pytest.param((5, 3), marks=pytest.mark.slow)])
+def test_generate(lengths: tuple[int, int]) -> None:
+    """Prompts of different lengths, each as if alone."""
+    prompt, count, given = TOKENS[:, :5], 4, np.array(lengths)
+    found = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=given)
+    for row, n in enumerate(lengths):
+        logits = functools.partial(MODEL.apply, parameters())
+        wanted = greedy(logits, prompt[row : row + 1, :n], count)
+        np.testing.assert_array_equal(found.tokens[row], wanted[0])
+
+
+def test_what_is_kept() -> None:
+    """Those that take have no parameters for keys and values, and keep nothing."""
+
+    def kept(decoder: Decoder) -> dict[str, int]:
+        held = jax.eval_shape(decoding(decoder).init, KEY, X)["cache"]
+        return {
+            name: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+            for name, tree in held.items()
+        }
+
+    found, plain = kept(MODEL.decoder), kept(MODEL.decoder.copy(kv_from=None))
+    assert found == {f"layers_{i}": plain[f"layers_{i}"] for i in range(2)}
+    takers = parameters()["params"]["decoder"]["layers_3"]["attention"]
+    assert takers.keys() == {"query", "query_ln", "out"}
+
+
+@pytest.mark.usefixtures("optimized")
+def test_a_step_copies_nothing_of_the_cache() -> None:
+    layer = MultiHeadAttention(2, decode=True)
+    stack = Decoder(3, DecoderBlock(layer, 8), kv_from=(None, 0, 0))
+    x = jnp.ones((2, 1024, 32))
+    variables = jax.eval_shape(stack.init, KEY, x)
+
+    def step(params: Any, cache: Any, x: jax.Array) -> Any:
+        return stack.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+
+    args = variables["params"], variables["cache"], jax.eval_shape(lambda: x[:, :1])
+    compiled = jax.jit(step, donate_argnums=1).lower(*args).compile()
+    assert not re.findall(r"\[2,2,1024,16\]\S* (?:copy|transpose)\(.*", compiled.as_text())
+    size = variables["cache"]["layers_0"]["attention"]["kv"].key.size
+    assert compiled.memory_analysis().temp_size_in_bytes < size
+
+
+def test_under_scan_and_remat() -> None:
+    """Pairs of layers, as in cross-layer attention: the loop, its gradients, and one left over."""
+    table = (None, 0, None, 2, None)
+    loop, scan = (
+        Encoder(5, blocks(EncoderBlock, remat=scan)[2:], kv_from=table, scan=scan)
+        for scan in (False, True)
+    )
+    params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
+    each = [[params[f"layers_{2 * i + n}"] for i in range(2)] for n in range(2)]
+    steps = {f"block_{n}": jax.tree.map(lambda *x: jnp.stack(x), *x) for n, x in enumerate(each)}
+    together = {"layers": steps} | {name: params[name] for name in ("layers_4", "norm")}
+
+    def loss(stack: Encoder, params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(stack.apply({"params": params}, x)))
+
+    pull = jax.jit(jax.value_and_grad(loss, 2), static_argnums=0)
+    (wanted, wanted_dx), (found, dx) = pull(loop, params, X), pull(scan, together, X)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(dx, wanted_dx, atol=1e-4)
+
+
+def test_one_for_all_layers() -> None:
+    """Layers on the keys and values of another stack, as of YOCO's cross-decoder."""
+    block = EncoderBlock(MultiHeadAttention(4, mask=masks.Causal()), 8)
+    later = Encoder(2, block, scan=True, final_norm=False)
+    joined = Encoder(3, block, kv_from=(None, 0, 0), final_norm=False)
+    params = random_like(jax.eval_shape(joined.init, KEY, X))["params"]
+    alone = jax.jit(functools.partial(block.apply, return_kv=True))
+    x, kv = alone({"params": params["layers_0"]}, X)
+    layers = jax.tree.map(lambda *x: jnp.stack(x), params["layers_1"], params["layers_2"])
+    found = jax.jit(later.apply)({"params": {"layers": layers}}, x, kv=kv)
+    assert error(found, jax.jit(joined.apply)({"params": params}, X)) < 1e-6
+
+
+def initialized(module: nn.Module, *inputs: Any, **call: Any) -> Any:
+    return jax.eval_shape(functools.partial(module.init, **call), KEY, X, *inputs)
+
+
+def stack(*table: Any, scan: bool = False, several: int = 1, **call: Any) -> Any:
+    block = blocks(EncoderBlock)[:several]
+    return initialized(Encoder(len(table), block, kv_from=table, scan=scan), **call)
+
+
+def take(kv: Any, *inputs: Any, **fields: Any) -> Any:
+    call = fields.pop("call", {})
+    layer = fields.pop("kind", MultiHeadAttention)(4, **{"head_dim": 4} | fields)
+    return initialized(layer, *inputs, kv=kv, **call)
+
+
+def in_a_ring() -> Any:
+    """A step of a layer that sees more than the ring which it is given."""
+    wide = MODEL.copy(decoder=MODEL.decoder.copy(block=blocks(narrow=3)))
+    return flax_mha.generate(wide, parameters(), TOKENS, max_new_tokens=2)
+
+
+PAIR = (np.ones((2, T, 2, 4), np.float32),) * 2
+VARIANTS: dict[Any, dict[str, Any]] = {
+    variants.DifferentialAttention: {}, variants.ForgettingAttention: {},
+    variants.TalkingHeadsAttention: {}, variants.ChosenBlocksAttention: {},
+    variants.MultiHeadLatentAttention: {"rotary": Rotary(), "rope_dim": 2},
+}  # fmt: skip
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "length": (lambda: initialized(Encoder(3, blocks(EncoderBlock), kv_from=(None, 0))),
+               ValueError, r"for each of the 3 layers, got \(None, 0\)"),
+    "a number": (lambda: initialized(Encoder(3, blocks(EncoderBlock), kv_from=0)),
+                 ValueError, r"kv_from must be a tuple.* got 0"),
+    "forwards": (lambda: stack(None, 2, None), ValueError,
+                 r"kv_from\[1\] must be an earlier layer .* one of \[0\], got 2 in"),
+    "itself": (lambda: stack(None, 1), ValueError, r"kv_from\[1\] must be an earlier .* got 1"),
+    "the first": (lambda: stack(0, None), ValueError, r"kv_from\[0\] must be None, .* got 0 in"),
+    "of a taker": (lambda: stack(None, 0, 1), ValueError, r"kv_from\[2\] .* of \[0\], got 1"),
+    "negative": (lambda: stack(None, -1), ValueError, r"kv_from\[1\] must be in 0 …"),
+    "a name": (lambda: stack(None, "0"), TypeError, r"kv_from\[1\] must be an int, got '0'"),
+    "scan of one": (lambda: stack(None, 0, scan=True), ValueError,
+                    r"scan .* has 1 here\), .* would be \(None, None\), got \(None, 0\); give"),
+    "scan across": (lambda: stack(None, None, 0, 1, scan=True, several=2), ValueError,
+                    r"scan .* has 2 here\), .*; give block= more blocks in turn, or scan=False"),
+    "table and kv": (lambda: stack(None, 0, kv=PAIR), ValueError, "kv= goes to all layers, and"),
+    "inputs too": (lambda: take(PAIR, X), ValueError, "kv are keys and values themselves, got inp"),
+    "one array": (lambda: take(PAIR[0]), TypeError, r"kv must be what a layer gave .* got float32"),
+    "integers": (lambda: take((PAIR[0].astype(int),) * 2), TypeError, "kv's keys must be floating"),
+    "batch": (lambda: take((PAIR[0][:1],) * 2), ValueError, r"kv must be .*got \(1, 9, 2, 4\)"),
+    "heads": (lambda: take((PAIR[0].repeat(2, -2)[:, :, :3],) * 2), ValueError, "K a divisor of N"),
+    "features": (lambda: take(PAIR, head_dim=8, v_head_dim=4), ValueError,
+                 r"H and Hv as in this layer, whose queries .* are \(2, 9, 4, 8\) and Hv = 4; got"),
+    "values": (lambda: take(PAIR, v_head_dim=8), ValueError, "the same head_dim and v_head_dim"),
+    "key for each": (lambda: take((PAIR[0], PAIR[0][:, 1:])), ValueError, r"got \(2, 9, 2, 4\) a"),
+    "rank": (lambda: take((PAIR[0][0, 0],) * 2), ValueError, r"kv must be keys \[\*B, S, K, H\]"),
+    "order": (lambda: take(PAIR, call={"order": np.arange(T)}), ValueError,
+              "order must be given to both layers"),
+    "flag": (lambda: take(None, call={"return_kv": 1}), TypeError, "return_kv must be True or F"),
+    "a ring": (lambda: in_a_ring(), ValueError, r"ring buffer with a window of 2, .* at most 2"),
+    "torch": (lambda: flax_mha.interop.to_torch(
+        Encoder(2, blocks(EncoderBlock)[0], kv_from=(None, 0)), {}
+    ), ValueError, r"torch.nn has no Stack with kv_from, got \(None, 0\)"),
+    "nnx without": (lambda: flax_mha.nnx.MultiHeadAttention(
+        4, D, in_kv_features=0, rngs=nnx.Rngs(0)
+    )(X), ValueError, "in_kv_features=0 has no keys and values of its own; give kv="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit(name: str) -> None:
+    make, kind, words = WRONG[name]
+    with pytest.raises(kind, match=words):
+        make()
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_variants_neither_take_nor_give(kind: Any) -> None:
+    fields = VARIANTS[kind] | {"kind": kind}
+    with pytest.raises(ValueError, match=r"got (inputs_k or )?kv; leave it out"):
+        take(PAIR, **fields)
+    if kind is not variants.ChosenBlocksAttention:  # Whose keys and values are those of any layer.
+        with pytest.raises(ValueError, match="no keys and values that others could attend to"):
+            take(None, call={"return_kv": True}, **fields)

@@ -1,0 +1,189 @@
+"""Decoders, the language model and the translator against their formulas in NumPy float64."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, masks
+from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
+from flax_mha.positions import PositionEmbedding
+from tests.support import oracle
+from tests.support.oracle import error, float64, random_like
+
+KEY = jax.random.key(0)
+OUTPUT, GRADIENT = 1e-5, 5e-5  # see test_blocks
+B, T, S, D, V = 2, 4, 5, 8, 7
+LENGTHS = np.array([3, 5])
+SEEN = (np.arange(S) < LENGTHS[:, None])[:, None, None]
+CAUSAL = np.tril(np.ones((T, T), bool))
+RNG = np.random.default_rng(1)
+X, MEMORY = (RNG.normal(size=(B, n, D)).astype(np.float32) for n in (T, S))
+SOURCE, TARGET = RNG.integers(0, V, (B, S)), RNG.integers(0, V, (B, T))
+
+
+def block(cross: bool = True, **fields: Any) -> DecoderBlock:
+    layer = MultiHeadAttention(2, num_kv_heads=1)
+    return DecoderBlock(layer, 16, cross_attention=layer.copy() if cross else None, **fields)
+
+
+def parameters(module: nn.Module, *inputs: Any) -> Any:
+    return random_like(jax.eval_shape(module.init, KEY, *inputs))
+
+
+def decoder_block(
+    params: Any, x: Any, memory: Any, norm: str = "layernorm", pre_norm: bool = True
+) -> np.ndarray:
+    """The formula, with the memory's padding hidden."""
+    branches = {
+        "attention": lambda x: oracle.multi_head(params["attention"], x, allowed=CAUSAL)[0],
+        "cross_attention": lambda x: oracle.multi_head(
+            params["cross_attention"], x, float64(memory), allowed=SEEN
+        )[0],
+        "mlp": lambda x: oracle.mlp(params["mlp"], x),
+    }
+    x = float64(x)
+    for name, branch in branches.items():
+        normed = lambda x, name=name: oracle.NORMS[norm](params[f"{name}_norm"], x)  # noqa: E731
+        x = x + branch(normed(x)) if pre_norm else normed(x + branch(x))
+    return x
+
+
+@pytest.mark.parametrize(("norm", "pre_norm"), [("layernorm", True), ("rmsnorm", False)])
+def test_block(norm: str, pre_norm: bool) -> None:
+    module = block(norm=norm, pre_norm=pre_norm)
+    params = parameters(module, X, MEMORY)
+    out = jax.jit(module.apply)(params, X, MEMORY, memory_mask=masks.Lengths(LENGTHS))
+    expected = decoder_block(params["params"], X, MEMORY, norm, pre_norm)
+    assert error(out, expected) < OUTPUT
+
+
+def test_without_a_memory_it_is_an_encoder_block_under_causality() -> None:
+    decoder = block(cross=False)
+    encoder = EncoderBlock(decoder.attention, 16)
+    params = parameters(decoder, X)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, parameters(encoder, X))
+    bias = RNG.normal(size=(1, T, T)).astype(np.float32)
+    mask = masks.Window(1, 0)
+    expected = jax.jit(encoder.apply)(params, X, mask=masks.Causal() & mask, bias=bias)
+    out = jax.jit(decoder.apply)(params, X, mask=mask, bias=bias)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_nothing_comes_from_the_future_or_from_padding(scan: bool) -> None:
+    """The gradients are 0 exactly there; scanned layers are the layers."""
+    loop, module = (Decoder(2, block(remat=scan), scan=scan) for scan in (False, scan))
+    params = parameters(loop, X, MEMORY)
+    inner = params["params"]
+    if scan:
+        layers = jax.tree.map(lambda *x: np.stack(x), inner["layers_0"], inner["layers_1"])
+        inner = {"layers": layers, "norm": inner["norm"]}
+    at, weights = 2, RNG.normal(size=(B, D)).astype(np.float32)
+
+    def features(params: Any, x: Any, memory: Any) -> jax.Array:
+        out = module.apply({"params": params}, x, memory, memory_mask=masks.Lengths(LENGTHS))
+        return jnp.sum(out[:, at] * weights), out
+
+    (_, out), (dx, dm) = jax.jit(jax.value_and_grad(features, (1, 2), has_aux=True))(
+        inner, X, MEMORY
+    )
+    np.testing.assert_array_equal((dx != 0).any(-1), np.tile(np.arange(T) <= at, (B, 1)))
+    np.testing.assert_array_equal((dm != 0).any(-1), SEEN[:, 0, 0])
+    x = X
+    for i in range(2):
+        x = decoder_block(params["params"][f"layers_{i}"], x, MEMORY)
+    assert error(out, oracle.layer_norm(params["params"]["norm"], x)) < OUTPUT
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("tied", [True, False])
+def test_language_model(tied: bool) -> None:
+    table = PositionEmbedding("sinusoidal")
+    decoder = Decoder(2, block(cross=False))
+    model = LanguageModel(TokenEmbedding(V, D), decoder, tied, table)
+    params = parameters(model, TARGET)
+    p = float64(params["params"])
+    embedding = p["embedding"]["table"]["embedding"]
+    x = embedding[TARGET] + oracle.sinusoidal(np.arange(T), D)
+    for i in range(2):
+        x = oracle.encoder_block(p["decoder"][f"layers_{i}"], x, allowed=CAUSAL)
+    x = oracle.layer_norm(p["decoder"]["norm"], x)
+    expected = x @ (embedding if tied else p["head"]["table"]["embedding"]).T
+    logits = jax.jit(model.apply)(params, TARGET)
+    assert (logits.dtype, error(logits, expected) < OUTPUT) == (jnp.float32, True)
+    at = np.array([1, 3])
+    last = jax.jit(model.apply)(params, TARGET, at=at)
+    assert error(last[:, 0], expected[np.arange(B), at]) < OUTPUT
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("shared", [True, False])
+def test_translator(shared: bool) -> None:
+    """The whole of it; a source's padding has no influence at all."""
+    encoder = Encoder(1, EncoderBlock(MultiHeadAttention(2), 16))
+    decoder = LanguageModel(TokenEmbedding(V, D), Decoder(1, block()))
+    model = Translator(encoder, decoder, None if shared else TokenEmbedding(V, D))
+    params = parameters(model, SOURCE, TARGET)
+    p = float64(params["params"])
+    target = p["decoder"]["embedding"]["table"]["embedding"]
+    source = target if shared else p["embedding"]["table"]["embedding"]
+    memory = oracle.encoder_block(p["encoder"]["layers_0"], source[SOURCE], allowed=SEEN)
+    memory = oracle.layer_norm(p["encoder"]["norm"], memory)
+    x = decoder_block(p["decoder"]["decoder"]["layers_0"], target[TARGET], memory)
+    expected = oracle.layer_norm(p["decoder"]["decoder"]["norm"], x) @ target.T
+    apply = jax.jit(lambda *tokens: model.apply(params, *tokens, source_lengths=LENGTHS))
+    logits = apply(SOURCE, TARGET)
+    assert error(logits, expected) < OUTPUT
+    padded = np.where(np.arange(S) < LENGTHS[:, None], SOURCE, V - 1)
+    np.testing.assert_array_equal(apply(padded, TARGET), logits)
+
+
+def test_what_is_out_of_range_is_nan() -> None:
+    """Ids, positions and the wanted token, where they are traced; the rows beside are as ever."""
+    table = PositionEmbedding(max_length=T)
+    layers = Decoder(1, DecoderBlock(MultiHeadAttention(2), 8))
+    model = LanguageModel(TokenEmbedding(V, D), layers, position_embedding=table)
+    params = parameters(model, TARGET)
+    places = np.broadcast_to(np.arange(T), (B, T))
+
+    @jax.jit
+    def run(tokens: Any, positions: Any, at: Any) -> Any:
+        return model.apply(params, tokens, positions=positions, at=at)
+
+    wanted = run(TARGET, places, np.array([1, 3]))
+    for wrong in (-1, 99):
+        for call in (
+            (np.where(places * [[1], [0]] == 1, wrong, TARGET), places, np.array([1, 3])),
+            (TARGET, np.where(places * [[1], [0]] == 1, wrong, places), np.array([1, 3])),
+            (TARGET, places, np.array([wrong, 3])),
+        ):
+            out = run(*call)
+            assert np.isnan(out[0]).all()
+            np.testing.assert_array_equal(out[1], wanted[1])
+
+
+class Plain(DecoderBlock):
+    """A user's block: takes no memory, and nothing that nobody gives."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:  # type: ignore[override]
+        return x + self.attention(x, mask=masks.Causal(), deterministic=deterministic)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_block_of_a_users_own_is_given_what_the_stack_is_given(scan: bool) -> None:
+    stack = Decoder(2, Plain(MultiHeadAttention(2), 16, pre_norm=False), scan=scan)
+    params = parameters(stack, X)["params"]
+    out = stack.apply({"params": params}, X, deterministic=True)
+    expected = float64(X)
+    for i in range(2):
+        own = jax.tree.map(lambda p, i=i: p[i], params["layers"]) if scan else params[f"layers_{i}"]
+        expected = expected + oracle.multi_head(own["attention"], expected, allowed=CAUSAL)[0]
+    assert error(out, expected) < OUTPUT
+    with pytest.raises(TypeError, match="unexpected keyword argument 'memory_mask'"):
+        jax.eval_shape(stack.init, KEY, X, memory_mask=masks.Causal())

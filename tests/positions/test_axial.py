@@ -1,0 +1,124 @@
+"""Rotary on several axes, against the formulas pair by pair, and inside the layer."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import MultiHeadAttention, masks
+from flax_mha.positions import Axial, MRope, Rotary
+from tests.support.decoded import decoded
+from tests.support.oracle import error, random_like
+
+RNG = np.random.default_rng(0)
+KEY = jax.random.key(0)
+
+
+def turned(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
+    """Pair p of token i as a complex number, times e^(i·angle(i, p)), in float64."""
+    out, half = np.array(x, np.float64), x.shape[-1] // 2
+    for i in range(x.shape[-3]):
+        for p in range(half):
+            a, b = (2 * p, 2 * p + 1) if interleaved else (p, p + half)
+            z = (x[..., i, :, a] + 1j * x[..., i, :, b]) * np.exp(1j * angle(i, p))
+            out[..., i, :, a], out[..., i, :, b] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("sizes", [(5,), (3, 4), (2, 3, 2)])
+@pytest.mark.parametrize("span", [None, 2 * math.pi])
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_axial(sizes: tuple[int, ...], interleaved: bool, span: float | None, prefix: int) -> None:
+    T, H = prefix + math.prod(sizes), 12
+    x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
+    share = H // 2 // len(sizes)
+
+    def angle(i: int, p: int) -> float:
+        if i < prefix:
+            return 0.0
+        axis = p // share
+        c: float = float(np.unravel_index(i - prefix, sizes)[axis])
+        if span is not None:
+            c = span * (2 * (c + 0.5) / sizes[axis] - 1)
+        return c / 50 ** (p % share / share)
+
+    found = Axial(sizes, 50.0, interleaved, span, prefix)(x, np.arange(T))
+    assert error(found, turned(x, angle, interleaved)) < 1e-6
+
+
+def test_beyond_the_lattice() -> None:
+    """A layer refuses more tokens than there are places; positions that are traced give NaN."""
+    layer = MultiHeadAttention(2, rotary=Axial((2, 2)))
+    x = np.ones((1, 6, 16), np.float32)
+    with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 5; raise Axial\.sizes"):
+        jax.eval_shape(layer.init, KEY, x)
+    at = np.array([0, 3, 1, 0, 2, 3])
+    jax.eval_shape(lambda *a: layer.init(*a, positions=at), KEY, x)
+    turn = jax.jit(Axial((2, 2), prefix=1))
+    heads = RNG.normal(size=(1, 6, 1, 8)).astype(np.float32)
+    found = np.asarray(turn(heads, np.array([0, 1, 4, 5, -1, 2])))
+    np.testing.assert_array_equal(np.isnan(found).any((0, 2, 3)), [0, 0, 0, 1, 1, 0])
+    assert np.isnan(found[0, 3:5]).all()
+
+
+def test_one_axis_is_rotary() -> None:
+    x = RNG.normal(size=(2, 7, 3, 8)).astype(np.float32)
+    at = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
+    np.testing.assert_allclose(Axial((10,), 50.0)(x, at), Rotary(50.0)(x, at), atol=1e-6)
+
+
+def test_mrope() -> None:
+    T, H, sections = 6, 16, (2, 3, 3)
+    x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
+    at = RNG.integers(0, 30, (T, 3))
+    of = np.repeat(np.arange(3), sections)
+    found = MRope(sections, 50.0)(x, at)
+    expected = turned(x, lambda i, p: at[i, of[p]] / 50 ** (2 * p / H))
+    assert error(found, expected) < 2e-6
+    rows = np.stack([at, at])
+    np.testing.assert_allclose(MRope(sections, 50.0)(x, rows), found, atol=1e-6)
+    text = MRope(sections, 50.0)(x, np.arange(T))
+    np.testing.assert_allclose(text, Rotary(50.0)(x, np.arange(T)), atol=1e-6)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize(
+    ("rotary", "positions"),
+    [(Axial((3, 4), 50.0), None), (MRope((1, 1, 2), 50.0), RNG.integers(0, 9, (12, 3)))],
+)
+def test_in_the_layer(rotary: Any, positions: Any) -> None:
+    """Token by token what the whole gives, and gradients that are finite."""
+    x = RNG.normal(size=(2, 12, 16)).astype(np.float32)
+    layer = MultiHeadAttention(2, rotary=rotary, mask=masks.Causal())
+    params = random_like(jax.eval_shape(layer.init, KEY, x))
+    whole = np.asarray(jax.jit(layer.apply)(params, x, positions=positions))
+    stepwise = decoded(layer.clone(decode=True), params, x, positions=positions)
+    assert error(stepwise, whole) < 2e-6
+    bare = jax.jit(layer.clone(rotary=None).apply)(params, x)
+    assert error(bare, whole) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda x: Axial(()), "must have a size for each axis"),
+        (lambda x: Axial((3, 0)), r"Axial.sizes\[1\] must be at least 1"),
+        (lambda x: Axial(3), "Axial.sizes must be a tuple"),
+        (lambda x: Axial((2, 2), 0.0), "base must be above 0"),
+        (lambda x: Axial((2, 2), prefix=-1), "Axial.prefix must be in 0"),
+        (lambda x: Axial((2, 2, 2))(x, np.arange(4)), "must be a multiple of 6, got 8"),
+        (lambda x: Axial((2, 2))(x, np.arange(3)), "positions must have shape"),
+        (lambda x: Axial((3,))(x, np.arange(4)), r"positions must be in 0 … 2, got 3; raise Axial"),
+        (lambda x: Axial((3,), prefix=1)(x, np.arange(1, 5)), r"in 0 … 3, got 4; .* prefix of 1"),
+        (lambda x: Axial((3, 2))(x, np.arange(-1, 3)), r"positions must be in 0 … 5, got -1"),
+        (lambda x: MRope((1, 1))(x, np.arange(4)), "must have H/2 pairs in all"),
+        (lambda x: MRope((2, 2))(x, np.zeros((4, 3), int)), "a coordinate for each section"),
+        (lambda x: MRope((2, 0)), r"MRope.sections\[1\] must be at least 1"),
+    ],
+)
+def test_what_they_refuse(make: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        make(np.ones((1, 4, 1, 8), np.float32))

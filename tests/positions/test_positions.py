@@ -1,0 +1,141 @@
+"""Position encodings against their formulas."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flax_mha.positions import PositionEmbedding, Rotary, rotary, sinusoidal
+from tests.support import oracle
+
+KEY = jax.random.key(0)
+# Angles up to 1000 are rounded to float32, 6e-8 of 1000, before their sine is taken.
+ANGLE = 1e-4
+T, D = 5, 6
+ROWS = np.array([[0, 3, 1, 7, 7], [9, 2, 0, 1, 4]])
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("D", [1, 2, 7, 16])
+@pytest.mark.parametrize("base", [10_000.0, 50.0])
+def test_sinusoidal(D: int, base: float) -> None:
+    expected = oracle.sinusoidal(np.arange(1000), D, base)
+    np.testing.assert_allclose(sinusoidal(1000, D, base=base), expected, atol=ANGLE)
+    np.testing.assert_allclose(
+        sinusoidal(jnp.asarray(ROWS), D, base=base), expected[ROWS], atol=ANGLE
+    )
+
+
+@pytest.mark.parametrize("D", [4, 10])
+def test_sinusoidal_in_halves(D: int) -> None:
+    """The fastest and the slowest wavelength are 2π and 2π·base, and sines come first."""
+    n = np.arange(D // 2)
+    angles = np.arange(1000)[:, None] * np.exp(-np.log(10_000.0) / (D // 2 - 1) * n)
+    expected = np.concatenate([np.sin(angles), np.cos(angles)], -1)
+    np.testing.assert_allclose(sinusoidal(1000, D, halves=True), expected, atol=ANGLE)
+    x = normal(2, T, D)
+    found = PositionEmbedding("sinusoidal_halves").apply({}, x, ROWS)
+    np.testing.assert_allclose(found, x + expected[ROWS], atol=ANGLE)
+
+
+def test_sinusoidal_dtype_and_no_tokens() -> None:
+    low = sinusoidal(300, D, dtype=jnp.bfloat16)
+    assert low.dtype == jnp.bfloat16
+    # The angles are float32's: only the sine is rounded, to 8 significand bits.
+    np.testing.assert_allclose(
+        low.astype(np.float32), oracle.sinusoidal(np.arange(300), D), atol=2**-8
+    )
+    assert sinusoidal(0, D).shape == (0, D)
+
+
+@given(
+    batch=st.lists(st.integers(1, 3), max_size=2), N=st.integers(1, 3), pairs=st.integers(1, 4),
+    rest=st.integers(0, 1), interleaved=st.booleans(), per_row=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=8)
+def test_rotary(
+    batch: list[int], N: int, pairs: int, rest: int, interleaved: bool, per_row: bool
+) -> None:
+    H = 2 * pairs * (1 + rest)
+    x = normal(*batch, T, N, H)
+    positions = np.random.default_rng(1).integers(0, 1000, (*batch, T) if per_row else (T,))
+    how = {"fraction": 1 / (1 + rest), "interleaved": interleaved, "base": 100.0}
+    turned = jax.jit(Rotary(**how))(x, positions)
+    np.testing.assert_allclose(turned, oracle.rotary(x, positions, **how), atol=1e-3)
+    np.testing.assert_array_equal(turned[..., 2 * pairs :], x[..., 2 * pairs :])
+
+
+def test_rotary_dtype() -> None:
+    x = normal(300, 1, 8)
+    low = rotary(x.astype(jnp.bfloat16), np.arange(300))
+    assert low.dtype == jnp.bfloat16
+    # Input and output are rounded, the angles are not.
+    assert oracle.error(low.astype(np.float32), oracle.rotary(x, np.arange(300))) < 2**-8
+    with jax.enable_x64(True):
+        x64 = x.astype(np.float64)
+        turned = rotary(x64, np.arange(300))
+        assert turned.dtype == jnp.float64
+        np.testing.assert_allclose(turned, oracle.rotary(x64, np.arange(300)), atol=ANGLE)
+
+
+@given(i=st.integers(0, 200), j=st.integers(0, 200), shift=st.integers(-100, 100))
+@settings(max_examples=15)
+def test_rotary_scores_depend_on_the_distance(i: int, j: int, shift: int) -> None:
+    q, k = normal(2, 1, 1, 8)
+    turn = Rotary(interleaved=True)
+
+    def score(i: int, j: int) -> float:
+        return (turn(q[None], jnp.array([i])) * turn(k[None], jnp.array([j]))).sum()
+
+    np.testing.assert_allclose(score(i, j), score(i + shift, j + shift), atol=ANGLE)
+
+
+def applied(
+    x: np.ndarray, positions: Any = None, **fields: Any
+) -> tuple[jax.Array, dict[str, np.ndarray]]:
+    module = PositionEmbedding(**fields)
+    params = jax.eval_shape(module.init, KEY, x).get("params", {})
+    params = {name: normal(*leaf.shape).astype(leaf.dtype) for name, leaf in params.items()}
+    return module.apply({"params": params}, x, positions), params
+
+
+@pytest.mark.parametrize("kind", ["learned", "sinusoidal", "none"])
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
+def test_embedding(kind: str, batch: tuple[int, ...]) -> None:
+    x = normal(*batch, T, D)
+    out, params = applied(x, kind=kind)
+    table = {
+        "learned": params.get("embedding"),
+        "sinusoidal": oracle.sinusoidal(np.arange(T), D),
+        "none": np.zeros((T, D)),
+    }[kind]
+    np.testing.assert_allclose(out, x + table, atol=1e-6)
+    assert ("embedding" in params) == (kind == "learned")
+
+
+@pytest.mark.parametrize("positions", [ROWS, ROWS[0]], ids=["rows", "shared"])
+def test_embedding_at_given_positions(positions: np.ndarray) -> None:
+    x = normal(2, T, D)
+    out, params = applied(x, positions, max_length=10)
+    assert params["embedding"].shape == (10, D)
+    np.testing.assert_allclose(out, x + params["embedding"][positions], atol=1e-6)
+    out, _ = applied(x, positions, kind="sinusoidal")
+    np.testing.assert_allclose(out, x + oracle.sinusoidal(positions, D), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["learned", "sinusoidal", "none"])
+def test_embedding_dtypes(kind: str) -> None:
+    x = normal(T, D)
+    for dtype, given_dtype in [("bfloat16", "float32"), (None, "bfloat16"), (None, "float32")]:
+        out, params = applied(x.astype(given_dtype), kind=kind, dtype=dtype)
+        assert out.dtype == (dtype or given_dtype)
+        assert all(leaf.dtype == np.float32 for leaf in params.values())
+    _, params = applied(x, kind="learned", param_dtype="bfloat16")
+    assert params["embedding"].dtype == jnp.bfloat16

@@ -1,0 +1,164 @@
+"""Scalings of rotary embeddings, against their formulas written pair by pair."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import MultiHeadAttention, masks
+from flax_mha.positions import (
+    DynamicNtk,
+    Interpolation,
+    Llama3,
+    LongRope,
+    Ntk,
+    Rotary,
+    Yarn,
+    rotary,
+)
+from flax_mha.positions.rope_scaling import Scaling
+from tests.support.decoded import decoded
+
+R, LONG = 64, 9000
+
+
+def theta(c: int, base: float, R: int = R) -> float:
+    return math.exp(-2 * c / R * math.log(base))
+
+
+def yarn(
+    c: int, base: float, factor: float, length: int, fast: float, slow: float, R: int = R
+) -> float:
+    """From Peng et al.: r(c) turns in the old length; a ramp over c where they cross the betas."""
+
+    def crossing(turns: float) -> float:
+        # length·θ_c / 2π = turns, solved for c.
+        return R / 2 * math.log(length / (2 * math.pi * turns)) / math.log(base)
+
+    low, high = math.floor(crossing(fast)), math.ceil(crossing(slow))
+    share = min(1.0, max(0.0, (c - low) / (high - low)))
+    return theta(c, base, R) * (1 - share) + theta(c, base, R) / factor * share
+
+
+def llama(c: int, base: float, factor: float, length: int, R: int = R) -> float:
+    plain = theta(c, base, R)
+    wavelength = 2 * math.pi / plain
+    if wavelength < length / 4:
+        return plain
+    if wavelength > length / 1:
+        return plain / factor
+    smooth = (length / wavelength - 1) / (4 - 1)
+    return (1 - smooth) * plain / factor + smooth * plain
+
+
+def growing(scaling: Any, positions: np.ndarray, angle: Any) -> None:
+    """Each row turned by angles(length of the row), against rotations written out."""
+    x = np.random.default_rng(0).normal(size=(*positions.shape, 1, 8)).astype(np.float32)
+    got = rotary(x, positions, base=100.0, scaling=scaling)
+    for i, row in enumerate(positions):
+        at = row[:, None] * np.array([angle(c, row.max() + 1) for c in range(4)])
+        a, b = np.split(x[i, :, 0].astype(np.float64), 2, -1)
+        size = getattr(scaling, "attention_factor", 1.0)
+        want = np.concatenate(
+            [a * np.cos(at) - b * np.sin(at), b * np.cos(at) + a * np.sin(at)], -1
+        )
+        np.testing.assert_allclose(got[i, :, 0], size * want, atol=1e-5)
+
+
+ROWS = np.array([[0, 1, 2, 3], [3, 4, 5, 6], [9, 20, 30, 39]])
+
+
+def test_a_base_that_grows_with_the_row() -> None:
+    """From emozilla's code: base·(factor·L/original − (factor − 1))^(R/(R−2))."""
+
+    def angle(c: int, length: int) -> float:
+        base = 100.0 * (4.0 * max(length, 7) / 7 - 3) ** (8 / 6)
+        return base ** (-2 * c / 8)
+
+    growing(DynamicNtk(4.0, 7), ROWS, angle)
+
+
+def test_factors_for_short_rows_and_long_ones() -> None:
+    short, long = (1.0, 1.5, 2.0, 3.0), (2.0, 4.0, 8.0, 16.0)
+
+    def angle(c: int, length: int) -> float:
+        return 100.0 ** (-2 * c / 8) / (long if length > 7 else short)[c]
+
+    growing(LongRope(short, long, 7, attention_factor=1.2), ROWS, angle)
+    with pytest.raises(ValueError, match=r"short and long must have R/2=4 numbers.*got 3 and 4"):
+        growing(LongRope(short[:3], long, 7), ROWS, angle)
+
+
+CASES: dict[str, tuple[Scaling, float, Any, float]] = {
+    "interpolation": (Interpolation(4.0), 1e4, lambda c, b: theta(c, b) / 4, 1.0),
+    "ntk": (Ntk(8.0), 1e4, lambda c, b: theta(c, b * 8 ** (R / (R - 2))), 1.0),
+    "yarn": (Yarn(16.0, 4096), 1e4, lambda c, b: yarn(c, b, 16, 4096, 32, 1),
+             0.1 * math.log(16) + 1),
+    "yarn's own": (Yarn(40.0, 1024, 16.0, 2.0, attention_factor=1.5), 5e5,
+                   lambda c, b: yarn(c, b, 40, 1024, 16, 2), 1.5),
+    "llama": (Llama3(8.0, 8192), 5e5, lambda c, b: llama(c, b, 8, 8192), 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_formulas(name: str, interleaved: bool) -> None:
+    scaling, base, formula, size = CASES[name]
+    x = np.random.default_rng(0).normal(size=(3, 2, R)).astype(np.float32)
+    at = np.array([0, 7, LONG])
+    turned = Rotary(base, interleaved=interleaved, scaling=scaling)(x, jnp.asarray(at))
+    angle = at[:, None] * np.array([formula(c, base) for c in range(R // 2)])
+    first = np.s_[..., ::2] if interleaved else np.s_[..., : R // 2]
+    second = np.s_[..., 1::2] if interleaved else np.s_[..., R // 2 :]
+    pairs = x[first] + 1j * x[second]
+    wanted = size * pairs * np.exp(1j * angle)[:, None]
+    # An angle of 9,000 is rounded by 5e-4 in float32.
+    np.testing.assert_allclose(turned[first], wanted.real, atol=3e-3 * size)
+    np.testing.assert_allclose(turned[second], wanted.imag, atol=3e-3 * size)
+
+
+def test_a_factor_of_1_changes_nothing() -> None:
+    x = np.random.default_rng(0).normal(size=(5, 2, R)).astype(np.float32)
+    plain = rotary(x, jnp.arange(5))
+    for scaling in (Interpolation(1.0), Ntk(1.0), Yarn(1.0, 64), Llama3(1.0, 64)):
+        np.testing.assert_allclose(rotary(x, jnp.arange(5), scaling=scaling), plain, atol=1e-6)
+
+
+def test_without_truncation_the_ramp_begins_between_pairs() -> None:
+    whole, exact = (Yarn(32.0, 4096, truncate=t)(R, 1.5e5)[0] for t in (True, False))
+    assert (np.diff(exact) < 0).all()
+    assert 1e-3 < np.abs(whole / exact - 1).max() < 1
+    np.testing.assert_array_equal(whole[:8], exact[:8])
+
+
+def test_in_a_layer_that_decodes() -> None:
+    layer = MultiHeadAttention(
+        2, mask=masks.Causal(), rotary=Rotary(5e5, scaling=Llama3(8.0, 16)), decode=True
+    )
+    whole = layer.clone(decode=False)
+    x = jax.random.normal(jax.random.key(0), (2, 6, 16))
+    params = jax.jit(whole.init)(jax.random.key(1), x)
+    wanted = jax.jit(whole.apply)(params, x)
+    np.testing.assert_allclose(decoded(layer, params, x), wanted, atol=1e-5)
+    plain = layer.clone(decode=False, rotary=Rotary(5e5))
+    assert np.abs(jax.jit(plain.apply)(params, x) - wanted).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Interpolation(0.0), ValueError, r"Interpolation.factor must be above 0, got 0.0"),
+        (lambda: Ntk("8"), TypeError, r"Ntk.factor must be a number, got '8'"),
+        (lambda: Yarn(8.0, 0), ValueError, r"Yarn.original_length must be at least 1, got 0"),
+        (lambda: Yarn(8.0, 64, beta_slow=-1.0), ValueError, r"Yarn.beta_slow must be above 0"),
+        (lambda: Llama3(8.0, 64, low=4.0), ValueError, r"low must be below high, got 4.0 and 4.0"),
+        (lambda: rotary(jnp.ones((3, 1, 4)), jnp.arange(3), scaling=8.0), TypeError,
+         r"scaling must be of flax_mha.positions, got 8.0 of float; give Llama3\("),
+    ],
+)  # fmt: skip
+def test_mistakes(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

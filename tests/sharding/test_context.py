@@ -1,0 +1,290 @@
+"""A sequence over devices: each way to the others' keys computes what one device does."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import (
+    DecoderBlock,
+    MultiHeadAttention,
+    dot_product_attention,
+    explain,
+    masks,
+    scores,
+    sharding,
+)
+from flax_mha.kernels import shards
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.positions import PositionEmbedding, Rotary
+from tests.support.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
+from tests.support.oracle import error
+
+RNG = np.random.default_rng(5)
+B, T, N, H, Hv = 2, 64, 8, 4, 6
+IDS = jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), axis=1))
+DENSE = jnp.asarray(RNG.random((B, N, T, T)) > 0.4)
+
+
+def _warped(s: Any, b: Any, n: Any, i: Any, j: Any, c: Any) -> Any:
+    return s * (1 + 0.1 * jnp.sin(c * (i - j + n + b).astype(s.dtype)))
+
+
+# S, K, and the call.
+CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "causal, dropout": (
+        T, 8, {"mask": masks.Causal(), "dropout_rate": 0.3, "dropout_rng": KEY},
+    ),
+    "few heads, a window, documents": (
+        T, 2,
+        {"mask": masks.Window(20, 3) & masks.Segments(IDS), "scores": (scores.SoftCap(4.0),)},
+    ),
+    "more keys than queries": (2 * T, 4, {"mask": ~masks.Window(9, 70), "q_positions": 31}),
+    "any mask of rows and heads, dropout": (
+        T, 4,
+        {
+            "mask": masks.Dense(DENSE) & masks.Lengths(jnp.array([50, 0])), "dropout_rate": 0.2,
+            "dropout_rng": KEY, "scores": (scores.Alibi(),),
+        },
+    ),
+}  # fmt: skip
+
+
+def operands(S: int, K: int) -> list[jax.Array]:
+    """q, k, v, a bias, sinks, a table of distances, and a number for a function."""
+    sizes = [(B, T, N, H), (B, S, K, H), (B, S, K, Hv), (N, T, S), (N,), (N, 32), ()]
+    return [jnp.asarray(RNG.normal(size=size), jnp.float32) for size in sizes]
+
+
+def attention(kernel: str, call: dict[str, Any]) -> Any:
+    def attend(q, k, v, bias, sinks, table, c):
+        more = scores.RelativeBias(table), scores.Score(_warped, (c,))
+        return dot_product_attention(
+            q, k, v, bias=bias, sinks=sinks, kernel=kernel, return_residuals=True,
+            **{**call, "scores": (*call.get("scores", ()), *more)},
+        )  # fmt: skip
+
+    return attend
+
+
+@pytest.mark.sampled(0.13)
+@pytest.mark.parametrize(
+    ("way", "kind", "name"),
+    [
+        ("ring", "Auto", "causal, dropout"),
+        ("ring", "Explicit", "few heads, a window, documents"),
+        ("ring:blockwise", "Auto", "more keys than queries"),
+        ("ring:blockwise", "Explicit", "any mask of rows and heads, dropout"),
+        ("ulysses:blockwise", "Explicit", "causal, dropout"),
+        ("ulysses", "Auto", "causal, dropout"),
+        ("all_gather", "Explicit", "any mask of rows and heads, dropout"),
+    ],
+)
+def test_as_one_device(way: str, kind: str, name: str) -> None:
+    S, K, call = CALLS[name]
+    over = (None, "model", "data")
+    specs = [P(*over), P(*over), P(*over), P(), P(), P(), P()]
+    compare(attention(way, call), operands(S, K), kind, FOUR, specs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", shards.WAYS)
+def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
+    """What a mask knows of each token lies where the token does."""
+
+    def attend(q, k, v, ids):
+        mask = masks.Causal() & masks.Segments(ids)
+        return dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
+
+    args = (*operands(T, N)[:3], IDS)
+    compare(attend, args, "Explicit", EIGHT, [P("data", "model")] * 4)
+
+
+@pytest.mark.slow
+def test_long_rings_loop() -> None:
+    S, K, call = CALLS["causal, dropout"]
+    specs = [P(None, "model")] * 3 + [P()] * 4
+    compare(attention("ring", call), operands(S, K), "Auto", EIGHT, specs, shape=(1, 8))
+
+
+def test_explicit_results_stay_where_the_queries_are() -> None:
+    mesh, leave = on("Explicit", FOUR)
+    try:
+        q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, P(None, "model", "data")))
+        for way in shards.WAYS:
+            out = jax.jit(lambda q, way=way: dot_product_attention(q, q, q, kernel=way))(q)
+            assert out.sharding.spec == P(None, "model", "data", None), way
+    finally:
+        leave()
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_a_block() -> None:
+    """T = 65,536 over 8 devices: forward and backward in a few times a device's q, k, v and out."""
+    T, N, H = 65536, 2, 64
+    mesh, leave = on("Auto", EIGHT, shape=(1, 8))
+
+    def loss(q, k, v):
+        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring:blockwise")
+        return jnp.sum(jnp.sin(out))
+
+    try:
+        x = jax.ShapeDtypeStruct(
+            (1, T, N, H), jnp.float32, sharding=NamedSharding(mesh, P(None, "model"))
+        )
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+    finally:
+        leave()
+    block = 4 * T // 8 * N * H
+    assert compiled.memory_analysis().temp_size_in_bytes < 30 * block
+
+
+@pytest.mark.slow
+def test_a_long_sequence_matches_one_device() -> None:
+    T = 16384
+    q, k, v = (jnp.asarray(RNG.normal(size=(1, T, 1, 8)), jnp.float32) for _ in "qkv")
+
+    def attend(q, k, v, kernel):
+        return dot_product_attention(q, k, v, mask=masks.Causal(), kernel=kernel)
+
+    whole = attend(q, k, v, "blockwise")
+    mesh, leave = on("Auto", EIGHT, shape=(1, 8))
+    try:
+        placed = jax.device_put((q, k, v), NamedSharding(mesh, P(None, "model")))
+        got = jax.device_get(jax.jit(attend, static_argnums=3)(*placed, "ring"))
+    finally:
+        leave()
+    assert error(got, whole) < FORWARD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ring:blockwise", "ulysses"])
+def test_tokens_in_another_order(way: str) -> None:
+    """Causality, documents and rotations go by where the tokens stand."""
+    layer = MultiHeadAttention(
+        8, kernel=way, rotary=Rotary(), mask=masks.Causal() & masks.Segments(IDS),
+        scores=(scores.Alibi(),),
+    )  # fmt: skip
+    x = jnp.asarray(RNG.normal(size=(B, T, 32)), jnp.float32)
+    variables = layer.init(KEY, x)
+    order = sharding.zigzag(T, 4)
+    moved = layer.copy(mask=masks.Causal() & masks.Segments(IDS[:, order]))
+
+    def shuffled(x):
+        return moved.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
+
+    want = layer.apply(variables, x)
+    assert error(shuffled(x), want) < FORWARD
+    _, leave = on("Auto", FOUR)
+    try:
+        got = jax.jit(shuffled)(x)
+    finally:
+        leave()
+    assert error(got, want) < FORWARD
+
+
+@pytest.mark.slow
+def test_a_language_model_in_another_order() -> None:
+    """Scanned and recomputed, with learned positions, on a ring."""
+    block = DecoderBlock(MultiHeadAttention(8, kernel="ring", use_bias=False), 32, remat=True)
+    places = PositionEmbedding("learned", T)
+    model = LanguageModel(
+        TokenEmbedding(16, 32), Decoder(2, block, scan=True), position_embedding=places
+    )
+    tokens = jnp.asarray(RNG.integers(0, 16, (B, T)))
+    variables, order = model.init(KEY, tokens), sharding.zigzag(T, 4)
+
+    def slope(variables, tokens, order=None):
+        def loss(variables):
+            return jnp.sum(jnp.sin(model.apply(variables, tokens, order=order)))
+
+        return jax.grad(loss)(variables)
+
+    want = jax.jit(slope)(variables, tokens)
+    _, leave = on("Auto", FOUR)
+    try:
+        got = jax.jit(lambda *args: slope(*args, order))(variables, tokens[:, order])
+    finally:
+        leave()
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+def test_zigzag_balances_causal_masks() -> None:
+    """Each device computes as many tiles as the next, which without it they do not."""
+    T, n = 128, 4
+    seen = np.asarray(masks.Causal().dense(T, T)).reshape(T, T)
+
+    def tiles(order: np.ndarray) -> set[int]:
+        pieces = seen[np.ix_(order, order)].reshape(2 * n, T // (2 * n), 2 * n, -1)
+        return set(pieces.any((1, 3)).reshape(n, -1).sum(1).tolist())
+
+    assert len(tiles(np.arange(T))) == n
+    assert tiles(sharding.zigzag(T, n)) == {2 * n + 1}
+    assert sharding.zigzag(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_auto_takes(kind: str) -> None:
+    """ulysses where heads divide; else what keeps memory to that of the queries."""
+
+    def way(N: int, K: int, **more: Any) -> str | None:
+        q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
+        return explain(q, k, k, **more).way
+
+    mesh, leave = on(kind, FOUR)
+    at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
+    try:
+        assert way(8, 8) == "ulysses"
+        assert way(8, 4) == "ring"
+        assert way(8, 2) == "all_gather"
+        assert way(8, 8, kernel="ring:blockwise") == "ring"
+        assert way(8, 4, kernel="ulysses") is None
+        q = jax.ShapeDtypeStruct((B, T, 8, H), jnp.float32, sharding=at)
+        table = [line.split() for line in str(explain(q, q, q, kernel="ring")).splitlines()]
+        assert ["ring", "chosen"] in table
+        assert ["reference", "chosen"] in table
+    finally:
+        leave()
+    q = jnp.ones((B, T, N, H))
+    assert explain(q, q, q).way is None
+    assert "ring" not in str(explain(q, q, q))
+
+
+MISUSES = {
+    "heads do not divide": (FOUR, (T, 4), "ulysses", "8 devices .* 8 query heads and 4 key/value"),
+    "an unknown way": (FOUR, (T, N), "round:blockwise", "alone or as in 'ring:blockwise'"),
+    "an unknown kernel": (FOUR, (T, N), "ring:fast", "kernel must be 'auto' or one of"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse(name: str) -> None:
+    rules, (S, K), kernel, message = MISUSES[name]
+    _, leave = on("Auto", rules)
+    q, k = jnp.ones((B, T, N, H)), jnp.ones((B, S, K, H))
+    try:
+        with pytest.raises(ValueError, match=message):
+            dot_product_attention(q, k, k, kernel=kernel)
+    finally:
+        leave()
+
+
+def test_a_ring_divides_keys_too() -> None:
+    """On Explicit axes they need not be given so."""
+    mesh, leave = on("Explicit", ())
+    q, k = jnp.ones((B, T, N, H)), jnp.ones((B, T + 2, N, H))
+    try:
+        q = jax.device_put(q, NamedSharding(mesh, P(None, "model")))
+        with pytest.raises(ValueError, match="66 keys do not divide over 4 devices"):
+            dot_product_attention(q, k, k, kernel="ring")
+        out = jax.eval_shape(
+            lambda q, k: dot_product_attention(q, k, k, kernel="ring"), q, k[:, :T]
+        )
+        assert out.shape == q.shape
+    finally:
+        leave()

@@ -1,0 +1,119 @@
+"""Models on meshes: born where they belong, with the gradients of one device."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import Classifier, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, sharding
+from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
+from flax_mha.positions import Rotary
+from tests.support.meshes import BACKWARD, KEY, KINDS, RNG, B, X, changed, on
+from tests.support.oracle import error
+
+
+class Reader(nn.Module):
+    """A translator from a text to itself."""
+
+    translator: Translator
+
+    def __call__(self, x: jax.Array, deterministic: bool = True) -> jax.Array:
+        return self.translator(x, x, deterministic=deterministic)
+
+
+# Without biases: that of keys has the gradient 0, as the softmax takes no notice of it.
+CROSS = MultiHeadAttention(8, use_bias=False)
+LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
+# One layer: of several a scan takes least to compile.
+ENCODER = Encoder(1, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
+MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
+    "encoder": (ENCODER, X, sharding.RULES),
+    "scanned and recomputed": (
+        Encoder(2, EncoderBlock(LAYER, 64, norm="rmsnorm", remat=True), scan=True),
+        X,
+        sharding.RULES,
+    ),
+    "FSDP": (ENCODER, X, changed(embed="data")),
+    "sequence parallel norms": (ENCODER, X, changed(norm_length="model")),
+    "everything by positions": (
+        ENCODER,
+        X,
+        changed(batch=None, length="data", norm_length=("data", "model")),
+    ),
+    "images": (
+        Classifier(PatchEmbedding(2, 32), ENCODER, 10),
+        jnp.ones((B, 8, 8, 1)),
+        sharding.RULES,
+    ),
+    "language model": (
+        LanguageModel(TokenEmbedding(16, 32), Decoder(2, DecoderBlock(LAYER, 64), scan=True)),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
+        changed(embed="data"),
+    ),
+    "translator": (
+        Reader(
+            Translator(
+                Encoder(1, EncoderBlock(LAYER, 64)),
+                LanguageModel(
+                    TokenEmbedding(16, 32),
+                    Decoder(1, DecoderBlock(LAYER, 64, cross_attention=CROSS)),
+                    tied=False,
+                ),
+            )
+        ),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
+        sharding.RULES,
+    ),
+    "tokens": (
+        Classifier(TokenEmbedding(16, 32), ENCODER, 10, "sinusoidal", 0.1),
+        jnp.asarray(RNG.integers(0, 16, (B, 12))),
+        changed(embed="data"),
+    ),
+}
+
+
+# Those that take long are tried where nothing is left to the compiler to guess.
+LONG = ("language model", "translator")
+
+
+def model_loss(name: str) -> Any:
+    def loss(params: Any, x: jax.Array) -> Any:
+        out = MODELS[name][0].apply(params, x, deterministic=False, rngs={"dropout": KEY})
+        return jnp.sum(jnp.sin(out)), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))
+
+
+@functools.cache
+def without_a_mesh(name: str) -> tuple[Any, Any]:
+    """A model's parameters, and its gradients and output."""
+    model, inputs, _ = MODELS[name]
+    params = jax.jit(functools.partial(model.init, deterministic=True))(KEY, inputs)
+    return params, model_loss(name)(params, inputs)
+
+
+@pytest.mark.sampled(0.05)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in MODELS for kind in KINDS if kind == "Explicit" or name not in LONG],
+)
+def test_models(name: str, kind: str) -> None:
+    model, inputs, rules = MODELS[name]
+    params, wanted = without_a_mesh(name)
+    mesh, leave = on(kind, rules)
+    try:
+        born = sharding.init(model, KEY, inputs, deterministic=True)
+        x = jax.device_put(inputs, NamedSharding(mesh, P("data")))
+        got = jax.device_get(model_loss(name)(born, x))
+        born = jax.device_get(born)
+    finally:
+        leave()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), born, params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert error(a, b) < BACKWARD

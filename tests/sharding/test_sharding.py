@@ -1,0 +1,212 @@
+"""Heads really spread over a mesh, and the numbers stay the same."""
+
+import re
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, sharding
+from tests.support.meshes import KINDS, collectives
+
+X = jax.device_put(np.random.default_rng(0).normal(size=(4, 6, 32)).astype(np.float32))
+
+
+def make_mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+
+
+@pytest.fixture
+def mesh():
+    mesh = make_mesh()
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        yield mesh
+
+
+def specs(tree) -> dict[str, P]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x.sharding.spec
+        for path, x in leaves
+    }
+
+
+def test_parameters_are_born_on_their_devices(mesh) -> None:
+    variables = sharding.init(MultiHeadAttention(8, num_kv_heads=4), jax.random.key(1), X)
+    assert specs(variables["params"]) == {
+        "key/bias": P("model", None),
+        "key/kernel": P(None, "model", None),
+        "out/bias": P(None),
+        "out/kernel": P("model", None, None),
+        "query/bias": P("model", None),
+        "query/kernel": P(None, "model", None),
+        "value/bias": P("model", None),
+        "value/kernel": P(None, "model", None),
+    }
+    kernel = variables["params"]["query"]["kernel"]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 2, 4)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
+    """To the last bit, which another program would round differently."""
+    layer = MultiHeadAttention(8, head_dim=5)
+    plain = sharding.init(layer, jax.random.key(1), X)
+    mesh = make_mesh(KINDS[kind])
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        sharded = sharding.init(layer, jax.random.key(1), X)
+    jax.tree.map(np.testing.assert_array_equal, sharded, plain)
+
+
+def encoder(**options) -> Encoder:
+    layer = MultiHeadAttention(8, num_kv_heads=4)
+    return Encoder(2, EncoderBlock(layer, mlp_dim=64, gated=True), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_sharded_equals_single(scan: bool) -> None:
+    model = encoder(scan=scan)
+    plain = sharding.init(model, jax.random.key(1), X)
+
+    def loss(variables, x):
+        return jnp.sum(jnp.sin(model.apply(variables, x)))
+
+    expected = jax.jit(jax.value_and_grad(loss))(plain, X)
+    mesh = make_mesh()
+    with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
+        variables = sharding.init(model, jax.random.key(1), X)
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        value, grads = jax.jit(jax.value_and_grad(loss))(variables, x)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected[1])
+    mlp = grads["params"]["layers" if scan else "layers_0"]["mlp"]["up"]["kernel"]
+    assert mlp.sharding.spec[-1] == "model"
+
+
+def test_attention_needs_one_all_reduce_and_nothing_else(mesh, optimized) -> None:
+    """Each device computes its own heads; only the output projection sums over devices."""
+    layer = MultiHeadAttention(8)
+    variables = sharding.init(layer, jax.random.key(1), X)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    text = jax.jit(layer.apply).lower(variables, x).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
+    assert not re.findall(r" (?:all-gather|all-to-all|collective-permute|reduce-scatter)", text)
+    # 2 rows of the batch and 2 of the heads on each device.
+    assert re.search(r"f32\[2,[26],[26],[26]\]", text)
+
+
+@pytest.mark.parametrize("partitioned", [False, True])
+def test_boxes_only_where_asked_for(partitioned: bool) -> None:
+    layer = MultiHeadAttention(8, partitioned=partitioned)
+    params = layer.init(jax.random.key(1), X)["params"]
+    boxed = isinstance(params["query"]["kernel"], nn.LogicallyPartitioned)
+    assert boxed == partitioned
+    if partitioned:
+        expected = P("embed", "heads", "head_dim")
+        assert nn.get_partition_spec(params)["query"]["kernel"] == expected
+    # Boxed or not, it computes the same.
+    plain = nn.meta.unbox(params)
+    np.testing.assert_array_equal(
+        layer.apply({"params": params}, X), MultiHeadAttention(8).apply({"params": plain}, X)
+    )
+
+
+def test_names_survive_traces_that_were_cached_without_them(mesh) -> None:
+    layer = MultiHeadAttention(8)
+    init = jax.jit(layer.init)
+    init(jax.random.key(1), X)
+    shardings = sharding.of(init, jax.random.key(1), X)
+    assert shardings["params"]["query"]["kernel"].spec == P(None, "model", None)
+    assert isinstance(init(jax.random.key(1), X)["params"]["query"]["kernel"], jax.Array)
+
+
+def test_ones_own_initializer_box_is_kept() -> None:
+    init = nn.with_partitioning(nn.initializers.ones, ("x", "y", "z"))
+    params = MultiHeadAttention(8, kernel_init=init).init(jax.random.key(1), X)["params"]
+    assert params["query"]["kernel"].names == ("x", "y", "z")
+    assert params["query"]["kernel"].value.shape == (32, 8, 4)
+
+
+def test_constrain_does_nothing_without_mesh_or_rules() -> None:
+    names = ("batch", "length", None)
+    assert sharding.constrain(X, names) is X
+    with jax.set_mesh(make_mesh()):
+        assert sharding.constrain(X, names) is X
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_constrain_lays_out(kind: AxisType) -> None:
+    with jax.set_mesh(make_mesh(kind)), nn.logical_axis_rules(sharding.RULES):
+        y = jax.jit(lambda x: sharding.constrain(x, ("batch", "length", "mlp")))(X)
+    assert y.sharding.spec == P("data", None, "model")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_name_without_a_rule_stays_as_it_is(kind: AxisType) -> None:
+    """Where a rule (name, None) says that it is not divided."""
+    mesh = make_mesh(kind)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    rules = (("mlp", "model"),)
+    for more, batch in (((), "data"), ((("batch", None),), None)):
+        with jax.set_mesh(mesh), nn.logical_axis_rules((*rules, *more)):
+            y = jax.jit(lambda x: sharding.constrain(x, ("batch", "length", "mlp")))(x)
+        assert y.sharding.spec == P(batch, None, "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rules_for_heads_alone_leave_rows_divided(optimized, kind: AxisType) -> None:
+    """As Flax's rules for its examples, that know nothing of our other names."""
+    mesh, layer = make_mesh(kind), MultiHeadAttention(8, num_kv_heads=4)
+    with (
+        jax.set_mesh(mesh),
+        nn.logical_axis_rules((("activation_batch", "data"), ("heads", "model"))),
+    ):
+        variables = sharding.init(layer, jax.random.key(1), X)
+        x = jax.device_put(X, NamedSharding(mesh, P("data")))
+        compiled = jax.jit(layer.apply).lower(variables, x).compile()
+    assert specs(variables["params"])["value/kernel"] == P(None, "model", None)
+    assert collectives(compiled.as_text()) == [("all-reduce", 4 * X.size // 2)]
+    assert compiled.output_shardings.spec[0] == "data"
+
+
+def test_a_mesh_that_rules_do_not_see_is_warned_of() -> None:
+    mesh = make_mesh()
+    with nn.logical_axis_rules(sharding.RULES):
+        assert sharding.constrain(X, ("batch", "length", None)) is X
+        with warnings.catch_warnings():
+            # What JAX itself says of `with mesh:`.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            mesh.__enter__()
+        try:
+            with pytest.warns(UserWarning, match=r"nothing under `with mesh:`.*jax.set_mesh\(mesh"):
+                jax.eval_shape(MultiHeadAttention(8).init, jax.random.key(1), X)
+        finally:
+            mesh.__exit__(None, None, None)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_outside_jit_with_parameters_of_no_mesh(kind: AxisType) -> None:
+    layer = MultiHeadAttention(8)
+    variables = layer.init(jax.random.key(1), X)
+    expected = layer.apply(variables, X)
+    with jax.set_mesh(make_mesh(kind)), nn.logical_axis_rules(sharding.RULES):
+        np.testing.assert_allclose(layer.apply(variables, X), expected, atol=1e-5)
+
+
+def test_constrain_leaves_manual_axes_alone() -> None:
+    def local(x: jax.Array) -> jax.Array:
+        assert sharding.constrain(x, ("batch", "length", "mlp")) is x
+        return x
+
+    with jax.set_mesh(make_mesh(AxisType.Explicit)), nn.logical_axis_rules(sharding.RULES):
+        jax.jit(jax.shard_map(local, in_specs=P("data"), out_specs=P("data")))(
+            jax.device_put(X, P("data"))
+        )

@@ -1,0 +1,85 @@
+"""What any layer of attention must do, for tests of those with projections of their own."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, generate, sharding
+from flax_mha.models import TokenEmbedding
+from tests.support.decoded import cache_of, greedy
+from tests.support.oracle import error, random_like
+
+KEY = jax.random.key(0)
+
+
+def drawn(module: nn.Module, *inputs: Any) -> Any:
+    """Return random parameters, of biases and scales too, which would begin at 0 and 1.
+
+    Every projection must have a bias, so that no test passes because the layer forgets it.
+    """
+    params = random_like(jax.eval_shape(module.init, KEY, *inputs))
+    paths = flatten_dict(params["params"])
+    for path in paths:
+        # The bias of the forget gate has a name of its own.
+        if path[-1] == "kernel" and "forget_gate" not in path:
+            assert (*path[:-1], "bias") in paths, f"no bias beside {path}"
+    return params
+
+
+def same_on_a_mesh(
+    module: nn.Module, x: Any, kind: str, rules: Any = sharding.RULES, decodes: bool = True
+) -> None:
+    """Gradients, and the step of a cache if it decodes, on 2 × 4 devices are those on one."""
+    params = random_like(jax.eval_shape(module.init, KEY, x))
+    cached = module.clone(decode=True)
+    cache = cache_of(cached, x) if decodes else None
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    def step(params: Any, cache: Any, x: jax.Array) -> Any:
+        if not decodes:
+            return None
+        return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
+
+    wanted = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        found = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+
+
+def writes_as_the_whole(layer: nn.Module, features: int, scan: bool, **fields: Any) -> None:
+    """In two decoder blocks, under scan and remat: `generate` gives the whole text's tokens."""
+    block = DecoderBlock(layer, 24, remat=scan, **fields)
+    model = LanguageModel(TokenEmbedding(40, features), Decoder(2, block, scan=scan))
+    tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
+    params = random_like(jax.eval_shape(model.init, KEY, tokens))
+    found = generate(model, params, tokens, max_new_tokens=4).tokens
+    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
+    np.testing.assert_array_equal(found, wanted)
+
+
+def same_under_scan(layer: nn.Module, x: Any, **call: Any) -> Any:
+    """Of two encoder blocks under scan and remat what they give unrolled.
+
+    Returns:
+      What computes them unrolled, and their parameters.
+    """
+    loop, scan = (
+        Encoder(2, EncoderBlock(layer, 24, remat=scan), scan=scan) for scan in (False, True)
+    )
+    params = random_like(jax.eval_shape(loop.init, KEY, x))["params"]
+    layers = [params.pop(f"layers_{i}") for i in range(2)]
+    together = params | {"layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
+    apart = {"params": params | {f"layers_{i}": tree for i, tree in enumerate(layers)}}
+    whole = jax.jit(loop.apply)
+    scanned = jax.jit(scan.apply)({"params": together}, x, **call)
+    assert error(scanned, np.asarray(whole(apart, x, **call))) < 1e-5
+    return whole, apart

@@ -1,0 +1,85 @@
+"""Meshes of 8 devices, and what holds on them as on one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from experiments.plan.collectives import read
+from flax_mha import (
+    sharding,
+)
+from tests.support.oracle import error
+
+KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+# Of each axis its own.
+MIXED = {
+    "data Auto, model Explicit": (AxisType.Auto, AxisType.Explicit),
+    "data Explicit, model Auto": (AxisType.Explicit, AxisType.Auto),
+}
+B, T, N, H = 4, 70, 8, 4
+RNG = np.random.default_rng(0)
+KEY = jax.random.key(3)
+X = jnp.asarray(RNG.normal(size=(B, 16, 32)), jnp.float32)
+FORWARD, BACKWARD = 2e-6, 1e-5
+
+
+def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
+    """A mesh of 8 devices and its rules."""
+    types = MIXED[kind] if kind in MIXED else (KINDS[kind],) * 2
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=types)
+    stack = jax.set_mesh(mesh)
+    stack.__enter__()
+    inner = nn.logical_axis_rules(rules)
+    inner.__enter__()
+
+    def leave() -> None:
+        inner.__exit__(None, None, None)
+        stack.__exit__(None, None, None)
+
+    return mesh, leave
+
+
+def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
+
+
+# Heads over two devices, positions over four; positions alone, over all that "model" has.
+FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None, vocab=None)
+EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None, vocab=None)
+
+
+def compare(
+    fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any,
+    shape: tuple[int, ...] = (2, 4),
+) -> None:  # fmt: skip
+    """Holds fn's results and gradients on a mesh against those without one."""
+
+    def loss(*args: Any) -> Any:
+        out = fn(*args)
+        return sum(jnp.sum(jnp.sin(3 * x)) for x in jax.tree.leaves(out)), out
+
+    floating = tuple(i for i, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating))
+    whole = jax.jit(jax.grad(loss, floating, has_aux=True))
+    gradients, out = whole(*args)
+    mesh, leave = on(kind, rules, shape)
+    try:
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
+        ]
+        got, got_out = jax.device_get(jax.jit(jax.grad(loss, floating, has_aux=True))(*placed))
+    finally:
+        leave()
+    for a, b in zip(jax.tree.leaves(got_out), jax.tree.leaves(out), strict=True):
+        assert error(a, b) < FORWARD
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(gradients), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+def collectives(text: str) -> list[tuple[str, int]]:
+    """The collectives of a compiled program, and the bytes of each on one device."""
+    return [(one.kind, one.bytes) for one in read(text, devices=8)]

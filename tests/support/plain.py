@@ -1,0 +1,75 @@
+"""The yardstick of rounding: attention as anybody writes it, in a dtype of one's choice.
+
+Products of the dtype, summed in float32, with a float32 softmax between them: what
+`jax.nn.dot_product_attention` computes, here in NumPy and with every feature that the oracle has.
+Its errors against the oracle are what a kernel's are held against; `tests/kernels/test_contract.py`
+checks that they are those of `jax.nn`.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tests.support import oracle
+from tests.support.oracle import Array, Gradients
+
+Float = np.float32
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    cotangent: Any,
+    lse_cotangent: Any = None,
+    allowed: Array | None = None,
+    bias: Any = None,
+    cap: float | None = None,
+    sinks: Any = None,
+    scale: float | None = None,
+    keep: Array | None = None,
+    rate: float = 0.0,
+) -> tuple[Array, Array, Gradients]:
+    """Out, lse and gradients; arguments as for `oracle.attention_gradients`."""
+    dtype = np.asarray(q).dtype
+
+    def rounded(x: Array) -> Array:
+        return x.astype(dtype).astype(Float)
+
+    group = q.shape[-2] // k.shape[-2]
+    scale = Float(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    q, k, v, dout = (np.swapaxes(np.asarray(x, Float), -3, -2) for x in (q, k, v, cotangent))
+    k, v = (np.repeat(x, group, axis=-3) for x in (k, v))
+    raw = q @ k.mT * scale
+    scores = raw if cap is None else Float(cap) * np.tanh(raw / Float(cap))
+    scores = scores if bias is None else scores + np.asarray(bias, Float)
+    scores = scores if allowed is None else np.where(allowed, scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    sink = None if sinks is None else np.asarray(sinks, Float)[:, None, None]
+    top = top if sink is None else np.maximum(top, sink)
+    top = np.where(np.isneginf(top), Float(0), top)
+    p = np.exp(scores - top)
+    total = p.sum(-1, keepdims=True) + (0 if sink is None else np.exp(sink - top))
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    p = p / np.where(total == 0, Float(1), total)
+    weights = rounded(oracle.dropped(p, keep, rate))
+    out = rounded(weights @ v)
+
+    dp = oracle.dropped(rounded(dout @ v.mT), keep, rate).astype(Float)
+    mean = (p * dp).sum(-1, keepdims=True)
+    if lse_cotangent is not None:
+        mean = mean - np.asarray(lse_cotangent, Float)[..., None]
+    ds = p * (dp - mean)
+    dsinks = None
+    if sinks is not None:
+        weight = np.exp(sink - np.where(total == 0, Float(0), lse))
+        dsinks = -(weight * mean)[..., 0].sum(-1).reshape(-1, len(sinks)).sum(0)
+    draw = ds if cap is None else ds * (1 - np.tanh(raw / Float(cap)) ** 2)
+    dq, dk, dv = draw @ k * scale, draw.mT @ q * scale, weights.mT @ dout
+    dq, dk, dv = (np.swapaxes(x, -3, -2) for x in (dq, dk, dv))
+    dk, dv = (oracle.grouped(x, group) for x in (dk, dv))
+    gradients = [rounded(x) for x in (dq, dk, dv)]
+    return np.swapaxes(out, -3, -2), lse[..., 0], Gradients(*gradients, ds, dsinks)

@@ -1,0 +1,234 @@
+"""Blocks that queries choose: by scores, and in a layer, against the formula and in steps."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import CacheConfig, masks, sharding
+from flax_mha.positions import Rotary
+from flax_mha.variants import ChosenBlocksAttention
+from tests.support import oracle
+from tests.support.decoded import decoded
+from tests.support.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.support.oracle import error, float64
+
+N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> ChosenBlocksAttention:
+    defaults: dict[str, Any] = {
+        "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0),
+        "block": BLOCK, "count": 3,
+    }  # fmt: skip
+    return ChosenBlocksAttention(N, **defaults | fields)
+
+
+def expected(
+    params: Any, x: Any, share: bool = False, query_block: int = 1, mask: Any = True
+) -> np.ndarray:
+    """Compute the layer query by query; `mask` is bool, broadcastable to [B, N, T, T]."""
+    x, p = float64(x), float64(params)
+    q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
+    q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
+    G = N // K
+    k_of = np.repeat(k, G, 2)
+    may = np.broadcast_to(np.tri(T, dtype=bool) & mask, (2, N, T, T))
+    allowed = np.zeros((2, N, T, T), bool)
+    for b, n, i in np.ndindex(2, N, T):
+        first = i // query_block * query_block
+        together, past = slice(first, first + query_block), first // BLOCK
+        heads = range(n // G * G, (n // G + 1) * G) if share else [n]
+        seen = {m: may[b, m, together].any(0) for m in heads}
+        total: dict[int, float] = {}
+        for m in heads:
+            asks = q[b, first + int(seen[m][together].argmax()), m]
+            scores = {}
+            for c in range(past):
+                keys = np.flatnonzero(seen[m] & (np.arange(T) // BLOCK == c))
+                if len(keys):
+                    scores[c] = asks @ k_of[b, keys, m].mean(0)
+            if share:
+                exp = {c: np.exp(s / np.sqrt(H)) for c, s in scores.items()}
+                scores = {c: e / sum(exp.values()) for c, e in exp.items()}
+            total |= {c: total.get(c, 0) + s for c, s in scores.items()}
+        near = {j // BLOCK for m in heads for j in np.flatnonzero(seen[m])}
+        own = [c for c in near if c >= past]
+        for c in [*sorted(total, key=total.get, reverse=True)[: 3 - len(own)], *own]:
+            allowed[b, n, i, BLOCK * c : BLOCK * (c + 1)] = True
+    out, _, _ = oracle.attention(q, k, v, allowed=allowed & may)
+    return oracle.project(p["out"], out, contracted=2)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
+def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
+    module = layer(kernel=kernel, **fields)
+    params = drawn(module, X)
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X, **fields)) < 5e-6
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
+def test_choices_are_of_keys_that_the_mask_shows(fields: dict[str, Any]) -> None:
+    """Means are over those keys, and blocks without any take no place, by any table of pairs."""
+    rng = np.random.default_rng(2)
+    table = rng.random((2, N, T, T)) < 0.5
+    # Whole blocks, those of queries themselves among them, and the first query of a block of them.
+    table &= np.repeat(rng.random((2, N, T, -(-T // BLOCK))) < 0.6, BLOCK, -1)[..., :T]
+    table[:, 1, :, 8] = False
+    module = layer(**fields)
+    params = drawn(module, X)
+    found = jax.jit(lambda params, mask: module.apply(params, X, mask=mask))(params, table)
+    assert error(found, expected(params["params"], X, **fields, mask=table)) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [
+        ({}, [8, 8]),
+        ({}, [5, 12]),
+        ({"query_block": 8}, [8, 8]),
+        ({"query_block": 8}, [5, 12]),
+        ({"decode": True}, [5, 12]),
+    ],
+    ids=str,
+)
+def test_a_document_changes_no_other(fields: dict[str, Any], lengths: list[int]) -> None:
+    """One that holds NaN leaves the others as they were."""
+    module = layer(mask=masks.Documents(np.array(lengths)), **fields)
+    params = drawn(layer(), X)
+    ids = np.searchsorted(np.cumsum(lengths), np.arange(T), side="right")
+    # Rows with NaN in one of the first two documents.
+    x = np.concatenate([X, *(np.where((ids == n)[:, None], np.nan, X) for n in range(2))])
+    out = decoded(module, params, x) if module.decode else jax.jit(module.apply)(params, x)
+    block, mask = fields.get("query_block", 1), ids[:, None] == ids
+    wanted = expected(params["params"], X, query_block=block, mask=mask)
+    assert error(out[:2], wanted) < 5e-6
+    for n in range(2):
+        found = out[2 * n + 2 : 2 * n + 4, ids != n]
+        assert error(found, wanted[:, ids != n]) < 5e-6
+
+
+@pytest.mark.parametrize("fields", [{"share": True}, {"query_block": 8}])
+def test_hidden_keys_tell_nothing(fields: dict[str, Any]) -> None:
+    """NaN of theirs changes nothing, even where they are the first of those that choose."""
+    real = np.ones((2, T), bool)
+    real[0, [0, 8, 9]] = real[1, 3:17] = False
+    module = layer(mask=masks.Keys(real), **fields)
+    params = drawn(module, X)
+    bad = np.where(real[..., None], X, np.nan)
+    wanted = expected(params["params"], X, **fields, mask=real[:, None, None])
+    assert error(jax.jit(module.apply)(params, bad)[real], wanted[real]) < 5e-6
+
+
+@pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 8}])
+def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
+    """Not by what is chosen, either."""
+    module = layer(**fields)
+    params = drawn(module, X)
+    apply = jax.jit(module.apply)
+    out = apply(params, X)
+    for t in range(1, T, 5):
+        changed = np.where(np.arange(T)[:, None] < t, X, X[::-1] + 1)
+        np.testing.assert_allclose(apply(params, changed)[:, :t], out[:, :t], atol=1e-5)
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("steps", [(1,) * T, (9, 4, 9)])
+@pytest.mark.parametrize("share", [False, True])
+def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
+    cached = layer(decode=True, share=share)
+    params = drawn(layer(), X)
+    whole = jax.jit(layer(share=share).apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("over", ["heads", "length"])
+def test_on_a_mesh(kind: str, over: str) -> None:
+    x = np.concatenate([X, X[:, :2]], 1)
+    names = {"heads": None, "kv_heads": None, "length": None} | {over: "model"}
+    names |= {"kv_heads": "model"} if over == "heads" else {}
+    rules = [(name, names.get(name, axis)) for name, axis in sharding.RULES]
+    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
+
+
+@pytest.mark.slow
+def test_in_a_stack() -> None:
+    """In blocks, under scan and remat, with lengths."""
+    same_under_scan(layer(), X, lengths=np.array([T, 5]))
+
+
+def test_the_best_and_the_own() -> None:
+    """By hand: what is behind, what is not yet, forced and forbidden ones, and positions."""
+    inf = np.inf
+    scores = np.array([[9, 9, 9, 9], [1, 0, 9, 9], [1, inf, 0, 9], [2, -inf, 3, 0]], np.float32)
+
+    def seen(count: int, scores: Any = scores, **rest: Any) -> str:
+        mask = masks.top_blocks(jnp.asarray(scores), count, query_block=1, key_block=1, **rest)
+        return mask.show(len(scores), 4)
+
+    assert seen(1) == "█···\n·█··\n··█·\n···█"
+    assert seen(2) == "█···\n██··\n·██·\n··██"
+    assert seen(3) == "█···\n██··\n███·\n█·██"
+    assert seen(9, scores[3:], causal=False) == "█·██"
+    # What is not visible takes no place, and NaN none of an own one.
+    visible = np.array([[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1]], bool)
+    assert seen(2, visible=visible) == "█···\n█···\n█·█·\n··██"
+    assert seen(2, np.where(np.isfinite(scores), scores, np.nan)) == "█···\n██··\n·██·\n·█·█"
+    later = masks.top_blocks(scores[:2], 2, query_block=1, key_block=1, positions=np.array([2, 3]))
+    assert isinstance(later, masks.And)
+    np.testing.assert_array_equal(np.sort(later.masks[1].blocks)[0], [[0, 2], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("fields", "call", "words"),
+    [
+        ({"block": 0}, {}, "block must be at least 1"),
+        ({"count": 1.5}, {}, "count must be an int"),
+        ({"query_block": 13}, {}, r"at least 4, the blocks of 4 keys that 13 queries"),
+        ({}, {"inputs_k": X + 1}, "self-attention, got inputs_k"),
+        ({"attention_fn": nn.dot_product_attention}, {}, "for our kernels, got attention_fn"),
+        ({"share": True, "scale": "learned"}, {}, "a number for scale, got 'learned'"),
+        ({}, {"order": np.arange(T)}, "of one order"),
+        ({"decode": True, "query_block": 2}, {}, "chooses for each token, got query_block=2"),
+        ({"decode": True, "cache": CacheConfig(slots=8), "mask": masks.Window(3, 0)}, {}, "ring"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(fields: dict[str, Any], call: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        jax.eval_shape(lambda: layer(**fields).init(KEY, X, **call))
+
+
+@pytest.mark.parametrize(
+    ("scores", "given", "words"),
+    [
+        (np.ones((2, 2), int), {}, "scores must be floating point"),
+        (np.ones(3, np.float32), {}, r"shape \[\*B, N, nq, nk\], got \(3,\)"),
+        (np.ones((3, 0), np.float32), {}, r"got \(3, 0\); score each"),
+        (np.ones((2, 2), np.float32), {"count": 0}, "count must be at least 1"),
+        (
+            np.ones((2, 2), np.float32),
+            {"query_block": 4, "key_block": 2},
+            "count must be at least 2",
+        ),
+        (np.ones((2, 2), np.float32), {"causal": 1}, "causal must be True or False"),
+        (
+            np.ones((2, 2), np.float32),
+            {"query_block": 1, "positions": [1]},
+            r"positions must have shape \[nq\]",
+        ),
+        (np.ones((2, 2), np.float32), {"visible": np.ones((3, 2), bool)}, "visible must broadcast"),
+    ],
+)
+def test_scores_it_refuses(scores: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        masks.top_blocks(scores, **{"count": 1, "query_block": 2, "key_block": 2} | given)

@@ -1,0 +1,94 @@
+"""Differential attention against its formula, and what it shares with every layer."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import masks
+from flax_mha.positions import Rotary
+from flax_mha.variants import DifferentialAttention
+from tests.support import oracle
+from tests.support.decoded import decoded
+from tests.support.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.support.oracle import error, float64
+
+N, K, H, D, T = 4, 2, 6, 16, 10
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> DifferentialAttention:
+    defaults: dict[str, Any] = {
+        "num_kv_heads": K, "head_dim": H, "rotary": Rotary(100.0), "mask": masks.Causal(),
+        "offset": 0.3,
+    }  # fmt: skip
+    return DifferentialAttention(N, **defaults | fields)
+
+
+def expected(params: Any, x: Any) -> np.ndarray:
+    x, p = float64(x), float64(params)
+    q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
+    q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
+    q = q.reshape(2, T, K, 2, N // K, H)
+    k, v = k.reshape(2, T, K, 2, H), v.reshape(2, T, K, 2 * H)
+    heads = []
+    for n in range(N):
+        i, g = divmod(n, N // K)
+        maps = []
+        for s in range(2):
+            scores = np.einsum("bth,bsh->bts", q[:, :, i, s, g], k[:, :, i, s]) / np.sqrt(H)
+            scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+            maps.append(np.exp(scores) / np.exp(scores).sum(-1, keepdims=True))
+        weight = np.exp(p["lambda_a1"] @ p["lambda_b1"]) - np.exp(p["lambda_a2"] @ p["lambda_b2"])
+        out = (maps[0] - (weight + 0.3) * maps[1]) @ v[:, :, i]
+        heads.append(0.7 * oracle.rms_norm(p["norm"], out, 1e-5))
+    return oracle.project(p["out"], np.stack(heads, 2), contracted=2)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(kernel: str) -> None:
+    module = layer(kernel=kernel)
+    params = drawn(module, X)
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("steps", [(1,) * T, (4, 6)])
+def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+    cached = layer(decode=True)
+    params = drawn(layer(), X)
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
+    assert cache["kv"].key.shape == (2, 2 * K, T, H)
+    assert cache["kv"].value.shape == (2, 2 * K, T, 2 * H)
+    whole = jax.jit(layer().apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_heads_divided(kind: str) -> None:
+    same_on_a_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
+
+
+def test_in_a_stack() -> None:
+    """In blocks, under scan and remat, with lengths and a head_mask."""
+    head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
+    whole, params = same_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
+    bad = np.where(np.arange(T)[:, None] < 4, X, np.nan)
+    assert np.isfinite(whole(params, bad, lengths=np.array([4, 4]))).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sinks": True}, "has no sinks"),
+        ({"v_head_dim": 3}, "has no v_head_dim"),
+        ({"scale": "learned"}, "a number for scale"),
+        ({"offset": "0.8"}, "offset must be a number"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(**fields).init(KEY, X)

@@ -1,0 +1,227 @@
+"""Forgetting attention against its formula, its cache, and what it shares with every layer."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import CacheConfig, masks, sharding
+from flax_mha.scores import Relative
+from flax_mha.variants import ForgettingAttention
+from tests.support import oracle
+from tests.support.decoded import cache_of, decoded
+from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.meshes import EIGHT
+from tests.support.oracle import einsum, error, float64
+
+N, K, H, D, T = 4, 2, 6, 16, 10
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> ForgettingAttention:
+    return ForgettingAttention(N, **{"num_kv_heads": K, "head_dim": H} | fields)
+
+
+def forgotten(params: Any, x: np.ndarray, told: Any = True) -> np.ndarray:
+    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T], of `told` ones."""
+    z = einsum("btd,dn->bnt", x, params["forget_gate"]["kernel"]) + params["forget_bias"][:, None]
+    logs = np.where(told, -np.log1p(np.exp(-z)), 0)
+    i, j, gate = np.ogrid[: x.shape[1], : x.shape[1], : x.shape[1]]
+    return einsum("bnl,ijl->bnij", logs, (j < gate) & (gate <= i))
+
+
+def expected(params: Any, x: Any, **call: Any) -> np.ndarray:
+    x, p = float64(x), float64(params)
+    causal = np.tri(x.shape[1], dtype=bool)
+    return oracle.multi_head(p, x, bias=forgotten(p, x), allowed=causal, **call)[0]
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(kernel: str) -> None:
+    module = layer(kernel=kernel)
+    params = drawn(module, X)
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
+
+
+def test_gradients() -> None:
+    """Of the gates, by differences of the formula in float64."""
+    module = layer(kernel="blockwise")
+    params = drawn(module, X)
+    found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
+    rng = np.random.default_rng(1)
+    p = float64(params["params"])
+
+    def along(step: float, direction: Any) -> float:
+        moved = jax.tree.map(lambda a, b: a + step * b, p, direction)
+        return float(np.sin(expected(moved, X)).sum())
+
+    for names in (("forget_gate",), ("forget_bias",), ("query", "key", "value", "out")):
+        zero = jax.tree.map(np.zeros_like, p)
+        direction = zero | {
+            n: jax.tree.map(lambda a: rng.normal(size=a.shape), p[n]) for n in names
+        }
+        slope = (along(1e-5, direction) - along(-1e-5, direction)) / 2e-5
+        parts = jax.tree.map(lambda a, b: np.vdot(float64(a), b), found, direction)
+        np.testing.assert_allclose(sum(jax.tree.leaves(parts)), slope, rtol=2e-5)
+
+
+def test_without_a_gate_it_is_multi_head_attention() -> None:
+    """At f = 1 nothing is forgotten."""
+    module = layer()
+    params = drawn(module, X)
+    params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
+    plain = {k: v for k, v in params["params"].items() if not k.startswith("forget")}
+    x, causal = float64(X), np.tri(T, dtype=bool)
+    wanted = oracle.multi_head(float64(plain), x, allowed=causal)[0]
+    assert error(jax.jit(module.apply)(params, X), wanted) < 5e-6
+
+
+@pytest.mark.sampled(0.33)
+@pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
+def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+    cached = layer(decode=True)
+    params = drawn(layer(), X)
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
+    assert cache["kv"].key.shape == (2, K, T, H + 3 * N // K)
+    assert cache["kv"].value.shape == (2, K, T, H)
+    whole = jax.jit(layer().apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 2e-6
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("window", [False, True])
+def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
+    """Of bfloat16 only keys and values are rounded, however large the sums of the gates are."""
+    fields = {"mask": masks.Window(4, 0)} if window else {}
+    module = layer(**fields)
+    params = drawn(module, X)
+    # Every token forgets nearly all: c is near −3,000 at the end. Keys and values say nothing.
+    params["params"]["forget_bias"] = np.full(N, -300.0, np.float32)
+    params["params"]["key"]["kernel"] *= 0
+    params["params"]["forget_gate"]["kernel"] *= 0
+    params["params"]["forget_bias"][1:] = -300.3, -300.7, -0.01
+    whole = jax.jit(module.apply)(params, X)
+    config = CacheConfig(dtype="bfloat16", slots=5 if window else None)
+    cached = module.clone(decode=True, cache=config)
+    assert error(decoded(cached, params, X), np.asarray(whole)) < 4e-3
+    held = cache_of(cached, X)["kv"]
+    assert held.key.dtype == jnp.bfloat16
+    append = jax.jit(functools.partial(cached.apply, mutable="cache"))
+    _, after = append({**params, "cache": {"kv": held}}, X[:, :5])
+    parts = float64(after["cache"]["kv"].key)[:, :, :5, H:].reshape(2, K, 5, 3, N // K).sum(-2)
+    bias = params["params"]["forget_bias"].reshape(K, 1, -1)
+    c = np.cumsum(np.broadcast_to(-np.logaddexp(0, -float64(bias)), (2, K, 5, N // K)), 2)
+    np.testing.assert_allclose(parts, c, rtol=3e-7)
+
+
+REAL = np.ones((2, T), bool)
+REAL[0, [0, 4]] = REAL[1, 7:9] = False
+
+
+def test_hidden_tokens_leave_no_trace() -> None:
+    """Neither outputs, gradients nor steps show NaN of theirs: their gates are 1."""
+    module = layer(mask=masks.Keys(REAL), kernel="blockwise")
+    params = drawn(module, X)
+    bad = np.where(REAL[..., None], X, np.nan)
+    x, p = float64(X), float64(params["params"])
+    allowed = np.tri(T, dtype=bool) & REAL[:, None, None]
+    bias = forgotten(p, x, REAL[:, None])
+    wanted = oracle.multi_head(p, x, bias=bias, allowed=allowed)[0]
+
+    def loss(params: Any, x: Any) -> tuple[jax.Array, jax.Array]:
+        out = module.apply(params, x)
+        return jnp.sum(jnp.sin(out[REAL])), out
+
+    pull = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    (clean, _), (dirty, out) = pull(params, X), pull(params, bad)
+    assert error(out[REAL], wanted[REAL]) < 5e-6
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    steps = decoded(module.clone(decode=True), params, bad, (3, 1, 1, 5))
+    assert error(steps[REAL], wanted[REAL]) < 5e-6
+
+
+@pytest.mark.parametrize("steps", [None, (3, 1, 6)])
+def test_a_document_changes_no_other(steps: Any) -> None:
+    """Tokens that see NaN are NaN, and those of other documents are as they were."""
+    module = layer(mask=masks.Documents(np.array([5, 3])))
+    params = drawn(module, X)
+    bad = X.copy()
+    bad[:, [2, 9]] = np.nan
+    out = jax.jit(module.apply)(params, X)
+    if steps:
+        found = decoded(module.clone(decode=True), params, bad, steps)
+    else:
+        found = jax.jit(module.apply)(params, bad)
+    finite = np.isfinite(found).all((0, 2))
+    np.testing.assert_array_equal(finite, [i not in (2, 3, 4, 9) for i in range(T)])
+    assert error(found[:, finite], out[:, finite]) < 5e-6
+
+
+def test_a_gate_that_is_no_number_is_seen() -> None:
+    params = drawn(layer(), X)
+    params["params"]["forget_gate"]["kernel"][3, 1] = np.nan
+    assert np.isnan(layer().apply(params, X)).all()
+
+
+@pytest.mark.slow
+def test_lengths_order_and_options() -> None:
+    """Rows of different lengths, in a cache too; tokens in another order; norms and gates."""
+    module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned")
+    params = drawn(module, X)
+    lengths = np.array([T, 6])
+    bad = np.where((np.arange(T) < lengths[:, None])[..., None], X, np.nan)
+    out = jax.jit(module.apply)(params, bad, lengths=lengths)
+    whole = jax.jit(module.apply)(params, X)
+    # Padding attends to nothing: the bias alone is left.
+    bias = params["params"]["out"]["bias"]
+    np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
+    assert error(out[1, :6], whole[1, :6]) < 1e-6
+    order = np.random.default_rng(3).permutation(T)
+    turned = jax.jit(functools.partial(module.apply, order=order))(params, X[:, order])
+    assert error(turned, whole[:, order]) < 1e-5
+    cached = module.clone(decode=True)
+    step = jax.jit(functools.partial(cached.apply, mutable="cache"))
+    cache = cache_of(cached, X)
+    first, cache = step({**params, **{"cache": cache}}, bad[:, :8], lengths=np.array([8, 6]))
+    second, _ = step({**params, **cache}, X[:, [8, 6]][:, :1], lengths=np.array([1, 1]))
+    assert error(first[1, :6], whole[1, :6]) < 1e-5
+    assert error(second[0, 0], whole[0, 8]) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_a_mesh(kind: str, rules: Any) -> None:
+    x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
+    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("scan", [False, True])
+def test_in_a_model(scan: bool) -> None:
+    writes_as_the_whole(layer(), D, scan, norm="rmsnorm", gated=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"decode": True, "cache": CacheConfig(dtype="int8")}, "all digits .* got int8"),
+        ({"decode": True, "dtype": jnp.float16}, "all digits .* got float16"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(layer(**fields).init, KEY, X)
+
+
+def test_it_is_self_attention() -> None:
+    with pytest.raises(ValueError, match="is self-attention"):
+        layer().init(KEY, X, X[:, :3])

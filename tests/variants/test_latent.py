@@ -1,0 +1,137 @@
+"""Latent attention against its formula, and decoding from latents alone."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from flax_mha import (
+    CacheConfig,
+    QKNorm,
+    masks,
+)
+from flax_mha.positions import Rotary
+from flax_mha.scores import Relative
+from flax_mha.variants import MultiHeadLatentAttention
+from tests.support import oracle
+from tests.support.decoded import decoded
+from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.oracle import error, float64
+
+N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> MultiHeadLatentAttention:
+    defaults: dict[str, Any] = {
+        "head_dim": H, "v_head_dim": HV, "kv_rank": RANK, "rope_dim": R, "q_rank": 9,
+        "rotary": Rotary(100.0, interleaved=True), "mask": masks.Causal(),
+    }  # fmt: skip
+    return MultiHeadLatentAttention(N, **defaults | fields)
+
+
+def expected(params: Any, x: Any) -> np.ndarray:
+    """The equations of DeepSeek-V2, 2.1, one after another."""
+    x, p = float64(x), float64(params)
+    of_q = x
+    if "query_down" in p:
+        of_q = oracle.rms_norm(p["query_norm"], oracle.project(p["query_down"], x), 1e-6)
+    q = oracle.project(p["query"], of_q)
+    down = oracle.project(p["kv_down"], x)
+    c = oracle.rms_norm(p["kv_norm"], down[..., :RANK], 1e-6)
+    k, v = (oracle.project(p[name], c) for name in ("key", "value"))
+    turn = lambda x: oracle.rotary(x, np.arange(T), base=100.0, interleaved=True)  # noqa: E731
+    r = np.broadcast_to(turn(down[..., None, RANK:]), (*k.shape[:-1], R))
+    q = np.concatenate([q[..., :H], turn(q[..., H:])], -1)
+    k = np.concatenate([k, r], -1)
+    out = oracle.attention(q, k, v, allowed=np.tri(T, dtype=bool))[0]
+    return oracle.project(p["out"], out, contracted=2)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("q_rank", [9, None])
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
+    module = layer(q_rank=q_rank, kernel=kernel)
+    params = drawn(module, X)
+    out = jax.jit(module.apply)(params, X)
+    assert error(out, expected(params["params"], X)) < 2e-6
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("steps", [(1,) * T, (5, 1, 5), (T,)])
+def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+    """In the absorbed form, from a cache that holds each latent once."""
+    cached = layer(decode=True)
+    params = drawn(layer(), X)
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
+    assert cache["kv"].key.shape == (2, 1, T, R)
+    assert cache["kv"].value.shape == (2, 1, T, RANK)
+    whole = jax.jit(layer().apply)(params, X)
+    assert error(decoded(cached, params, X, steps), np.asarray(whole)) < 1e-5
+
+
+@pytest.mark.sampled(0.34)
+@pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
+def test_gradients_and_options(cache: str) -> None:
+    """Lengths, a window, sinks, head_mask, weights; and what the cache rounds."""
+    module = layer(mask=masks.Window(4, 0), sinks=True)
+    params = drawn(module, X)
+    lengths, head_mask = np.array([T, 6]), np.array([1.0, 0.0, 0.5, 2.0], np.float32)
+    call = {"lengths": lengths, "head_mask": head_mask}
+    out, weights = module.apply(params, X, **call, return_weights=True)
+    assert weights.shape == (2, N, T, T)
+    # Padding attends to nothing: the bias alone is left.
+    bias = params["params"]["out"]["bias"]
+    np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
+    cached = module.clone(decode=True, cache=CacheConfig(dtype=cache))
+    held = cached.init(KEY, X)["cache"]
+    found, _ = cached.apply({**params, "cache": held}, X, **call, mutable="cache")
+    assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_heads_divided(kind: str) -> None:
+    same_on_a_mesh(layer(), X, kind)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("scan", [False, True])
+def test_in_a_model(scan: bool) -> None:
+    writes_as_the_whole(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rotary": None}, "needs rotary, got None"),
+        ({"num_kv_heads": 2}, "has no num_kv_heads, got 2"),
+        ({"qk_norm": QKNorm()}, "has no qk_norm"),
+        ({"gate": "head"}, "has no gate"),
+        ({"scale": "learned"}, "a number for scale"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"kv_rank": 0}, "kv_rank must be at least 1"),
+        ({"qkv_features": 7}, r"qkv_features must be num_heads \* head_dim = 4 \* 6"),
+        ({"head_dim": 0}, "head_dim must be at least 1"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        layer(**fields).init(KEY, X)
+
+
+def test_qkv_features_are_those_of_all_heads() -> None:
+    """Features that are turned do not count; by default there are as many as the input has."""
+    wanted = jax.eval_shape(layer().init, KEY, X)
+    found = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), found, wanted)
+    kernel = jax.eval_shape(layer(head_dim=None).init, KEY, X)["params"]["key"]["kernel"]
+    assert kernel.shape == (RANK, N, D // N)
+
+
+def test_it_is_self_attention() -> None:
+    with pytest.raises(ValueError, match="is self-attention"):
+        layer().init(KEY, X, X[:, :3])

@@ -1,0 +1,151 @@
+"""Talking-heads attention against its formula, and what it shares with every layer."""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import (
+    CacheConfig,
+    MultiHeadAttention,
+    masks,
+    sharding,
+)
+from flax_mha.positions import Rotary
+from flax_mha.scores import Relative
+from flax_mha.variants import TalkingHeadsAttention
+from tests.support import oracle
+from tests.support.decoded import decoded
+from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.meshes import EIGHT
+from tests.support.oracle import einsum, error, float64
+
+N, K, H, D, T = 4, 2, 6, 16, 10
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(2, T, D)).astype(np.float32)
+
+
+def layer(**fields: Any) -> TalkingHeadsAttention:
+    return TalkingHeadsAttention(N, **{"num_kv_heads": K, "head_dim": H} | fields)
+
+
+def expected(params: Any, x: Any) -> np.ndarray:
+    """Under a causal mask, from the definition: all heads' scores at once."""
+    p, x = float64(params), float64(x)
+    q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
+    k, v = (np.repeat(y, N // K, 2) for y in (k, v))
+    scores = einsum("btmh,bsmh,mn->bnts", q, k, p["mix_scores"]) / np.sqrt(H)
+    scores = np.where(np.tri(x.shape[1], dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = einsum("bmts,bsnh,mn->btnh", weights, v, p["mix_weights"])
+    return oracle.project(p["out"], out, contracted=2)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
+def test_against_the_formula(kernel: str) -> None:
+    module = layer(kernel=kernel, mask=masks.Causal())
+    params = drawn(module, X)
+    assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
+
+
+def test_gradients() -> None:
+    """By differences of the formula in float64."""
+    module = layer(kernel="blockwise", mask=masks.Causal())
+    params = drawn(module, X)
+    found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
+    rng = np.random.default_rng(1)
+    p = float64(params["params"])
+
+    def along(step: float, direction: Any) -> float:
+        moved = jax.tree.map(lambda a, b: a + step * b, p, direction)
+        return float(np.sin(expected(moved, X)).sum())
+
+    for names in (("mix_scores",), ("mix_weights",), ("query", "key", "value", "out")):
+        zero = jax.tree.map(np.zeros_like, p)
+        direction = zero | {
+            n: jax.tree.map(lambda a: rng.normal(size=a.shape), p[n]) for n in names
+        }
+        slope = (along(1e-5, direction) - along(-1e-5, direction)) / 2e-5
+        parts = jax.tree.map(lambda a, b: np.vdot(float64(a), b), found, direction)
+        np.testing.assert_allclose(sum(jax.tree.leaves(parts)), slope, rtol=2e-5)
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("across", [False, True])
+def test_it_begins_as_multi_head_attention(across: bool) -> None:
+    """With norms, gates, rotary, sinks, lengths and a head_mask as there; cross-attention too."""
+    fields: dict[str, Any] = {
+        "num_kv_heads": K, "head_dim": H, "gate": "feature", "normalize_qk": True, "sinks": True,
+        "rotary": Rotary(), "v_head_dim": 5,
+    }  # fmt: skip
+    ours, plain = TalkingHeadsAttention(N, **fields), MultiHeadAttention(N, **fields)
+    variables = drawn(plain, X)
+    eye = np.eye(N, dtype=np.float32)
+    both = {"params": {**variables["params"], "mix_scores": eye, "mix_weights": eye}}
+    init = jax.jit(ours.init)(KEY, X)["params"]
+    np.testing.assert_array_equal(init["mix_scores"], eye)
+    np.testing.assert_array_equal(init["mix_weights"], eye)
+    if across:
+        memory = X[:, :7]
+        found, wanted = (
+            jax.jit(m.apply)(v, X, memory) for m, v in ((ours, both), (plain, variables))
+        )
+        assert error(found, wanted) < 5e-6
+        held, plainly = (
+            decoded(m.clone(decode=True), v, X, (4, 6), (memory,))
+            for m, v in ((ours, both), (plain, variables))
+        )
+        assert error(held, plainly) < 5e-6
+        return
+    call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
+    found, wanted = (
+        jax.jit(functools.partial(m.apply, return_weights=True))(v, X, **call)
+        for m, v in ((ours, both), (plain, variables))
+    )
+    assert error(found[0], wanted[0]) < 5e-6
+    assert error(found[1], wanted[1]) < 5e-6
+
+
+@pytest.mark.sampled(0.33)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_decoding_is_the_whole(dtype: str) -> None:
+    cached = layer(decode=True, cache=CacheConfig(dtype=dtype))
+    params = drawn(layer(), X)
+    cache = jax.eval_shape(cached.init, KEY, X)["cache"]
+    assert cache["kv"].key.shape == (2, 1, T, K * H)
+    whole = jax.jit(functools.partial(layer().apply, mask=masks.Causal()))(params, X)
+    bound = {"float32": 5e-6, "bfloat16": 0.02, "int8": 0.05}[dtype]
+    assert error(decoded(cached, params, X, (3, 1, 6)), np.asarray(whole)) < bound
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_on_a_mesh(kind: str, rules: Any) -> None:
+    x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
+    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True])
+def test_in_a_model(scan: bool) -> None:
+    writes_as_the_whole(layer(rotary=Rotary()), D, scan)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"scale": "learned"}, "has a number for scale"),
+    ],
+)
+def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(layer(**fields).init, KEY, X)
