@@ -44,7 +44,7 @@ def _with_values(name: str, x: Any) -> None:
     """An array has values; a `jax.ShapeDtypeStruct` only describes one."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(
-            f"{name} must be an array, got a jax.ShapeDtypeStruct of {came(x)}, which has no "
+            f"{name} must be an array, got a jax.ShapeDtypeStruct of {describe(x)}, which has no "
             f"values; call the function under jax.eval_shape"
         )
 
@@ -99,11 +99,11 @@ def integers(name: str, x: Any) -> Any:
             _fit_int32(name, min(leaves), max(leaves))
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
-    x = read(x)
+    x = as_numpy(x)
     if x.dtype == np.int32:
         # Inside `jit` a cast would make a known array a traced one.
         return x
-    if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and known(x):
+    if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and is_concrete(x):
         values = np.asarray(x)
         _fit_int32(name, int(values.min()), int(values.max()))
     return x.astype(np.int32)
@@ -119,7 +119,7 @@ def _fit_int32(name: str, least: int, most: int) -> None:
 
 def integer(name: str, x: Any, least: int = 0, most: int = _INT32.max) -> int:
     """One whole number, a constant, in a range."""
-    concrete(name, x)
+    static(name, x)
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(f"{name} must be an int, got {x!r} of {type(x).__name__}")
     if not least <= x <= most:
@@ -130,18 +130,20 @@ def integer(name: str, x: Any, least: int = 0, most: int = _INT32.max) -> int:
 def sizes(name: str, x: Any) -> tuple[int, ...]:
     """The sizes of some axes."""
     if not isinstance(x, tuple | list):
-        raise TypeError(f"{name} must be a tuple of sizes, got {came(x)}; give (2,) for one axis")
+        raise TypeError(
+            f"{name} must be a tuple of sizes, got {describe(x)}; give (2,) for one axis"
+        )
     return tuple(integer(name, size) for size in x)
 
 
-def known(x: Any) -> bool:
+def is_concrete(x: Any) -> bool:
     """Whether the values are there to be read, on this host."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def within(name: str, x: Any, end: int | None, remedy: str) -> None:
     """Where they are known, the integers are at least 0 and below the end, if there is one."""
-    if not x.size or not known(x):
+    if not x.size or not is_concrete(x):
         return
     # In NumPy: while JAX traces, what it computes of known values is traced, too.
     values = np.asarray(x)
@@ -151,7 +153,7 @@ def within(name: str, x: Any, end: int | None, remedy: str) -> None:
         raise ValueError(f"{name} must be {span}, got {least if least < 0 else most}; {remedy}")
 
 
-def read(x: Any) -> Any:
+def as_numpy(x: Any) -> Any:
     """An array of JAX as a NumPy array, if this host has all its values; anything else as it is.
 
     A constant in the closure of a jitted function would be staged otherwise: nothing would be known
@@ -159,12 +161,12 @@ def read(x: Any) -> Any:
     waits for the array; nothing there is worth more than knowing which tiles to skip. What is
     divided over a mesh stays where it is.
     """
-    if isinstance(x, jax.Array) and known(x) and x.is_fully_replicated:
+    if isinstance(x, jax.Array) and is_concrete(x) and x.is_fully_replicated:
         return np.asarray(x)
     return x
 
 
-def concrete(name: str, x: Any) -> Any:
+def static(name: str, x: Any) -> Any:
     """A setting, which what is compiled depends on: no traced array."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
@@ -176,7 +178,7 @@ def concrete(name: str, x: Any) -> Any:
 
 def number(name: str, x: Any) -> float:
     """A finite number, real."""
-    concrete(name, x)
+    static(name, x)
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
     if not math.isfinite(x):
@@ -187,7 +189,7 @@ def number(name: str, x: Any) -> float:
 def positive(**sizes: Any) -> None:
     """Sizes are positive whole numbers."""
     for name, size in sizes.items():
-        concrete(name, size)
+        static(name, size)
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"{name} must be an int, got {size!r} of {type(size).__name__}")
         if size < 1:
@@ -203,7 +205,7 @@ def optional(**sizes: Any) -> None:
 
 def rate(name: str, x: Any) -> None:
     """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
-    concrete(name, x)
+    static(name, x)
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
     if not 0.0 <= x < 1.0:
@@ -212,7 +214,7 @@ def rate(name: str, x: Any) -> None:
 
 def flag(name: str, x: Any) -> bool:
     """A switch: True or False."""
-    concrete(name, x)
+    static(name, x)
     if not isinstance(x, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {x!r} of {type(x).__name__}")
     return bool(x)
@@ -279,7 +281,7 @@ def _takes_none(field: dataclasses.Field[Any]) -> bool:
     return unknown or type(None) in typing.get_args(field.type)
 
 
-def choose(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
+def choice(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
     """The choice of that name."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
@@ -294,7 +296,9 @@ def key(name: str, x: Any) -> jax.Array:
             found = jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(shape, dtype))
             dtype, shape = found.dtype, found.shape
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or shape != ():
-        raise TypeError(f"{name} must be one JAX key, got {came(x)}; give jax.random.key(0), say")
+        raise TypeError(
+            f"{name} must be one JAX key, got {describe(x)}; give jax.random.key(0), say"
+        )
     return x
 
 
@@ -343,7 +347,7 @@ def warn(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
-def came(x: Any) -> str:
+def describe(x: Any) -> str:
     """A value as an error shows it: an array by its dtype and shape."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype} {tuple(x.shape)}"

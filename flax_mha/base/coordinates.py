@@ -40,20 +40,24 @@ class Node(struct.PyTreeNode):
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
 
-class Grid(struct.PyTreeNode):
+class ScoreArray(struct.PyTreeNode):
     """An array over the scores, [*B|1, N|1, T|1, S|1]: a block of scores needs a block of it."""
 
     array: Any
 
 
-def is_grid(x: Any) -> bool:
+def is_score_array(x: Any) -> bool:
     """Whether a node of a tree is one."""
-    return isinstance(x, Grid)
+    return isinstance(x, ScoreArray)
 
 
-def map_grids(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies fn to the arrays of grids; other leaves stay."""
-    return jax.tree.map(lambda x: jax.tree.map(fn, x) if is_grid(x) else x, tree, is_leaf=is_grid)
+def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply fn to the arrays that lie over the scores; other leaves stay."""
+
+    def apply(x: Any) -> Any:
+        return jax.tree.map(fn, x) if is_score_array(x) else x
+
+    return jax.tree.map(apply, tree, is_leaf=is_score_array)
 
 
 class Tiles(NamedTuple):

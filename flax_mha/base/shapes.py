@@ -191,7 +191,7 @@ def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.A
             f"{name} must have shape [*B] = {batch}, got {x.shape}; "
             f"give one number for each row of the batch"
         )
-    if checks.known(x):
+    if checks.is_concrete(x):
         values = np.asarray(x)
         if ((values < least) | (values > most)).any():
             raise ValueError(
@@ -232,7 +232,7 @@ def check_order(order: Any, length: int) -> Any:
             f"order must have shape [T] = {(length,)}, got {order.shape}; it is the same for all "
             f"rows"
         )
-    if checks.known(order) and not np.array_equal(np.sort(order), np.arange(length)):
+    if checks.is_concrete(order) and not np.array_equal(np.sort(order), np.arange(length)):
         raise ValueError(
             f"order must be a permutation of 0 … {length - 1}, got {np.asarray(order).tolist()}; "
             f"say of each token once where it stands, such as sharding.zigzag({length}, n)"

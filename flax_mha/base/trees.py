@@ -21,7 +21,7 @@ def combine(one: Any, other: Any) -> Any:
     return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
 
 
-def nodes(tree: Any) -> list[Any]:
+def tree_nodes(tree: Any) -> list[Any]:
     """All nodes of a tree, the inner ones too."""
     found = []
 
@@ -33,12 +33,12 @@ def nodes(tree: Any) -> list[Any]:
     return found
 
 
-def learned(x: Any) -> bool:
+def is_inexact(x: Any) -> bool:
     """Whether a leaf takes gradients: it is floating point."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
-def once(fn: Callable[..., Any]) -> Callable[..., Any]:
+def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     """fn(static, *arrays), traced anew only for another `static`, shape or dtype.
 
     What was traced is inlined: XLA sees no call. The layers of a stack are so traced in a fraction

@@ -72,6 +72,6 @@ def as_cache_config(given: CacheConfig | None) -> CacheConfig:
     if isinstance(given, CacheConfig):
         return given
     raise TypeError(
-        f"cache must be a flax_mha.CacheConfig, got {checks.came(given)}; give "
+        f"cache must be a flax_mha.CacheConfig, got {checks.describe(given)}; give "
         f"CacheConfig(dtype='int8'), say"
     )

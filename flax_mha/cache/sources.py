@@ -10,7 +10,7 @@ from flax import struct
 from flax_mha import masks
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.arguments import check_known
-from flax_mha.base.coordinates import Array, Grid
+from flax_mha.base.coordinates import Array, ScoreArray
 from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, observe
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
@@ -130,8 +130,8 @@ def over_keys(
         parts.append(masks.as_mask(mask))
     dims = shapes.attention_dims(q, *kv)
     bound = [part.bind(dims) for part in parts]
-    leaves = jax.tree.leaves(bound, is_leaf=lambda x: isinstance(x, Grid))
-    return [x.array.shape for x in leaves if isinstance(x, Grid) and x.array.shape[-1] > 1]
+    leaves = jax.tree.leaves(bound, is_leaf=lambda x: isinstance(x, ScoreArray))
+    return [x.array.shape for x in leaves if isinstance(x, ScoreArray) and x.array.shape[-1] > 1]
 
 
 class KV(struct.PyTreeNode):
@@ -189,7 +189,7 @@ def as_shared(given: Given, k: Any, v: Any) -> Shared:
         return given
     raise TypeError(
         f"kv must be what a layer gave with return_kv=True, or keys and values as a pair, got "
-        f"{checks.came(given)}"
+        f"{checks.describe(given)}"
     )
 
 

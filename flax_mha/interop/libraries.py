@@ -119,12 +119,12 @@ def to_layer(
       ValueError: if the library has no such layer, as with rotary.
       TypeError: if it is no module of that kind.
     """
-    known = checks.choose("library", library, LIBRARIES)
+    known = checks.choice("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
     if not isinstance(layer, MultiHeadAttention) or before != [_NORM] * (known.norm is not None):
         raise TypeError(
             f"to_layer takes an attention layer, as vit-pytorch's an nn.Sequential of "
-            f"nn.LayerNorm(1e-5) and one; got for {library} {checks.came(module)}"
+            f"nn.LayerNorm(1e-5) and one; got for {library} {checks.describe(module)}"
         )
     default(layer, MultiHeadAttention, LAYER, library)
     try:

@@ -66,7 +66,9 @@ def swap(model: Model, **fields: Any) -> Model:
         return cast(Model, nnx.recursive_map(functools.partial(_replaced, fields), model))
     if isinstance(model, nn.Module):
         return _swapped(model, fields)
-    raise TypeError(f"swap takes a module of linen or nnx, got {checks.came(model)}; give Model()")
+    raise TypeError(
+        f"swap takes a module of linen or nnx, got {checks.describe(model)}; give Model()"
+    )
 
 
 def _swapped(model: Any, fields: dict[str, Any]) -> Any:

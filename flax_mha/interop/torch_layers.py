@@ -125,7 +125,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
     """
     if not isinstance(module, MultiHeadAttention | Block | Stack):
         raise TypeError(
-            f"to_torch takes an attention layer, a block or a stack, got {checks.came(module)}"
+            f"to_torch takes an attention layer, a block or a stack, got {checks.describe(module)}"
         )
     _check(module)
     params = variables["params"]

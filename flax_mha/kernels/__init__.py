@@ -27,7 +27,7 @@ from flax_mha.kernels.options import Keyed, Options
 from flax_mha.kernels.options import Platform as Platform
 from flax_mha.kernels.registry import KERNELS as KERNELS
 from flax_mha.kernels.spec import AttentionSpec, Result, prepare
-from flax_mha.kernels.stored import widened
+from flax_mha.kernels.stored import dequantize
 from flax_mha.scores import ScoreMod
 
 _WEIGHTS = Capture(("weights",))
@@ -168,11 +168,11 @@ def dot_product_attention(
     chex.assert_shape(lse, (*B, N, T))
     extras: list[Any] = []
     if return_weights:
-        extras.append(observe.observe(q, widened(k), lse, spec, _WEIGHTS)["weights"])
+        extras.append(observe.observe(q, dequantize(k), lse, spec, _WEIGHTS)["weights"])
     if return_residuals:
         extras.append(lse)
     if capture:
-        extras.append(observe.observe(q, widened(k), lse, spec, capture))
+        extras.append(observe.observe(q, dequantize(k), lse, spec, capture))
     return (out, *extras) if extras else out
 
 

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha.base import shapes, symbols, trees
-from flax_mha.base.trees import combine, learned, partition
+from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import softmax, tiles
 from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import finite, guard
+from flax_mha.kernels.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
 from flax_mha.kernels.stored import Stored
-from flax_mha.kernels.tile_plan import MOST, Plan, Stripe, Tables, plan_call
+from flax_mha.kernels.tile_plan import MOST, Plan, Stripe, VisitLists, plan_call
 from flax_mha.kernels.tiles import (
     Place,
     TiledCall,
@@ -94,7 +94,7 @@ def attend(
         by_rows(q, plan.block_q, K),
         by_rows(k, plan.block_k, K),
         by_rows(v, plan.block_k, K),
-        *partition(spec, learned), sinks, tables,
+        *partition(spec, is_inexact), sinks, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
     if recalled is not None:
@@ -108,7 +108,7 @@ def attend(
 
 
 def _visit(
-    stripe: Stripe, plan: Plan, tables: Tables | None, place: Place, step: Callable[..., Tree],
+    stripe: Stripe, plan: Plan, tables: VisitLists | None, place: Place, step: Callable[..., Tree],
     carry: Tree,
 ) -> Tree:  # fmt: skip
     """Runs carry = step(masked, place, carry) over the tiles that the block of queries visits."""
@@ -133,10 +133,10 @@ def _core(static: TiledCall, recalled: Result | None, *args: Any) -> Result:
     return _forward(static, recalled, *args)[0]
 
 
-@trees.once
+@trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
-    sinks: jax.Array | None, tables: Tables | None,
+    sinks: jax.Array | None, tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
 
@@ -185,7 +185,7 @@ def _loops(
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
         r, q, k, v = x
         if spec.mask is not None:
-            k, v = guard(k, v)
+            k, v = move_nan_to_keys(k, v)
         q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
 
         def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -211,7 +211,7 @@ def _forward(static: TiledCall, recalled: Result | None, *args: Any) -> tuple[Re
     return (out, lse), (args, out, top, total)
 
 
-@trees.once
+@trees.trace_once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (q, k, v, leaves, rest, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, rest), total.dtype
@@ -223,7 +223,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, *queries, k, v = x
         if spec.mask is not None:
-            k, v = guard(k, v)
+            k, v = move_nan_to_keys(k, v)
         (q, dout, of_rows), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))

@@ -24,11 +24,11 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine
 from flax_mha.kernels import blockwise, reference, softmax, tiles
 from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import guard
+from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
-from flax_mha.kernels.tile_plan import Plan, Stripe, Tables
+from flax_mha.kernels.tile_plan import Plan, Stripe, VisitLists
 from flax_mha.kernels.tiles import Place, TiledCall, Tree, cut, dot, in_blocks, in_tiles, score_of
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 from flax_mha.sharding.shard_map import vary
 
 # Scores of one product: derivatives hold several arrays of them at once.
@@ -56,16 +56,16 @@ def _core(static: TiledCall, recalled: None, *args: Any) -> Result:
     """Compute out [R, G·nq·bq, Hv] and lse [R, G·nq·bq]. See `_loops`."""
     del recalled
     *arrays, tables = args
-    if tables is not None and known(tables.some):
+    if tables is not None and is_static(tables.some):
         # No block visits more tiles than that.
         tables = tables._replace(order=tables.order[..., : max(1, int(tables.some.max()))])
     return _loops(static, *arrays, tables)
 
 
-@trees.once
+@trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
-    sinks: jax.Array | None, tables: Tables | None,
+    sinks: jax.Array | None, tables: VisitLists | None,
 ) -> Result:  # fmt: skip
     """Loop over rows and heads, blocks of queries, and tiles of keys. See `blockwise._loops`."""
     plan, spec, dtype = static.plan, combine(leaves, rest), q.dtype
@@ -101,7 +101,7 @@ def _loops(
     def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, Result]:
         r, q, k, v = x
         if spec.mask is not None:
-            k, v = guard(k, v)
+            k, v = move_nan_to_keys(k, v)
         q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
 
         def job(stripe: Stripe, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Result:
@@ -130,7 +130,7 @@ def _recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _visit(
-    stripe: Stripe, plan: Plan, tables: Tables | None, place: Place, visit: Callable[..., Tree],
+    stripe: Stripe, plan: Plan, tables: VisitLists | None, place: Place, visit: Callable[..., Tree],
     carry: Tree,
 ) -> Tree:  # fmt: skip
     """Run carry = visit(masked, place, carry) over the tiles that the block of queries visits."""

@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from flax_mha.base import shapes, symbols
-from flax_mha.base.coordinates import At, map_grids
+from flax_mha.base.coordinates import At, map_score_arrays
 from flax_mha.kernels import reference, softmax
 from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import guard, least
+from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
-from flax_mha.kernels.stored import Stored, widened
-from flax_mha.kernels.tile_plan import Plan, ask
+from flax_mha.kernels.stored import Stored, dequantize
+from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import nothing
 from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
@@ -77,7 +77,7 @@ def _backward(platform: str, args: Any, cotangents: Result) -> Any:
     del platform
 
     def again(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
-        return reference.attend(q, widened(k), widened(v), spec)
+        return reference.attend(q, dequantize(k), dequantize(v), spec)
 
     return jax.vjp(again, *args)[1](cotangents)
 
@@ -131,7 +131,7 @@ def _run(
     if spec.mask is None or few == 0:
         top, total, out = at_once()
     else:
-        seen = jnp.asarray(ask(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
+        seen = jnp.asarray(tile_states(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
         seen = seen.any((0, 1, 2))
         order, count = jnp.argsort(~seen, stable=True), seen.sum()
 
@@ -160,9 +160,9 @@ def _visit(
 
     k, v = jax.tree.map(lambda x: cut(x, -2), (k, v))
     at = At(*(cut(x, -1) for x in spec.at(dims)))
-    spec = map_grids(lambda x: cut(x, -1), spec)
+    spec = map_score_arrays(lambda x: cut(x, -1), spec)
     if careful:
-        k, v = guard(widened(k), widened(v))
+        k, v = move_nan_to_keys(dequantize(k), dequantize(v))
     top, total, out = carry
     vectors = _vectors(dims, q, k, spec, total.dtype) if spec.vectors else None
     (k, k_scale), (v, v_scale) = _parts(k, q.dtype), _parts(v, q.dtype)
@@ -172,12 +172,12 @@ def _visit(
     )
     s = dot("...th,...sh->...ts", q, k) * jnp.asarray(spec.scale, total.dtype)
     s = (s * k_scale).reshape(*dims.logits[:-1], size)
-    s, allowed = spec.apply(s, at, least(total.dtype), vectors)
+    s, allowed = spec.apply(s, at, finfo_min(total.dtype), vectors)
     if dims.S % size != 0:
         # The last block begins where it still has all its keys: some were visited before.
         fresh = shapes.lead(start + jnp.arange(size, dtype=jnp.int32) >= first, s.ndim)
         allowed = fresh if allowed is None else allowed & fresh
-        s = jnp.where(fresh, s, least(total.dtype))
+        s = jnp.where(fresh, s, finfo_min(total.dtype))
     top, total, p, old = softmax.step(top, total, s, allowed)
     p = spec.drop(p, at).reshape(*by_head, size) * v_scale
     more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
@@ -191,7 +191,7 @@ def _vectors(
     q = q.reshape(*dims.B, dims.N, dims.T, dims.H).astype(dtype)
     if isinstance(k, Stored) and k.scale is not None:
         k = k.values.astype(dtype) * k.scale.astype(dtype)
-    k = widened(k).astype(dtype)
+    k = dequantize(k).astype(dtype)
     return q * jnp.asarray(spec.scale, dtype), jnp.repeat(k, dims.G, -3)
 
 

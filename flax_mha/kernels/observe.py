@@ -30,13 +30,13 @@ import numpy as np
 
 from flax_mha import sharding
 from flax_mha.base import checks, coordinates, shapes, symbols
-from flax_mha.base.coordinates import Array, At, map_grids
+from flax_mha.base.coordinates import Array, At, map_score_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import reference
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tile_plan import Plan, ask
+from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 
 Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
 
@@ -92,7 +92,7 @@ def as_capture(given: Any) -> Capture | None:
     if given is None or isinstance(given, Capture):
         return given
     raise TypeError(
-        f"capture must be a flax_mha.Capture, got {checks.came(given)}; give "
+        f"capture must be a flax_mha.Capture, got {checks.describe(given)}; give "
         f"Capture(('entropy', 'max_logit')), say"
     )
 
@@ -162,7 +162,7 @@ def _look(
 def _indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if chosen is None:
         return None
-    checks.concrete(name, chosen)
+    checks.static(name, chosen)
     if not isinstance(chosen, Sequence | np.ndarray | jax.Array) or isinstance(chosen, str):
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
     indices = np.asarray(checks.integers(name, chosen))
@@ -188,7 +188,7 @@ def _cut(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Applies fn to whatever of those parts lies over the scores."""
     q, lse, at, spec = parts
     q, lse, at = jax.tree.map(fn, (q, lse, at))
-    return q, lse, at, map_grids(fn, spec)
+    return q, lse, at, map_score_arrays(fn, spec)
 
 
 def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
@@ -240,8 +240,8 @@ def _parts(
     if spec.mask is not None and not symbols.at_most(T, size):
         dims = Dims(tuple(rows[:-1]), T, S, rows[-1], rows[-1], H, H)
         plan = Plan.of(dims, -(-T // _PARTS), -(-S // (4 * _PARTS)))
-        verdict = ask(spec, at, plan)
-        if known(verdict):
+        verdict = tile_states(spec, at, plan)
+        if is_static(verdict):
             parts: list[tuple[Array, slice]] = []
             for part, seen in enumerate(verdict.max((0, 1)) > EMPTY):
                 tiles = np.flatnonzero(seen) if seen.any() else np.zeros(1, int)
@@ -258,7 +258,7 @@ def _keys(keys: slice, k: jax.Array, at: At, spec: AttentionSpec) -> list[Any]:
     def some(x: Array) -> Array:
         return x if symbols.at_most(x.shape[-1], 1) else x[..., keys]
 
-    return [k[..., keys, :], jax.tree.map(some, at), map_grids(some, spec)]
+    return [k[..., keys, :], jax.tree.map(some, at), map_score_arrays(some, spec)]
 
 
 def _greatest(score: jax.Array) -> tuple[jax.Array]:

@@ -13,7 +13,7 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import finite, guard, least
+from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered
 
 # Below every sum of exponentials but 0, for the greatest is 1; any power of its inverse, which
@@ -49,7 +49,7 @@ def attend(
     at = spec.at(shapes.Dims.of(q, k, v))
     q, k, v = heads_first(q, k, v)
     if spec.mask is not None:
-        k, v = guard(k, v)
+        k, v = move_nan_to_keys(k, v)
     logits, allowed = scores(q, k, spec, at)
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed)
@@ -94,7 +94,7 @@ def _exponentials(
 
     Shared by output and lse, they are compiled alike whether the lse is read or not.
     """
-    top = jnp.max(logits, axis=-1, keepdims=True, initial=least(logits.dtype))
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=finfo_min(logits.dtype))
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
         top = jnp.maximum(top, sinks)
@@ -176,7 +176,7 @@ def scores(
         wide = q if q.dtype == dtype else q.astype(dtype) * jnp.asarray(spec.scale, dtype)
         wide, k = (x if spec.mask is None else finite(x) for x in (wide, k))
         vectors = wide, k.astype(dtype)
-    return spec.apply(logits, at, least(dtype), vectors)
+    return spec.apply(logits, at, finfo_min(dtype), vectors)
 
 
 def multiplied(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:

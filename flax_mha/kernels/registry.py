@@ -17,7 +17,7 @@ from flax_mha.kernels import derivatives
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.options import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
-from flax_mha.kernels.stored import Stored, widened
+from flax_mha.kernels.stored import Stored, dequantize
 
 
 class Kernel(NamedTuple):
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
         if not self.symbolic and is_symbolic(*q.shape, *k.shape):
             return Refusal(f"needs sizes that are known, got q {q.shape} and k {k.shape}")
         if not self.stored:
-            k, v = widened(k), widened(v)
+            k, v = dequantize(k), dequantize(v)
         if self.limit:
             q, k, v, spec = derivatives.limit(self.limit, self.name, (q, k, v, spec))
         return _module(self.name).lower(q, k, v, spec, platform)

@@ -38,22 +38,22 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
     return finite(*primals), *tangents
 
 
-def poison(x: jax.Array) -> jax.Array:
+def nan_flag(x: jax.Array) -> jax.Array:
     """0 for each vector of x [..., F] that is finite, NaN for the others, [...]."""
     zeros = jax.lax.stop_gradient(x) * 0
     # A product, for XLA:CPU is far slower at sums, and at `all`, over a short last axis.
     return jnp.matmul(zeros, jnp.ones(x.shape[-1], x.dtype))
 
 
-def guard(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Moves the NaN of a value to its key, from where it spreads if the mask allows.
 
     In the values themselves it would meet weights of 0.
     """
-    return k + poison(v)[..., None], finite(v)
+    return k + nan_flag(v)[..., None], finite(v)
 
 
-def least(dtype: jnp.dtype) -> float:
+def finfo_min(dtype: jnp.dtype) -> float:
     """The least number of a dtype: a bound of scores to begin a maximum with.
 
     Other than −∞ it can be subtracted from itself, and is no fault where JAX looks for infinities
@@ -69,7 +69,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 def begin(total: jax.Array) -> jax.Array:
     """The greatest score where nothing has been seen: finite, so that it can be subtracted."""
-    return total + least(total.dtype)
+    return total + finfo_min(total.dtype)
 
 
 def step(
@@ -106,18 +106,18 @@ def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
-    return total, jnp.where(empty, least(top.dtype), top + jnp.log(total))
+    return total, jnp.where(empty, finfo_min(top.dtype), top + jnp.log(total))
 
 
 def minus_infinity(lse: jax.Array) -> jax.Array:
     """The lse as users know it: −∞ where nothing is seen."""
-    return jnp.where(lse == least(lse.dtype), -jnp.inf, lse)
+    return jnp.where(lse == finfo_min(lse.dtype), -jnp.inf, lse)
 
 
 def of_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A greatest score and a sum of exponentials that have this lse, to go on from."""
     seen = lse != -jnp.inf
-    return jnp.where(seen, lse, least(lse.dtype)), seen.astype(lse.dtype)
+    return jnp.where(seen, lse, finfo_min(lse.dtype)), seen.astype(lse.dtype)
 
 
 def merge(one: Result, other: Result) -> Result:

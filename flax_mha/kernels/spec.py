@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, Grid, whole
+from flax_mha.base.coordinates import Array, At, ScoreArray, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import nodes
+from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
@@ -62,11 +62,11 @@ class AttentionSpec(struct.PyTreeNode):
     scores: tuple[ScoreMod, ...]
     sinks: jax.Array | None
     dropout: WeightDropout | None
-    q_pos: Grid | None
-    k_pos: Grid | None
+    q_pos: ScoreArray | None
+    k_pos: ScoreArray | None
     scale: float | Array
-    rows: Grid | None = None
-    heads: Grid | None = None
+    rows: ScoreArray | None = None
+    heads: ScoreArray | None = None
     invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
     reads_lse: bool = struct.field(pytree_node=False, default=True)
@@ -86,7 +86,7 @@ class AttentionSpec(struct.PyTreeNode):
 
     def own(self) -> list[type]:
         """The kinds of masks and scores that compute what a user wrote."""
-        parts = (x for x in nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
+        parts = (x for x in tree_nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
         return [type(x) for x in parts if _is_own(type(x))]
 
     def apply(
@@ -192,7 +192,7 @@ def prepare(
         sinks = jnp.asarray(sinks)
     if precision is not None:
         checks.precision("precision", precision)
-    checks.choose("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
+    checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
     bound, invalid = (None, None) if mask is None else validated(masks.as_mask(mask).bind(dims))
@@ -260,7 +260,7 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
         names = " or ".join(sorted({kind.__name__ for kind in own}))
         raise TypeError(
             f"a function of {names} must be given traced arrays as its args, got one that closes "
-            f"over {checks.came(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
+            f"over {checks.describe(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
         )
 
 
@@ -285,10 +285,10 @@ def _scale(scale: Any) -> float | jax.Array:
 def _positions(
     name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
     axes: tuple[int, int],
-) -> Grid | None:  # fmt: skip
+) -> ScoreArray | None:  # fmt: skip
     """Positions [length] or [*B, length], or the first of them, over the scores."""
     positions = shapes.positions(name, positions, tokens, letter)
     if positions is None:
         return None
     xp = np if isinstance(positions, np.ndarray) else jnp
-    return Grid(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))
+    return ScoreArray(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))

@@ -34,7 +34,7 @@ class Stored(struct.PyTreeNode):
         return self.values.ndim
 
 
-def widened(x: jax.Array | Stored) -> jax.Array:
+def dequantize(x: jax.Array | Stored) -> jax.Array:
     """What is stored as one array of floats."""
     if not isinstance(x, Stored):
         return x

@@ -10,10 +10,10 @@ import numpy as np
 from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import nodes
+from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 
 
 class Stripe(NamedTuple):
@@ -21,7 +21,7 @@ class Stripe(NamedTuple):
 
     Attributes:
       first: the first block.
-      starts: for each block, its first tile of keys; none where `Tables` tell, for all blocks.
+      starts: for each block, its first tile of keys; none where `VisitLists` tell, for all blocks.
       width: tiles of keys.
       masked: whether the mask excludes any of them.
     """
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
       block_q: queries of a tile.
       block_k: keys of a tile.
       stripes: which keys each block of queries visits, if it is known and they lie together;
-        empty where `Tables` tell.
+        empty where `VisitLists` tell.
       full: of the tables, whether there may be tiles that need no mask.
       partial: whether there may be tiles that do.
     """
@@ -78,7 +78,7 @@ class Plan(NamedTuple):
         return self.dims.T % self.block_q != 0 or self.dims.S % self.block_k != 0
 
     @property
-    def together(self) -> int:
+    def rows_together(self) -> int:
         """How many rows and key/value heads should be in one product."""
         R = math.prod(self.dims.B) * self.dims.K
         if not self.stripes:
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
         return max(n for n in range(1, R + 1) if R % n == 0 and (n == 1 or n * scores <= _SOME))
 
 
-class Tables(NamedTuple):
+class VisitLists(NamedTuple):
     """Which tiles each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
 
     Attributes:
@@ -116,7 +116,7 @@ _MASKED = 1.25
 _SOME, _ALL = 2**19, 2**20
 # Scores of one product, for they take memory: 8 MiB in float32.
 MOST = 2**21
-# Of blocks that a mask names (see `finest`): those of fewer than _SMALL queries or keys share tiles
+# Blocks that a mask names (`smallest_blocks`) of fewer than _SMALL queries or keys share tiles
 # of at least _SHARED, and those of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
 # Each is compiled by itself.
@@ -125,21 +125,21 @@ _STRIPES = 4
 _SYMBOLIC = (128, 512)
 
 
-def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, Tables | None]:
+def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:
     """Divides the call in the way that should be fastest, with at most so many scores a product."""
     at = spec.at(dims)
     if symbols.is_symbolic(dims.T, dims.S):
         plan = Plan(dims, *_SYMBOLIC)
-        return plan, tables_of(jnp.asarray(ask(spec, at, plan)))
+        return plan, tables_of(jnp.asarray(tile_states(spec, at, plan)))
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
-    grain, fine = finest(spec.mask), None
+    grain, fine = smallest_blocks(spec.mask), None
     if grain is not None:
         fine = Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S))
         plans.insert(0, fine)
     for plan in plans:
-        verdict = ask(spec, at, plan)
+        verdict = tile_states(spec, at, plan)
         if not isinstance(verdict, np.ndarray):
             # What will be visited is not known yet.
             return plan, tables_of(verdict)
@@ -162,9 +162,9 @@ def _even(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def finest(mask: Mask | None) -> tuple[int, int] | None:
+def smallest_blocks(mask: Mask | None) -> tuple[int, int] | None:
     """The least grain of a mask and of those that it is made of, None if none has any."""
-    found = (x.grain() for x in nodes(mask) if isinstance(x, Mask))
+    found = (x.grain() for x in tree_nodes(mask) if isinstance(x, Mask))
     grains = [grain for grain in found if grain is not None]
     return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
 
@@ -175,7 +175,7 @@ def _fitting(block: int, length: int) -> int:
     return min(_even(whole, _LARGE), length)
 
 
-def ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
+def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
     """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
     table = (1, 1, plan.nq, plan.nk)
     if spec.mask is None:
@@ -187,22 +187,22 @@ def ask(spec: AttentionSpec, at: At, plan: Plan) -> Array:
             tiles = tiles._replace(heads=spec.heads.array)
         verdict = spec.mask.tiles(tiles)
         shape = jnp.broadcast_shapes(verdict.shape, table)
-        xp = np if known(verdict) and not symbols.is_symbolic(*shape) else jnp
+        xp = np if is_static(verdict) and not symbols.is_symbolic(*shape) else jnp
         verdict = xp.broadcast_to(verdict, shape)
         verdict = flat_batch(verdict, plan.dims)
     if plan.dims.S % plan.block_k != 0:
         # The last tile of keys reaches beyond the last key.
         last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (verdict == FULL)
-        verdict = (np if known(verdict) else jnp).where(last, np.int8(PARTIAL), verdict)
+        verdict = (np if is_static(verdict) else jnp).where(last, np.int8(PARTIAL), verdict)
     return verdict
 
 
-def tables_of(verdict: Array) -> Tables:
+def tables_of(verdict: Array) -> VisitLists:
     """The tables of what the mask says of each tile [rows|1, N|1, nq, nk]."""
-    xp = np if known(verdict) else jnp
+    xp = np if is_static(verdict) else jnp
     order = xp.argsort(-verdict.astype(np.int32), axis=-1, stable=True)
     tables = (order, (verdict == FULL).sum(-1), (verdict > EMPTY).sum(-1))
-    return Tables(*(x.astype(np.int32) for x in tables))
+    return VisitLists(*(x.astype(np.int32) for x in tables))
 
 
 def _stripes(plan: Plan, verdict: np.ndarray) -> tuple[Stripe, ...]:

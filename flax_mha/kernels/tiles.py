@@ -10,8 +10,15 @@ import numpy as np
 from jax import lax
 
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import Array, At, blocks, flat_batch, is_grid, map_grids
-from flax_mha.base.trees import combine, learned, partition
+from flax_mha.base.coordinates import (
+    Array,
+    At,
+    blocks,
+    flat_batch,
+    is_score_array,
+    map_score_arrays,
+)
+from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import softmax
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import AttentionSpec
@@ -42,7 +49,7 @@ class Place(NamedTuple):
         return cls(r // K, (r % K) * G + j // count, stripe.first + block, tile, stripe.width)
 
     def entry(self, x: Array) -> jax.Array:
-        """Look up the block of queries in one of `Tables`, [rows|1, N|1, nq, ...]."""
+        """Look up the block of queries in one of `VisitLists`, [rows|1, N|1, nq, ...]."""
         at = (0 if x.shape[0] == 1 else self.row, 0 if x.shape[1] == 1 else self.head, self.i)
         return jnp.asarray(x)[at]
 
@@ -159,12 +166,12 @@ def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
         by_query = blocks(flat_batch(jnp.asarray(x), plan.dims), -2, plan.block_q)
         return blocks(by_query, -1, plan.block_k)
 
-    return map_grids(divide, spec)
+    return map_score_arrays(divide, spec)
 
 
 def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
     """The spec and the coordinates of one place, all of rank 2."""
-    spec = map_grids(place.take, spec)
+    spec = map_score_arrays(place.take, spec)
     q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
     k = keys_of(plan, place)[None]
     q = q if spec.q_pos is None else spec.q_pos.array
@@ -208,7 +215,7 @@ class TiledCall(NamedTuple):
       plan: the division.
       scale: of the scores, where queries are not scaled themselves.
       together: how many rows and key/value heads are computed at once.
-      pure: see `traced.once`.
+      pure: see `trees.trace_once`.
     """
 
     plan: Plan
@@ -219,10 +226,10 @@ class TiledCall(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
         """That of a spec in tiles."""
-        nodes = jax.tree.leaves(spec, is_leaf=is_grid)
+        nodes = jax.tree.leaves(spec, is_leaf=is_score_array)
         # Grids of each row or head would become gathers, so these are not batched.
-        own = any(is_grid(x) and x.array.shape[:2] != (1, 1) for x in nodes)
-        return cls(plan, scale, 1 if own else plan.together, pure=not spec.own())
+        own = any(is_score_array(x) and x.array.shape[:2] != (1, 1) for x in nodes)
+        return cls(plan, scale, 1 if own else plan.rows_together, pure=not spec.own())
 
     def vectors(
         self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
@@ -241,10 +248,10 @@ def accumulate(place: Place, grads: Tree, tile: Tree) -> Tree:
         return grads
 
     def add(g: Any, d: Any) -> Any:
-        fn = place.add if is_grid(g) else jnp.add
+        fn = place.add if is_score_array(g) else jnp.add
         return jax.tree.map(lambda x, y: fn(x, y.astype(x.dtype)), g, d)
 
-    return jax.tree.map(add, grads, tile, is_leaf=is_grid)
+    return jax.tree.map(add, grads, tile, is_leaf=is_score_array)
 
 
 def tile_gradient(
@@ -253,7 +260,7 @@ def tile_gradient(
 ) -> tuple[jax.Array, jax.Array, Tree, Vectors | None]:  # fmt: skip
     """A tile's kept weights, and the gradients of q·kᵀ, the learned leaves, and what scores saw."""
     tile, at = tile_of(static.plan, spec, place)
-    leaves, others = partition(tile, learned)
+    leaves, others = partition(tile, is_inexact)
 
     def score(s: jax.Array, leaves: Tree, vectors: Vectors | None) -> jax.Array:
         return score_of(static.plan, masked, place, combine(leaves, others), at, s, vectors)

@@ -23,7 +23,7 @@ from flax_mha.base.coordinates import Array
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import prepare
-from flax_mha.kernels.stored import widened
+from flax_mha.kernels.stored import dequantize
 from flax_mha.masks.base import seen
 
 Function = Callable[..., Any]
@@ -254,7 +254,7 @@ def run(
                 f"take it; leave out one of them"
             )
     q, k, v, spec = prepare(q, k, v, mask=mask, q_positions=q_positions, kv_positions=kv_positions)
-    k, v = widened(k), widened(v)
+    k, v = dequantize(k), dequantize(v)
     dims = shapes.attention_dims(q, k, v)
     if dims.G > 1:
         k, v = (
@@ -278,7 +278,7 @@ def run(
     if jnp.shape(out) != (*dims.B, dims.T, dims.N, dims.Hv):
         raise ValueError(
             f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
-            f"{checks.came(out)}; its queries are [*B, T, N, H]"
+            f"{checks.describe(out)}; its queries are [*B, T, N, H]"
         )
     return (spec.spoil(out),)
 

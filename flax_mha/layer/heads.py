@@ -131,7 +131,7 @@ def _turned(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array
     y = rotation(x, positions)
     if getattr(y, "shape", None) != x.shape:
         raise ValueError(
-            f"rotary must keep the shape of queries and keys, {x.shape}, got {checks.came(y)}; "
+            f"rotary must keep the shape of queries and keys, {x.shape}, got {checks.describe(y)}; "
             f"return what it has turned"
         )
     return checks.floating("what rotary gives", y)

@@ -85,7 +85,7 @@ class Linear(struct.PyTreeNode):
             if jnp.shape(out) != wanted:
                 raise ValueError(
                     f"the output of a submodule must keep its shape {wanted}, got "
-                    f"{checks.came(out)}; let the interceptor return such an array"
+                    f"{checks.describe(out)}; let the interceptor return such an array"
                 )
         return out
 
@@ -280,7 +280,7 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
         if jnp.shape(checks.array("what an initializer gives", value)) != flat:
             raise ValueError(
                 f"an initializer must give an array of the shape it is asked for, {flat}, got "
-                f"{checks.came(value)}; make it of its second argument"
+                f"{checks.describe(value)}; make it of its second argument"
             )
         return jnp.reshape(value, shape)
 

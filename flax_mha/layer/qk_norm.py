@@ -31,7 +31,7 @@ class QKNorm:
     after_rotary: bool = False
 
     def __post_init__(self) -> None:
-        checks.choose("QKNorm.kind", self.kind, _KINDS)
+        checks.choice("QKNorm.kind", self.kind, _KINDS)
         for name in ("scale", "after_rotary"):
             checks.flag(f"QKNorm.{name}", getattr(self, name))
         if checks.number("QKNorm.epsilon", self.epsilon) < 0:
@@ -50,7 +50,8 @@ def as_qk_norm(given: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
     """The norm of a layer's fields `qk_norm` and `normalize_qk`, of which the second is Flax's."""
     if given is not None and not isinstance(given, QKNorm):
         raise TypeError(
-            f"qk_norm must be a flax_mha.QKNorm, got {checks.came(given)}; give QKNorm('rmsnorm')"
+            f"qk_norm must be a flax_mha.QKNorm, got {checks.describe(given)}; give "
+            f"QKNorm('rmsnorm')"
         )
     if given is not None and normalize_qk:
         raise ValueError(

@@ -45,7 +45,7 @@ def gate_features(kind: str | None, N: int, Hv: int) -> shapes.Shape:
     """The features of a layer's gate; none of no gate."""
     if kind is None:
         return ()
-    return checks.choose("gate", kind, {"head": (N, 1), "feature": (N, Hv)})
+    return checks.choice("gate", kind, {"head": (N, 1), "feature": (N, Hv)})
 
 
 def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:

@@ -37,7 +37,7 @@ def read(array: Array, dims: Dims) -> tuple[Array, Array | None]:
 
 def bools(array: Array) -> tuple[Array, Array | None]:
     """A table as bools; if its numbers can't be read, also which of them are neither 0 nor 1."""
-    array = checks.read(array)
+    array = checks.as_numpy(array)
     if array.dtype == bool:
         return array, None
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)):
@@ -45,7 +45,7 @@ def bools(array: Array) -> tuple[Array, Array | None]:
             f"a mask must be of bools, or of 1 (may attend) and 0, got {array.dtype}; compare it "
             f"with something, as in ids > 0"
         )
-    if not checks.known(array):
+    if not checks.is_concrete(array):
         return array == 1, (array != 0) & (array != 1)
     values = np.asarray(array)
     wrong = values[(values != 0) & (values != 1)]

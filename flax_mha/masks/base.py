@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, Grid, Node, Tiles, whole
+from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.arrays import read
-from flax_mha.masks.tiles import FULL, both, either, judge
+from flax_mha.masks.tiles import FULL, both, either, tile_state
 
 
 class Mask(Node):
@@ -43,7 +43,7 @@ class Mask(Node):
           int, broadcastable to [*B, N, nq, nk]; a NumPy array if it is known before tracing.
         """
         del tiles
-        return judge(np.True_, np.False_)
+        return tile_state(np.True_, np.False_)
 
     def reach(self) -> int | None:
         """How many positions before its own a query may see at most; None if that is not known."""
@@ -196,7 +196,7 @@ class Dense(Mask):
     def bind(self, dims: Dims) -> Self:
         """See `Mask.bind`."""
         array, invalid = read(self.array, dims)
-        return self.replace(array=Grid(array), invalid=invalid)
+        return self.replace(array=ScoreArray(array), invalid=invalid)
 
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
@@ -205,7 +205,7 @@ class Dense(Mask):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         array = self.array.array
-        return judge(tiles.greatest(array), tiles.least(array))
+        return tile_state(tiles.greatest(array), tiles.least(array))
 
 
 class Placed(Mask):
@@ -238,7 +238,7 @@ def seen(mask: Mask, at: At) -> Array:
     name, rule = type(mask).__name__, "True where the query may see the key"
     if getattr(allowed, "dtype", None) != np.bool_:
         raise TypeError(
-            f"{name} must give bools, {rule}, got {checks.came(allowed)}; return a comparison, "
+            f"{name} must give bools, {rule}, got {checks.describe(allowed)}; return a comparison, "
             f"such as j <= i"
         )
     shape = jnp.broadcast_shapes(*(x.shape for x in at))

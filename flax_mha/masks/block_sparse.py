@@ -12,11 +12,11 @@ from flax import struct
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, Grid, Tiles, blocks
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles, blocks
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.base import Mask
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.tiles import judge, known
+from flax_mha.masks.tiles import is_static, tile_state
 
 # The most blocks of keys for one block of queries: each is an array, and a comparison a score.
 MOST = 128
@@ -68,12 +68,12 @@ class Chosen(Mask):
         )  # fmt: skip
         chosen = shapes.lead(_once(chosen), len(dims.logits))
         if chosen.shape[-2] > 1:
-            xp: Any = np if known(chosen) else jnp
+            xp: Any = np if is_static(chosen) else jnp
             *rest, k = chosen.shape
             chosen = xp.broadcast_to(chosen[..., None, :], (*rest, self.query_block, k))
             chosen = chosen.reshape(*rest[:-1], -1, k)[..., : dims.T, :]
         return self.replace(
-            blocks=tuple(Grid(chosen[..., c : c + 1]) for c in range(chosen.shape[-1]))
+            blocks=tuple(ScoreArray(chosen[..., c : c + 1]) for c in range(chosen.shape[-1]))
         )
 
     def allowed(self, at: At) -> Array:
@@ -90,7 +90,7 @@ class Chosen(Mask):
             step = math.gcd(self.query_block, tiles.block_q, x.array.shape[-2])
             chosen = blocks(x.array[..., ::step, :], -2, tiles.block_q // step)
             count = count + ((chosen >= first) & (chosen <= last)).astype(np.int32)
-        return judge((count > 0).any(-2), (count > last - first).all(-2))
+        return tile_state((count > 0).any(-2), (count > last - first).all(-2))
 
     def grain(self) -> tuple[int, int]:
         """See `Mask.grain`."""
@@ -191,7 +191,7 @@ def _best(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, j
 
 def _once(chosen: Array) -> Array:
     """Indices of blocks with NOWHERE for those that choose nothing more."""
-    xp: Any = np if known(chosen) else jnp
+    xp: Any = np if is_static(chosen) else jnp
     chosen = xp.sort(chosen, axis=-1)
     before = xp.concatenate([xp.full_like(chosen[..., :1], NOWHERE), chosen[..., :-1]], axis=-1)
     return xp.where((chosen == before) | (chosen < 0), NOWHERE, chosen)

@@ -7,11 +7,11 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array, At, Grid, Tiles
+from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.base import Dense, Mask, Placed
 from flax_mha.masks.positional import Causal
-from flax_mha.masks.tiles import both, either, judge, known
+from flax_mha.masks.tiles import both, either, is_static, tile_state
 
 
 class Lengths(Mask):
@@ -38,11 +38,11 @@ class Lengths(Mask):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         low, high = tiles.least(self.kv.array), tiles.greatest(self.kv.array)
-        verdict = judge(tiles.k_min < high, tiles.k_max < low)
+        verdict = tile_state(tiles.k_min < high, tiles.k_max < low)
         if self.q is None:
             return verdict
         q = self.q.array
-        return both(verdict, judge(tiles.q_min < q, tiles.q_max < q))
+        return both(verdict, tile_state(tiles.q_min < q, tiles.q_max < q))
 
 
 class Keys(Mask):
@@ -101,7 +101,9 @@ class Segments(Mask):
             bound = self.replace(runs=True, at_most=most)
         else:
             bound = self
-        return bound.replace(q=Grid(q[..., None, :, None]), kv=Grid(kv[..., None, None, :]))
+        return bound.replace(
+            q=ScoreArray(q[..., None, :, None]), kv=ScoreArray(kv[..., None, None, :])
+        )
 
     def _check(self) -> None:
         if self.at_most is not None:
@@ -115,7 +117,7 @@ class Segments(Mask):
 
     def _bounded(self, index: Array) -> Self:
         """Adds the number of runs, if it is known; else marks queries of runs beyond at_most."""
-        found = int(index.max(initial=0)) + 1 if known(index) else None
+        found = int(index.max(initial=0)) + 1 if is_static(index) else None
         most = self.at_most or found
         if most is None:
             return self
@@ -138,7 +140,7 @@ class Segments(Mask):
             (tiles.least(x), tiles.greatest(x)) for x in (self.q.array, self.kv.array)
         )
         meet = (q_low <= k_high) & (k_low <= q_high)
-        return judge(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
+        return tile_state(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
 
 
 class Documents(Placed):
@@ -162,7 +164,7 @@ class Documents(Placed):
                 f"[documents], got {lengths.shape}; fill rows of fewer documents with 0"
             )
         checks.within("Documents.lengths", lengths, None, "a length counts tokens")
-        xp: Any = np if known(lengths) else jnp
+        xp: Any = np if is_static(lengths) else jnp
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
@@ -172,10 +174,10 @@ class Documents(Placed):
         if len(ends) == 1:
             ends = shapes.lead(ends, at.q.ndim + 1)
         else:
-            ends = (ends if known(ends, at.row) else jnp.asarray(ends))[at.row]
+            ends = (ends if is_static(ends, at.row) else jnp.asarray(ends))[at.row]
         q, k = ((x[..., None] >= ends).sum(-1, dtype=np.int32) for x in (at.q, at.k))
-        most = int(q.max(initial=0)) if known(q) else ends.shape[-1]
-        return Segments(Grid(q), Grid(k), runs=True, at_most=most + 1)
+        most = int(q.max(initial=0)) if is_static(q) else ends.shape[-1]
+        return Segments(ScoreArray(q), ScoreArray(k), runs=True, at_most=most + 1)
 
 
 class Prefix(Mask):
@@ -193,7 +195,7 @@ class Prefix(Mask):
         """See `Mask.bind`."""
         if jnp.ndim(self.length) == 0:
             length = shapes.lead(checks.integers("Prefix.length", self.length), len(dims.logits))
-            return self.replace(length=Grid(length))
+            return self.replace(length=ScoreArray(length))
         return self.replace(length=_per_row("Prefix.length", self.length, dims))
 
     def allowed(self, at: At) -> Array:
@@ -203,17 +205,17 @@ class Prefix(Mask):
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
         length = self.length.array
-        prefix = judge(tiles.k_min < length, tiles.k_max < length)
+        prefix = tile_state(tiles.k_min < length, tiles.k_max < length)
         return either(prefix, Causal().tiles(tiles))
 
 
-def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Grid:
+def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
     """Lengths [*B] (or [*B, T]) over the scores, [*B, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
     if lengths.shape == dims.B:
-        return Grid(lengths.reshape(*dims.B, 1, 1, 1))
+        return ScoreArray(lengths.reshape(*dims.B, 1, 1, 1))
     if per_query and lengths.shape == (*dims.B, dims.T):
-        return Grid(lengths.reshape(*dims.B, 1, dims.T, 1))
+        return ScoreArray(lengths.reshape(*dims.B, 1, dims.T, 1))
     or_per_query = f" or [*B, T] = {(*dims.B, dims.T)}" if per_query else ""
     raise ValueError(
         f"{name} must have shape [*B] = {dims.B}{or_per_query}, got {lengths.shape}; "
@@ -223,7 +225,7 @@ def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Gr
 
 def _found_runs(q: Array, kv: Array) -> int | None:
     """How many runs a row has at most, if ids are known, alike, and stand so; else None."""
-    if not known(q, kv) or not q.size or not np.array_equal(q, kv):
+    if not is_static(q, kv) or not q.size or not np.array_equal(q, kv):
         return None
     rows = q.reshape(-1, q.shape[-1])
     most = _runs(rows)[:, -1] + 1
@@ -232,7 +234,7 @@ def _found_runs(q: Array, kv: Array) -> int | None:
 
 def _runs(ids: Array) -> Array:
     """The number of each token's run, from 0 on, int32 [..., L] as ids."""
-    xp: Any = np if known(ids) else jnp
+    xp: Any = np if is_static(ids) else jnp
     new = ids[..., 1:] != ids[..., :-1]
     first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))
     return xp.cumsum(xp.concatenate([first, new], -1), -1, dtype=np.int32)

@@ -13,7 +13,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, Tiles
 from flax_mha.base.shapes import Dims
 from flax_mha.masks.base import Mask, as_mask, farthest, seen
-from flax_mha.masks.tiles import both, judge, known
+from flax_mha.masks.tiles import both, is_static, tile_state
 
 
 class Causal(Mask):
@@ -25,7 +25,7 @@ class Causal(Mask):
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
-        return judge(tiles.k_min <= tiles.q_max, tiles.k_max <= tiles.q_min)
+        return tile_state(tiles.k_min <= tiles.q_max, tiles.k_max <= tiles.q_min)
 
 
 class Window(Mask):
@@ -44,7 +44,7 @@ class Window(Mask):
         for name, reach in (("left", self.left), ("right", self.right)):
             if reach is None:
                 continue
-            checks.concrete(f"Window.{name}", reach)
+            checks.static(f"Window.{name}", reach)
             if isinstance(reach, bool) or not isinstance(reach, int):
                 raise TypeError(f"Window.{name} must be an int or None, got {reach!r}")
             # Positions and what is added to them have to fit int32 together.
@@ -65,13 +65,13 @@ class Window(Mask):
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
-        verdict: Array = judge(np.True_, np.True_)
+        verdict: Array = tile_state(np.True_, np.True_)
         if self.left is not None:
             far = tiles.k_max >= tiles.q_min - self.left
-            verdict = both(verdict, judge(far, tiles.k_min >= tiles.q_max - self.left))
+            verdict = both(verdict, tile_state(far, tiles.k_min >= tiles.q_max - self.left))
         if self.right is not None:
             far = tiles.k_min <= tiles.q_max + self.right
-            verdict = both(verdict, judge(far, tiles.k_max <= tiles.q_min + self.right))
+            verdict = both(verdict, tile_state(far, tiles.k_max <= tiles.q_min + self.right))
         return verdict
 
     def reach(self) -> int | None:
@@ -152,7 +152,7 @@ class PerHead(Mask):
             return table
         each = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(each)]
         shape = jnp.broadcast_shapes(*(verdict.shape for verdict in each))
-        xp = np if known(*each) and not symbols.is_symbolic(*shape) else jnp
+        xp = np if is_static(*each) and not symbols.is_symbolic(*shape) else jnp
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
 
     def reach(self) -> int | None:
@@ -186,7 +186,7 @@ class Dilated(Mask):
         """See `Mask.tiles`."""
         least, most = tiles.q_min - tiles.k_max, tiles.q_max - tiles.k_min
         some = most // self.step * self.step >= least
-        return judge(some, (least == most) & some if self.step > 1 else some)
+        return tile_state(some, (least == most) & some if self.step > 1 else some)
 
 
 class Neighborhood(Mask):
@@ -243,13 +243,13 @@ class Neighborhood(Mask):
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
-        verdict: Array = judge(np.True_, np.True_)
+        verdict: Array = tile_state(np.True_, np.True_)
         for size, window, stride in self._axes():
             q_min, q_max = _span(tiles.q_min, tiles.q_max, stride, size)
             k_min, k_max = _span(tiles.k_min, tiles.k_max, stride, size)
             low, high = (_first(x, size, window) for x in (q_min, q_max))
             some = (k_max >= low) & (k_min < high + window)
-            verdict = both(verdict, judge(some, (k_min >= high) & (k_max < low + window)))
+            verdict = both(verdict, tile_state(some, (k_min >= high) & (k_max < low + window)))
         return verdict
 
 
@@ -260,7 +260,7 @@ def _first(c: Array, size: int, window: int) -> Array:
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
     """The least and the greatest coordinate on an axis of the tokens from first to last."""
-    xp: Any = np if known(first, last) else jnp
+    xp: Any = np if is_static(first, last) else jnp
     first, last = first // stride, last // stride
     whole = first // size != last // size
     return xp.where(whole, 0, first % size), xp.where(whole, size - 1, last % size)

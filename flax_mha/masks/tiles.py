@@ -11,21 +11,21 @@ from flax_mha.base.coordinates import Array
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
-def judge(some: Any, every: Any) -> Array:
+def tile_state(some: Any, every: Any) -> Array:
     """EMPTY, PARTIAL or FULL from whether some and whether all pairs of a tile may attend."""
     return some.astype(np.int8) + every.astype(np.int8)
 
 
 def both(x: Array, y: Array) -> Array:
     """Return the verdict of two masks together, the least of EMPTY, PARTIAL and FULL."""
-    return np.minimum(x, y) if known(x, y) else jnp.minimum(x, y)
+    return np.minimum(x, y) if is_static(x, y) else jnp.minimum(x, y)
 
 
 def either(x: Array, y: Array) -> Array:
     """Return the verdict of either of two masks, the greatest."""
-    return np.maximum(x, y) if known(x, y) else jnp.maximum(x, y)
+    return np.maximum(x, y) if is_static(x, y) else jnp.maximum(x, y)
 
 
-def known(*arrays: Array) -> bool:
+def is_static(*arrays: Array) -> bool:
     """Return True if all arrays are known before tracing."""
     return all(isinstance(x, np.ndarray | np.generic) for x in arrays)

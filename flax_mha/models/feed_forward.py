@@ -75,7 +75,7 @@ class MLP(nn.Module):
 def activation(given: str | Activation) -> Activation:
     """The function of that name, or the one that is given."""
     if isinstance(given, str) or not callable(given):
-        return checks.choose("activation", given, ACTIVATIONS)
+        return checks.choice("activation", given, ACTIVATIONS)
     checks.function("activation", given, "x -> y", f"or give one of {sorted(ACTIVATIONS)}", 1)
     return given
 

@@ -222,7 +222,7 @@ def _check_step(
     shape: shapes.Shape = getattr(logits, "shape", ())
     if new is None or len(shape) != 3 or shape[:2] != prompt.shape:
         raise ValueError(
-            f"a step must give logits [B, T, V] and the cache, got {checks.came(logits)} for "
+            f"a step must give logits [B, T, V] and the cache, got {checks.describe(logits)} for "
             f"tokens {prompt.shape}"
         )
     made: Any = jax.tree.structure(new)
@@ -244,7 +244,7 @@ def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Arr
     if lengths is not None:
         raise ValueError(
             f"lengths must be None for a {type(model).__name__}, which reads all of its source, "
-            f"got {checks.came(lengths)}; pad the source as it was in training"
+            f"got {checks.describe(lengths)}; pad the source as it was in training"
         )
     return jnp.asarray(prompt), jnp.full(len(prompt), prompt.shape[1])
 
@@ -261,7 +261,7 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[ja
     # There is nothing to go on from in an empty prompt.
     given = np.full(B, T) if lengths is None else lengths
     lengths = shapes.per_row("lengths", given, (B,), T, least=1)
-    if checks.known(lengths) and checks.known(prompt):
+    if checks.is_concrete(lengths) and checks.is_concrete(prompt):
         real = np.arange(T)[None] < np.asarray(given)[:, None]
         remedy = "give ids of the model's embedding"
         checks.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
@@ -274,7 +274,7 @@ def _check_capacity(model: Model, read: int, new: int, capacity: int | None, cac
     needed = read + new - 1
     if not isinstance(model, Own):
         left = free(cache)
-        if checks.known(left) and int(left.min()) < needed:
+        if checks.is_concrete(left) and int(left.min()) < needed:
             raise ValueError(
                 f"the cache must have room for {needed} tokens, the prompt's {read} and "
                 f"max_new_tokens={new} but one, and has it for {left.min()}; make it larger"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from flax_mha import masks, sharding
 from flax_mha.base import shapes
-from flax_mha.base.checks import choose, fields, integer, number, optional
+from flax_mha.base.checks import choice, fields, integer, number, optional
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions
@@ -71,7 +71,7 @@ class Classifier(nn.Module):
         x = self.encoder(x, **options)
         if self.num_classes is None:
             return x
-        pool = choose("pooling", self.pooling, {"mean": _mean, "first": _first})
+        pool = choice("pooling", self.pooling, {"mean": _mean, "first": _first})
         pooled = pool(x.astype(jnp.float32), options.get("lengths"))
         head = Projection(
             (self.num_classes,), ("embed", None), rows=("batch",), dtype=jnp.float32, name="head"

@@ -86,7 +86,7 @@ class Block(nn.Module):
         if not (own_norms or isinstance(self.parallel, bool)):
             raise ValueError(
                 f"parallel must be True or False, or where pre_norm is on 'own_norms', got "
-                f"{checks.came(self.parallel)}"
+                f"{checks.describe(self.parallel)}"
             )
         if checks.flag("return_kv", return_kv):
             calls["attention"]["return_kv"] = True
@@ -106,10 +106,11 @@ class Block(nn.Module):
             return self.norm.copy(parent=parent, name=name)
         if not isinstance(self.norm, str):
             raise TypeError(
-                f"norm must be one of {[*NORMS]} or a module, got {checks.came(self.norm)}; give "
+                f"norm must be one of {[*NORMS]} or a module, got "
+                f"{checks.describe(self.norm)}; give "
                 f"nn.LayerNorm(), say, with its parentheses"
             )
-        norm = checks.choose("norm", self.norm, NORMS)
+        norm = checks.choice("norm", self.norm, NORMS)
         if checks.number("norm_epsilon", self.norm_epsilon) < 0:
             raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}")
         like = self.attention
@@ -153,7 +154,8 @@ class Block(nn.Module):
             return self.mlp
         if self.mlp is not None:
             raise ValueError(
-                f"mlp must be a module, and mlp_dim is not for it, got {checks.came(self.mlp)} and "
+                f"mlp must be a module, and mlp_dim is not for it, got "
+                f"{checks.describe(self.mlp)} and "
                 f"mlp_dim={self.mlp_dim}; give one of the two"
             )
         like, biased = self.attention, self.mlp_bias

@@ -99,7 +99,7 @@ class PositionEmbedding(nn.Module):
         """
         checks.fields(self)
         shapes.check_features("x", x)
-        checks.choose("kind", self.kind, dict.fromkeys(KINDS))
+        checks.choice("kind", self.kind, dict.fromkeys(KINDS))
         checks.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype

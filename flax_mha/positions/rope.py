@@ -111,7 +111,7 @@ def rotary(
         return turn(x, angles(positions, R // 2, 2 / R, base), interleaved)
     if not isinstance(scaling, Scaling):
         raise TypeError(
-            f"scaling must be of flax_mha.positions, got {checks.came(scaling)}; give "
+            f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
             f"Llama3(factor=8, original_length=8192), say"
         )
     at = floats(positions)

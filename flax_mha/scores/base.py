@@ -39,7 +39,7 @@ class ScoreMod(Node):
     vectors = False
 
     def bind(self, dims: Dims) -> Self:
-        """Checks the arrays against a call; those that lie over the scores become a `Grid`."""
+        """Check the arrays against a call; those over the scores become a `ScoreArray`."""
         del dims
         return self
 
@@ -105,7 +105,7 @@ def as_scores(given: Any) -> tuple[ScoreMod, ...]:
         )
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise TypeError(
-            f"scores must be a sequence of those in flax_mha.scores, got {checks.came(given)}; "
+            f"scores must be a sequence of those in flax_mha.scores, got {checks.describe(given)}; "
             f"give scores=(SoftCap(50.0),), say, or () for none"
         )
     for mod in given:
@@ -116,7 +116,7 @@ def as_scores(given: Any) -> tuple[ScoreMod, ...]:
             remedy = f"give {mod.__name__}(…), with its parentheses"
         elif callable(mod):
             remedy = "give scores.Score(fn), a function (score, row, head, i, j) -> score"
-        raise TypeError(f"scores must be of flax_mha.scores, got {checks.came(mod)}; {remedy}")
+        raise TypeError(f"scores must be of flax_mha.scores, got {checks.describe(mod)}; {remedy}")
     return tuple(given)
 
 
@@ -126,7 +126,7 @@ def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = N
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):
         raise TypeError(
-            f"{name} must give the new score, real and floating point, got {checks.came(new)}; "
+            f"{name} must give the new score, real and floating point, got {checks.describe(new)}; "
             f"return it from the function"
         )
     remedy = "compute it from the score and the places that are given, pair by pair"

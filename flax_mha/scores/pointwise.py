@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import At, Grid
+from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.scores.base import ScoreMod
 
@@ -30,7 +30,7 @@ class Bias(ScoreMod):
             "bias", array.shape, dims.logits, "[*B, N, T, S]",
             "a bias without heads needs the axis: bias[..., None, :, :]",
         )  # fmt: skip
-        return self.replace(array=Grid(shapes.lead(array, len(dims.logits))))
+        return self.replace(array=ScoreArray(shapes.lead(array, len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""
@@ -72,7 +72,7 @@ class Alibi(ScoreMod):
         """See `ScoreMod.bind`."""
         slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
         slopes = _per_head("Alibi.slopes", slopes, dims)
-        return self.replace(slopes=Grid(shapes.lead(slopes[:, None, None], len(dims.logits))))
+        return self.replace(slopes=ScoreArray(shapes.lead(slopes[:, None, None], len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""

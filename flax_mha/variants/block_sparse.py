@@ -13,12 +13,12 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, tiles_of, whole
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
-from flax_mha.kernels.stored import widened
+from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.masks.base import placed
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 from flax_mha.variants import common
 
 # Scores of single keys that are in memory at a time: 8 MiB in float32.
@@ -73,7 +73,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
         mask = masks.combine(masks.Causal(), call.get("mask"))
         # Blocks of queries need not be divided as queries are.
         names = ("batch", "heads", "length" if self.query_block == 1 else None, None)
-        scores, visible = sharding.auto(self._scores, [names, names], q, widened(k), at, mask)
+        scores, visible = sharding.auto(self._scores, [names, names], q, dequantize(k), at, mask)
         at = jnp.arange(q.shape[-3], dtype=jnp.int32) if at is None else jnp.asarray(at)
         chosen = masks.top_blocks(
             scores, self.count, query_block=self.query_block, key_block=self.block,
@@ -98,7 +98,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
         verdict = mask.tiles(tiles)
         past = tiles.k_max < at.q[..., :: self.query_block, :]
         q = self._choosing(q, mask, at).astype(k.dtype)
-        if known(verdict, past) and not (past & (verdict == masks.PARTIAL)).any():
+        if is_static(verdict, past) and not (past & (verdict == masks.PARTIAL)).any():
             scores, visible = self._by_means(q, k), jnp.asarray(verdict > masks.EMPTY)
         else:
             scores, visible = self._by_visible_keys(q, k, mask, at)

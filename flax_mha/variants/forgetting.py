@@ -11,7 +11,7 @@ from jax import lax
 
 from flax_mha import masks, sharding
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import Array, At, Grid
+from flax_mha.base.coordinates import Array, At, ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
@@ -106,7 +106,7 @@ class _Forget(ScoreMod):
     def bind(self, dims: Dims) -> Self:
         """See `ScoreMod.bind`."""
         q, k = (jnp.swapaxes(x, -1, -2) for x in (self.q, self.k))
-        return self.replace(q=Grid(q[..., None]), k=Grid(k[..., None, :]))
+        return self.replace(q=ScoreArray(q[..., None]), k=ScoreArray(k[..., None, :]))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
         """See `ScoreMod.__call__`."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.kernels.stored import widened
+from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.heads import turned
 from flax_mha.layer.linear import Linear, fused
@@ -118,7 +118,7 @@ def _absorbed(
     q: jax.Array, key: Linear, value: Linear, q_rope: jax.Array, r: Any, c: Any, **call: Any
 ) -> Any:
     """Attention to latents as they are kept: keys [c, r] and values c, of one head for all."""
-    r, c = widened(r), widened(c)
+    r, c = dequantize(r), dequantize(c)
     q = _product("...tnh,rnh->...tnr", key, q)
     k, v = (_with_bias(linear, c).astype(q.dtype) for linear in (key, value))
     q, k = _joined(q, q_rope), jnp.concatenate([k, r.astype(q.dtype)], -1)

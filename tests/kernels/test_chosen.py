@@ -14,7 +14,7 @@ from flax_mha.kernels import tpu as blocks_of_tpu
 from flax_mha.kernels.decode import QUERIES
 from flax_mha.kernels.flex import trace
 from flax_mha.kernels.spec import prepare
-from flax_mha.kernels.tile_plan import finest, plan_call
+from flax_mha.kernels.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check
 from tests.support import oracle
@@ -96,9 +96,18 @@ def test_visits_what_is_chosen(block: int) -> None:
 
 def test_the_finest_grain_of_a_mask() -> None:
     one, other = Chosen([[0]], 64, 128), Chosen([[0]], 32, 256)
-    assert finest(Causal() & one) == finest(one) == finest(~one) == (64, 128)
-    assert finest(one | other) == finest(PerHead([Causal(), one, other, one])) == (32, 128)
-    assert finest(None) is finest(Causal() | Window(3)) is None
+    assert (
+        smallest_blocks(Causal() & one)
+        == smallest_blocks(one)
+        == smallest_blocks(~one)
+        == (64, 128)
+    )
+    assert (
+        smallest_blocks(one | other)
+        == smallest_blocks(PerHead([Causal(), one, other, one]))
+        == (32, 128)
+    )
+    assert smallest_blocks(None) is smallest_blocks(Causal() | Window(3)) is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.mask_parts import conjuncts
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 
 _OF_RUNS = (
     " (for packed documents leave them out: masks count tokens in the order given, and positions "
@@ -170,15 +170,15 @@ def _runs(packed: list[Segments], dims: Dims) -> "Runs | None":
 
 def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:
     """Whether it is known before tracing that a mask allows everything."""
-    if not known(q, k):
+    if not is_static(q, k):
         return False
     verdict = mask.tiles(tiles_of(q, k, dims.T, dims.S))
-    return known(verdict) and bool((np.asarray(verdict) == FULL).all())
+    return is_static(verdict) and bool((np.asarray(verdict) == FULL).all())
 
 
 def _first(x: Array) -> int | None:
     """The first position, where those of every row are known and count on from it."""
-    if not known(x):
+    if not is_static(x):
         return None
     rows = np.asarray(x).reshape(-1, max(x.shape[-2:]))
     first = int(rows[0, 0])

@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import Array, At, flat_batch, is_grid
+from flax_mha.base.coordinates import Array, At, flat_batch, is_score_array
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import tpu
 from flax_mha.kernels.flex.kernels import Operands, core
@@ -31,12 +31,12 @@ from flax_mha.kernels.flex.mosaic import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.tile_order import Leaf
 from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import guard
+from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
-from flax_mha.kernels.tile_plan import Plan, ask, finest
+from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import seen
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 
 # The most entries of a table of tiles: they lie in scalar memory.
 TABLE = 2**16
@@ -79,13 +79,13 @@ def _attend(
     dims = shapes.Dims.of(q, k, v)
     call = traced.call
     verdict = _verdict(spec, dims, call.plan)
-    if known(verdict):
+    if is_static(verdict):
         seen = verdict > EMPTY
         by_query, by_key = (max(int(np.max(seen.sum(axis))), 1) for axis in (-1, -2))
         full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
         call = call._replace(visits=(by_query, by_key), kinds=(full, partial))
     if spec.mask is not None:
-        k, v = guard(k, v)
+        k, v = move_nan_to_keys(k, v)
     T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
     sinks = None
     if spec.sinks is not None:
@@ -110,8 +110,8 @@ def _attend(
 
 def _verdict(spec: AttentionSpec, dims: Dims, plan: Plan) -> Array:
     """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
-    verdict = ask(spec, spec.at(dims), plan)
-    xp: Any = np if known(verdict) else jnp
+    verdict = tile_states(spec, spec.at(dims), plan)
+    xp: Any = np if is_static(verdict) else jnp
     if dims.T % plan.block_q:
         # The last block of queries reaches beyond the last query.
         last = (np.arange(plan.nq) == plan.nq - 1).reshape(1, 1, -1, 1) & (verdict == FULL)
@@ -148,7 +148,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
     arrays, tree = jax.tree.flatten(spec)
-    grids = [is_grid(x) for x in jax.tree.leaves(spec, is_leaf=is_grid)]
+    grids = [is_score_array(x) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
     for x, grid in zip(arrays, grids, strict=True):
         if not grid and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
             return (
@@ -176,7 +176,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
 def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
     """The division: where a mask has blocks, as fine as those, while its table is small enough."""
     most = tpu.blocks(dims)
-    grain = finest(spec.mask) or most
+    grain = smallest_blocks(spec.mask) or most
     sizes = [min(128 * -(-n // 128), size) for n, size in zip(grain, most, strict=True)]
     while sizes != [*most]:
         plan = Plan(dims, sizes[0], sizes[1])

@@ -163,7 +163,7 @@ class Leaf(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, grid: bool, plan: Plan) -> "Leaf":
-        """That of an array, which lies over the scores if it is of a `Grid`."""
+        """That of an array, which lies over the scores if it is of a `ScoreArray`."""
         dtype = jnp.result_type(x)
         if jnp.issubdtype(dtype, jnp.floating):
             dtype = dtype if grid and dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)

@@ -27,13 +27,13 @@ import numpy as np
 from jax import lax
 
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import Array, map_grids
+from flax_mha.base.coordinates import Array, map_score_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import combine, learned, partition
+from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.options import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
-from flax_mha.kernels.tile_plan import Plan, ask
+from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import nothing
 from flax_mha.masks import EMPTY, Causal
 
@@ -66,7 +66,7 @@ class Ring(NamedTuple):
         where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
         # Arrays that are traced, or divided over devices, are not asked: nothing would be known.
         if not any(isinstance(x, jax.Array) for x in where):
-            verdict = ask(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
+            verdict = tile_states(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
             seen = np.asarray(verdict).max((0, 1)) > EMPTY
             # Only on GPUs: kernels for others take positions, and compute the same with them.
             others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
@@ -96,7 +96,7 @@ class Ring(NamedTuple):
                 return x
             return lax.dynamic_slice_in_dim(jnp.asarray(x), start, S, axis=-1)
 
-        return map_grids(cut, tree)
+        return map_score_arrays(cut, tree)
 
     def of_step(self, spec: AttentionSpec, step: Array | int) -> AttentionSpec:
         """The spec of a step's keys, without a mask where everything is seen."""
@@ -230,7 +230,7 @@ def _backward(
     dout = _unless_empty(lse, cotangents[0]) if asked[0] else jnp.zeros_like(out)
     douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if asked[1] else (dout,)
     S, acc = k.shape[-3], lse.dtype
-    leaves, rest = partition(arrays, learned)
+    leaves, rest = partition(arrays, is_inexact)
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
         start = ring.source(step) * S

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import Grid, is_grid, whole
+from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.mesh import ring
 from flax_mha.kernels.mesh.devices import here
@@ -229,13 +229,13 @@ def _with_positions(
     """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
     at = whole(dims)
     if any(axes is not None for axes in division.batch):
-        spec = spec.replace(rows=Grid(at.row))
+        spec = spec.replace(rows=ScoreArray(at.row))
     if division.heads is not None:
-        spec = spec.replace(heads=Grid(at.head))
+        spec = spec.replace(heads=ScoreArray(at.head))
     if division.length is not None and spec.q_pos is None:
-        spec = spec.replace(q_pos=Grid(at.q))
+        spec = spec.replace(q_pos=ScoreArray(at.q))
     if by_key and spec.k_pos is None:
-        spec = spec.replace(k_pos=Grid(at.k))
+        spec = spec.replace(k_pos=ScoreArray(at.k))
     return spec
 
 
@@ -246,10 +246,10 @@ def _split(
 
     What is known before tracing and is the same for all stays known.
     """
-    leaves, tree = jax.tree.flatten(spec, is_leaf=is_grid)
+    leaves, tree = jax.tree.flatten(spec, is_leaf=is_score_array)
 
     def layout_of(x: Any) -> P | None:
-        if isinstance(x, Grid):
+        if isinstance(x, ScoreArray):
             over = division.over_scores(x.array.shape)
             known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
             return None if known else over
@@ -258,7 +258,8 @@ def _split(
     specs = [layout_of(x) for x in leaves]
     divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
     given = [
-        layout.reshard(jnp.asarray(x.array if isinstance(x, Grid) else x), s) for x, s in divided
+        layout.reshard(jnp.asarray(x.array if isinstance(x, ScoreArray) else x), s)
+        for x, s in divided
     ]
 
     def join(arrays: list[Any]) -> AttentionSpec:
@@ -266,7 +267,7 @@ def _split(
         new = []
         for x, s in zip(leaves, specs, strict=True):
             array = x if s is None else next(rest)
-            new.append(Grid(array) if s is not None and isinstance(x, Grid) else array)
+            new.append(ScoreArray(array) if s is not None and isinstance(x, ScoreArray) else array)
         return jax.tree.unflatten(tree, new)
 
     return given, [s for _, s in divided], join

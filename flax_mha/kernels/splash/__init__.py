@@ -24,7 +24,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import tpu
 from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import finite, poison
+from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks
@@ -77,8 +77,8 @@ def _attend(
     dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
         # What is not finite becomes NaN in the scores alone, where the mask can remove it.
-        q = finite(q) + poison(q)[..., None]
-        k = finite(k) + (poison(k) + poison(v))[..., None]
+        q = finite(q) + nan_flag(q)[..., None]
+        k = finite(k) + (nan_flag(k) + nan_flag(v))[..., None]
         v = finite(v)
     q, k = _scaled(q, k, spec)
     T, S = blocks.padded(dims)
@@ -131,7 +131,7 @@ class SplashCall(NamedTuple):
       blocks: their sizes, in all three kernels.
       cap: of the scores, or None.
       guarded: whether q and k hold NaN where any of the call's inputs was not finite.
-      pure: see `trees.once`.
+      pure: see `trees.trace_once`.
     """
 
     mask: mask.splash.MultiHeadMask
@@ -197,7 +197,7 @@ def _call(
     return _outputs(form, q, k, v, sinks, ids)
 
 
-@trees.once
+@trees.trace_once
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
 def _outputs(
     form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
@@ -225,7 +225,7 @@ def _backward(form: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, .
     return dq, dk, dv, jnp.sum(dsinks, axis=0), None
 
 
-@trees.once
+@trees.trace_once
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0, 0, 0))
 def _gradients(
     form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any,

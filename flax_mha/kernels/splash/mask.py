@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 
-from flax_mha.base.coordinates import At, flat_batch, is_grid, map_grids, tiles_of
+from flax_mha.base.coordinates import At, flat_batch, is_score_array, map_score_arrays, tiles_of
 from flax_mha.base.shapes import Dims, lead
 from flax_mha.kernels.mask_parts import Ids, split
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
-from flax_mha.masks.tiles import known
+from flax_mha.masks.tiles import is_static
 
 # Entries of the tables of all heads: 16 MiB, as 1 byte each.
 TABLE = 2**24
@@ -142,7 +142,7 @@ def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> Lowered | str:
         lazy = Lazy(None, 0, index, blocks, dims, None)
         return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask([lazy]),))
     for each in rest:
-        if not known(*jax.tree.leaves(each)):
+        if not is_static(*jax.tree.leaves(each)):
             return (
                 f"{type(each).__name__} holds arrays that are not NumPy's; of masks that are not "
                 f"known before tracing it takes Segments, Lengths, and tables of keys or of "
@@ -156,7 +156,7 @@ def _static(
     ids: Any, mask: Mask, pos: Positions, blocks: Blocks, dims: Dims
 ) -> Lowered | str:  # fmt: skip
     """A mask known before tracing: heads with equal masks in one group, or a table for each."""
-    mask = map_grids(lambda x: flat_batch(x, dims), mask)
+    mask = map_score_arrays(lambda x: flat_batch(x, dims), mask)
     rules = [_of_head(mask, head) for head in range(dims.N)]
     traits: dict[Any, _Traits] = {}
     groups: dict[Any, list[int]] = {}
@@ -202,7 +202,9 @@ class _Traits(NamedTuple):
     @classmethod
     def of(cls, rule: Mask, dims: Dims) -> "_Traits":
         """Those of a mask whose grids are [rows|1, 1, T|1, S|1]."""
-        grids = [x.array for x in jax.tree.leaves(rule, is_leaf=is_grid) if is_grid(x)]
+        grids = [
+            x.array for x in jax.tree.leaves(rule, is_leaf=is_score_array) if is_score_array(x)
+        ]
         if any(len(x) > 1 for x in grids):
             return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
@@ -220,7 +222,7 @@ def _positions(spec: AttentionSpec, dims: Dims) -> Positions | str:
     """The positions, or the reason why a mask known before tracing can't be asked about them."""
     found = []
     for name, x in zip(("q_positions", "kv_positions"), spec.at(dims)[2:], strict=True):
-        if not known(x):
+        if not is_static(x):
             return f"{name} are not NumPy's or a number: the mask is computed before tracing"
         x = np.asarray(flat_batch(x, dims))
         if len(x) > 1:
@@ -236,12 +238,12 @@ def _of_head(mask: Mask, head: int) -> Mask:
         return _of_head(x.masks[head], head) if type(x) is PerHead else x
 
     mask = jax.tree.map(choose, mask, is_leaf=lambda x: type(x) is PerHead)
-    return map_grids(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
+    return map_score_arrays(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
 
 
 def _flat(rule: Mask) -> Mask:
     """Grids of one row and head as [T|1, S|1], or as a number."""
-    return map_grids(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
+    return map_score_arrays(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
 
 def _seen(rule: Mask | None, pos: Positions, blocks: Blocks, dims: Dims) -> np.ndarray:
@@ -251,7 +253,7 @@ def _seen(rule: Mask | None, pos: Positions, blocks: Blocks, dims: Dims) -> np.n
     if rule is not None:
         q, k = pos.q[None, None, :, None], pos.k[None, None, None, :]
         verdict = rule.tiles(tiles_of(q, k, *blocks))
-    verdict = lead(verdict, 4) if known(verdict) else np.full((1, 1, 1, 1), PARTIAL)
+    verdict = lead(verdict, 4) if is_static(verdict) else np.full((1, 1, 1, 1), PARTIAL)
     seen = np.broadcast_to(verdict[0, 0] != EMPTY, (T // blocks.q, S // blocks.k)).copy()
     # Splash can't run on no block at all; this one is masked by the function.
     seen[0, 0] |= not seen.any()
