@@ -2,30 +2,27 @@
 """The linen layer: its fields, its parameters, and a call of the core."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-from flax.typing import Dtype, Initializer, PrecisionLike
+from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_renamed
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, Memory, as_cache_config, collection, sources
+from flax_mha.cache import Memory, as_cache_config, collection, sources
 from flax_mha.cache.sources import Given, Shared
-from flax_mha.kernels import Capture, KernelName
-from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.layer import core, settings
-from flax_mha.layer.linear import Linear, projection
-from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
-from flax_mha.layer.settings import Call, CallOptions, captured, has_bias
-from flax_mha.positions import Rotation
-from flax_mha.scores import INIT, ScoreMod, learned
-from flax_mha.sharding import LogicalNames, rules
+from flax_mha.layer import core
+from flax_mha.layer.linear import Projection
+from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
+from flax_mha.layer.settings import Call, CallOptions, captured
+from flax_mha.layer.standard import Attention
+from flax_mha.scores import INIT, ScoreMod, as_scores, learned
+from flax_mha.sharding import rules
 
 
 class LayerOptions(CallOptions, total=False):
@@ -34,7 +31,7 @@ class LayerOptions(CallOptions, total=False):
     dropout_rng: jax.Array | None
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Attention, nn.Module):
     """Multi-head attention, a drop-in for `flax.linen.MultiHeadDotProductAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -102,39 +99,11 @@ class MultiHeadAttention(nn.Module):
 
     num_heads: int
     _: dataclasses.KW_ONLY
-    dtype: Dtype | None = None
-    param_dtype: Dtype = jnp.float32
     qkv_features: int | None = None
     out_features: int | None = None
-    broadcast_dropout: bool = False
-    dropout_rate: float = 0.0
-    deterministic: bool | None = None
-    precision: PrecisionLike = None
-    kernel_init: Initializer = nn.linear.default_kernel_init
-    out_kernel_init: Initializer | None = None
-    bias_init: Initializer = nn.initializers.zeros_init()
-    out_bias_init: Initializer | None = None
-    use_bias: bool | Sequence[str] = True
-    attention_fn: Callable[..., Any] | None = None
-    force_fp32_for_softmax: bool = False
-    decode: bool = False
-    cache: CacheConfig | None = None
-    normalize_qk: bool = False
     num_kv_heads: int | None = None
-    head_dim: int | None = None
-    v_head_dim: int | None = None
-    project_out: bool = True
-    kernel: KernelName = "auto"
-    mask: masks.Mask | None = None
-    scores: Sequence[ScoreMod] = ()
-    scale: float | Literal["learned"] | None = None
-    sinks: bool = False
-    capture: Capture | None = None
-    rotary: Rotation | None = None
+    decode: bool = False
     partitioned: bool = False
-    qk_norm: QKNorm | None = None
-    gate: str | None = None
-    normalizer: str = SOFTMAX
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         """Refuse the names that fields had in earlier releases."""
@@ -244,108 +213,45 @@ class MultiHeadAttention(nn.Module):
             else:
                 inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
             listened = self.is_mutable_collection("intermediates")
-            features = inputs_q.shape[-1]
-            settings = core.Settings.of(self, with_parameters(self, self.scores, self, features))
+            own = with_parameters(self, self.scores, self, inputs_q.shape[-1])
             call = Call(
-                mask, bias, scores, positions, head_mask, lengths, order,
+                mask, bias, own + as_scores(scores), positions, head_mask, lengths, order,
                 dropout_rng=self._dropout_rng(deterministic, dropout_rng),
                 return_weights=return_weights,
                 capture=captured(self.capture, sow_weights, listened, self.attention_fn),
                 sower=self if sow_weights else None,
             )  # fmt: skip
-            found = self.compute(inputs_q, inputs_k, inputs_v, settings, call, cache)
-            if found.cache is not None and found.cache is not cache:
-                name = "memory" if isinstance(found.cache, Memory) else "kv"
-                self.put_variable("cache", name, collection.constrained(found.cache))
-        for name, x in found.captured.items():
+            p = self._parameters(inputs_q, inputs_k, inputs_v)
+            output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
+            if output.cache is not None and output.cache is not cache:
+                name = "memory" if isinstance(output.cache, Memory) else "kv"
+                self.put_variable("cache", name, collection.constrained(output.cache))
+        for name, x in output.captured.items():
             self.sow("intermediates", f"attention_{name}", x)
-        return core.returned(found, return_weights, return_kv)
+        return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap
-    def compute(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: core.Settings, call: Call, cache: core.Held,
-    ) -> core.Output:  # fmt: skip
-        """The layer on those inputs, with what the cache holds: what variants define anew.
-
-        Args:
-          x_q: [*B, T, D].
-          x_k: [*B, S, D'], or None, to attend to what the cache holds.
-          x_v: [*B, S, D''], likewise.
-          settings: the fields that `core` reads.
-          call: the other arguments.
-          cache: of earlier calls, or the keys and values of another layer, or the `CacheConfig` of
-            a cache that is to be made.
-        """
-        weights = self.weights(x_q, x_k, x_v)
-        return core.attention(weights, settings, x_q, x_k, x_v, call, cache)
+    def _parameters(self, *inputs: jax.Array | None) -> dict[str, Any]:
+        """Return the parameters by name, for inputs of those features; of no inputs_k no keys."""
+        features = (0 if x is None else x.shape[-1] for x in inputs)
+        return {name: self._make(name, entry) for name, entry in self.table(*features).items()}
 
     @nn.nowrap
-    def weights(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> core.Weights:
-        """The parameters, for inputs of those features; of no inputs_k those of queries alone."""
-        N, K, H, Hv = self.sizes(x_q.shape[-1])
-        checks.optional(out_features=self.out_features)
-
-        def linear(name: str, x: Any, heads: str, features: Shape) -> Any:
-            names = ("embed", heads, "head_dim")
-            return None if x is None else self.linear(name, x.shape[-1:], names, features)
-
-        def norm(name: str) -> Any:
-            found = as_qk_norm(self.qk_norm, self.normalize_qk)
-            same = {"dtype": self.dtype, "param_dtype": self.param_dtype, "name": name}
-            return None if found is None else found.module(nn, **same)
-
-        gate = settings.gate_features(self.gate, N, Hv)
-
-        return core.Weights(
-            linear("query", x_q, "heads", (N, H)),
-            linear("key", x_k, "kv_heads", (K, H)),
-            linear("value", x_v, "kv_heads", (K, Hv)),
-            self._out((N, Hv), x_q.shape[-1]) if self.project_out else None,
-            norm("query_ln"), norm("key_ln"),
-            self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
-            linear("output_gate", x_q, "heads", gate) if gate else None,
-            self._of_heads("score_scale", nn.initializers.constant(H**-0.5))
-            if settings.learns_scale(self.scale) else None,
-        )  # fmt: skip
-
-    @nn.nowrap
-    def sizes(self, features: int) -> tuple[int, int, int, int]:
-        """N, K, H and Hv, for inputs_q of so many features."""
-        return shapes.head_sizes(
-            features, self.num_heads, self.num_kv_heads, self.qkv_features, self.head_dim,
-            self.v_head_dim,
-        )  # fmt: skip
-
-    @nn.nowrap
-    def _out(self, heads: Shape, features: int) -> Linear:
-        return self.linear(
-            "out", heads, ("heads", "head_dim", "embed"), (self.out_features or features,),
-            contracted=2, rows=("batch", "norm_length"),
-            kernel_init=self.out_kernel_init or self.kernel_init,
-            bias_init=self.out_bias_init or self.bias_init,
-        )  # fmt: skip
-
-    @nn.nowrap
-    def linear(
-        self, name: str, inputs: Shape, names: LogicalNames, features: Shape, **settings: Any
-    ) -> Linear:
-        """The linear map of that name, with the layer's initializers, dtypes and precision.
-
-        Args:
-          name: of its parameters.
-          inputs: the axes that are contracted.
-          names: logical names of the kernel's axes.
-          features: the axes that replace them.
-          **settings: other fields of `Projection`.
-        """
-        biased = has_bias(self.use_bias, name)
-        return projection(self, name, features, names, biased, **settings).weights(inputs)
-
-    @nn.nowrap
-    def _of_heads(self, name: str, init: Initializer) -> jax.Array:
-        init = sharding.named(init, ("heads",), self.partitioned)
-        return self.param(name, init, (self.num_heads,), self.param_dtype)
+    def _make(self, name: str, entry: Entry) -> Any:
+        if isinstance(entry, NormEntry):
+            return entry.norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        if isinstance(entry, ArrayEntry):
+            init = sharding.named(entry.init, entry.names, self.partitioned)
+            return self.param(name, init, entry.shape, self.param_dtype)
+        kernel_init, bias_init = self.kernel_init, self.bias_init
+        if entry.is_out:
+            kernel_init = self.out_kernel_init or kernel_init
+            bias_init = self.out_bias_init or bias_init
+        return Projection(
+            entry.features, entry.names, len(entry.inputs), entry.rows, kernel_init,
+            bias_init if entry.has_bias else None, self.dtype, self.param_dtype, self.precision,
+            self.partitioned, name=name,
+        ).weights(entry.inputs)  # fmt: skip
 
     @nn.nowrap
     def _held(self, cross: bool) -> Any:

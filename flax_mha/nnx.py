@@ -1,41 +1,40 @@
 # Over 300 lines: half of them name arguments, and say what they mean.
 """The nnx layer: its parameters, its cache, and a call of the core."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.typing import Dtype, Initializer, PrecisionLike
+from flax.core import FrozenDict
+from flax.typing import Dtype, Initializer
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Shape
-from flax_mha.cache import CacheConfig, KVCache, as_cache_config, sources
+from flax_mha.cache import KVCache, as_cache_config, sources
 from flax_mha.cache.sources import Given, Shared
-from flax_mha.kernels import Capture, KernelName
-from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
-from flax_mha.layer import core, settings
+from flax_mha.layer import core
+from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.linear import Linear, answer
-from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
+from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
 from flax_mha.layer.settings import Call, CallOptions, captured
-from flax_mha.positions import Rotation
+from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
+from flax_mha.variants.block_sparse import BlockSparse
+from flax_mha.variants.differential import Differential
+from flax_mha.variants.forgetting import Forgetting
+from flax_mha.variants.latent import Latent
+from flax_mha.variants.talking_heads import TalkingHeads
 
-_ZEROS = nnx.initializers.zeros_init()
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_NAMES: dict[str, LogicalNames] = {
-    "query": ("embed", "heads", "head_dim"),
-    "output_gate": ("embed", "heads", "head_dim"),
-    "key": ("embed", "kv_heads", "head_dim"),
-    "value": ("embed", "kv_heads", "head_dim"),
-    "out": ("heads", "head_dim", "embed"),
-}
+_NOTHING: Mapping[str, Any] = FrozenDict()
+# Parameters that a layer may lack.
+_MAYBE = ("key", "value", "query_ln", "key_ln", "output_gate", "out", "sinks", "score_scale")
 
 
 class NnxOptions(CallOptions, total=False):
@@ -51,9 +50,11 @@ class Projection(nnx.LinearGeneral):
 
     Attributes:
       names: logical names of the kernel's axes.
+      rows: logical names of the other axes of the result.
     """
 
     names: LogicalNames
+    rows: LogicalNames
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """Map [*B, T, *in] to [*B, T, *features]."""
@@ -65,14 +66,26 @@ class Projection(nnx.LinearGeneral):
     def _weights(self) -> Linear:
         """Return the kernel and the bias, without the product."""
         bias = None if self.bias is None else self.bias[...]
-        rows = ("batch", "norm_length" if len(self.axis) == 2 else "length")
         return Linear(
-            self.kernel[...], bias, self.names, len(self.axis), rows, self.dtype, self.precision,
-            self,
+            self.kernel[...], bias, self.names, len(self.axis), self.rows, self.dtype,
+            self.precision, self,
         )  # fmt: skip
 
 
-class MultiHeadAttention(nnx.Module):
+@dataclasses.dataclass(eq=False, repr=False)
+class _Sizes:
+    """The positional arguments of Flax's layer, in its order."""
+
+    num_heads: int
+    in_features: int
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+    in_kv_features: int | None = None
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class MultiHeadAttention(Attention, _Sizes, nnx.Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -80,7 +93,7 @@ class MultiHeadAttention(nnx.Module):
 
     Parameters, their names and initial values are those of Flax's layer, and so are the names and
     the order of its arguments. With the same numbers as `flax_mha.MultiHeadAttention`: both call
-    `flax_mha.core`.
+    `flax_mha.layer.standard`.
 
     Args:
       num_heads: N.
@@ -103,126 +116,95 @@ class MultiHeadAttention(nnx.Module):
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        in_features: int,
-        qkv_features: int | None = None,
-        out_features: int | None = None,
-        num_kv_heads: int | None = None,
-        in_kv_features: int | None = None,
-        *,
-        dtype: Dtype | None = None,
-        param_dtype: Dtype = jnp.float32,
-        broadcast_dropout: bool = True,
-        dropout_rate: float = 0.0,
-        deterministic: bool | None = None,
-        precision: PrecisionLike = None,
-        kernel_init: Initializer = nnx.nn.linear.default_kernel_init,
-        out_kernel_init: Initializer | None = None,
-        bias_init: Initializer = _ZEROS,
-        out_bias_init: Initializer | None = None,
-        use_bias: bool | Sequence[str] = True,
-        attention_fn: Callable[..., Any] | None = None,
-        decode: bool | None = None,
-        normalize_qk: bool = False,
-        cache: CacheConfig | None = None,
-        head_dim: int | None = None,
-        v_head_dim: int | None = None,
-        project_out: bool = True,
-        kernel: KernelName = "auto",
-        mask: masks.Mask | None = None,
-        scores: Sequence[ScoreMod] = (),
-        scale: float | Literal["learned"] | None = None,
-        sinks: bool = False,
-        capture: Capture | None = None,
-        rotary: Rotation | None = None,
-        qk_norm: QKNorm | None = None,
-        gate: str | None = None,
-        normalizer: str = SOFTMAX,
-        rngs: nnx.Rngs,
-        keep_rngs: bool = True,
-        kernel_metadata: Mapping[str, Any] = _NOTHING,
-        out_kernel_metadata: Mapping[str, Any] = _NOTHING,
-        bias_metadata: Mapping[str, Any] = _NOTHING,
-        out_bias_metadata: Mapping[str, Any] = _NOTHING,
-        query_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
-        key_ln_scale_metadata: Mapping[str, Any] = _NOTHING,
-    ) -> None:
-        # Over 60 lines: nearly half of them are Flax's names of the arguments, and ours.
-        checks.positive(num_heads=num_heads, in_features=in_features)
-        checks.optional(out_features=out_features, in_kv_features=in_kv_features or None)
-        self.num_heads, self.in_features = num_heads, in_features
-        self.out_features = out_features or in_features
-        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
-        N, K, H, Hv = shapes.head_sizes(
-            in_features, num_heads, num_kv_heads, qkv_features, head_dim, v_head_dim
-        )
-        self.num_kv_heads, self.head_dim, self.v_head_dim = K, H, Hv
-        self.qkv_features = N * H
-        self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
-        self.broadcast_dropout, self.dropout_rate = broadcast_dropout, dropout_rate
-        self.deterministic, self.decode = deterministic, decode
-        self.use_bias, self.normalize_qk = use_bias, normalize_qk
-        self.attention_fn, self.force_fp32_for_softmax = attention_fn, False
-        self.kernel, self.rotary, self.scale = kernel, rotary, scale
-        self.qk_norm, self.normalizer = qk_norm, normalizer
-        self.cache, self.capture = as_cache_config(cache), as_capture(capture)
-        # Their arrays are part of the layer's state.
-        self.mask, self.scores = nnx.data(mask), nnx.data(as_scores(scores))
-        self._check()
+    num_heads: int
+    in_features: int
+    qkv_features: int | None = None
+    out_features: int | None = None
+    num_kv_heads: int | None = None
+    in_kv_features: int | None = None
+    _: dataclasses.KW_ONLY
+    broadcast_dropout: bool = True
+    kernel_init: Initializer = nnx.nn.linear.default_kernel_init
+    decode: bool | None = None
+    # Their arrays are part of the layer's state.
+    mask: masks.MaskLike | None = nnx.data(default=None)  # noqa: RUF009
+    scores: Sequence[ScoreMod] = nnx.data(default=())
+    rngs: dataclasses.InitVar[nnx.Rngs]
+    keep_rngs: dataclasses.InitVar[bool] = True
+    kernel_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    out_kernel_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    out_bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    query_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    key_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
 
-        same = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-
-        def heads(name: str, features: int, to: Shape) -> Projection | None:
-            if not features or not to:
-                return nnx.data(None)
-            return self._projection(
-                name, features, to, kernel_init=kernel_init, bias_init=bias_init,
-                kernel_metadata=kernel_metadata, bias_metadata=bias_metadata, **same,
-            )  # fmt: skip
-
-        self.query = heads("query", in_features, (N, H))
-        self.key = heads("key", self.in_kv_features, (K, H))
-        self.value = heads("value", self.in_kv_features, (K, Hv))
-        norm = as_qk_norm(qk_norm, normalize_qk)
-        self.query_ln = self.key_ln = nnx.data(None)
-        if norm is not None:
-            self.query_ln = norm.module(nnx, H, scale_metadata=query_ln_scale_metadata, **same)
-        if norm is not None and self.in_kv_features:
-            self.key_ln = norm.module(nnx, H, scale_metadata=key_ln_scale_metadata, **same)
-        self.output_gate = heads("output_gate", in_features, settings.gate_features(gate, N, Hv))
-        self.out = nnx.data(None)
-        if project_out:
-            self.out = self._projection(
-                "out", (N, Hv), self.out_features, axis=(-2, -1),
-                kernel_init=out_kernel_init or kernel_init, bias_init=out_bias_init or bias_init,
-                kernel_metadata=out_kernel_metadata or kernel_metadata,
-                bias_metadata=out_bias_metadata or bias_metadata, **same,
-            )  # fmt: skip
+    def __post_init__(
+        self, rngs: nnx.Rngs, keep_rngs: bool, kernel: Mapping[str, Any],
+        out_kernel: Mapping[str, Any], bias: Mapping[str, Any], out_bias: Mapping[str, Any],
+        query_ln: Mapping[str, Any], key_ln: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        D = self.in_features
+        checks.positive(num_heads=self.num_heads, in_features=D)
+        checks.optional(out_features=self.out_features, in_kv_features=self.in_kv_features or None)
+        self.out_features = self.out_features or D
+        self.in_kv_features = D if self.in_kv_features is None else self.in_kv_features
+        # Before `sinks` is the parameter, and sizes that were not given are filled in.
+        table = self.table(D, self.in_kv_features, self.in_kv_features)
+        N, K, H, Hv = self.sizes(D)
+        self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
+        self.cache, self.capture = as_cache_config(self.cache), as_capture(self.capture)
+        self.scores = nnx.data(as_scores(self.scores))
+        self._check_settings()
+        # A tuple, so that the layer's definition can be hashed.
+        self._entries = tuple(table.items())
+        for name in _MAYBE:
+            setattr(self, name, nnx.data(None))
+        self.kv: nnx.Cache | None = nnx.data(None)
+        metadata = {"query_ln": query_ln, "key_ln": key_ln}
+        outs = (out_kernel or kernel, out_bias or bias)
+        for name, entry in self._entries:
+            if isinstance(entry, LinearEntry):
+                given = outs if entry.is_out else (kernel, bias)
+                setattr(self, name, self._projection(entry, rngs, *given))
+            elif isinstance(entry, NormEntry):
+                made = entry.norm.module(
+                    nnx, entry.features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs,
+                    scale_metadata=metadata.get(name, _NOTHING),
+                )  # fmt: skip
+                setattr(self, name, made)
 
         def make(name: str, shape: Shape, _: Any, init: Initializer = INIT, /) -> jax.Array:
-            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
+            setattr(self, name, nnx.Param(init(rngs.params(), shape, self.param_dtype)))
             return getattr(self, name).get_value()
 
         learned(self.scores, N, H, make)
-        zeros = nnx.Param(jnp.zeros(N, param_dtype)) if sinks else None
-        self.sinks: nnx.Param | None = nnx.data(zeros)
-        scales = (
-            nnx.Param(jnp.full(N, H**-0.5, param_dtype)) if settings.learns_scale(scale) else None
-        )
-        self.score_scale: nnx.Param | None = nnx.data(scales)
-        self.rngs = rngs.dropout.fork() if keep_rngs and dropout_rate > 0 else None
-        self.kv: nnx.Cache | None = nnx.data(None)
+        # Arrays come after those of the scores, as in linen.
+        for name, entry in self._entries:
+            if isinstance(entry, ArrayEntry):
+                make(name, entry.shape, entry.names, entry.init)
+        # The name of Flax's layer, which is an argument of this one too.
+        kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
+        self.rngs = kept  # type: ignore[attr-defined]
 
-    def _projection(self, name: str, *args: Any, **kwargs: Any) -> Projection:
-        biased = settings.has_bias(self.use_bias, name)
-        made = Projection(*args, use_bias=biased, precision=self.precision, **kwargs)
-        made.names = _NAMES[name]
-        return made
+    def _projection(
+        self, entry: LinearEntry, rngs: nnx.Rngs, kernel_metadata: Mapping[str, Any],
+        bias_metadata: Mapping[str, Any],
+    ) -> Projection:  # fmt: skip
+        kernel_init, bias_init = self.kernel_init, self.bias_init
+        if entry.is_out:
+            kernel_init = self.out_kernel_init or kernel_init
+            bias_init = self.out_bias_init or bias_init
+        projection = Projection(
+            entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
+            use_bias=entry.has_bias, dtype=self.dtype, param_dtype=self.param_dtype,
+            precision=self.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
+            kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
+        )  # fmt: skip
+        projection.names, projection.rows = entry.names, entry.rows
+        return projection
 
-    def _check(self) -> None:
-        """The settings that say by name or type what they must be."""
+    def _check_settings(self) -> None:
+        """Check the settings that say by name or type what they must be."""
         checks.rate("dropout_rate", self.dropout_rate)
         for name in ("broadcast_dropout", "normalize_qk"):
             checks.flag(name, getattr(self, name))
@@ -231,8 +213,9 @@ class MultiHeadAttention(nnx.Module):
                 checks.dtype(name, getattr(self, name), "a floating dtype")
         if self.precision is not None:
             checks.precision("precision", self.precision)
-        core.Settings.of(self, ())
-        self.cache.window(self.mask)
+        if self.rotary is not None:
+            check_rotation(self.rotary)
+        as_cache_config(self.cache).window(self.mask)
 
     @overload
     def __call__(
@@ -316,7 +299,7 @@ class MultiHeadAttention(nnx.Module):
         """
         for name, flag in (("sow_weights", sow_weights), ("is_causal", is_causal)):
             checks.flag(name, flag)
-        cache: core.Held = None
+        cache: core.Source = None
         if kv is not None:
             cache = sources.as_shared(kv, inputs_k, inputs_v)
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
@@ -330,18 +313,17 @@ class MultiHeadAttention(nnx.Module):
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         listened = hasattr(self, "__captures__")
         call = Call(
-            mask, bias, scores, positions, head_mask, lengths, order,
+            mask, bias, self._learned() + as_scores(scores), positions, head_mask, lengths, order,
             dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
             capture=captured(self.capture, sow_weights, listened, self.attention_fn),
             sower=self if sow_weights else None,
         )  # fmt: skip
-        weights, settings = self._weights(), self._settings()
-        found = core.attention(weights, settings, inputs_q, inputs_k, inputs_v, call, cache)
-        if found.cache is not None and self.kv is not None:
-            self.kv.set_value(found.cache)
-        for name, x in found.captured.items():
+        output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
+        if output.cache is not None and self.kv is not None:
+            self.kv.set_value(output.cache)
+        for name, x in output.captured.items():
             self.sow(nnx.Intermediate, f"attention_{name}", x)
-        return core.returned(found, return_weights, return_kv)
+        return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
         """Makes room for the tokens of inputs of that shape, [*B, S, D]; or empties the cache.
@@ -352,14 +334,19 @@ class MultiHeadAttention(nnx.Module):
           input_shape: see above.
           dtype: of what is kept, floating point or int8 (default: that of `cache`, or float32).
         """
-        *B, S, _ = checks.sizes("input_shape", input_shape)
-        if self.key is None:
+        shape = checks.sizes("input_shape", input_shape)
+        if not self.in_kv_features:
             return
-        empty = KVCache.empty(
-            tuple(B), self.cache.slots or S, self.num_kv_heads, self.head_dim, self.v_head_dim,
-            dtype=dtype or self.cache.dtype or jnp.float32, window=self.cache.window(self.mask),
-        )  # fmt: skip
-        self.kv = nnx.Cache(empty)
+        config = as_cache_config(self.cache)
+        config = dataclasses.replace(config, dtype=dtype or config.dtype or jnp.float32)
+
+        # The computation says what it keeps; of one that is not asked for its output, only that is
+        # computed.
+        def empty() -> Any:
+            x = jnp.zeros(shape, self.param_dtype)
+            return self.compute(self._parameters(), x, x, x, Call(), config).cache
+
+        self.kv = nnx.Cache(jax.jit(empty)())
 
     def set_view(
         self,
@@ -375,7 +362,8 @@ class MultiHeadAttention(nnx.Module):
             self.decode = decode
         if decode and self.kv is None and batch_size is not None and max_length is not None:
             batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
-            self.init_cache((*batch, max_length, self.in_features), self.cache.dtype or self.dtype)
+            dtype = as_cache_config(self.cache).dtype or self.dtype
+            self.init_cache((*batch, max_length, self.in_features), dtype)
 
     def _cache(self) -> KVCache:
         if self.kv is None:
@@ -401,31 +389,29 @@ class MultiHeadAttention(nnx.Module):
                     f"{x.shape}; change in_features or in_kv_features"
                 )
 
-    def _settings(self) -> core.Settings:
-        scores = learned(
-            self.scores,
-            self.num_heads,
-            self.head_dim,
-            lambda name, *_: getattr(self, name).get_value(),
-        )
-        return core.Settings.of(self, scores)
+    def _learned(self) -> tuple[ScoreMod, ...]:
+        """Return the layer's scores with their parameters."""
 
-    def _weights(self) -> core.Weights:
-        def linear(name: str) -> Any:
-            module = getattr(self, name)
-            if isinstance(module, Projection):
-                return module._weights()
-            # One that somebody else has put there is called.
-            return None if module is None else Linear(None, None, _NAMES[name], module=module)
+        def read(name: str, *_: Any) -> jax.Array:
+            value: jax.Array = getattr(self, name).get_value()
+            return value
 
-        def value(param: Any) -> jax.Array | None:
-            return None if param is None else param.get_value()
+        return learned(self.scores, self.num_heads, self.sizes(self.in_features)[2], read)
 
-        return core.Weights(
-            linear("query"), linear("key"), linear("value"), linear("out"),
-            self.query_ln, self.key_ln, value(self.sinks),
-            linear("output_gate"), value(self.score_scale),
-        )  # fmt: skip
+    def _parameters(self) -> dict[str, Any]:
+        """Return the parameters by name."""
+        return {name: self._read(getattr(self, name), entry) for name, entry in self._entries}
+
+    @staticmethod
+    def _read(module: Any, entry: Entry) -> Any:
+        if isinstance(entry, ArrayEntry):
+            return module.get_value()
+        if isinstance(entry, NormEntry):
+            return module
+        if isinstance(module, Projection):
+            return module._weights()
+        # One that somebody else has put there is called.
+        return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
 
     def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:
         """A key, if there is to be dropout."""
@@ -439,7 +425,7 @@ class MultiHeadAttention(nnx.Module):
             )
         if checks.flag("deterministic", deterministic):
             return None
-        stream = self.rngs if rngs is None else rngs
+        stream = self.rngs if rngs is None else rngs  # type: ignore[attr-defined]
         stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
         if stream is None:
             raise ValueError(
@@ -462,3 +448,28 @@ class MultiHeadAttention(nnx.Module):
     def cache_index(self) -> jax.Array | None:
         """How many tokens each row of the cache has, int32 [*B]."""
         return None if self.kv is None else self.kv.get_value().length
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class MultiHeadLatentAttention(Latent, MultiHeadAttention):
+    """`flax_mha.variants.MultiHeadLatentAttention` in nnx."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class DifferentialAttention(Differential, MultiHeadAttention):
+    """`flax_mha.variants.DifferentialAttention` in nnx."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class ForgettingAttention(Forgetting, MultiHeadAttention):
+    """`flax_mha.variants.ForgettingAttention` in nnx."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
+    """`flax_mha.variants.TalkingHeadsAttention` in nnx."""
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class ChosenBlocksAttention(BlockSparse, MultiHeadAttention):
+    """`flax_mha.variants.ChosenBlocksAttention` in nnx."""

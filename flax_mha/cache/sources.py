@@ -47,13 +47,12 @@ class Extended(struct.PyTreeNode):
 
     def attend(
         self, q: jax.Array, *, mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
-        order: Any = None, **call: Any,
+        **call: Any,
     ) -> Any:  # fmt: skip
-        """Attends from queries [*B, T, N, H] of the new tokens, the first `lengths` of each row.
+        """Attend from queries [*B, T, N, H] of the new tokens, the first `lengths` of each row.
 
         The rest is as in `KVCache.extend`.
         """
-        del order  # There is none in decoding.
         T = self.q_positions.shape[-1]
         came = checks.floating("q", q).shape
         if len(came) < 3 or came[-3] != T:
@@ -149,24 +148,21 @@ class KV(struct.PyTreeNode):
     lengths: jax.Array | None = None
     ordered: bool = struct.field(pytree_node=False, default=False)
 
-    def attend(
-        self, q: jax.Array, *, mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
-        order: Array | None = None, attention: Any = dot_product_attention, **call: Any,
-    ) -> Any:  # fmt: skip
-        """What `dot_product_attention` gives for queries [*B, T, N, H], `lengths` of them real."""
+    def mask_padding(
+        self, q: jax.Array, mask: masks.MaskLike | None, lengths: jax.Array | None
+    ) -> masks.MaskLike | None:
+        """Return the mask of queries [*B, T, N, H] and these keys, with all padding hidden."""
+        if self.lengths is None and lengths is None:
+            return mask
+        batch = q.shape[:-3]
 
-        def real(lengths: jax.Array | None, x: Any) -> jax.Array:
-            batch, length = q.shape[:-3], x.shape[-3]
+        def real(lengths: jax.Array | None, length: int) -> jax.Array:
             if lengths is None:
                 return jnp.full(batch, length)
             return shapes.per_row("lengths", lengths, batch, length)
 
-        if self.lengths is not None or lengths is not None:
-            both = real(self.lengths, self.key), real(lengths, q)
-            mask = masks.combine(mask, masks.Lengths(*both))
-        return attention(
-            q, self.key, self.value, mask=mask, **call, q_positions=order, kv_positions=order
-        )
+        both = real(self.lengths, self.key.shape[-3]), real(lengths, q.shape[-3])
+        return masks.combine(mask, masks.Lengths(*both))
 
 
 # Of a layer that decodes, with the tokens that its cache holds.

@@ -1,12 +1,12 @@
 """The layer as functions of arrays: project → norm → position → cache → kernel → merge.
 
-There are no modules here, of linen or of nnx: weights are a tree, settings a frozen dataclass, and
-the cache goes in and comes out. A layer of either library makes the parameters, keeps the cache
-between calls, and calls `attention`.
+There are no modules here, of linen or of nnx: parameters are a dict, settings a dataclass, and the
+cache goes in and comes out. A layer of either library makes the parameters, keeps the cache between
+calls, and calls these functions.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,10 +16,10 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import CacheConfig, KVCache, Memory, sources
 from flax_mha.cache.sources import KV, Shared
+from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.observe import Captured
 from flax_mha.layer import attention_fn, padding
-from flax_mha.layer.heads import Weights as Weights
-from flax_mha.layer.heads import normed, project, turned
+from flax_mha.layer.heads import norm, project, turn
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
@@ -27,7 +27,7 @@ from flax_mha.layer.settings import captured as captured
 from flax_mha.scores import as_scores
 
 # What a layer attends to beside its inputs, or is to make of them.
-Held: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
+Source: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
 
 
 class Output(NamedTuple):
@@ -49,18 +49,20 @@ class Output(NamedTuple):
 
 
 def attention(
-    weights: Weights,
+    p: Mapping[str, Any],
     settings: Settings,
     x_q: jax.Array,
     x_k: jax.Array | None,
     x_v: jax.Array | None,
     call: Call,
-    cache: Held = None,
+    cache: Source = None,
 ) -> Output:
-    """Attends from x_q to x_k and x_v.
+    """Attend from x_q to x_k and x_v.
 
     Args:
-      weights: see `Weights`.
+      p: the parameters by name, as `standard.Attention.table` lists them: `query`, `key`, `value`,
+        `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
+        arrays `sinks` and `score_scale`. All but `query` may be missing.
       settings: see `Settings`.
       x_q: [*B, T, D].
       x_k: [*B, S, D']; x_q in self-attention; None to attend to what the cache holds.
@@ -71,12 +73,12 @@ def attention(
         as many tokens as these, of which it keeps none; in cross-attention with these keys and
         values.
     """
-    heads = projected(weights, settings, x_q, x_k, x_v, call, cache)
-    return attend(weights, settings, heads, call, cache)
+    heads = project_heads(p, settings, x_q, x_k, x_v, call, cache)
+    return attend(p, settings, heads, call, cache)
 
 
-class Projected(NamedTuple):
-    """What inputs become before attention.
+class Heads(NamedTuple):
+    """Inputs as the heads see them, before attention.
 
     Attributes:
       q: [*B, T, N, H], normed and turned.
@@ -84,8 +86,8 @@ class Projected(NamedTuple):
       v: [*B, S, K, Hv], likewise.
       gate: what the heads' outputs are scaled by, before the sigmoid; or None.
       order: where the tokens stand, see `Call`.
-      itself: whether keys are of the queries' tokens.
-      beside: the products of `Weights.beside`.
+      is_self_attention: whether keys are of the queries' tokens.
+      beside: the products of projections that were joined with those.
     """
 
     q: jax.Array
@@ -93,121 +95,143 @@ class Projected(NamedTuple):
     v: Any
     gate: jax.Array | None = None
     order: Array | None = None
-    itself: bool = True
+    is_self_attention: bool = True
     beside: tuple[jax.Array, ...] = ()
 
 
-def projected(
-    weights: Weights, settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Held,
-) -> Projected:  # fmt: skip
-    """The first half of `attention`, up to the cache; arguments as there."""
-    itself = x_k is x_q
-    whole = isinstance(cache, KV) or (itself and cache is None)
-    order = ordered(call.order, whole, x_q.shape[-2])
+def project_heads(
+    p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
+    x_v: jax.Array | None, call: Call, cache: Source, beside: Sequence[Linear] = (),
+) -> Heads:  # fmt: skip
+    """Return queries, keys and values of the heads: the first half of `attention`.
+
+    Args:
+      p: see `attention`, as all that are not named here.
+      settings: see there.
+      x_q: see there.
+      x_k: see there.
+      x_v: see there.
+      call: see there.
+      cache: see there.
+      beside: more projections of x_q, each to [N, ·], that are computed with the others.
+    """
+    is_self_attention = x_k is x_q
+    whole = isinstance(cache, KV) or (is_self_attention and cache is None)
+    order = check_order(call.order, whole, x_q.shape[-2])
     x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
     with jax.named_scope("project"):  # These names are what profiles show.
-        q, k, v, gate, beside = project(weights, x_q, x_k, x_v)
-    turned_first = settings.qk_norm is not None and settings.qk_norm.after_rotary
-    if not turned_first:
-        q, k = normed(weights, q, k)
+        q, k, v, gate, products = project(p, x_q, x_k, x_v, beside)
+    norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
+    if not norms_after:
+        q, k = norm(p, q, k)
     with jax.named_scope("rotate"):
-        q, k = turned(settings.rotary, q, k, call.positions, order, cache)
-    if turned_first:
-        q, k = normed(weights, q, k)
-    return Projected(q, k, v, gate, order, itself, beside)
+        q, k = turn(settings.rotary, q, k, call.positions, order, cache)
+    if norms_after:
+        q, k = norm(p, q, k)
+    return Heads(q, k, v, gate, order, is_self_attention, products)
 
 
 def attend(
-    weights: Weights, settings: Settings, heads: Projected, call: Call, cache: Held
+    p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: Source
 ) -> Output:
-    """What follows the projections, in `attention` and in layers that have others.
+    """Return what follows the projections, in `attention` and in layers that have others.
 
     Args:
-      weights: of which only sinks, scale and out are read.
+      p: of which only `sinks`, `score_scale` and `out` are read.
       settings: see `Settings`.
-      heads: see `Projected`.
+      heads: see `Heads`.
       call: see `Call`.
       cache: see `attention`.
     """
-    q, k, v, gate, order, itself, _ = heads
-    q = sharding.constrain(shapes.scale_heads(q, weights.scale), sharding.HEADS)
+    q = sharding.constrain(shapes.scale_heads(heads.q, p.get("score_scale")), sharding.HEADS)
+    arguments = _arguments(p, settings, call)
+    source, cache = _open(p, settings, heads, q, arguments["mask"], call, cache)
+    with jax.named_scope("kernel"):
+        if isinstance(source, KV):
+            attention = arguments.pop("attention", dot_product_attention)
+            arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
+            places = {"q_positions": heads.order, "kv_positions": heads.order}
+            result = attention(q, source.key, source.value, **places, **arguments)
+        else:
+            result = source.attend(q, lengths=call.lengths, **arguments)
+    x, *more = result if isinstance(result, tuple) else (result,)
+    x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
+    x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
+    captures = more[-1] if call.capture else {}
+    with jax.named_scope("merge"):
+        out = merge(p.get("out"), x)
+    return Output(out, more[0] if call.return_weights else None, captures, cache, source)
+
+
+def _open(
+    p: Mapping[str, Any], settings: Settings, heads: Heads, q: jax.Array, mask: Any, call: Call,
+    cache: Source,
+) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
+    """Return what queries attend to, and the cache after this call."""
+    if isinstance(cache, Shared):
+        kernel = p["out"].kernel if "out" in p else None
+        sources.check(cache, q, None if kernel is None else kernel.shape[-2], mask, heads.order)
+        return cache, None
+    k, v = heads.k, heads.v
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    if isinstance(cache, CacheConfig) and not itself:
-        cache = cache.memory(k, v)
+    if isinstance(cache, KVCache):
+        return cache.extended(k, v, call.lengths)
+    if isinstance(cache, CacheConfig):
+        own = heads.is_self_attention
+        cache = cache.empty(k, v, settings.mask) if own else cache.memory(k, v)
     if isinstance(cache, Memory):
         k, v = cache.stored()
-    rest = _arguments(weights, settings, call)
-    kv: Shared
-    if isinstance(cache, Shared):
-        kv, cache = cache, None
-        kernel = None if weights.out is None else weights.out.kernel
-        Hv = None if kernel is None else kernel.shape[-2]
-        sources.check(kv, q, Hv, rest["mask"], order)
-    elif isinstance(cache, KVCache):
-        kv, cache = cache.extended(k, v, call.lengths)
-    else:
-        kv = KV(k, v, call.lengths if itself else None, order is not None)
-    if isinstance(cache, CacheConfig):
-        cache = cache.empty(k, v, settings.mask)
-    with jax.named_scope("kernel"):
-        found = kv.attend(q, lengths=call.lengths, order=order, **rest)
-    x, *extras = found if isinstance(found, tuple) else (found,)
-    x = x if gate is None else x * jax.nn.sigmoid(gate).astype(x.dtype)
-    x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
-    seen = extras[-1] if call.capture else {}
-    with jax.named_scope("merge"):
-        out = merged(weights.out, x)
-    return Output(out, extras[0] if call.return_weights else None, seen, cache, kv)
+    lengths = call.lengths if heads.is_self_attention else None
+    return KV(k, v, lengths, heads.order is not None), cache
 
 
-def returned(found: Output, return_weights: bool, return_kv: bool) -> Any:
-    """What a layer's call returns of it."""
+def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
+    """Return the result of a layer's call: the output, in a tuple if more was asked for."""
     checks.flag("return_kv", return_kv)
-    if return_kv and found.kv is None:
+    if return_kv and output.kv is None:
         raise ValueError(
             "this layer has no keys and values that others could attend to, got return_kv=True; "
             "leave it out, or take MultiHeadAttention"
         )
-    asked = ((found.weights, return_weights), (found.kv, return_kv))
-    more = [x for x, wanted in asked if wanted]
-    return (found.out, *more) if more else found.out
+    asked = ((output.weights, return_weights), (output.kv, return_kv))
+    more = [x for x, is_asked in asked if is_asked]
+    return (output.out, *more) if more else output.out
 
 
-def merged(out: Linear | None, x: jax.Array) -> jax.Array:
-    """The heads' outputs [*B, T, N, Hv] as [*B, T, D_out], or one after the other."""
+def merge(out: Linear | None, x: jax.Array) -> jax.Array:
+    """Return the heads' outputs [*B, T, N, Hv] as [*B, T, D_out], or one after the other."""
     return jax.lax.collapse(x, x.ndim - 2) if out is None else out(x)
 
 
-def _arguments(weights: Weights, settings: Settings, call: Call) -> dict[str, Any]:
-    """What computes attention, and what it is given beside queries, keys and values."""
-    found: dict[str, Any] = {
+def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
+    """Return the arguments of attention beside queries, keys and values."""
+    scale = settings.scale if call.scale is None else call.scale
+    arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
-        "scores": as_scores(settings.scores) + as_scores(call.scores),
-        "sinks": weights.sinks, "kernel": settings.kernel, "precision": settings.precision,
-        "normalizer": settings.normalizer,
+        "scores": as_scores(call.scores), "sinks": p.get("sinks"), "kernel": settings.kernel,
+        "precision": settings.precision, "normalizer": settings.normalizer,
         # One that is learned is in the queries.
-        "scale": settings.scale if weights.scale is None else 1.0,
+        "scale": 1.0 if "score_scale" in p else scale,
         "capture": call.capture, "return_weights": call.return_weights,
     }  # fmt: skip
     if call.dropout_rng is not None:
-        found |= {
+        arguments |= {
             "dropout_rng": call.dropout_rng, "dropout_rate": settings.dropout_rate,
             "broadcast_dropout": settings.broadcast_dropout,
         }  # fmt: skip
     if call.attention is not None:
-        found["attention"] = call.attention
+        arguments["attention"] = call.attention
     elif settings.attention_fn is not None:
-        found["attention"] = functools.partial(
+        arguments["attention"] = functools.partial(
             attention_fn.run, settings.attention_fn, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
         )  # fmt: skip
-    return found
+    return arguments
 
 
-def ordered(order: Array | None, whole: bool, length: int) -> Array | None:
-    """The `order` of a call, if it fits."""
+def check_order(order: Array | None, whole: bool, length: int) -> Array | None:
+    """Return the `order` of a call, if it fits."""
     if order is None:
         return None
     if not whole:

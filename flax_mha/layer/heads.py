@@ -1,12 +1,11 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 
 from flax_mha.base import checks
 from flax_mha.base.coordinates import Array
@@ -14,74 +13,42 @@ from flax_mha.cache import Extended, KVCache
 from flax_mha.layer.linear import Linear, fused
 from flax_mha.positions import Axial, Rotation
 
-Norm: TypeAlias = Callable[[jax.Array], jax.Array]
-
-
-class Weights(struct.PyTreeNode):
-    """The parameters of a layer, as functions where a submodule is called.
-
-    Attributes:
-      query: to [N, H].
-      key: to [K, H]; None where no keys are projected.
-      value: to [K, Hv]; likewise.
-      out: from [N, Hv] to [D_out]; None if there is no output projection.
-      query_norm: the norm of queries [*B, T, N, H]; or None.
-      key_norm: the norm of keys; or None.
-      sinks: [N], a score more for each head; or None.
-      gate: to [N, 1] or [N, Hv], whose sigmoid scales the heads' outputs; or None.
-      scale: [N], of each head's scores; or None.
-      beside: more projections of inputs_q, each to [N, ·]; `project` returns their products last.
-    """
-
-    query: Linear
-    key: Linear | None
-    value: Linear | None
-    out: Linear | None
-    query_norm: Norm | None = struct.field(pytree_node=False, default=None)
-    key_norm: Norm | None = struct.field(pytree_node=False, default=None)
-    sinks: jax.Array | None = None
-    gate: Linear | None = None
-    scale: jax.Array | None = None
-    beside: tuple[Linear, ...] = ()
-
 
 def project(
-    weights: Weights, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None
-) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:
+    p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+    beside: Sequence[Linear] = (),
+) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:  # fmt: skip
     """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates, and `beside`.
 
     Of no x_k there are no keys and values; of one input as few products as the mesh allows.
     """
-    query, key, value = weights.query, weights.key, weights.value
-    of_q = [query, *weights.beside, *([] if weights.gate is None else [weights.gate])]
+    gates = [p["output_gate"]] if "output_gate" in p else []
+    of_q = (p["query"], *beside, *gates)
     k: jax.Array | None = None
     v: jax.Array | None = None
-    if key is None or value is None or x_k is None or x_v is None:
-        found = fused(x_q, of_q)
+    if "key" not in p or x_k is None or x_v is None:
+        products = fused(x_q, of_q)
     elif x_q is x_k is x_v:
-        *found, k, v = fused(x_q, (*of_q, key, value))
+        *products, k, v = fused(x_q, (*of_q, p["key"], p["value"]))
     else:
-        found = fused(x_q, of_q)
-        k, v = fused(x_k, (key, value)) if x_k is x_v else (key(x_k), value(x_v))
-    gate = None if weights.gate is None else found.pop()
-    q, *beside = found
-    return q, k, v, gate, tuple(beside)
+        products = fused(x_q, of_q)
+        pair = (p["key"], p["value"])
+        k, v = fused(x_k, pair) if x_k is x_v else (pair[0](x_k), pair[1](x_v))
+    gate = products.pop() if gates else None
+    return products[0], k, v, gate, tuple(products[1:])
 
 
-def normed(weights: Weights, q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
+def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
     """Return queries, and keys if there are some, after their norms."""
-    if weights.query_norm is not None:
-        q = weights.query_norm(q)
-    if weights.key_norm is not None and k is not None:
-        k = weights.key_norm(k)
-    return q, k
+    q = p["query_ln"](q) if "query_ln" in p else q
+    return q, p["key_ln"](k) if "key_ln" in p and k is not None else k
 
 
-def turned(
+def turn(
     rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Queries and keys, turned by where their tokens stand."""
+    """Return queries and keys, turned by where their tokens stand."""
     q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = k_pos = jnp.asarray(order)
@@ -100,7 +67,7 @@ def rotate(
     q_pos: jax.Array,
     k_pos: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Turns queries and keys by the positions given (both, or a pair), or else by q_pos and k_pos.
+    """Return queries and keys turned by `positions` (both, or a pair), or else by q_pos and k_pos.
 
     No keys (None) stand for those that a cache holds, turned already.
 
@@ -114,6 +81,7 @@ def rotate(
                 "set it to positions.Rotary(), or drop positions"
             )
         return q, k
+    check_rotation(rotation)
     if positions is None and isinstance(rotation, Axial):
         # Inside `jit` q_pos and k_pos are traced, but T tokens need T places wherever they start.
         for x in (q, k):
@@ -126,8 +94,18 @@ def rotate(
     return _turned(rotation, q, q_pos), None if k is None else _turned(rotation, k, k_pos)
 
 
+def check_rotation(rotation: Any) -> None:
+    """Check that a layer's `rotary` is a function of queries or keys, and positions.
+
+    Raises:
+      TypeError: if it is none, or takes other arguments.
+    """
+    remedy = "give positions.Rotary(), with its parentheses"
+    checks.function("rotary", rotation, "(x, positions) -> x", remedy, 2)
+
+
 def _turned(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """What a rotation, perhaps a user's own, makes of queries or keys."""
+    """Return queries or keys turned by a rotation, perhaps a user's own."""
     y = rotation(x, positions)
     if getattr(y, "shape", None) != x.shape:
         raise ValueError(

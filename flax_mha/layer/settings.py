@@ -6,19 +6,22 @@ from typing import Any, Literal, TypedDict
 
 import flax.linen as nn
 import jax
-from flax.typing import Dtype, PrecisionLike
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
+from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import as_capture
-from flax_mha.layer.qk_norm import QKNorm, as_qk_norm
+from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
 
+ZEROS = nn.initializers.zeros_init()
 PROJECTIONS = ("query", "key", "value", "out", "output_gate")
 
 
@@ -57,15 +60,17 @@ def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Settings:
-    """What a layer does with them: the fields of those names, see `MultiHeadAttention`."""
+    """The fields of a layer that its computation reads, see `MultiHeadAttention`.
+
+    A layer of linen or nnx is one, so that the functions of `core` take it as it is.
+    """
 
     dtype: Dtype | None = None
     precision: PrecisionLike = None
     rotary: Rotation | None = None
     mask: masks.MaskLike | None = None
-    scores: Sequence[ScoreMod] = ()
     scale: float | Literal["learned"] | None = None
     kernel: KernelName = "auto"
     dropout_rate: float = 0.0
@@ -75,18 +80,27 @@ class Settings:
     qk_norm: QKNorm | None = None
     normalizer: str = SOFTMAX
 
-    def __post_init__(self) -> None:
-        if self.rotary is not None:
-            remedy = "give positions.Rotary(), with its parentheses"
-            checks.function("rotary", self.rotary, "(x, positions) -> x", remedy, 2)
 
-    @classmethod
-    def of(cls, layer: Any, scores: Sequence[ScoreMod]) -> "Settings":
-        """Those of a layer that has them as attributes, but for the scores."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"scores", "qk_norm"}
-        norm = as_qk_norm(layer.qk_norm, layer.normalize_qk)
-        same = {name: getattr(layer, name) for name in names}
-        return cls(**same, scores=scores, qk_norm=norm)
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Fields(Settings):
+    """The fields that layers of linen and nnx share, see `MultiHeadAttention`."""
+
+    param_dtype: Dtype = jnp.float32
+    deterministic: bool | None = None
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = ZEROS
+    out_bias_init: Initializer | None = None
+    use_bias: bool | Sequence[str] = True
+    cache: CacheConfig | None = None
+    normalize_qk: bool = False
+    head_dim: int | None = None
+    v_head_dim: int | None = None
+    project_out: bool = True
+    scores: Sequence[ScoreMod] = ()
+    sinks: bool = False
+    capture: Capture | None = None
+    gate: str | None = None
 
 
 class CallOptions(TypedDict, total=False):
@@ -109,11 +123,13 @@ class CallOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one call says beside its inputs; see `MultiHeadAttention` for the first seven.
+    """What one call says beside its inputs; see `MultiHeadAttention` for those not named here.
 
     Attributes:
+      scores: those of the layer, with their parameters, and then those of the call.
       attention: the function that computes attention, called as `dot_product_attention` is, with
         keys and values of a cache as `Stored` (default: `dot_product_attention`).
+      scale: of the scores, in place of the layer's; None for that.
       dropout_rng: a key, if there is to be dropout.
       return_weights: whether to give the weights.
       capture: what to look at.
@@ -128,6 +144,7 @@ class Call:
     lengths: jax.Array | None = None
     order: Array | None = None
     attention: Callable[..., Any] | None = None
+    scale: float | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
     capture: Capture | None = None

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +15,9 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core
-from flax_mha.layer.settings import Call, Settings
+from flax_mha.layer.parameters import Table
+from flax_mha.layer.settings import Call
+from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.masks.base import placed
 from flax_mha.masks.tiles import is_static
@@ -25,48 +27,34 @@ from flax_mha.variants import common
 _SCORES = 2**21
 
 
-class ChosenBlocksAttention(MultiHeadAttention):
-    """Causal self-attention of each query to a few blocks of keys, which it chooses by their means.
-
-        score of block c = q · mean of the keys of block c that the mask lets it see
-        out = attention to the query's own block, and the `count` − 1 before it of the highest score
-
-    A block of which it may see nothing is never chosen.
-    There are no parameters beyond those of `MultiHeadAttention`: what is chosen takes no gradient,
-    and queries learn to find a block as they learn to find keys in it. Fields and arguments are
-    those of that layer, but that there is no cross-attention, `order`, `attention_fn` or cache with
-    a window. Queries that stand together are computed together, so that time is saved where they
-    choose alike, as those of one `query_block` do.
-
-    Attributes:
-      block: keys of a block.
-      count: how many blocks a query sees, its own among them.
-      share: whether the query heads of each key/value head choose together, by the sum of their
-        softmaxes over the scores; else each head for itself.
-      query_block: how many queries choose together, by the first token of theirs that any of them
-        sees: by a later one the others would be told of what comes after them. Means are over the
-        keys that any of them may see. Decoding has 1.
-
-    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
-    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
-    """
+@dataclasses.dataclass(eq=False, repr=False)
+class BlockSparse(Attention):
+    """Attention to chosen blocks of keys, see `ChosenBlocksAttention`."""
 
     block: int = 64
     count: int = 8
     share: bool = False
     query_block: int = 1
 
-    @nn.nowrap
     def compute(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held,
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
-        self._check(x_q, x_k, x_v, call, cache)
+        """See `Attention.compute`."""
+        common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
+        self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
-        return super().compute(x_q, x_k, x_v, settings, call, cache)
+        return super().compute(p, x_q, x_k, x_v, call, cache)
 
-    @nn.nowrap
+    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """See `Attention.table`."""
+        checks.positive(block=self.block, count=self.count, query_block=self.query_block)
+        if self.share and isinstance(self.scale, str):
+            raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
+        if self.attention_fn is not None:
+            raise ValueError("blocks are chosen for our kernels, got attention_fn; leave it out")
+        return super().table(D, Dk, Dv)
+
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
         """`dot_product_attention` to what is chosen."""
         at = call.get("q_positions")
@@ -82,7 +70,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
         call["mask"] = masks.combine(chosen, call.get("mask"))
         return dot_product_attention(q, k, v, **call)
 
-    @nn.nowrap
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
@@ -109,7 +96,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
         scale = dims.H**-0.5 if given is None else given
         return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
 
-    @nn.nowrap
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
         """Return the query that chooses for each block of queries, [*B, nq, N, H].
 
@@ -126,7 +112,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
         index = jax.vmap(choose, out_axes=-2)(jnp.arange(0, q.shape[-3], size))
         return jnp.take_along_axis(q, index[..., None], -3)
 
-    @nn.nowrap
     def _by_means(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Return scores with the means of all keys of each block, [*B, N, nq, nk]."""
         *B, nq, N, H = q.shape
@@ -135,7 +120,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
         scores = jnp.einsum("...tkgh,...khc->...kgtc", q.reshape(*B, nq, K, N // K, H), means)
         return scores.reshape(*B, N, nq, -1)
 
-    @nn.nowrap
     def _by_visible_keys(
         self, q: jax.Array, k: jax.Array, mask: masks.Mask, at: At
     ) -> tuple[jax.Array, jax.Array]:
@@ -159,25 +143,14 @@ class ChosenBlocksAttention(MultiHeadAttention):
         scores, visible = (jnp.moveaxis(x, 0, -2) for x in found)
         return scores, visible
 
-    @nn.nowrap
     def _sums(self, x: jax.Array) -> jax.Array:
         """Return the sum of each block of keys, of x [..., S]: [..., nk]."""
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % self.block)])
         return x.reshape(*x.shape[:-1], -1, self.block).sum(-1)
 
-    @nn.nowrap
-    def _check(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None, call: Call,
-        cache: core.Held,
-    ) -> None:  # fmt: skip
-        checks.positive(block=self.block, count=self.count, query_block=self.query_block)
-        common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
-        if self.share and isinstance(self.scale, str):
-            raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
+    def _check_call(self, call: Call, cache: core.Source) -> None:
         if call.order is not None:
             raise ValueError("blocks of keys are those of one order, got order; leave it out")
-        if self.attention_fn is not None:
-            raise ValueError("blocks are chosen for our kernels, got attention_fn; leave it out")
         if isinstance(cache, KVCache | CacheConfig):
             if self.query_block > 1:
                 raise ValueError(
@@ -189,6 +162,33 @@ class ChosenBlocksAttention(MultiHeadAttention):
                     "in a ring buffer blocks of slots are not blocks of keys, got a cache with "
                     "slots or a window; leave them out"
                 )
+
+
+class ChosenBlocksAttention(BlockSparse, MultiHeadAttention):
+    """Causal self-attention of each query to a few blocks of keys, which it chooses by their means.
+
+        score of block c = q · mean of the keys of block c that the mask lets it see
+        out = attention to the query's own block, and the `count` − 1 before it of the highest score
+
+    A block of which it may see nothing is never chosen.
+    There are no parameters beyond those of `MultiHeadAttention`: what is chosen takes no gradient,
+    and queries learn to find a block as they learn to find keys in it. Fields and arguments are
+    those of that layer, but that there is no cross-attention, `order`, `attention_fn` or cache with
+    a window. Queries that stand together are computed together, so that time is saved where they
+    choose alike, as those of one `query_block` do.
+
+    Attributes:
+      block: keys of a block.
+      count: how many blocks a query sees, its own among them.
+      share: whether the query heads of each key/value head choose together, by the sum of their
+        softmaxes over the scores; else each head for itself.
+      query_block: how many queries choose together, by the first token of theirs that any of them
+        sees: by a later one the others would be told of what comes after them. Means are over the
+        keys that any of them may see. Decoding has 1.
+
+    Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
+    as in the selection of Yuan et al., "Native Sparse Attention", 2025.
+    """
 
 
 def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:

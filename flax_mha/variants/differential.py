@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,12 +12,70 @@ import jax.numpy as jnp
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.layer import core
-from flax_mha.layer.settings import Call, Settings
+from flax_mha.layer.parameters import ArrayEntry, NormEntry, Table
+from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.layer.settings import Call
+from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.variants import common
 
 
-class DifferentialAttention(MultiHeadAttention):
+@dataclasses.dataclass(eq=False, repr=False)
+class Differential(Attention):
+    """Differential attention, see `DifferentialAttention`."""
+
+    offset: float = 0.8
+    norm_epsilon: float = 1e-5
+
+    def compute(
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: core.Source,
+    ) -> core.Output:  # fmt: skip
+        """See `Attention.compute`."""
+        common.check_inputs("differential attention", x_q, x_k, x_v)
+        _, K, _, _ = self.sizes(x_q.shape[-1])
+        heads = core.project_heads(p, self, x_q, x_q, x_q, call, cache)
+        v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
+
+        def norm(x: jax.Array) -> jax.Array:
+            return p["norm"](x) * jnp.asarray(1 - self.offset, x.dtype)
+
+        attention = functools.partial(_attend, self._lambda(p), norm, K)
+        heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
+        return core.attend(p, self, heads, call, cache)._replace(kv=None)
+
+    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """See `Attention.table`."""
+        checks.number("offset", self.offset)
+        absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
+        common.check("differential attention", self, absent)
+        N, K, H, _ = self.sizes(D)
+        # Values of 2·H as two heads of H, so that one product gives them with queries and keys.
+        entries: Table = {
+            "query": self.to_heads("query", D, (2 * N, H)),
+            "key": self.to_heads("key", D, (2 * K, H), "kv_heads"),
+            "value": self.to_heads("value", D, (2 * K, H), "kv_heads"),
+        }
+        vectors = ArrayEntry((H,), (None,), nn.initializers.normal(0.1))
+        entries |= self.out_table(N, 2 * H, D)
+        entries |= {f"lambda_{x}{n}": vectors for n in (1, 2) for x in "ab"}
+        return entries | {"norm": NormEntry(2 * H, QKNorm(epsilon=self.norm_epsilon))}
+
+    def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
+        """Return N, K, H and Hv, of one map."""
+        return shapes.head_sizes(
+            features, self.num_heads, self.num_kv_heads, self.qkv_features,
+            self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
+        )  # fmt: skip
+
+    def _lambda(self, p: Mapping[str, Any]) -> jax.Array:
+        """Return λ, float32."""
+        names = [f"lambda_{x}{n}" for n in (1, 2) for x in "ab"]
+        a1, b1, a2, b2 = (p[name].astype(jnp.float32) for name in names)
+        return jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
+
+
+class DifferentialAttention(Differential, MultiHeadAttention):
     """Self-attention by the difference of two softmax maps, each head with two queries and keys.
 
         out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
@@ -37,64 +96,6 @@ class DifferentialAttention(MultiHeadAttention):
 
     Source: Ye et al., "Differential Transformer", 2024.
     """
-
-    offset: float = 0.8
-    norm_epsilon: float = 1e-5
-
-    @nn.nowrap
-    def compute(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held,
-    ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
-        self._check(x_q, x_k, x_v)
-        D = x_q.shape[-1]
-        N, K, H, _ = self.sizes(D)
-        # Values of 2·H as two heads of H, so that one product gives them with queries and keys.
-        query, key, value = (
-            self.linear(name, (D,), ("embed", names, "head_dim"), (2 * n, H))
-            for name, names, n in (
-                ("query", "heads", N), ("key", "kv_heads", K), ("value", "kv_heads", K)
-            )
-        )  # fmt: skip
-        out = self._out((N, 2 * H), D) if self.project_out else None
-        weights = core.Weights(query, key, value, out)
-        heads = core.projected(weights, settings, x_q, x_q, x_q, call, cache)
-        v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
-        attention = functools.partial(_attend, self._lambda(H), self._norm(2 * H), K)
-        heads, call = heads._replace(v=v), dataclasses.replace(call, attention=attention)
-        return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
-
-    @nn.nowrap
-    def sizes(self, features: int) -> tuple[int, int, int, int]:
-        """N, K, H and Hv, of one map."""
-        return shapes.head_sizes(
-            features, self.num_heads, self.num_kv_heads, self.qkv_features,
-            self.head_dim or (self.qkv_features or features) // (2 * self.num_heads), None,
-        )  # fmt: skip
-
-    @nn.nowrap
-    def _lambda(self, H: int) -> jax.Array:
-        """λ, float32."""
-        init = nn.initializers.normal(0.1)
-        names = [f"lambda_{x}{n}" for n in (1, 2) for x in "ab"]
-        a1, b1, a2, b2 = (
-            self.param(name, init, (H,), self.param_dtype).astype(jnp.float32) for name in names
-        )
-        return jnp.exp(jnp.vdot(a1, b1)) - jnp.exp(jnp.vdot(a2, b2)) + self.offset
-
-    @nn.nowrap
-    def _norm(self, features: int) -> Any:
-        """The norm of a head's output, and the factor 1 − λ₀."""
-        norm = nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name="norm")
-        return lambda x: norm(x) * jnp.asarray(1 - self.offset, x.dtype)
-
-    @nn.nowrap
-    def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-        checks.number("offset", self.offset)
-        common.check_inputs("differential attention", x_q, x_k, x_v)
-        absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
-        common.check("differential attention", self, absent)
 
 
 def _of_both(K: int, v: jax.Array) -> jax.Array:

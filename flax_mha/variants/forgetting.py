@@ -2,9 +2,9 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, Self
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,8 +17,9 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.layer import core
-from flax_mha.layer.linear import Linear
-from flax_mha.layer.settings import Call, Settings
+from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
+from flax_mha.layer.settings import ZEROS, Call
+from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.base import ScoreMod, without_vectors
 from flax_mha.variants import common
@@ -29,7 +30,63 @@ _EXACT = (jnp.bfloat16, jnp.float32, jnp.float64)
 _OF_TOKENS = ("batch", "length", "heads")
 
 
-class ForgettingAttention(MultiHeadAttention):
+@dataclasses.dataclass(eq=False, repr=False)
+class Forgetting(Attention):
+    """Forgetting attention, see `ForgettingAttention`."""
+
+    def compute(
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: core.Source,
+    ) -> core.Output:  # fmt: skip
+        """See `Attention.compute`."""
+        without_vectors("forgetting attention", call.scores)
+        common.check_inputs("forgetting attention", x_q, x_k, x_v)
+        x, bad = sharding.auto(_cleaned, ((), ()), x_q)
+        gate = p["forget_gate"]
+        # As a projection to heads of one feature, which is joined with the others.
+        gate = gate.replace(kernel=gate.kernel[..., None], names=(*gate.names, None))
+        heads = core.project_heads(p, self, x, x, x, call, cache, [gate])
+        q, v, order = heads.q, heads.v, heads.order
+        k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
+        heads, z = heads._replace(k=k), heads.beside[0][..., 0]
+        dims, positions, last = shapes.Dims.of(q, k, v), order, None
+        if isinstance(cache, KVCache):
+            dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
+            last = sharding.auto(_last, ("batch", None, "heads"), cache.key, cache.length, z)
+        mask = masks.combine(self.mask, call.mask)
+        of_tokens = functools.partial(_gates, dims, isinstance(cache, KVCache))
+        gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], bad, mask, positions)
+        c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
+        if self.scale is None:  # Not of the padded queries.
+            call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
+        kept = sharding.auto(_joined, sharding.KV_HEADS, k, c)
+        if isinstance(cache, KVCache):
+            _check_dtype(cache.key.dtype)
+            # As many features as the keys, 0 where those have c.
+            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
+            heads = heads._replace(q=q, k=kept)
+            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
+            return core.attend(p, self, heads, call, cache)._replace(kv=None)
+        mask = masks.combine(masks.Causal(), call.mask)
+        call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
+        found = core.attend(p, self, heads, call, None)
+        made = None
+        if isinstance(cache, CacheConfig):
+            _check_dtype(cache.dtype or k.dtype)
+            made = cache.empty(kept, v, self.mask)
+        return found._replace(cache=made, kv=None)
+
+    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """See `Attention.table`."""
+        common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
+        N = self.num_heads
+        return super().table(D, Dk, Dv) | {
+            "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),
+            "forget_bias": ArrayEntry((N,), ("heads",), ZEROS),
+        }
+
+
+class ForgettingAttention(Forgetting, MultiHeadAttention):
     """Causal self-attention under forget gates, each a bias of all pairs that lie across it.
 
         f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
@@ -45,56 +102,6 @@ class ForgettingAttention(MultiHeadAttention):
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
-
-    @nn.nowrap
-    def compute(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held,
-    ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
-        without_vectors("forgetting attention", settings.scores, call.scores)
-        common.check_inputs("forgetting attention", x_q, x_k, x_v)
-        common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
-        x, bad = sharding.auto(_cleaned, ((), ()), x_q)
-        weights = self.weights(x, x, x).replace(beside=(self._forget_gate(x),))
-        heads = core.projected(weights, settings, x, x, x, call, cache)
-        q, v, order = heads.q, heads.v, heads.order
-        k = sharding.auto(_poisoned, sharding.KV_HEADS, heads.k, bad)
-        heads, z = heads._replace(k=k), heads.beside[0][..., 0]
-        bias = self._of_heads("forget_bias", nn.initializers.zeros_init())
-        dims, positions, last = shapes.Dims.of(q, k, v), order, None
-        if isinstance(cache, KVCache):
-            dims, positions = dims._replace(S=cache.slots), cache.next_positions(dims.T)
-            last = sharding.auto(_last, ("batch", None, "heads"), cache.key, cache.length, z)
-        mask = masks.combine(settings.mask, call.mask)
-        of_tokens = functools.partial(_gates, dims, isinstance(cache, KVCache))
-        gates = sharding.auto(of_tokens, _OF_TOKENS, z, bias, bad, mask, positions)
-        c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
-        if settings.scale is None:
-            settings = dataclasses.replace(settings, scale=q.shape[-1] ** -0.5)
-        kept = sharding.auto(_joined, sharding.KV_HEADS, k, c)
-        if isinstance(cache, KVCache):
-            _check_dtype(cache.key.dtype)
-            # As many features as the keys, 0 where those have c.
-            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
-            heads = heads._replace(q=q, k=kept)
-            call = dataclasses.replace(call, attention=functools.partial(_attend, c))
-            return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
-        mask = masks.combine(masks.Causal(), call.mask)
-        call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
-        found = core.attend(weights, settings, heads, call, None)
-        made = None
-        if isinstance(cache, CacheConfig):
-            _check_dtype(cache.dtype or k.dtype)
-            made = cache.empty(kept, v, self.mask)
-        return found._replace(cache=made, kv=None)
-
-    @nn.nowrap
-    def _forget_gate(self, x: jax.Array) -> Linear:
-        """Return W_f as a projection to heads of one feature, which others can be joined with."""
-        names, features = ("embed", "heads"), (self.num_heads,)
-        gate = self.linear("forget_gate", x.shape[-1:], names, features, bias_init=None)
-        return gate.replace(kernel=gate.kernel[..., None], names=(*names, None))
 
 
 class _Forget(ScoreMod):

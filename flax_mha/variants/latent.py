@@ -2,26 +2,97 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.base import checks
+from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core, padding
-from flax_mha.layer.heads import turned
+from flax_mha.layer.heads import turn
 from flax_mha.layer.linear import Linear, fused
-from flax_mha.layer.settings import Call, Settings
+from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
+from flax_mha.layer.qk_norm import QKNorm
+from flax_mha.layer.settings import Call, has_bias
+from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.base import without_vectors
 from flax_mha.variants import common
 
 
-class MultiHeadLatentAttention(MultiHeadAttention):
+@dataclasses.dataclass(eq=False, repr=False)
+class Latent(Attention):
+    """Multi-head latent attention, see `MultiHeadLatentAttention`."""
+
+    kv_rank: int = 512
+    rope_dim: int = 64
+    q_rank: int | None = None
+    norm_epsilon: float = 1e-6
+
+    def compute(
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: core.Source,
+    ) -> core.Output:  # fmt: skip
+        """See `Attention.compute`."""
+        common.check_inputs("latent attention", x_q, x_k, x_v)
+        without_vectors("latent attention", call.scores)
+        (_, _, H, _), R = self.sizes(x_q.shape[-1]), self.rope_dim
+        order = core.check_order(call.order, cache is None, x_q.shape[-2])
+        x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
+        q = p["query"](x if self.q_rank is None else p["query_norm"](p["query_down"](x)))
+        kv = p["kv_down"](x)
+        latent = p["kv_norm"](kv[..., : self.kv_rank])
+        q_rope, r = turn(
+            self.rotary, q[..., H:], kv[..., None, self.kv_rank :], call.positions, order, cache
+        )
+        if self.scale is None:
+            call = dataclasses.replace(call, scale=(H + R) ** -0.5)
+        c = latent[..., None, :]
+        if isinstance(cache, KVCache):
+            absorbed = functools.partial(_absorbed, q[..., :H], p["key"], p["value"])
+            call = dataclasses.replace(call, attention=absorbed)
+            return core.attend(p, self, core.Heads(q_rope, r, c), call, cache)._replace(kv=None)
+        k, v = fused(latent, (p["key"], p["value"]))
+        heads = core.Heads(_joined(q[..., :H], q_rope), _joined(k, r), v, order=order)
+        output = core.attend(p, self, heads, call, None)
+        empty = cache.empty(r, c, self.mask) if isinstance(cache, CacheConfig) else None
+        return output._replace(cache=empty, kv=None)
+
+    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """See `Attention.table`."""
+        checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
+        checks.optional(q_rank=self.q_rank)
+        if self.rotary is None:
+            raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
+        absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
+        common.check("latent attention", self, absent)
+        (N, _, H, Hv), R, rank = self.sizes(D), self.rope_dim, self.kv_rank
+        entries: Table = {}
+
+        def add(name: str, inputs: int, features: Shape, *names: str | None) -> None:
+            biased = has_bias(self.use_bias, name)
+            entries[name] = LinearEntry((inputs,), features, names, biased)
+
+        def add_norm(name: str, features: int) -> None:
+            entries[name] = NormEntry(features, QKNorm(epsilon=self.norm_epsilon))
+
+        if self.q_rank is not None:
+            add("query_down", D, (self.q_rank,), "embed", None)
+            add_norm("query_norm", self.q_rank)
+        add("query", self.q_rank or D, (N, H + R), None, "heads", None)
+        add("kv_down", D, (rank + R,), "embed", None)
+        add_norm("kv_norm", rank)
+        add("key", rank, (N, H), None, "heads", "head_dim")
+        add("value", rank, (N, Hv), None, "heads", "head_dim")
+        return entries | self.out_table(N, Hv, D) | self.score_table(H)
+
+
+class MultiHeadLatentAttention(Latent, MultiHeadAttention):
     """Self-attention whose keys and values are projected from a latent c of each token.
 
         c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
@@ -46,72 +117,6 @@ class MultiHeadLatentAttention(MultiHeadAttention):
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
     """
-
-    kv_rank: int = 512
-    rope_dim: int = 64
-    q_rank: int | None = None
-    norm_epsilon: float = 1e-6
-
-    @nn.nowrap
-    def compute(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held,
-    ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
-        self._check(x_q, x_k, x_v)
-        without_vectors("latent attention", settings.scores, call.scores)
-        (N, _, H, Hv), R = self.sizes(x_q.shape[-1]), self.rope_dim
-        order = core.ordered(call.order, cache is None, x_q.shape[-2])
-        x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
-
-        of_q = x
-        if self.q_rank is not None:
-            down = self.linear("query_down", x.shape[-1:], ("embed", None), (self.q_rank,))
-            of_q = self._norm("query_norm")(down(x))
-        query = self.linear("query", of_q.shape[-1:], (None, "heads", None), (N, H + R))
-        q = query(of_q)
-        both = ("embed", None)
-        kv = self.linear("kv_down", x.shape[-1:], both, (self.kv_rank + R,))(x)
-        c = self._norm("kv_norm")(kv[..., : self.kv_rank])
-        q_rope, r = turned(
-            settings.rotary, q[..., H:], kv[..., None, self.kv_rank :], call.positions, order, cache
-        )
-        names = (None, "heads", "head_dim")
-        key = self.linear("key", (self.kv_rank,), names, (N, H))
-        value = self.linear("value", (self.kv_rank,), names, (N, Hv))
-        weights = core.Weights(
-            query, key, value,
-            self._out((N, Hv), x.shape[-1]) if self.project_out else None,
-            sinks=self._of_heads("sinks", nn.initializers.zeros_init()) if self.sinks else None,
-        )  # fmt: skip
-        if settings.scale is None:
-            settings = dataclasses.replace(settings, scale=(H + R) ** -0.5)
-        latent = c[..., None, :]
-        if isinstance(cache, KVCache):
-            absorbed = functools.partial(_absorbed, q[..., :H], key, value)
-            call = dataclasses.replace(call, attention=absorbed)
-            kept = core.Projected(q_rope, r, latent)
-            return core.attend(weights, settings, kept, call, cache)._replace(kv=None)
-        k, v = fused(c, (key, value))
-        q, k = _joined(q[..., :H], q_rope), _joined(k, r)
-        heads = core.Projected(q, k, v, order=order)
-        found = core.attend(weights, settings, heads, call, None)
-        made = cache.empty(r, latent, self.mask) if isinstance(cache, CacheConfig) else None
-        return found._replace(cache=made, kv=None)
-
-    @nn.nowrap
-    def _norm(self, name: str) -> nn.Module:
-        return nn.RMSNorm(self.norm_epsilon, self.dtype, self.param_dtype, name=name)
-
-    @nn.nowrap
-    def _check(self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-        checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
-        checks.optional(q_rank=self.q_rank)
-        common.check_inputs("latent attention", x_q, x_k, x_v)
-        if self.rotary is None:
-            raise ValueError("latent attention needs rotary, got None; give positions.Rotary()")
-        absent = ("num_kv_heads", "qk_norm", "normalize_qk", "gate", "attention_fn")
-        common.check("latent attention", self, absent)
 
 
 def _absorbed(

@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import PrecisionLike
@@ -13,14 +12,51 @@ from flax.typing import PrecisionLike
 from flax_mha import sharding
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import core
-from flax_mha.layer.settings import Call, Settings
+from flax_mha.layer.parameters import ArrayEntry, Table
+from flax_mha.layer.settings import Call
+from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.base import without_vectors
 from flax_mha.sharding import rules
 from flax_mha.variants import common
 
 
-class TalkingHeadsAttention(MultiHeadAttention):
+@dataclasses.dataclass(eq=False, repr=False)
+class TalkingHeads(Attention):
+    """Talking-heads attention, see `TalkingHeadsAttention`."""
+
+    def compute(
+        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        call: Call, cache: core.Source,
+    ) -> core.Output:  # fmt: skip
+        """See `Attention.compute`."""
+        without_vectors("talking-heads attention", call.scores)
+        if isinstance(cache, Shared):
+            raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
+        heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
+        _, K, H, _ = self.sizes(x_q.shape[-1])
+        if self.scale is None:  # Not of queries that are longer.
+            call = dataclasses.replace(call, scale=H**-0.5)
+        mix = functools.partial(_mixed_queries, K, self.precision)
+        q = _gathered(mix, heads.q, p["mix_scores"])
+        k, v = (
+            None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
+            for x in (heads.k, heads.v)
+        )
+        own = functools.partial(_own_values, K, self.precision)
+        attention = functools.partial(_mixed, own, p["mix_weights"])
+        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
+        # Keys and values are in the form of this layer alone.
+        return core.attend(p, self, heads, call, cache)._replace(kv=None)
+
+    def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """See `Attention.table`."""
+        common.check("talking-heads attention", self, ("attention_fn",))
+        mixing = ArrayEntry((self.num_heads, self.num_heads), (None, "heads"), _identity)
+        return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}
+
+
+class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
     """Attention whose heads mix their scores before the softmax, and their weights after it.
 
         s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
@@ -38,39 +74,6 @@ class TalkingHeadsAttention(MultiHeadAttention):
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
-
-    @nn.nowrap
-    def compute(
-        self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        settings: Settings, call: Call, cache: core.Held,
-    ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
-        without_vectors("talking-heads attention", settings.scores, call.scores)
-        common.check("talking-heads attention", self, ("attention_fn",))
-        if isinstance(cache, Shared):
-            raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
-        weights = self.weights(x_q, x_k, x_v)
-        heads = core.projected(weights, settings, x_q, x_k, x_v, call, cache)
-        _, K, H, _ = self.sizes(x_q.shape[-1])
-        if settings.scale is None:
-            settings = dataclasses.replace(settings, scale=H**-0.5)
-        mix = functools.partial(_mixed_queries, K, self.precision)
-        q = _gathered(mix, heads.q, self._mixing("mix_scores"))
-        k, v = (
-            None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
-            for x in (heads.k, heads.v)
-        )
-        own = functools.partial(_own_values, K, self.precision)
-        attention = functools.partial(_mixed, own, self._mixing("mix_weights"))
-        heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
-        # Keys and values are in the form of this layer alone.
-        return core.attend(weights, settings, heads, call, cache)._replace(kv=None)
-
-    @nn.nowrap
-    def _mixing(self, name: str) -> jax.Array:
-        """From each head to each."""
-        init = sharding.named(_identity, (None, "heads"), self.partitioned)
-        return self.param(name, init, (self.num_heads,) * 2, self.param_dtype)
 
 
 def _mixed(own: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:

@@ -64,14 +64,13 @@ class Gemma3n(MultiHeadAttention):
     """Gemma 3n norms values, too."""
 
     def compute(
-        self, x_q: jax.Array, x_k: Any, x_v: Any, settings: Any, call: Any, cache: Any
+        self, p: Any, x_q: jax.Array, x_k: Any, x_v: Any, call: Any, cache: Any
     ) -> core.Output:
-        weights = self.weights(x_q, x_k, x_v)
-        q, k, v, *_ = heads.project(weights, x_q, x_k, x_v)
+        q, k, v, *_ = heads.project(p, x_q, x_k, x_v)
         v = v if v is None else nn.RMSNorm(use_scale=False)(v)
-        q, k = heads.normed(weights, q, k)
-        q, k = heads.turned(settings.rotary, q, k, call.positions, None, cache)
-        return core.attend(weights, settings, core.Projected(q, k, v), call, cache)
+        q, k = heads.norm(p, q, k)
+        q, k = heads.turn(self.rotary, q, k, call.positions, None, cache)
+        return core.attend(p, self, core.Heads(q, k, v), call, cache)
 
 
 def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
