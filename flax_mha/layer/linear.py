@@ -25,6 +25,15 @@ default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
 
 
+# By how many axes of x are contracted, and how many take their place. Letters of heads stand before
+# those of features in the alphabet: einsum sorts what it contracts, and would copy the kernel.
+_SUMS = {
+    (1, 1): "...d,df->...f",
+    (1, 2): "...td,dnh->...tnh",
+    (2, 1): "...tnv,nvd->...td",
+}
+
+
 class Linear(struct.PyTreeNode):
     """y = x·W + b over the last axes of x, with what is needed to compute it on any mesh.
 
@@ -92,7 +101,8 @@ class Linear(struct.PyTreeNode):
     def product(self, x: jax.Array) -> jax.Array:
         """Return x·W + b."""
         x, kernel, bias = promote_dtype(x, self.kernel, self.bias, dtype=self.dtype)
-        multiply = functools.partial(jnp.tensordot, axes=self.contracted, precision=self.precision)
+        sums = _SUMS[self.contracted, len(self.features)]
+        multiply = functools.partial(jnp.einsum, sums, precision=self.precision)
         if jax.sharding.get_abstract_mesh().empty:
             return _plus(multiply(x, kernel), bias)
 
