@@ -221,7 +221,8 @@ class MultiHeadAttention(Attention, nn.Module):
                 capture=captured(self.capture, sow_weights, listened, self.attention_fn),
                 sower=self if sow_weights else None,
             )  # fmt: skip
-            p = self._parameters(inputs_q, inputs_k, inputs_v)
+            inputs = (inputs_q, inputs_k, inputs_v)
+            p = self._parameters(*(0 if x is None else x.shape[-1] for x in inputs))
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
             if output.cache is not None and output.cache is not cache:
                 name = "memory" if isinstance(output.cache, Memory) else "kv"
@@ -231,9 +232,8 @@ class MultiHeadAttention(Attention, nn.Module):
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap
-    def _parameters(self, *inputs: jax.Array | None) -> dict[str, Any]:
-        """Return the parameters by name, for inputs of those features; of no inputs_k no keys."""
-        features = (0 if x is None else x.shape[-1] for x in inputs)
+    def _parameters(self, *features: int) -> dict[str, Any]:
+        """Return the parameters by name, for inputs of those features."""
         return {name: self._make(name, entry) for name, entry in self.table(*features).items()}
 
     @nn.nowrap

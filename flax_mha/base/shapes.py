@@ -107,7 +107,7 @@ def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     for name, x in named.items():
         checks.floating(name, x)
     for name, x in named.items():
-        _check_rank(name, x)
+        _check_rank(name, x.shape)
     if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or k.shape[-2] != v.shape[-2]:
         remedy = "broadcast the batch dimensions, and give every key a value"
         if q.ndim != k.ndim:
@@ -121,13 +121,13 @@ def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 def check_features(name: str, x: Any) -> None:
     """What goes through a model is [*B, length, features]."""
     checks.floating(name, x)
-    _check_rank(name, x)
+    _check_rank(name, x.shape)
 
 
-def _check_rank(name: str, x: jax.Array) -> None:
-    if x.ndim < 2 or not x.shape[-1]:
+def _check_rank(name: str, shape: Shape) -> None:
+    if len(shape) < 2 or not shape[-1]:
         raise ValueError(
-            f"{name} must have shape [*B, length, features], got {x.shape}; "
+            f"{name} must have shape [*B, length, features], got {shape}; "
             f"add a length axis, and at least one feature"
         )
 

@@ -13,6 +13,6 @@ from flax_mha.cache.collection import reset as reset
 from flax_mha.cache.collection import truncate as truncate
 from flax_mha.cache.config import CacheConfig as CacheConfig
 from flax_mha.cache.config import as_cache_config as as_cache_config
+from flax_mha.cache.extended import Extended as Extended
 from flax_mha.cache.kv_cache import KVCache as KVCache
-from flax_mha.cache.sources import Extended as Extended
 from flax_mha.cache.storage import Memory as Memory

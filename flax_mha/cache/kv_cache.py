@@ -10,7 +10,7 @@ from flax.typing import Dtype
 from flax_mha import masks
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
-from flax_mha.cache.sources import Extended, look, marked
+from flax_mha.cache.extended import Extended, look, marked
 from flax_mha.cache.storage import FAR, Memory, Slots, write
 
 

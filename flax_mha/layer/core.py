@@ -6,28 +6,26 @@ calls, and calls these functions.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array
-from flax_mha.cache import CacheConfig, KVCache, Memory, sources
+from flax_mha.cache import KVCache, Memory, sources
 from flax_mha.cache.sources import KV, Shared
+from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.observe import Captured
-from flax_mha.layer import attention_fn, padding
-from flax_mha.layer.heads import norm, project, turn
-from flax_mha.layer.linear import Linear
+from flax_mha.layer import attention_fn
+from flax_mha.layer.heads import Heads as Heads
+from flax_mha.layer.heads import check_order as check_order
+from flax_mha.layer.heads import project_heads as project_heads
 from flax_mha.layer.settings import Call as Call
 from flax_mha.layer.settings import Settings as Settings
 from flax_mha.layer.settings import captured as captured
 from flax_mha.scores import as_scores
-
-# What a layer attends to beside its inputs, or is to make of them.
-Source: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
 
 
 class Output(NamedTuple):
@@ -77,60 +75,6 @@ def attention(
     return attend(p, settings, heads, call, cache)
 
 
-class Heads(NamedTuple):
-    """Inputs as the heads see them, before attention.
-
-    Attributes:
-      q: [*B, T, N, H], normed and turned.
-      k: [*B, S, K, H], or None, to attend to what the cache holds.
-      v: [*B, S, K, Hv], likewise.
-      gate: what the heads' outputs are scaled by, before the sigmoid; or None.
-      order: where the tokens stand, see `Call`.
-      is_self_attention: whether keys are of the queries' tokens.
-      beside: the products of projections that were joined with those.
-    """
-
-    q: jax.Array
-    k: Any
-    v: Any
-    gate: jax.Array | None = None
-    order: Array | None = None
-    is_self_attention: bool = True
-    beside: tuple[jax.Array, ...] = ()
-
-
-def project_heads(
-    p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
-    x_v: jax.Array | None, call: Call, cache: Source, beside: Sequence[Linear] = (),
-) -> Heads:  # fmt: skip
-    """Return queries, keys and values of the heads: the first half of `attention`.
-
-    Args:
-      p: see `attention`, as all that are not named here.
-      settings: see there.
-      x_q: see there.
-      x_k: see there.
-      x_v: see there.
-      call: see there.
-      cache: see there.
-      beside: more projections of x_q, each to [N, ·], that are computed with the others.
-    """
-    is_self_attention = x_k is x_q
-    whole = isinstance(cache, KV) or (is_self_attention and cache is None)
-    order = check_order(call.order, whole, x_q.shape[-2])
-    x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
-    with jax.named_scope("project"):  # These names are what profiles show.
-        q, k, v, gate, products = project(p, x_q, x_k, x_v, beside)
-    norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
-    if not norms_after:
-        q, k = norm(p, q, k)
-    with jax.named_scope("rotate"):
-        q, k = turn(settings.rotary, q, k, call.positions, order, cache)
-    if norms_after:
-        q, k = norm(p, q, k)
-    return Heads(q, k, v, gate, order, is_self_attention, products)
-
-
 def attend(
     p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: Source
 ) -> Output:
@@ -143,9 +87,20 @@ def attend(
       call: see `Call`.
       cache: see `attention`.
     """
-    q = sharding.constrain(shapes.scale_heads(heads.q, p.get("score_scale")), sharding.HEADS)
+    q, k, v = heads.q, heads.k, heads.v
+    q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
+    q = sharding.constrain(q, sharding.HEADS)
+    if k is not None:
+        k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
     arguments = _arguments(p, settings, call)
-    source, cache = _open(p, settings, heads, q, arguments["mask"], call, cache)
+    if isinstance(cache, Shared):
+        kernel = p["out"].kernel if "out" in p else None
+        Hv = None if kernel is None else kernel.shape[-2]
+        sources.check(cache, q, Hv, arguments["mask"], heads.order)
+    own_lengths = call.lengths if heads.is_self_attention else None
+    source, cache = sources.open_source(
+        cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
+    )
     with jax.named_scope("kernel"):
         if isinstance(source, KV):
             attention = arguments.pop("attention", dot_product_attention)
@@ -156,34 +111,12 @@ def attend(
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
-    x = sharding.constrain(shapes.scale_heads(x, call.head_mask), sharding.HEADS)
+    x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
+    x = sharding.constrain(x, sharding.HEADS)
     captures = more[-1] if call.capture else {}
     with jax.named_scope("merge"):
-        out = merge(p.get("out"), x)
+        out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
     return Output(out, more[0] if call.return_weights else None, captures, cache, source)
-
-
-def _open(
-    p: Mapping[str, Any], settings: Settings, heads: Heads, q: jax.Array, mask: Any, call: Call,
-    cache: Source,
-) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
-    """Return what queries attend to, and the cache after this call."""
-    if isinstance(cache, Shared):
-        kernel = p["out"].kernel if "out" in p else None
-        sources.check(cache, q, None if kernel is None else kernel.shape[-2], mask, heads.order)
-        return cache, None
-    k, v = heads.k, heads.v
-    if k is not None:
-        k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    if isinstance(cache, KVCache):
-        return cache.extended(k, v, call.lengths)
-    if isinstance(cache, CacheConfig):
-        own = heads.is_self_attention
-        cache = cache.empty(k, v, settings.mask) if own else cache.memory(k, v)
-    if isinstance(cache, Memory):
-        k, v = cache.stored()
-    lengths = call.lengths if heads.is_self_attention else None
-    return KV(k, v, lengths, heads.order is not None), cache
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
@@ -197,11 +130,6 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
     asked = ((output.weights, return_weights), (output.kv, return_kv))
     more = [x for x, is_asked in asked if is_asked]
     return (output.out, *more) if more else output.out
-
-
-def merge(out: Linear | None, x: jax.Array) -> jax.Array:
-    """Return the heads' outputs [*B, T, N, Hv] as [*B, T, D_out], or one after the other."""
-    return jax.lax.collapse(x, x.ndim - 2) if out is None else out(x)
 
 
 def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
@@ -228,15 +156,3 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
         )  # fmt: skip
     return arguments
-
-
-def check_order(order: Array | None, whole: bool, length: int) -> Array | None:
-    """Return the `order` of a call, if it fits."""
-    if order is None:
-        return None
-    if not whole:
-        raise ValueError(
-            "order says where the tokens of self-attention stand, all of them in one call; got it "
-            "in decoding or with inputs_k; leave it out"
-        )
-    return shapes.check_order(order, length)

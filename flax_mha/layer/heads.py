@@ -1,17 +1,76 @@
 """From a layer's inputs to queries, keys and values of its heads: projections, norms, rotary."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import checks
+from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import Extended, KVCache
+from flax_mha.cache.sources import KV, Source
+from flax_mha.layer import padding
 from flax_mha.layer.linear import Linear, fused
+from flax_mha.layer.settings import Call, Settings
 from flax_mha.positions import Axial, Rotation
+
+
+class Heads(NamedTuple):
+    """Inputs as the heads see them, before attention.
+
+    Attributes:
+      q: [*B, T, N, H], normed and turned.
+      k: [*B, S, K, H], or None, to attend to what the cache holds.
+      v: [*B, S, K, Hv], likewise.
+      gate: what the heads' outputs are scaled by, before the sigmoid; or None.
+      order: where the tokens stand, see `Call`.
+      is_self_attention: whether keys are of the queries' tokens.
+      beside: the products of projections that were joined with those.
+    """
+
+    q: jax.Array
+    k: Any
+    v: Any
+    gate: jax.Array | None = None
+    order: Array | None = None
+    is_self_attention: bool = True
+    beside: tuple[jax.Array, ...] = ()
+
+
+def project_heads(
+    p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
+    x_v: jax.Array | None, call: Call, cache: Source, beside: Sequence[Linear] = (),
+) -> Heads:  # fmt: skip
+    """Return queries, keys and values of the heads: the first half of `core.attention`.
+
+    Args:
+      p: see `core.attention`, as all that are not named here.
+      settings: see there.
+      x_q: see there.
+      x_k: see there.
+      x_v: see there.
+      call: see there.
+      cache: see there.
+      beside: more projections of x_q, each to [N, ·], that are computed with the others.
+    """
+    is_self_attention = x_k is x_q
+    whole = isinstance(cache, KV) or (is_self_attention and cache is None)
+    order = check_order(call.order, whole, x_q.shape[-2])
+    if call.lengths is not None:
+        x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)
+    with jax.named_scope("project"):  # These names are what profiles show.
+        q, k, v, gate, products = project(p, x_q, x_k, x_v, beside)
+    norms_after = settings.qk_norm is not None and settings.qk_norm.after_rotary
+    if "query_ln" in p and not norms_after:
+        q, k = norm(p, q, k)
+    if settings.rotary is not None or call.positions is not None:
+        with jax.named_scope("rotate"):
+            q, k = turn(settings.rotary, q, k, call.positions, order, cache)
+    if "query_ln" in p and norms_after:
+        q, k = norm(p, q, k)
+    return Heads(q, k, v, gate, order, is_self_attention, products)
 
 
 def project(
@@ -113,3 +172,15 @@ def _turned(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array
             f"return what it has turned"
         )
     return checks.floating("what rotary gives", y)
+
+
+def check_order(order: Array | None, whole: bool, length: int) -> Array | None:
+    """Return the `order` of a call, if it fits."""
+    if order is None:
+        return None
+    if not whole:
+        raise ValueError(
+            "order says where the tokens of self-attention stand, all of them in one call; got it "
+            "in decoding or with inputs_k; leave it out"
+        )
+    return shapes.check_order(order, length)
