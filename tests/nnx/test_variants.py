@@ -1,0 +1,70 @@
+"""The variants in nnx: parameters, outputs, gradients and decoding of the linen layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha.nnx
+from flax_mha import CacheConfig, masks, variants
+from flax_mha.positions import Rotary
+from tests.support.oracle import random_like
+
+B, T, D = 2, 6, 16
+X = np.random.default_rng(0).normal(size=(B, T, D)).astype(np.float32)
+FIELDS: dict[str, dict[str, Any]] = {
+    "MultiHeadLatentAttention": {
+        "head_dim": 4, "kv_rank": 6, "rope_dim": 2, "q_rank": 5, "rotary": Rotary(), "sinks": True,
+        "mask": masks.Causal(),
+    },
+    "DifferentialAttention": {"num_kv_heads": 2, "offset": 0.6, "mask": masks.Causal()},
+    "ForgettingAttention": {"scale": "learned", "sinks": True, "gate": "head"},
+    "TalkingHeadsAttention": {"num_kv_heads": 2, "normalize_qk": True, "mask": masks.Causal()},
+    "ChosenBlocksAttention": {"block": 2, "count": 2, "rotary": Rotary()},
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.4)
+@pytest.mark.parametrize("name", FIELDS)
+def test_it_is_the_linen_layer(name: str) -> None:
+    """To the bit, whatever the values of parameters that start at 0."""
+    linen = getattr(variants, name)(4, **FIELDS[name])
+    ours = getattr(flax_mha.nnx, name)(4, D, rngs=nnx.Rngs(0), **FIELDS[name])
+    shapes = jax.eval_shape(linen.init, jax.random.key(0), X)["params"]
+    drawn = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
+    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, shapes)
+    params = random_like(shapes)
+    nnx.update(ours, nnx.State(params))
+
+    def loss(params: Any) -> jax.Array:
+        return (linen.apply({"params": params}, X) ** 2).sum()
+
+    expected = jax.jit(jax.value_and_grad(loss))(params)
+    value, grads = nnx.jit(nnx.value_and_grad(lambda layer: (layer(X) ** 2).sum()))(ours)
+    jax.tree.map(np.testing.assert_array_equal, (value, nnx.to_pure_dict(grads)), expected)
+    _check_decoding(linen, ours, params)
+
+
+def _check_decoding(linen: Any, ours: Any, params: Any) -> None:
+    ours.init_cache(X.shape)
+    decoding = linen.clone(decode=True, cache=CacheConfig(dtype=jnp.float32))
+    cache = jax.jit(decoding.init)(jax.random.key(0), X)["cache"]
+    jax.tree.map(np.testing.assert_array_equal, ours.kv.get_value(), cache["kv"])
+
+    @jax.jit
+    def step(cache: Any, x: jax.Array) -> Any:
+        return decoding.apply({"params": params, "cache": cache}, x, mutable="cache")
+
+    call = nnx.jit(lambda layer, x: layer(x, decode=True))
+    for at in (slice(0, 1), slice(1, 2)):
+        out, changed = step(cache, X[:, at])
+        cache = changed["cache"]
+        np.testing.assert_array_equal(call(ours, X[:, at]), out)
+
+
+def test_a_field_that_a_variant_lacks() -> None:
+    with pytest.raises(ValueError, match="latent attention has no gate, got 'head'; leave it out"):
+        flax_mha.nnx.MultiHeadLatentAttention(4, D, gate="head", rotary=Rotary(), rngs=nnx.Rngs(0))
