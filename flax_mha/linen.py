@@ -207,7 +207,7 @@ class MultiHeadAttention(Attention, nn.Module):
         checks.flag("sow_weights", sow_weights)
         with rules.undivided_tokens(self.decode):
             cross = inputs_k is not None and inputs_k is not inputs_q
-            cache = self._held(cross) if kv is None else sources.as_shared(kv, inputs_k, inputs_v)
+            cache = self._held(cross) if kv is None else sources.as_source(kv, inputs_k, inputs_v)
             if isinstance(cache, Memory | Shared):
                 shapes.check_inputs(inputs_q, inputs_q, inputs_q)
             else:

@@ -301,7 +301,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             checks.flag(name, flag)
         cache: core.Source = None
         if kv is not None:
-            cache = sources.as_shared(kv, inputs_k, inputs_v)
+            cache = sources.as_source(kv, inputs_k, inputs_v)
             shapes.check_inputs(inputs_q, inputs_q, inputs_q)
         else:
             inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)

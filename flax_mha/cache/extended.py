@@ -68,25 +68,25 @@ class Extended(struct.PyTreeNode):
         held = (self.key, self.value)
 
         def first() -> Any:
-            return look(q, self.new, mask, call, self.window)
+            return attend_causally(q, self.new, mask, call, self.window)
 
         def later() -> Any:
             places = {"q_positions": self.q_positions, "kv_positions": self.k_positions}
-            return look(q, held, mask, call, self.window, **places)
+            return attend_causally(q, held, mask, call, self.window, **places)
 
         captured = observe.as_capture(call.get("capture"))
         weights = call.get("return_weights", False) is True
         weights = weights or (captured is not None and "weights" in captured.what)
         weights = weights or "attention" in call  # Which may sow, in no branch.
-        if symbols.at_most(T, decode.QUERIES) or weights or over_keys(q, held, mask, call):
+        if symbols.at_most(T, decode.QUERIES) or weights or key_arrays(q, held, mask, call):
             result = later()
         else:
             # Of a first prompt kernels know before tracing which tokens see which.
             result = jax.lax.cond((before == 0).all(), first, later)
-        return marked(result, self.lost)
+        return nan_where_lost(result, self.lost)
 
 
-def look(
+def attend_causally(
     q: jax.Array, kv: tuple[Stored, Stored], mask: masks.MaskLike | None, call: dict[str, Any],
     window: int | None, **positions: Any,
 ) -> Any:  # fmt: skip
@@ -95,7 +95,7 @@ def look(
     Of a call that has `attention`, what that returns in its place.
     """
     check_known("attention to a cache", call, _ARGUMENTS)
-    if window is not None and (wrong := over_keys(q, kv, mask, call)):
+    if window is not None and (wrong := key_arrays(q, kv, mask, call)):
         raise ValueError(
             f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
             f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
@@ -108,7 +108,7 @@ def look(
     return attention(q, *kv, mask=masks.combine(own, mask), **call)
 
 
-def marked(result: Any, lost: jax.Array) -> Any:
+def nan_where_lost(result: Any, lost: jax.Array) -> Any:
     """The result with NaN for lost queries [*B, T].
 
     Not for whole rows: later layers keep what they make of the tokens before those.
@@ -118,7 +118,7 @@ def marked(result: Any, lost: jax.Array) -> Any:
     return (out, *more) if isinstance(result, tuple) else out
 
 
-def over_keys(
+def key_arrays(
     q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
 ) -> list[shapes.Shape]:
     """The shapes over the scores of a call's masks, ids and biases that are arrays of the keys."""

@@ -10,8 +10,8 @@ from flax.typing import Dtype
 from flax_mha import masks
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
-from flax_mha.cache.extended import Extended, look, marked
-from flax_mha.cache.storage import FAR, Memory, Slots, write
+from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
+from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
 
 
 class KVCache(Slots, struct.PyTreeNode):
@@ -139,13 +139,13 @@ class KVCache(Slots, struct.PyTreeNode):
         given = checks.integers("q_positions", q_positions)
         k_positions = None if self.window is None else self._positions()
         places = {"q_positions": given, "kv_positions": k_positions}
-        result = look(q, self.stored(), mask, call, self.window, **places)
+        result = attend_causally(q, self.stored(), mask, call, self.window, **places)
         at = jnp.asarray(shapes.lead(given, self.length.ndim + 1))
         lost = self._lost(at)
         if self.window is not None and self.written is not None:
             # Of the tokens that they see the first may have been written over.
             lost |= jnp.maximum(at - self.window, 0) < self.written[..., None] - self.slots
-        return marked(result, lost)
+        return nan_where_lost(result, lost)
 
     def extend(
         self, q: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None,
@@ -221,7 +221,7 @@ class KVCache(Slots, struct.PyTreeNode):
         to = jnp.asarray(shapes.lead(to, len(batch)))
         length, written = jnp.minimum(self.length, to), self.written
         if self.window is None or written is None:
-            lost = (self.length >= FAR) & (length > 0)
+            lost = (self.length >= NO_POSITION) & (length > 0)
         else:
             # Tokens from here on are seen by those to come.
             first = jnp.maximum(length - self.window, 0)
@@ -229,8 +229,8 @@ class KVCache(Slots, struct.PyTreeNode):
             written = jnp.where(length == 0, 0, written)
         lost |= to < 0
         return self.replace(
-            length=jnp.where(lost, FAR, length),
-            written=None if written is None else jnp.where(lost, FAR, written),
+            length=jnp.where(lost, NO_POSITION, length),
+            written=None if written is None else jnp.where(lost, NO_POSITION, written),
         )
 
     @property
@@ -240,7 +240,7 @@ class KVCache(Slots, struct.PyTreeNode):
 
     @property
     def _most(self) -> int:
-        return self.slots if self.window is None else FAR - 1
+        return self.slots if self.window is None else NO_POSITION - 1
 
     def _lost(self, positions: jax.Array) -> jax.Array:
         """Whether the tokens at those positions [*B, T] found no slot, or some before them."""
@@ -256,7 +256,7 @@ class KVCache(Slots, struct.PyTreeNode):
         last = self.length[..., None] - 1
         # The last of each slot's positions before the length.
         found = last - (last - slot) % self.slots
-        return jnp.where(found < 0, FAR, found)
+        return jnp.where(found < 0, NO_POSITION, found)
 
     def _append(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None

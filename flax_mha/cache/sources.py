@@ -15,7 +15,7 @@ from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import Memory
 
 
-class KV(struct.PyTreeNode):
+class KeyValue(struct.PyTreeNode):
     """Keys and values of one call of a layer, as it attends to them: after norms and rotary.
 
     Attributes:
@@ -48,13 +48,13 @@ class KV(struct.PyTreeNode):
 
 
 # Of a layer that decodes, with the tokens that its cache holds.
-Shared: TypeAlias = KV | Extended
+Shared: TypeAlias = KeyValue | Extended
 # What a layer attends to beside its inputs, or is to make of them.
 Source: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
 Given: TypeAlias = Shared | tuple[Any, Any]
 
 
-def as_shared(given: Given, k: Any, v: Any) -> Shared:
+def as_source(given: Given, k: Any, v: Any) -> Shared:
     """What is given as `kv`, in place of inputs k and v, or an error that says what to give."""
     if k is not None or v is not None:
         raise ValueError(
@@ -64,7 +64,7 @@ def as_shared(given: Given, k: Any, v: Any) -> Shared:
     if isinstance(given, tuple) and len(given) == 2:
         for name, x in zip(("keys", "values"), given, strict=True):
             checks.floating(f"kv's {name}", x)
-        return KV(*given)
+        return KeyValue(*given)
     if isinstance(given, Shared):
         return given
     raise TypeError(
@@ -73,7 +73,7 @@ def as_shared(given: Given, k: Any, v: Any) -> Shared:
     )
 
 
-def check(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
+def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
     """Those of another layer must fit queries [*B, T, N, H], and what this layer does with them."""
     *B, _, N, H = q.shape
     k, v = kv.key.shape, kv.value.shape
@@ -84,7 +84,7 @@ def check(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | No
             f"H and Hv as in this layer, whose queries [*B, T, N, H] are {q.shape} and Hv = "
             f"{Hv or 'any'}; got {k} and {v}; give both layers the same head_dim and v_head_dim"
         )
-    if isinstance(kv, KV):
+    if isinstance(kv, KeyValue):
         if kv.ordered != (order is not None):
             raise ValueError(
                 f"order must be given to both layers, the one that gives keys and values and the "
@@ -124,4 +124,4 @@ def open_source(
         cache = cache.empty(k, v, mask) if is_self_attention else cache.memory(k, v)
     if isinstance(cache, Memory):
         k, v = cache.stored()
-    return KV(k, v, lengths, is_ordered), cache
+    return KeyValue(k, v, lengths, is_ordered), cache

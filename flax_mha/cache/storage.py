@@ -19,7 +19,7 @@ AnySlots = TypeVar("AnySlots", bound="Slots")
 
 # Beyond the position of any token: that of a slot which holds none, and the length of a row whose
 # tokens are lost.
-FAR = 2**30
+NO_POSITION = 2**30
 # The axes of slots, from the last of the batch on; scales and lengths have the first of them.
 _NAMES: LogicalNames = ("batch", "kv_heads", None, None)
 
@@ -52,7 +52,7 @@ class Slots:
         def take(x: jax.Array, rows: jax.Array) -> jax.Array:
             # To `take` negative indices count from the end.
             rows = jnp.where(rows < 0, x.shape[axis], rows)
-            fill = FAR if x.dtype == jnp.int32 else 0
+            fill = NO_POSITION if x.dtype == jnp.int32 else 0
             return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
 
         return by_names(lambda x, names: sharding.auto(take, names, x, found), self)

@@ -14,7 +14,7 @@ import jax
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache import KVCache, Memory, sources
-from flax_mha.cache.sources import KV, Shared
+from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.observe import Captured
@@ -96,13 +96,13 @@ def attend(
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
-        sources.check(cache, q, Hv, arguments["mask"], heads.order)
+        sources.check_source(cache, q, Hv, arguments["mask"], heads.order)
     own_lengths = call.lengths if heads.is_self_attention else None
     source, cache = sources.open_source(
         cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
     )
     with jax.named_scope("kernel"):
-        if isinstance(source, KV):
+        if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
             places = {"q_positions": heads.order, "kv_positions": heads.order}

@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
 from flax_mha.cache import Extended, KVCache
-from flax_mha.cache.sources import KV, Source
+from flax_mha.cache.sources import KeyValue, Source
 from flax_mha.layer import padding
 from flax_mha.layer.linear import Linear, fused
 from flax_mha.layer.settings import Call, Settings
@@ -56,7 +56,7 @@ def project_heads(
       beside: more projections of x_q, each to [N, ·], that are computed with the others.
     """
     is_self_attention = x_k is x_q
-    whole = isinstance(cache, KV) or (is_self_attention and cache is None)
+    whole = isinstance(cache, KeyValue) or (is_self_attention and cache is None)
     order = check_order(call.order, whole, x_q.shape[-2])
     if call.lengths is not None:
         x_q, x_k, x_v = padding.cleared_inputs(x_q, x_k, x_v, call.lengths, order)

@@ -12,7 +12,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import MultiHeadAttention, QKNorm, masks, sharding
-from flax_mha.cache.sources import KV
+from flax_mha.cache.sources import KeyValue
 from flax_mha.positions import Rotary
 from tests.support import oracle
 from tests.support.oracle import error, float64, random_like
@@ -115,7 +115,7 @@ def test_a_pair_of_arrays() -> None:
     """Weights, keys and values are returned as asked for; the keys may be anybody's."""
     variables = {"params": pair()["params"]["giver"]}
     out, weights, kv = GIVER.apply(variables, X, return_weights=True, return_kv=True)
-    assert isinstance(kv, KV)
+    assert isinstance(kv, KeyValue)
     assert kv.key.shape == (2, T, K, H)
     assert weights.shape == (2, N, T, T)
     again = GIVER.apply(variables, X, kv=(kv.key, kv.value))

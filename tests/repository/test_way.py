@@ -136,7 +136,7 @@ def test_the_product_of_queries_and_keys_is_near(kind: AxisType | None, most: in
             jax.eval_shape(layer.apply, variables, x)
         finally:
             sys.setprofile(None)
-    assert depths and 5 <= len(depths[0]) <= most, depths[0]
+    assert 5 <= len(depths[0]) <= most, depths[0]
 
 
 def _ours(frame: FrameType | None) -> list[str]:
