@@ -279,7 +279,7 @@ class MultiHeadAttention(Attention, nn.Module):
 
 
 def with_parameters(
-    module: nn.Module, given: Sequence[ScoreMod], like: MultiHeadAttention, features: int
+    module: nn.Module, scores: Sequence[ScoreMod], like: MultiHeadAttention, features: int
 ) -> tuple[ScoreMod, ...]:
     """The scores of a linen module with its parameters, as those of the layer on such inputs."""
 
@@ -287,7 +287,7 @@ def with_parameters(
         init = sharding.named(init, names, like.partitioned)
         return module.param(name, init, shape, like.param_dtype)
 
-    return learned(given, like.num_heads, like.sizes(features)[2], make) if given else ()
+    return learned(scores, like.num_heads, like.sizes(features)[2], make) if scores else ()
 
 
 class MultiHeadDotProductAttention(MultiHeadAttention):

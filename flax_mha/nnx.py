@@ -164,8 +164,8 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         outs = (out_kernel or kernel, out_bias or bias)
         for name, entry in self._entries:
             if isinstance(entry, LinearEntry):
-                given = outs if entry.is_out else (kernel, bias)
-                setattr(self, name, self._projection(entry, rngs, *given))
+                metadata_of = outs if entry.is_out else (kernel, bias)
+                setattr(self, name, self._projection(entry, rngs, *metadata_of))
             elif isinstance(entry, NormEntry):
                 made = entry.norm.module(
                     nnx, entry.features, dtype=self.dtype, param_dtype=self.param_dtype, rngs=rngs,
@@ -373,15 +373,15 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             )
         return self.kv.get_value()
 
-    def _check_features(self, *given: Any) -> None:
-        if not self.in_kv_features and given[1] is not None:
+    def _check_features(self, *inputs: Any) -> None:
+        if not self.in_kv_features and inputs[1] is not None:
             raise ValueError(
                 "a layer of in_kv_features=0 has no keys and values of its own; give kv= in the "
                 "call, or leave in_kv_features out"
             )
-        wanted = (self.in_features, self.in_kv_features, self.in_kv_features)
+        expected = (self.in_features, self.in_kv_features, self.in_kv_features)
         for name, x, features in zip(
-            ("inputs_q", "inputs_k", "inputs_v"), given, wanted, strict=True
+            ("inputs_q", "inputs_k", "inputs_v"), inputs, expected, strict=True
         ):
             if x is not None and x.shape[-1] != features:
                 raise ValueError(

@@ -17,25 +17,25 @@ _RENAMED = {
 }
 
 
-def check_renamed(owner: str, given: Iterable[str]) -> None:
+def check_renamed(owner: str, names: Iterable[str]) -> None:
     """Refuse names of earlier releases.
 
     Raises:
       TypeError: that says the new name.
     """
-    for name in given:
+    for name in names:
         if name in _RENAMED:
             raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
 
 
-def check_known(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+def check_known(owner: str, names: Iterable[str], known: Collection[str]) -> None:
     """Refuse arguments that a function does not have.
 
     Raises:
       TypeError: that says the new name of an old one, or which there are.
     """
-    check_renamed(owner, given)
-    for name in given:
+    check_renamed(owner, names)
+    for name in names:
         if name not in known:
             raise TypeError(f"{owner} takes no {name}; give one of {sorted(known)}")
 

@@ -222,24 +222,24 @@ def flag(name: str, x: Any) -> bool:
 
 def dtype(name: str, x: Any, of: str = "a floating dtype") -> jnp.dtype:
     """A real floating dtype, or its name; int8 too where that is among what it is of."""
-    found = None
+    parsed = None
     # An array has a dtype and is none.
     if isinstance(x, str | type | np.dtype) or not hasattr(x, "dtype"):
         with contextlib.suppress(TypeError, ValueError):
-            found = jnp.dtype(x)
-    if x is None or found is None:
+            parsed = jnp.dtype(x)
+    if x is None or parsed is None:
         raise TypeError(
             f"{name} must be a dtype, got {x!r}; give one such as jnp.float32 or 'bfloat16'"
         )
-    int8 = found == jnp.int8 and "int8" in of
-    if not int8 and not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"{name} must be {of}, got {found}; give jnp.float32, say")
-    if "int8" not in of and jnp.finfo(found).bits < 16:
+    int8 = parsed == jnp.int8 and "int8" in of
+    if not int8 and not jnp.issubdtype(parsed, jnp.floating):
+        raise TypeError(f"{name} must be {of}, got {parsed}; give jnp.float32, say")
+    if "int8" not in of and jnp.finfo(parsed).bits < 16:
         # In fewer bits numbers can be stored, but JAX promotes them to nothing.
         raise TypeError(
-            f"{name} must have at least 16 bits a number, got {found}; give jnp.bfloat16, say"
+            f"{name} must have at least 16 bits a number, got {parsed}; give jnp.bfloat16, say"
         )
-    return found
+    return parsed
 
 
 def precision(name: str, x: Any) -> None:
@@ -293,8 +293,8 @@ def key(name: str, x: Any) -> jax.Array:
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
     if dtype == np.uint32:
         with contextlib.suppress(TypeError, ValueError):
-            found = jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(shape, dtype))
-            dtype, shape = found.dtype, found.shape
+            wrapped = jax.eval_shape(jax.random.wrap_key_data, jax.ShapeDtypeStruct(shape, dtype))
+            dtype, shape = wrapped.dtype, wrapped.shape
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or shape != ():
         raise TypeError(
             f"{name} must be one JAX key, got {describe(x)}; give jax.random.key(0), say"
@@ -307,15 +307,16 @@ def function(name: str, x: Any, signature: str, remedy: str, count: int | None =
     if not callable(x) or isinstance(x, type):
         raise TypeError(f"{name} must be a function {signature}, got {x!r}; {remedy}")
     try:
-        found = inspect.signature(x)
+        actual = inspect.signature(x)
     except ValueError:
         return  # Some that are not written in Python don't tell.
     try:
-        found.bind(*range(count or 0))
+        actual.bind(*range(count or 0))
     except TypeError:
         if count is not None:
             raise TypeError(
-                f"{name} must be a function {signature}, of {count} arguments, got one of {found}; "
+                f"{name} must be a function {signature}, of {count} arguments, got one of "
+                f"{actual}; "
                 f"{remedy}"
             ) from None
 

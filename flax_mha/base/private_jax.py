@@ -35,12 +35,12 @@ class Name(NamedTuple):
         """What is not as expected, or None."""
         where = f"{self.module}.{self.name}"
         try:
-            found: Any = importlib.import_module(self.module)
+            value: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
-                found = getattr(found, part)
+                value = getattr(value, part)
         except (ImportError, AttributeError):
             return f"JAX {jax.__version__} has no {where}, which it needs"
-        if self.forms and not any(_fits(found, form) for form in self.forms):
+        if self.forms and not any(_fits(value, form) for form in self.forms):
             return f"{where} of JAX {jax.__version__} takes other arguments than it gives"
         return None
 
@@ -128,9 +128,13 @@ def _fits(function: Any, form: str) -> bool:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    given, _, named = form.partition("*")
+    positional, _, named = form.partition("*")
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [p.name for p in parameters if p.kind not in variable]
     needed = {p.name for p in parameters if p.kind not in variable and p.default is p.empty}
-    first, rest = given.split(), named.split()
-    return names[: len(first)] == first and set(rest) <= set(names) and needed <= {*first, *rest}
+    first, keywords = positional.split(), named.split()
+    return (
+        names[: len(first)] == first
+        and set(keywords) <= set(names)
+        and needed <= {*first, *keywords}
+    )

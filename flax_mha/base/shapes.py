@@ -151,11 +151,11 @@ def head_sizes(
     check_kv_heads(N, K)
     H = head_dim
     if H is None:
-        H, rest = divmod(features if qkv_features is None else qkv_features, N)
-        if rest:
+        H, remainder = divmod(features if qkv_features is None else qkv_features, N)
+        if remainder:
             raise ValueError(
                 f"num_heads={N} must divide the features of queries and keys, got "
-                f"{N * H + rest}; set head_dim to choose the heads' size freely"
+                f"{N * H + remainder}; set head_dim to choose the heads' size freely"
             )
     elif qkv_features not in (None, N * H):
         raise ValueError(

@@ -23,14 +23,14 @@ def combine(one: Any, other: Any) -> Any:
 
 def tree_nodes(tree: Any) -> list[Any]:
     """All nodes of a tree, the inner ones too."""
-    found = []
+    nodes = []
 
     def visit(x: Any) -> bool:
-        found.append(x)
+        nodes.append(x)
         return False
 
     jax.tree.flatten(tree, is_leaf=visit)
-    return found
+    return nodes
 
 
 def is_inexact(x: Any) -> bool:

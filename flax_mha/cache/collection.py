@@ -106,13 +106,13 @@ def _caches(name: str, collection: Any) -> list[Slots]:
             f"{name} needs the collection of a model's caches, got {type(collection).__name__}; "
             f"give variables['cache'], or call the method of a KVCache"
         )
-    found = [x for x in jax.tree.leaves(collection, is_leaf=_is_cache) if _is_cache(x)]
-    if not found:
+    caches = [x for x in jax.tree.leaves(collection, is_leaf=_is_cache) if _is_cache(x)]
+    if not caches:
         raise ValueError(
             f"{name} needs a collection with the cache of a layer, got one of {[*collection]}; "
             f"give variables['cache'] of a model initialized with decode=True"
         )
-    return found
+    return caches
 
 
 def _is_cache(x: Any) -> bool:

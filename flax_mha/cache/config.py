@@ -65,13 +65,13 @@ class CacheConfig:
         return Memory.of(k, v, jnp.dtype(self.dtype or k.dtype))
 
 
-def as_cache_config(given: CacheConfig | None) -> CacheConfig:
+def as_cache_config(config: CacheConfig | None) -> CacheConfig:
     """What is given as a layer's `cache`, or an error that says what to write."""
-    if given is None:
+    if config is None:
         return CacheConfig()
-    if isinstance(given, CacheConfig):
-        return given
+    if isinstance(config, CacheConfig):
+        return config
     raise TypeError(
-        f"cache must be a flax_mha.CacheConfig, got {checks.describe(given)}; give "
+        f"cache must be a flax_mha.CacheConfig, got {checks.describe(config)}; give "
         f"CacheConfig(dtype='int8'), say"
     )

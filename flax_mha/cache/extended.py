@@ -102,10 +102,10 @@ def attend_causally(
             f"give rules of positions, such as masks.Window, or a cache without a window"
         )
     # Causality also hides the slots that hold nothing.
-    own = masks.Causal() if window is None else masks.Window(window, 0)
+    causal = masks.Causal() if window is None else masks.Window(window, 0)
     call = positions | call
     attention = call.pop("attention", dot_product_attention)
-    return attention(q, *kv, mask=masks.combine(own, mask), **call)
+    return attention(q, *kv, mask=masks.combine(causal, mask), **call)
 
 
 def nan_where_lost(result: Any, lost: jax.Array) -> Any:

@@ -136,11 +136,11 @@ class KVCache(Slots, struct.PyTreeNode):
           that they would see: from the first on that found no slot, or which a ring has written
           over since.
         """
-        given = checks.integers("q_positions", q_positions)
+        positions = checks.integers("q_positions", q_positions)
         k_positions = None if self.window is None else self._positions()
-        places = {"q_positions": given, "kv_positions": k_positions}
+        places = {"q_positions": positions, "kv_positions": k_positions}
         result = attend_causally(q, self.stored(), mask, call, self.window, **places)
-        at = jnp.asarray(shapes.lead(given, self.length.ndim + 1))
+        at = jnp.asarray(shapes.lead(positions, self.length.ndim + 1))
         lost = self._lost(at)
         if self.window is not None and self.written is not None:
             # Of the tokens that they see the first may have been written over.
@@ -255,8 +255,8 @@ class KVCache(Slots, struct.PyTreeNode):
         slot = shapes.lead(jnp.arange(self.slots, dtype=jnp.int32), self.length.ndim + 1)
         last = self.length[..., None] - 1
         # The last of each slot's positions before the length.
-        found = last - (last - slot) % self.slots
-        return jnp.where(found < 0, NO_POSITION, found)
+        newest = last - (last - slot) % self.slots
+        return jnp.where(newest < 0, NO_POSITION, newest)
 
     def _append(
         self, key: jax.Array, value: jax.Array, lengths: jax.Array | None

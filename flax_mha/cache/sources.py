@@ -54,22 +54,22 @@ Source: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
 Given: TypeAlias = Shared | tuple[Any, Any]
 
 
-def as_source(given: Given, k: Any, v: Any) -> Shared:
+def as_source(kv: Given, k: Any, v: Any) -> Shared:
     """What is given as `kv`, in place of inputs k and v, or an error that says what to give."""
     if k is not None or v is not None:
         raise ValueError(
             "kv are keys and values themselves, got inputs_k or inputs_v beside them; give one or "
             "the other"
         )
-    if isinstance(given, tuple) and len(given) == 2:
-        for name, x in zip(("keys", "values"), given, strict=True):
+    if isinstance(kv, tuple) and len(kv) == 2:
+        for name, x in zip(("keys", "values"), kv, strict=True):
             checks.floating(f"kv's {name}", x)
-        return KeyValue(*given)
-    if isinstance(given, Shared):
-        return given
+        return KeyValue(*kv)
+    if isinstance(kv, Shared):
+        return kv
     raise TypeError(
         f"kv must be what a layer gave with return_kv=True, or keys and values as a pair, got "
-        f"{checks.describe(given)}"
+        f"{checks.describe(kv)}"
     )
 
 

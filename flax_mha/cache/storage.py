@@ -47,7 +47,7 @@ class Slots:
             are traced, such a row has overflowed, and stays so until it is emptied.
         """
         batch = self.key.ndim - 3
-        found, axis = _indices(rows, self.key.shape[:batch]), batch - 1
+        indices, axis = _indices(rows, self.key.shape[:batch]), batch - 1
 
         def take(x: jax.Array, rows: jax.Array) -> jax.Array:
             # To `take` negative indices count from the end.
@@ -55,7 +55,7 @@ class Slots:
             fill = NO_POSITION if x.dtype == jnp.int32 else 0
             return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
 
-        return by_names(lambda x, names: sharding.auto(take, names, x, found), self)
+        return by_names(lambda x, names: sharding.auto(take, names, x, indices), self)
 
 
 class Memory(Slots, struct.PyTreeNode):
@@ -102,10 +102,10 @@ def write(
     fn = _ring if wraps else _put
     for _ in start.shape:
         fn = jax.vmap(fn)
-    given = slots, tokens, start, count
+    arguments = slots, tokens, start, count
     names = [_NAMES, _NAMES, _NAMES[:1], _NAMES[:1]]
     # Each device writes into its own slots: none are sent.
-    args = [sharding.constrain(x, n) for x, n in zip(given, names, strict=True)]
+    args = [sharding.constrain(x, n) for x, n in zip(arguments, names, strict=True)]
     return sharding.local(fn, names, (slots.shape, _NAMES), *args)
 
 
@@ -169,11 +169,11 @@ def _indices(rows: Integers, batch: Shape) -> Integers:
         raise TypeError(
             "rows must be indices of rows, got bools; of a mask give np.flatnonzero(mask)"
         )
-    found = checks.integers("rows", rows)
-    if found.ndim != 1 or not found.size:
+    indices = checks.integers("rows", rows)
+    if indices.ndim != 1 or not indices.size:
         raise ValueError(
-            f"rows must have shape [R], got {found.shape}: at least one index of a row; "
+            f"rows must have shape [R], got {indices.shape}: at least one index of a row; "
             f"give one row as jnp.array([row])"
         )
-    checks.within("rows", found, batch[-1], "name rows that there are")
-    return found
+    checks.within("rows", indices, batch[-1], "name rows that there are")
+    return indices

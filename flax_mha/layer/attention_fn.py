@@ -92,14 +92,14 @@ def attention_fn(
     query, key, value = _promote(promote_dtype, dtype, query=query, key=key, value=value)
     if not deterministic:
         call |= {"dropout_rate": dropout_rate, "dropout_rng": dropout_rng}
-    found = dot_product_attention(
+    result = dot_product_attention(
         query, key, value, bias=bias, broadcast_dropout=broadcast_dropout, precision=precision,
         mask=masks.combine(masks.Causal(), mask) if is_causal else mask,
         return_weights=module is not None, **call,
     )  # fmt: skip
     if module is None:
-        return found
-    out, weights = found
+        return result
+    out, weights = result
     module.sow(_intermediates(module), "attention_weights", weights)
     return out
 
@@ -185,8 +185,12 @@ def _refuse(remedy: str, **einsums: Function | None) -> None:
 
 def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
     """The arrays in one dtype, by Flax's linen or nnx."""
-    given = [checks.array(name, x) for name, x in arrays.items()]
-    return promote(*given, dtype=dtype) if function is None else function(tuple(given), dtype=dtype)
+    checked = [checks.array(name, x) for name, x in arrays.items()]
+    return (
+        promote(*checked, dtype=dtype)
+        if function is None
+        else function(tuple(checked), dtype=dtype)
+    )
 
 
 def _intermediates(module: Any) -> Any:

@@ -90,10 +90,10 @@ class Linear(struct.PyTreeNode):
         finally:
             _CALLED.reset(token)
         if self.kernel is not None:
-            wanted = (*x.shape[: -self.contracted], *self.features)
-            if jnp.shape(out) != wanted:
+            expected = (*x.shape[: -self.contracted], *self.features)
+            if jnp.shape(out) != expected:
                 raise ValueError(
-                    f"the output of a submodule must keep its shape {wanted}, got "
+                    f"the output of a submodule must keep its shape {expected}, got "
                     f"{checks.describe(out)}; let the interceptor return such an array"
                 )
         return out
@@ -166,11 +166,11 @@ def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
         return [project(x) for project in projections]
     # Key/value heads that are not divided as query heads are can't be joined with those.
     divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
-    found: dict[int, jax.Array] = {}
+    products: dict[int, jax.Array] = {}
     for axes in dict.fromkeys(divided):
         alike = [i for i, other in enumerate(divided) if other == axes]
-        found |= zip(alike, _join(x, [projections[i] for i in alike]), strict=True)
-    return [found[i] for i in range(len(projections))]
+        products |= zip(alike, _join(x, [projections[i] for i in alike]), strict=True)
+    return [products[i] for i in range(len(projections))]
 
 
 def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:

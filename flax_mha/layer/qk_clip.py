@@ -79,18 +79,18 @@ def _captured(collection: Any) -> dict[tuple[str, ...], jax.Array]:
     """The greatest scores by the paths of their layers; of a layer called twice the greatest."""
     tree = collection if isinstance(collection, Mapping) else {}
     tree = tree.get("intermediates", tree)
-    found = {}
+    scores = {}
     for path, x in flatten_dict(dict(tree)).items():
         if path[-1] == _NAME:
             each = list(x) if isinstance(x, tuple) else [x]
-            found[path[:-1]] = jnp.max(jnp.stack(each), 0)
-    if not found:
+            scores[path[:-1]] = jnp.max(jnp.stack(each), 0)
+    if not scores:
         raise ValueError(
             "qk_clip needs max_logits=, the collection `intermediates` of layers with "
             "capture=Capture(('max_logit',)), got none of them; apply with "
             "mutable=['intermediates']"
         )
-    return found
+    return scores
 
 
 def _by_head(
@@ -98,10 +98,10 @@ def _by_head(
 ) -> jax.Array:
     """Return the greatest score of each head, [layers…, N], of a layer that can be scaled."""
     where = "/".join(path) or "the top"
-    for name, kind in _REFUSED.items():
+    for name, reason in _REFUSED.items():
         if any(at[: len(path) + 1] == (*path, name) for at in params):
             raise ValueError(
-                f"qk_clip is for layers without {kind}, got one at {where}; leave it out of "
+                f"qk_clip is for layers without {reason}, got one at {where}; leave it out of "
                 f"max_logits"
             )
     if (*path, "query", "kernel") not in params:
@@ -129,8 +129,8 @@ def _factors(
     if query is None or key is None or query.shape[-2] != key.shape[-2]:
         return {"query": whole}
     # Later features meet a key that all heads share.
-    own = jnp.arange(query.shape[-1]) < key.shape[-1]
-    return {"query": jnp.where(own, whole**balance, whole), "key": whole ** (1 - balance)}
+    is_own = jnp.arange(query.shape[-1]) < key.shape[-1]
+    return {"query": jnp.where(is_own, whole**balance, whole), "key": whole ** (1 - balance)}
 
 
 def _scaled(param: jax.Array, step: jax.Array, factor: jax.Array, leaf: str) -> jax.Array:

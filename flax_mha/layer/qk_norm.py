@@ -46,15 +46,15 @@ class QKNorm:
         return same | ({"use_bias": False} if self.kind == "layernorm" else {})
 
 
-def as_qk_norm(given: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
+def as_qk_norm(norm: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
     """The norm of a layer's fields `qk_norm` and `normalize_qk`, of which the second is Flax's."""
-    if given is not None and not isinstance(given, QKNorm):
+    if norm is not None and not isinstance(norm, QKNorm):
         raise TypeError(
-            f"qk_norm must be a flax_mha.QKNorm, got {checks.describe(given)}; give "
+            f"qk_norm must be a flax_mha.QKNorm, got {checks.describe(norm)}; give "
             f"QKNorm('rmsnorm')"
         )
-    if given is not None and normalize_qk:
+    if norm is not None and normalize_qk:
         raise ValueError(
             "normalize_qk=True is qk_norm=QKNorm('layernorm'), got both; give one of them"
         )
-    return QKNorm("layernorm") if normalize_qk else given
+    return QKNorm("layernorm") if normalize_qk else norm

@@ -44,18 +44,18 @@ def learns_scale(scale: Any) -> bool:
     return isinstance(scale, str)
 
 
-def gate_features(kind: str | None, N: int, Hv: int) -> shapes.Shape:
+def gate_features(gate: str | None, N: int, Hv: int) -> shapes.Shape:
     """The features of a layer's gate; none of no gate."""
-    if kind is None:
+    if gate is None:
         return ()
-    return checks.choice("gate", kind, {"head": (N, 1), "feature": (N, Hv)})
+    return checks.choice("gate", gate, {"head": (N, 1), "feature": (N, Hv)})
 
 
-def check_module(name: str, module: Any, kind: type[nn.Module]) -> None:
+def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
     """The field of that name must be a module of that kind, whose own fields are read."""
-    if not isinstance(module, kind):
+    if not isinstance(module, cls):
         raise TypeError(
-            f"{name} must be a flax_mha.{kind.__name__}, got {type(module).__name__}; "
+            f"{name} must be a flax_mha.{cls.__name__}, got {type(module).__name__}; "
             f"build one with the options of yours"
         )
 
@@ -152,19 +152,19 @@ class Call:
 
 
 def captured(
-    given: Capture | None, sow_weights: bool, listened: bool, attention_fn: Any
+    capture: Capture | None, sow_weights: bool, listened: bool, attention_fn: Any
 ) -> Capture | None:
     """What a call of a layer with that `capture` captures, if anybody listens.
 
     An `attention_fn` sows weights by itself, and refuses the rest.
     """
-    given = as_capture(given)
+    capture = as_capture(capture)
     if attention_fn is not None:
-        return given
+        return capture
     if not listened:
         return None
-    if sow_weights and given is None:
+    if sow_weights and capture is None:
         return Capture(("weights",))
-    if sow_weights and given is not None and "weights" not in given.what:
-        return dataclasses.replace(given, what=(*given.what, "weights"))
-    return given
+    if sow_weights and capture is not None and "weights" not in capture.what:
+        return dataclasses.replace(capture, what=(*capture.what, "weights"))
+    return capture

@@ -75,8 +75,8 @@ def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
     parts = [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.each(part)}
     unknown = any(part is rules.UNCONSTRAINED for part in parts)
-    found = {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
-    return found and found | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
+    axes = {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
+    return axes and axes | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
@@ -116,11 +116,11 @@ def local(
     """
     mesh = jax.sharding.get_abstract_mesh()
     several = isinstance(outs, list)
-    given = [(x.shape, n) for x, n in zip(args, names, strict=True)]
+    inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
     # Without a batch an array has fewer axes than names.
     every = [
         (shape, n[max(len(n) - len(shape), 0) :])
-        for shape, n in [*given, *(outs if several else [outs])]
+        for shape, n in [*inputs, *(outs if several else [outs])]
     ]
     specs = [spec(shape, n) for shape, n in every]
     # An axis without a rule lies as the first of its name does, or, before the named, of its place.
@@ -132,8 +132,8 @@ def local(
         rules.filled(spec, [known.get(name) for name in key])
         for spec, key in zip(specs, keys, strict=True)
     ]
-    ins, rest = full[: len(args)], full[len(args) :]
-    outs = rest if several else rest[0]
+    ins, out_specs = full[: len(args)], full[len(args) :]
+    outs = out_specs if several else out_specs[0]
     return over(fn, manual(specs, mesh), ins, outs, *map(reshard, args, ins))
 
 
@@ -173,23 +173,23 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
     # What are no arrays of JAX pass by themselves.
     leaves, tree = jax.tree.flatten(args)
-    given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    array_indices = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
         if whole:
             return PartitionSpec()
-        first = leaves[given[0]]
+        first = leaves[array_indices[0]]
         alike = zip(spec_of(first), first.shape, x.shape, strict=False)
-        own = [axes if size == wanted else None for axes, size, wanted in alike]
+        as_first = [axes if size == wished else None for axes, size, wished in alike]
         spec = rules.only(rules.checked(x.shape, n, mesh), mesh.explicit_axes)
-        return rules.filled(spec, own)
+        return rules.filled(spec, as_first)
 
     def of_arrays(arrays: Sequence[Any], call: Callable[..., Any]) -> Any:
-        filled = dict(zip(given, arrays, strict=True))
+        filled = dict(zip(array_indices, arrays, strict=True))
         return call(*jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)]))
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        plain = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in given]
+        plain = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in array_indices]
         shapes = jax.eval_shape(lambda *x: of_arrays(x, fn), *plain)
     specs = jax.tree.map(spec, names, shapes, is_leaf=_is_names)
     inside = jax.sharding.auto_axes(
@@ -199,7 +199,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         # Inside `jax.shard_map` over other axes, JAX refuses residuals of what is Auto in it; and
         # does not run it outside jit.
         inside = jax.checkpoint(jax.jit(inside))
-    return inside(*(leaves[i] for i in given))
+    return inside(*(leaves[i] for i in array_indices))
 
 
 def _is_names(x: Any) -> bool:

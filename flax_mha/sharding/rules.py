@@ -31,21 +31,21 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     rules = _rules()
     sizes, free = dict(mesh.shape), (*mesh.auto_axes, *mesh.explicit_axes)
     parts: list[Any] = []
-    found = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
-    for size, name, axes in zip(shape, names, found, strict=True):
-        wanted = [given for rule, given in rules if rule == name]
-        if name is not None and not wanted:
+    mesh_axes = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
+    for size, name, axes in zip(shape, names, mesh_axes, strict=True):
+        choices = [given for rule, given in rules if rule == name]
+        if name is not None and not choices:
             parts.append(UNCONSTRAINED)
             continue
-        unknown = sorted({axis for given in wanted for axis in each(given)} - set(sizes))
+        unknown = sorted({axis for given in choices for axis in each(given)} - set(sizes))
         if unknown:
             raise ValueError(
-                f"the rule {(name, wanted[0])} names the mesh axis {unknown}, and the mesh has "
+                f"the rule {(name, choices[0])} names the mesh axis {unknown}, and the mesh has "
                 f"{sizes}; make it with that axis (a size of 1 will do), or change the rule"
             )
-        if axes is None and wanted and None not in wanted:
+        if axes is None and choices and None not in choices:
             raise ValueError(
-                f"{name!r} is to be divided over {wanted[0]!r}, which another axis of the same "
+                f"{name!r} is to be divided over {choices[0]!r}, which another axis of the same "
                 f"array {names} takes already; give it another mesh axis, or the rule "
                 f"({name!r}, None)"
             )
@@ -97,12 +97,12 @@ def only(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
     )  # fmt: skip
 
 
-def filled(spec: PartitionSpec, own: Iterable[Any] = ()) -> PartitionSpec:
+def filled(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
     """The spec with its unconstrained entries as in `own`, where their mesh axes are free."""
     taken = {axis for part in spec for axis in each(part)}
     parts = [
         entry([axis for axis in each(mine) if axis not in taken]) if part is UNCONSTRAINED else part
-        for part, mine in itertools.zip_longest(spec, own)
+        for part, mine in itertools.zip_longest(spec, default)
     ]
     return PartitionSpec(*parts)
 

@@ -9,8 +9,8 @@ import jax
 def varying(x: Any) -> frozenset[str]:
     """Return the mesh axes over which x varies, inside a `jax.shard_map` with check_vma."""
     # JAX has no public name for it, and has changed it once.
-    kind = jax.typeof(x)
-    return getattr(getattr(kind, "mat", None), "varying", getattr(kind, "vma", frozenset()))
+    aval = jax.typeof(x)
+    return getattr(getattr(aval, "mat", None), "varying", getattr(aval, "vma", frozenset()))
 
 
 def vary(x: Any, like: Any) -> Any:

@@ -25,7 +25,7 @@ def column_parallel(
     """
     if projections[0].rows != ("batch", "length") or x.ndim < 2:
         return None
-    at, given = x.ndim - 2, ("batch", "norm_length", None)
+    at, x_names = x.ndim - 2, ("batch", "norm_length", None)
     apart = _apart(x.shape, at)
     if not apart:
         return None
@@ -35,7 +35,7 @@ def column_parallel(
 
     pairs = list(zip(projections, kernels, strict=True))
     outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
-    names = [given, *(gathered(p.names) for p in projections)]
+    names = [x_names, *(gathered(p.names) for p in projections)]
     return sharding.local(local, names, outs if len(outs) > 1 else outs[0], x, *kernels)
 
 
@@ -64,11 +64,11 @@ def row_parallel(
 
 def _apart(shape: Shape, at: int) -> tuple[str, ...]:
     """Return the mesh axes that divide positions between the layers but not inside them."""
-    found = []
+    axes_of = []
     for name in ("length", "norm_length"):
         axes = sharding.spec(shape[: at + 1], (name,))
-        found.append(rules.each(axes[at]))
-    everywhere, between = found
+        axes_of.append(rules.each(axes[at]))
+    everywhere, between = axes_of
     return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
 
 

@@ -92,8 +92,8 @@ class BlockSparse(Attention):
         visible = jnp.broadcast_to(shapes.lead(visible, scores.ndim), scores.shape)
         if not self.share:
             return [scores, visible]
-        given = None if isinstance(self.scale, str) else self.scale
-        scale = dims.H**-0.5 if given is None else given
+        number = None if isinstance(self.scale, str) else self.scale
+        scale = dims.H**-0.5 if number is None else number
         return _shared(dims.K, scores * scale, visible, jnp.broadcast_to(past, scores.shape))
 
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
@@ -137,10 +137,10 @@ class BlockSparse(Attention):
 
         starts = jnp.arange(0, at.q.shape[-2], self.query_block)
         together = max(1, _SCORES // max(1, math.prod(B) * N * S))
-        found = jax.lax.map(
+        results = jax.lax.map(
             lambda x: score(*x), (starts, jnp.moveaxis(q, -3, 0)), batch_size=min(together, nq)
         )
-        scores, visible = (jnp.moveaxis(x, 0, -2) for x in found)
+        scores, visible = (jnp.moveaxis(x, 0, -2) for x in results)
         return scores, visible
 
     def _sums(self, x: jax.Array) -> jax.Array:

@@ -29,8 +29,8 @@ def check_inputs(what: str, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Arra
 
 def attend(change: Callable[[jax.Array], jax.Array], q: Any, k: Any, v: Any, **call: Any) -> Any:
     """`dot_product_attention` with its output changed, and what else was asked for as it is."""
-    found = dot_product_attention(q, k, v, **call)
-    out, *more = found if isinstance(found, tuple) else (found,)
+    result = dot_product_attention(q, k, v, **call)
+    out, *more = result if isinstance(result, tuple) else (result,)
     return (change(out), *more) if more else change(out)
 
 

@@ -69,12 +69,12 @@ class Forgetting(Attention):
             return core.attend(p, self, heads, call, cache)._replace(kv=None)
         mask = masks.combine(masks.Causal(), call.mask)
         call = dataclasses.replace(call, mask=mask, scores=(*call.scores, _Forget(c, c)))
-        found = core.attend(p, self, heads, call, None)
+        output = core.attend(p, self, heads, call, None)
         made = None
         if isinstance(cache, CacheConfig):
             _check_dtype(cache.dtype or k.dtype)
             made = cache.empty(kept, v, self.mask)
-        return found._replace(cache=made, kv=None)
+        return output._replace(cache=made, kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         """See `Attention.table`."""
@@ -174,10 +174,10 @@ def _summed(gates: jax.Array, order: Array | None, last: jax.Array | None) -> ja
 
 def _joined(k: jax.Array, c: jax.Array) -> jax.Array:
     """Keys [*B, T, K, H] and c as numbers of 8 bits that sum to it: [*B, T, K, H + 3·G]."""
-    parts, rest = [], c.reshape(*k.shape[:-1], -1)
+    parts, remainder = [], c.reshape(*k.shape[:-1], -1)
     for _ in range(PARTS):
-        parts.append(lax.reduce_precision(rest, 8, 7))
-        rest = rest - parts[-1]
+        parts.append(lax.reduce_precision(remainder, 8, 7))
+        remainder = remainder - parts[-1]
     return jnp.concatenate([k, *(x.astype(k.dtype) for x in parts)], -1)
 
 

@@ -43,8 +43,8 @@ class TalkingHeads(Attention):
             None if x is None else sharding.auto(_as_one, sharding.KV_HEADS, x)
             for x in (heads.k, heads.v)
         )
-        own = functools.partial(_own_values, K, self.precision)
-        attention = functools.partial(_mixed, own, p["mix_weights"])
+        own_values = functools.partial(_own_values, K, self.precision)
+        attention = functools.partial(_mixed, own_values, p["mix_weights"])
         heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
         # Keys and values are in the form of this layer alone.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
@@ -76,9 +76,9 @@ class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
     """
 
 
-def _mixed(own: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
+def _mixed(own_values: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
     """Attention to the values of all heads, of which each takes its own by mixed weights."""
-    return common.attend(functools.partial(_summed, own, mixing), q, k, v, **call)
+    return common.attend(functools.partial(_summed, own_values, mixing), q, k, v, **call)
 
 
 def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> jax.Array:
@@ -133,8 +133,8 @@ def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Arra
     *tokens, n, features = x.shape
     mixing = mixing.astype(x.dtype).reshape(n, K, -1)
     x = x.reshape(*tokens, n, K, features // K)
-    own = jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision)
-    return own.reshape(*tokens, -1, features // K)
+    values = jnp.einsum("...tmkh,mkg->...tkgh", x, mixing, precision=precision)
+    return values.reshape(*tokens, -1, features // K)
 
 
 def _as_one(x: jax.Array) -> jax.Array:
