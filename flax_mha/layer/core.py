@@ -18,7 +18,7 @@ from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.observe import Captured
-from flax_mha.layer import attention_fn
+from flax_mha.layer import custom_attention
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
@@ -152,7 +152,7 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         arguments["attention"] = call.attention
     elif settings.attention_fn is not None:
         arguments["attention"] = functools.partial(
-            attention_fn.run, settings.attention_fn, dtype=settings.dtype,
+            custom_attention.run, settings.attention_fn, dtype=settings.dtype,
             force_fp32_for_softmax=settings.force_fp32_for_softmax, module=call.sower,
         )  # fmt: skip
     return arguments
