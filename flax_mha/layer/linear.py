@@ -27,11 +27,7 @@ default_bias_init = nn.initializers.zeros_init()
 
 # By how many axes of x are contracted, and how many take their place. Letters of heads stand before
 # those of features in the alphabet: einsum sorts what it contracts, and would copy the kernel.
-_SUMS = {
-    (1, 1): "...d,df->...f",
-    (1, 2): "...td,dnh->...tnh",
-    (2, 1): "...tnv,nvd->...td",
-}
+_SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
 
 
 class Linear(struct.PyTreeNode):
@@ -180,7 +176,6 @@ def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
     first, groups = projections[0], math.gcd(*(p.features[0] for p in projections))
     promoted_x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
-
     sizes = [p.features[0] // groups for p in projections]
 
     def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
