@@ -1,5 +1,5 @@
 # Over 300 lines: half of them name arguments, and say what they mean.
-"""The nnx layer: its parameters, its cache, and a call of the core."""
+"""The nnx layers: their parameters, their caches, and a call of what linen computes too."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
