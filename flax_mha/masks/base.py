@@ -2,8 +2,8 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -118,25 +118,29 @@ class Mask(Node):
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
-class _Combined(Mask):
-    """Several masks joined by one operator."""
+class _Joined(Mask):
+    """Several masks joined by one operator, on pairs and on tiles."""
 
     masks: tuple[Mask, ...]
+    _of_pairs: ClassVar[Callable[[Any, Any], Any]]
+    _of_tiles: ClassVar[Callable[[Any, Any], Array]]
 
     def bind(self, dims: Dims) -> Self:
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
 
-
-class And(_Combined):
-    """Allowed where every one of its masks allows."""
-
     def allowed(self, at: At) -> Array:
         """See `Mask.allowed`."""
-        return functools.reduce(operator.and_, (seen(mask, at) for mask in self.masks))
+        return functools.reduce(self._of_pairs, (seen(mask, at) for mask in self.masks))
 
     def tiles(self, tiles: Tiles) -> Array:
         """See `Mask.tiles`."""
-        return functools.reduce(both, (mask.tiles(tiles) for mask in self.masks))
+        return functools.reduce(self._of_tiles, (mask.tiles(tiles) for mask in self.masks))
+
+
+class And(_Joined):
+    """Allowed where every one of its masks allows."""
+
+    _of_pairs, _of_tiles = staticmethod(operator.and_), staticmethod(both)
 
     def reach(self) -> int | None:
         """See `Mask.reach`."""
@@ -144,16 +148,10 @@ class And(_Combined):
         return min(known, default=None)
 
 
-class Or(_Combined):
+class Or(_Joined):
     """Allowed where any of its masks allows."""
 
-    def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        return functools.reduce(operator.or_, (seen(mask, at) for mask in self.masks))
-
-    def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
-        return functools.reduce(either, (mask.tiles(tiles) for mask in self.masks))
+    _of_pairs, _of_tiles = staticmethod(operator.or_), staticmethod(either)
 
     def reach(self) -> int | None:
         """See `Mask.reach`."""
