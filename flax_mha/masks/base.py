@@ -129,11 +129,9 @@ class _Joined(Mask):
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return functools.reduce(self._of_pairs, (seen(mask, at) for mask in self.masks))
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         return functools.reduce(self._of_tiles, (mask.tiles(tiles) for mask in self.masks))
 
 
@@ -143,7 +141,6 @@ class And(_Joined):
     _of_pairs, _of_tiles = staticmethod(operator.and_), staticmethod(both)
 
     def reach(self) -> int | None:
-        """See `Mask.reach`."""
         known = [reach for mask in self.masks if (reach := mask.reach()) is not None]
         return min(known, default=None)
 
@@ -154,7 +151,6 @@ class Or(_Joined):
     _of_pairs, _of_tiles = staticmethod(operator.or_), staticmethod(either)
 
     def reach(self) -> int | None:
-        """See `Mask.reach`."""
         return farthest(self.masks)
 
 
@@ -164,15 +160,12 @@ class Not(Mask):
     mask: Mask
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         return self.replace(mask=self.mask.bind(dims))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return ~seen(self.mask, at)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         return FULL - self.mask.tiles(tiles)
 
 
@@ -192,16 +185,13 @@ class Dense(Mask):
     invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         array, invalid = read(self.array, dims)
         return self.replace(array=ScoreArray(array), invalid=invalid)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return jnp.asarray(self.array.array)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         array = self.array.array
         return tile_state(tiles.greatest(array), tiles.least(array))
 
@@ -214,7 +204,6 @@ class Placed(Mask):
         raise NotImplementedError(f"{type(self).__name__} must define placed(at)")
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return self.placed(at).allowed(at)
 
 

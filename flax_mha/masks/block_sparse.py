@@ -77,7 +77,6 @@ class Chosen(Mask):
         )
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         block = at.k // self.key_block
         return functools.reduce(operator.or_, (block == x.array for x in self.blocks))
 
@@ -93,7 +92,6 @@ class Chosen(Mask):
         return tile_state((count > 0).any(-2), (count > last - first).all(-2))
 
     def grain(self) -> tuple[int, int]:
-        """See `Mask.grain`."""
         return self.query_block, self.key_block
 
 

@@ -26,17 +26,14 @@ class Lengths(Mask):
     q: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         q = None if self.q is None else _per_row("Lengths.q", self.q, dims)
         return self.replace(kv=_per_row("Lengths.kv", self.kv, dims, per_query=True), q=q)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         real = at.k < self.kv.array
         return real if self.q is None else real & (at.q < self.q.array)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         low, high = tiles.least(self.kv.array), tiles.greatest(self.kv.array)
         verdict = tile_state(tiles.k_min < high, tiles.k_max < low)
         if self.q is None:
@@ -87,7 +84,6 @@ class Segments(Mask):
     invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         q = shapes.per_token("Segments.q", self.q, (*dims.B, dims.T))
         kv = self.q if self.kv is None else self.kv
         kv = shapes.per_token("Segments.kv", kv, (*dims.B, dims.S), "S")
@@ -131,11 +127,9 @@ class Segments(Mask):
         return self.replace(at_most=found)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return self.q.array == self.kv.array
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         (q_low, q_high), (k_low, k_high) = (
             (tiles.least(x), tiles.greatest(x)) for x in (self.q.array, self.kv.array)
         )
@@ -192,18 +186,15 @@ class Prefix(Mask):
     length: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         if jnp.ndim(self.length) == 0:
             length = shapes.lead(checks.integers("Prefix.length", self.length), len(dims.logits))
             return self.replace(length=ScoreArray(length))
         return self.replace(length=_per_row("Prefix.length", self.length, dims))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return (at.k < self.length.array) | (at.k <= at.q)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         length = self.length.array
         prefix = tile_state(tiles.k_min < length, tiles.k_max < length)
         return either(prefix, Causal().tiles(tiles))

@@ -20,11 +20,9 @@ class Causal(Mask):
     """A query sees its own position and the ones before: j ≤ i."""
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return at.k <= at.q
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         return tile_state(tiles.k_min <= tiles.q_max, tiles.k_max <= tiles.q_min)
 
 
@@ -40,7 +38,6 @@ class Window(Mask):
     right: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         for name, reach in (("left", self.left), ("right", self.right)):
             if reach is None:
                 continue
@@ -55,7 +52,6 @@ class Window(Mask):
         return self
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         near = jnp.ones((1,) * at.q.ndim, bool)
         if self.left is not None:
             near = near & (at.k >= at.q - self.left)
@@ -64,7 +60,6 @@ class Window(Mask):
         return near
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         verdict: Array = tile_state(np.True_, np.True_)
         if self.left is not None:
             far = tiles.k_max >= tiles.q_min - self.left
@@ -75,7 +70,6 @@ class Window(Mask):
         return verdict
 
     def reach(self) -> int | None:
-        """See `Mask.reach`."""
         return self.left
 
 
@@ -92,7 +86,6 @@ class Predicate(Mask):
     args: tuple[jax.Array, ...] = ()
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         args = checks.arguments("Predicate.args", self.args)
         checks.function(
             "Predicate.fn", self.fn, "(row, head, i, j, *args) -> bool",
@@ -101,7 +94,6 @@ class Predicate(Mask):
         return self.replace(args=args)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return self.fn(at.row, at.head, at.q, at.k, *self.args)
 
 
@@ -115,7 +107,6 @@ class PerHead(Mask):
     masks: Sequence[Mask]
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         if not isinstance(self.masks, tuple | list):
             raise TypeError(
                 f"PerHead needs a sequence of masks, one for each of the {dims.N} query heads, got "
@@ -129,7 +120,6 @@ class PerHead(Mask):
         return self.replace(masks=tuple(as_mask(mask).bind(dims) for mask in self.masks))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         shape = jnp.broadcast_shapes(*(x.shape for x in at))
 
         def of(mask: Mask) -> jax.Array:
@@ -143,7 +133,6 @@ class PerHead(Mask):
         return table
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         each = [shapes.lead(mask.tiles(tiles), tiles.q_min.ndim) for mask in self.masks]
         if tiles.heads is not None:
             table = jnp.asarray(each[0])
@@ -156,7 +145,6 @@ class PerHead(Mask):
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
 
     def reach(self) -> int | None:
-        """See `Mask.reach`."""
         return farthest(self.masks)
 
 
@@ -174,16 +162,13 @@ class Dilated(Mask):
     step: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         checks.positive(**{"Dilated.step": self.step})
         return self
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return (at.q - at.k) % self.step == 0
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         least, most = tiles.q_min - tiles.k_max, tiles.q_max - tiles.k_min
         some = most // self.step * self.step >= least
         return tile_state(some, (least == most) & some if self.step > 1 else some)
@@ -206,7 +191,6 @@ class Neighborhood(Mask):
     window: int | Sequence[int] = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         sizes, window = checks.sizes("Neighborhood.sizes", self.sizes), self.window
         window = (window,) * len(sizes) if isinstance(window, int) else window
         window = checks.sizes("Neighborhood.window", window)
@@ -233,7 +217,6 @@ class Neighborhood(Mask):
             yield size, w, math.prod(self.sizes[n + 1 :])
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         found: Any = True
         for size, window, stride in self._axes():
             first = _first(at.q // stride % size, size, window)
@@ -242,7 +225,6 @@ class Neighborhood(Mask):
         return found
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         verdict: Array = tile_state(np.True_, np.True_)
         for size, window, stride in self._axes():
             q_min, q_max = _span(tiles.q_min, tiles.q_max, stride, size)

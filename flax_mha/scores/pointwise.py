@@ -24,7 +24,6 @@ class Bias(ScoreMod):
     array: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         array = jnp.asarray(checks.floating("bias", self.array))
         shapes.check_broadcasts(
             "bias", array.shape, dims.logits, "[*B, N, T, S]",
@@ -33,7 +32,6 @@ class Bias(ScoreMod):
         return self.replace(array=ScoreArray(shapes.lead(array, len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         return score + self.array.array.astype(score.dtype)
 
 
@@ -46,14 +44,12 @@ class SoftCap(ScoreMod):
     cap: float = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         cap = checks.number("SoftCap.cap", self.cap)
         if not cap > 0:
             raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
         return self.replace(cap=cap)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         return self.cap * jnp.tanh(score / self.cap)
 
 
@@ -69,13 +65,11 @@ class Alibi(ScoreMod):
     slopes: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
         slopes = _per_head("Alibi.slopes", slopes, dims)
         return self.replace(slopes=ScoreArray(shapes.lead(slopes[:, None, None], len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         slope = self.slopes.array.astype(score.dtype)
         return score - slope * jnp.abs(at.q - at.k).astype(score.dtype)
 
@@ -96,7 +90,6 @@ class Score(ScoreMod):
     vectors: bool = struct.field(pytree_node=False, default=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         args = checks.arguments("Score.args", self.args)
         seen = 2 if checks.flag("Score.vectors", self.vectors) else 0
         names, words = (" q, k,", ", their vectors") if seen else ("", "")
@@ -108,11 +101,9 @@ class Score(ScoreMod):
         return self.replace(args=args)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         return self.fn(score, *at, *self.args)
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """See `ScoreMod.of_vectors`."""
         return self.fn(score, *at, q, k, *self.args)
 
 

@@ -39,7 +39,6 @@ class RelativeBias(ScoreMod):
     buckets: int = struct.field(pytree_node=False, default=32)
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """See `ScoreMod.learned`."""
         if self.table is not None:
             return self
         checks.positive(**{"RelativeBias.buckets": self.buckets})
@@ -47,7 +46,6 @@ class RelativeBias(ScoreMod):
         return self.replace(table=make("relative_bias", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         table = _given("RelativeBias", "table", self.table)
         checks.flag("RelativeBias.bidirectional", self.bidirectional)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
@@ -59,7 +57,6 @@ class RelativeBias(ScoreMod):
         return self.replace(table=table)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         bucket = relative_bucket(
             at.k - at.q, self.table.shape[1], self.bidirectional, self.max_distance
         )
@@ -91,7 +88,6 @@ class Relative(ScoreMod):
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """See `ScoreMod.learned`."""
         if self.table is not None:
             return self
         checks.positive(**{"Relative.max_distance": self.max_distance})
@@ -101,7 +97,6 @@ class Relative(ScoreMod):
         return self.replace(table=make("relative_keys", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         table = _given("Relative", "table", self.table)
         *heads, rows, H = (0, 0, *table.shape)[-max(table.ndim, 2) :]
         if heads not in ([], [dims.N]) or rows % 2 == 0 or H != dims.H:
@@ -112,7 +107,6 @@ class Relative(ScoreMod):
         return self.replace(table=table)
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """See `ScoreMod.of_vectors`."""
         table = self.table.astype(score.dtype)
         table = of_head(table, at) if table.ndim == 3 else shapes.lead(table, score.ndim)
         by_distance = jnp.einsum("...th,...rh->...tr", q, table)
@@ -150,7 +144,6 @@ class TransformerXL(ScoreMod):
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """See `ScoreMod.learned`."""
         checks.optional(**{"TransformerXL.features": self.features})
         heads, names = (num_heads, head_dim), ("heads", None)
         features = self.features or num_heads * head_dim
@@ -168,7 +161,6 @@ class TransformerXL(ScoreMod):
         return self.replace(**made)
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         names = ("content_bias", "position_bias", "kernel")
         u, v, kernel = (_given("TransformerXL", name, getattr(self, name)) for name in names)
         if checks.number("TransformerXL.base", self.base) <= 0:
