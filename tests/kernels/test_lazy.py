@@ -7,7 +7,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import mask_parts, spec
+from flax_mha.kernels import spec
+from flax_mha.kernels.mask_parts import MaskParts, conjuncts
+from flax_mha.kernels.splash import mask as splash_mask
+from flax_mha.kernels.splash.segment_ids import merge_ids
 from flax_mha.masks import Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
 
 EXTREMES = np.array([-(2**31), 2**31 - 1, 0, 1, 2, 3, 4, -1])
@@ -27,8 +30,9 @@ def test_ids_are_exact(lengths: bool, kinds: int) -> None:
         mask &= Lengths(jnp.array([20, 3, 0]), jnp.array([15, 10, 20]))
     mask = mask.bind(dims)
     call = spec.AttentionSpec(mask, (), None, None, None, None, 1.0)
-    (q, k), rest = mask_parts.split(call, dims)
-    assert not rest
+    parts = MaskParts.of(conjuncts(mask))
+    assert not parts.others
+    q, k = merge_ids(parts, call.at(dims), dims)
     np.testing.assert_array_equal((q[:, :, None] == k[:, None])[:, None], mask.allowed(whole(dims)))
 
 
@@ -42,7 +46,7 @@ def test_nothing_of_size_t_s_is_made_before_tracing(mask: Mask) -> None:
     length = 2**17
     dims = Dims((), length, length, 8, 8, 64, 64)
     call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-    lowered = mask.lower(call, dims, mask.Blocks(512, 512))
+    lowered = splash_mask.lower(call, dims, splash_mask.Blocks(512, 512))
     assert not isinstance(lowered, str)
     (known,) = lowered.masks
     info, function = splash_attention_mask_info.process_mask(known, (512, 512))
@@ -57,7 +61,7 @@ def test_equal_masks_are_equal() -> None:
 
     def lowered(mask, dims=dims):
         call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-        return mask.lower(call, dims, mask.Blocks(128, 128)).masks[0]
+        return splash_mask.lower(call, dims, splash_mask.Blocks(128, 128)).masks[0]
 
     same = lowered(Causal() & Window(7)), lowered(Causal() & Window(7))
     assert same[0] == same[1]

@@ -13,8 +13,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base.coordinates import At, flat_batch, is_score_array, map_score_arrays, tiles_of
 from flax_mha.base.shapes import Dims, lead
-from flax_mha.kernels.mask_parts import Ids, split
+from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
 from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
 from flax_mha.masks.tiles import is_static
 
@@ -136,20 +137,21 @@ class Positions(NamedTuple):
 
 def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> Lowered | str:
     """The call's mask as splash takes it, or the reason why it can't be."""
-    ids, rest = split(spec, dims)
-    if not rest:
+    parts = MaskParts.of(conjuncts(spec.mask))
+    ids, masks = merge_ids(parts, spec.at(dims), dims), (*parts.band, *parts.others)
+    if not masks:
         index = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
         lazy = Lazy(None, 0, index, blocks, dims, None)
         return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask([lazy]),))
-    for each in rest:
-        if not is_static(*jax.tree.leaves(each)):
+    for mask in masks:
+        if not is_static(*jax.tree.leaves(mask)):
             return (
-                f"{type(each).__name__} holds arrays that are not NumPy's; of masks that are not "
+                f"{type(mask).__name__} holds arrays that are not NumPy's; of masks that are not "
                 f"known before tracing it takes Segments, Lengths, and tables of keys or of "
                 f"queries alone, joined by &"
             )
     pos = _positions(spec, dims)
-    return pos if isinstance(pos, str) else _static(ids, And(tuple(rest)), pos, blocks, dims)
+    return pos if isinstance(pos, str) else _static(ids, And(masks), pos, blocks, dims)
 
 
 def _static(
