@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
@@ -122,8 +122,8 @@ class _Joined(Mask):
     """Several masks joined by one operator, on pairs and on tiles."""
 
     masks: tuple[Mask, ...]
-    _of_pairs: ClassVar[Callable[[Any, Any], Any]]
-    _of_tiles: ClassVar[Callable[[Any, Any], Array]]
+    _of_pairs: ClassVar[Any]
+    _of_tiles: ClassVar[Any]
 
     def bind(self, dims: Dims) -> Self:
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))

@@ -27,7 +27,7 @@ from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.splash import mask
-from flax_mha.kernels.splash.mask import Blocks
+from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
 
 # Its kernels are private; `private.NAMES` says what is expected of them.
@@ -47,14 +47,14 @@ def lower(
     if reason := tpu.refuses(q, k, v) or _lacks(spec):
         return Refusal(reason)
     blocks = Blocks(*tpu.blocks(dims))
-    lowered = mask.lower(spec, dims, blocks)
-    if isinstance(lowered, str):
-        return Refusal(lowered)
-    if spec.heads is not None and lowered.by_head:
+    masks = mask.lower(spec, dims, blocks)
+    if isinstance(masks, str):
+        return Refusal(masks)
+    if spec.heads is not None and masks.by_head:
         return Refusal("heads with masks of their own can't be divided over a mesh")
     if platform.undivided:
         return Refusal(platform.undivided)
-    return functools.partial(_attend, q, k, v, spec, lowered, blocks)
+    return functools.partial(_attend, q, k, v, spec, masks, blocks)
 
 
 def _lacks(spec: AttentionSpec) -> str | None:
@@ -70,7 +70,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, lowered: mask.Lowered,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, masks: SplashMasks,
     blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`. First derivatives only."""
@@ -87,15 +87,15 @@ def _attend(
     if spec.sinks is not None:
         sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _NOTHING)
     ids = None
-    if lowered.ids is not None:
+    if masks.ids is not None:
         ids = kernels.SegmentIds(*(
             jnp.broadcast_to(jnp.pad(x, ((0, 0), (0, to - x.shape[1]))), (len(q), to))
-            for x, to in zip(lowered.ids, (T, S), strict=True)
+            for x, to in zip(masks.ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
     guarded, pure = spec.mask is not None, not spec.own()
-    forms = [SplashCall(mask, blocks, cap, guarded, pure) for mask in lowered.masks]
-    out, lse = _rows(tuple(forms), lowered.heads, q, k, v, sinks, ids)
+    forms = [SplashCall(mask, blocks, cap, guarded, pure) for mask in masks.masks]
+    out, lse = _rows(tuple(forms), masks.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
