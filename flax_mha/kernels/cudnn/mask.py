@@ -1,4 +1,4 @@
-"""Masks that are a band along the diagonal, within lengths and runs: those cuDNN takes natively."""
+"""Masks that cuDNN takes: a band along the diagonal, within lengths and runs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ class Band(struct.PyTreeNode):
     Attributes:
       q: int32 [rows|1], 0 … T.
       k: int32 [rows|1], 0 … S.
-      causal: whether j ≤ i is asked at all.
+      causal: True if j ≤ i is asked at all.
       left: how far back; None for all. Asked only with `causal`.
       runs: of packed documents; None for one document a row.
     """
@@ -39,14 +39,14 @@ class Band(struct.PyTreeNode):
     runs: "Runs | None" = None
 
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The lengths of queries and keys for cuDNN, at least 1, and where runs begin."""
+        """Return the lengths of queries and keys for cuDNN, at least 1, and where runs begin."""
         if self.runs is None:
-            # Rows without any are settled by us.
+            # Rows without any are set by `edge_cases`.
             return jnp.maximum(self.q, 1), jnp.maximum(self.k, 1), None
         return self.runs.lengths(self.q), self.runs.lengths(self.k), self.runs.offsets()
 
     def keys(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-        """The first key that each query sees and the one after the last, int32 [rows|1, T]."""
+        """Return the first key each query sees, and the one after the last, int32 [rows|1, T]."""
         i = jnp.arange(T, dtype=jnp.int32)[None]
         k = self.k[:, None]
         end = jnp.minimum(k, i + 1) if self.causal else jnp.broadcast_to(k, (len(self.k), T))
@@ -55,7 +55,7 @@ class Band(struct.PyTreeNode):
         return start, jnp.where(i < self.q[:, None], end, 0)
 
     def queries(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-        """The first query that sees each key and the one after the last, int32 [rows|1, S]."""
+        """Return the first query that sees each key, and one after the last, int32 [rows|1, S]."""
         j = jnp.arange(S, dtype=jnp.int32)[None]
         q = jnp.minimum(self.q, T)[:, None]
         end = jnp.broadcast_to(q, (len(self.q), S))
@@ -73,9 +73,9 @@ class Band(struct.PyTreeNode):
 
 
 def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-    """Whether any flag [rows, L, n] is set at start ≤ index < end [rows|1, M]: bool [rows, M, n].
+    """Return True where any flag [rows, L, n] is set at start ≤ index < end [rows|1, M].
 
-    By sums of the flags before each index: O(L + M).
+    The result is bool [rows, M, n], by sums of the flags before each index: O(L + M).
     """
     before = jnp.pad(jnp.cumsum(flags, 1, jnp.int32), ((0, 0), (1, 0), (0, 0)))
     rows = len(flags)
@@ -126,7 +126,7 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
 
 
 class _Reach(NamedTuple):
-    """The number of keys that a query sees before and after itself; None for no limit."""
+    """The number of keys that a query may see before and after itself; None for no limit."""
 
     left: int | None = None
     right: int | None = None
@@ -200,22 +200,21 @@ class Runs(struct.PyTreeNode):
     """The runs of rows of T tokens, for queries and keys alike.
 
     Attributes:
-      index: int32 [rows|1, T], which run each token is of, 0, 1, …; tokens from `most` on are of
-        none.
-      most: how many a row has at most, 2 at least: JAX takes one for no ragged layout.
+      index: int32 [rows|1, T], the run of each token, 0, 1, …; from `most` on, of none.
+      most: the most runs of a row, 2 at least: JAX takes one for no ragged layout.
     """
 
     index: Any
     most: int = struct.field(pytree_node=False)
 
     def starts(self) -> jax.Array:
-        """Where each run begins, and the last one ends, int32 [rows|1, most + 1]."""
+        """Return where each run begins, and the last one ends, int32 [rows|1, most + 1]."""
         numbers = jnp.arange(self.most + 1, dtype=jnp.int32)
         before = self.index[:, None] < numbers[None, :, None]
         return before.sum(-1, dtype=jnp.int32)
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        """Where each token's run begins, and ends, int32 [rows|1, T]; alike where it has none."""
+        """Return where each token's run begins and ends, int32 [rows|1, T]; alike without one."""
         starts = self.starts()
         begin, end = (
             jnp.take_along_axis(starts, jnp.minimum(self.index + i, self.most), 1) for i in (0, 1)
@@ -223,9 +222,9 @@ class Runs(struct.PyTreeNode):
         return begin, end
 
     def lengths(self, limit: jax.Array) -> jax.Array:
-        """How many tokens of each run stand before limit [rows], and one at least, [rows, most].
+        """Count the tokens of each run before limit [rows], and one at least, [rows, most].
 
-        Where there are none, and the run has some, the rows are settled by us.
+        Where there are none, and the run has some, `edge_cases` sets the rows.
         """
         starts = self.starts()
         sizes = starts[:, 1:] - starts[:, :-1]
@@ -233,11 +232,11 @@ class Runs(struct.PyTreeNode):
         return jnp.clip(limit[:, None] - starts[:, :-1], least, sizes)
 
     def offsets(self) -> jax.Array:
-        """As JAX takes them, int32 [rows, most + 1]: where each run begins, then −1 for nothing."""
+        """Return where each run begins, as JAX takes it, int32 [rows, most + 1]; −1 is no run."""
         return self.starts().at[:, -1].set(-1)
 
     def lse(self, by_run: jax.Array) -> jax.Array:
-        """[rows, N, T] of cuDNN's [rows, most, N, T]."""
+        """Gather [rows, N, T] from cuDNN's [rows, most, N, T]."""
         begin, _ = self.bounds()
         local = jnp.arange(self.index.shape[1], dtype=jnp.int32)[None] - begin
 
@@ -247,7 +246,7 @@ class Runs(struct.PyTreeNode):
         return jax.vmap(row)(by_run, jnp.minimum(self.index, self.most - 1), local)
 
     def by_run(self, lse: jax.Array) -> jax.Array:
-        """[rows, most, N, T] of [rows, N, T]; behind a run's end stands anything."""
+        """Spread [rows, N, T] to [rows, most, N, T]; behind a run's end stands anything."""
         T = lse.shape[-1]
         of_row = self.starts()[:, :-1, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
         of_row = jnp.minimum(of_row, T - 1)
