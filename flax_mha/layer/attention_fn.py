@@ -24,7 +24,7 @@ from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.stored import dequantize
-from flax_mha.masks.base import seen
+from flax_mha.masks.base import evaluate
 
 Function = Callable[..., Any]
 
@@ -263,7 +263,7 @@ def run(
         )
     table = None
     if spec.mask is not None:
-        allowed = seen(spec.mask, spec.at(dims))
+        allowed = evaluate(spec.mask, spec.at(dims))
         table = jnp.broadcast_to(allowed, (*dims.B, allowed.shape[-3], dims.T, dims.S))
     call: dict[str, Any] = {
         "bias": bias, "mask": table, "broadcast_dropout": broadcast_dropout,

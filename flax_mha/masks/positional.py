@@ -1,4 +1,4 @@
-"""The masks by name."""
+"""Masks of positions: causal, windows, lattices, any function."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from flax import struct
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, Tiles
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.base import Mask, as_mask, farthest, seen
+from flax_mha.masks.base import Mask, as_mask, evaluate, greatest_lookback
 from flax_mha.masks.tiles import both, is_static, tile_state
 
 
@@ -38,16 +38,16 @@ class Window(Mask):
     right: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
-        for name, reach in (("left", self.left), ("right", self.right)):
-            if reach is None:
+        for name, limit in (("left", self.left), ("right", self.right)):
+            if limit is None:
                 continue
-            checks.static(f"Window.{name}", reach)
-            if isinstance(reach, bool) or not isinstance(reach, int):
-                raise TypeError(f"Window.{name} must be an int or None, got {reach!r}")
+            checks.static(f"Window.{name}", limit)
+            if isinstance(limit, bool) or not isinstance(limit, int):
+                raise TypeError(f"Window.{name} must be an int or None, got {limit!r}")
             # Positions and what is added to them have to fit int32 together.
-            if not 0 <= reach < 2**30:
+            if not 0 <= limit < 2**30:
                 raise ValueError(
-                    f"Window.{name} must be at least 0 and below 2³⁰, got {reach}; None is no limit"
+                    f"Window.{name} must be at least 0 and below 2³⁰, got {limit}; None is no limit"
                 )
         return self
 
@@ -69,7 +69,7 @@ class Window(Mask):
             verdict = both(verdict, tile_state(far, tiles.k_max <= tiles.q_min + self.right))
         return verdict
 
-    def reach(self) -> int | None:
+    def max_lookback(self) -> int | None:
         return self.left
 
 
@@ -123,7 +123,7 @@ class PerHead(Mask):
         shape = jnp.broadcast_shapes(*(x.shape for x in at))
 
         def of(mask: Mask) -> jax.Array:
-            return jnp.broadcast_to(seen(mask, at), shape)
+            return jnp.broadcast_to(evaluate(mask, at), shape)
 
         if at.head.size == 1:
             return jax.lax.switch(at.head.reshape(()), [lambda m=m: of(m) for m in self.masks])
@@ -144,8 +144,8 @@ class PerHead(Mask):
         xp = np if is_static(*each) and not symbols.is_symbolic(*shape) else jnp
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
 
-    def reach(self) -> int | None:
-        return farthest(self.masks)
+    def max_lookback(self) -> int | None:
+        return greatest_lookback(self.masks)
 
 
 class Dilated(Mask):
@@ -211,18 +211,18 @@ class Neighborhood(Mask):
         return self.replace(sizes=sizes, window=window)
 
     def _axes(self) -> Iterator[tuple[int, int, int]]:
-        """Of each axis its size, its window, and how many tokens one step on it is."""
+        """Yield for each axis its size, its window, and the tokens of one step along it."""
         window: Any = self.window  # Of a bound mask one for each axis.
         for n, (size, w) in enumerate(zip(self.sizes, window, strict=True)):
             yield size, w, math.prod(self.sizes[n + 1 :])
 
     def allowed(self, at: At) -> Array:
-        found: Any = True
+        allowed: Any = True
         for size, window, stride in self._axes():
             first = _first(at.q // stride % size, size, window)
             k = at.k // stride % size
-            found = (k >= first) & (k < first + window) & found
-        return found
+            allowed = (k >= first) & (k < first + window) & allowed
+        return allowed
 
     def tiles(self, tiles: Tiles) -> Array:
         verdict: Array = tile_state(np.True_, np.True_)
@@ -236,12 +236,12 @@ class Neighborhood(Mask):
 
 
 def _first(c: Array, size: int, window: int) -> Array:
-    """The first key of a query's window."""
+    """Return the first key of a query's window."""
     return (c - window // 2).clip(0, size - window)
 
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
-    """The least and the greatest coordinate on an axis of the tokens from first to last."""
+    """Return the least and the greatest coordinate on an axis of tokens from first to last."""
     xp: Any = np if is_static(first, last) else jnp
     first, last = first // stride, last // stride
     whole = first // size != last // size

@@ -17,7 +17,7 @@ from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core
 from flax_mha.layer.settings import Call, Settings
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.masks.base import placed
+from flax_mha.masks.base import resolve
 from flax_mha.masks.tiles import is_static
 from flax_mha.variants import common
 
@@ -93,7 +93,7 @@ class ChosenBlocksAttention(MultiHeadAttention):
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
         at = whole(dims, positions)
-        mask = placed(mask.bind(dims), at)
+        mask = resolve(mask.bind(dims), at)
         tiles = tiles_of(at.q, at.k, self.query_block, self.block)
         verdict = mask.tiles(tiles)
         past = tiles.k_max < at.q[..., :: self.query_block, :]

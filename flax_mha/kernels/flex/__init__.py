@@ -35,7 +35,7 @@ from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL
-from flax_mha.masks.base import seen
+from flax_mha.masks.base import evaluate
 from flax_mha.masks.tiles import is_static
 
 # The most entries of a table of tiles: they lie in scalar memory.
@@ -80,8 +80,8 @@ def _attend(
     call = traced.call
     verdict = _verdict(spec, dims, call.plan)
     if is_static(verdict):
-        seen = verdict > EMPTY
-        by_query, by_key = (max(int(np.max(seen.sum(axis))), 1) for axis in (-1, -2))
+        is_visited = verdict > EMPTY
+        by_query, by_key = (max(int(np.max(is_visited.sum(axis))), 1) for axis in (-1, -2))
         full, partial = (bool((verdict == state).any()) for state in (FULL, PARTIAL))
         call = call._replace(visits=(by_query, by_key), states=(full, partial))
     if spec.mask is not None:
@@ -198,7 +198,7 @@ def _functions(
 
     def masked(tile: AttentionSpec, at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
         s = s * tile.scale
-        allowed = jnp.ones((1, 1), bool) if tile.mask is None else seen(tile.mask, at)
+        allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
         for x in inside:
             allowed = allowed & x
         allowed = jnp.broadcast_to(allowed, s.shape)
