@@ -195,9 +195,7 @@ def prepare(
     checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
-    bound, invalid = None, None
-    if mask is not None:
-        bound, invalid = split_invalid(masks.as_mask(mask).bind(dims))
+    bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
     if invalid is not None:
         q = _spoiled(q, jnp.swapaxes(jnp.asarray(invalid), -3, -2))
     spec = AttentionSpec(

@@ -1,4 +1,4 @@
-"""Masks: the keys that a query may see.
+"""The keys that a query may see.
 
 A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed to the layer or to
 `dot_product_attention`; the kernels ask it about blocks of positions:

@@ -246,13 +246,13 @@ def evaluate(mask: Mask, at: At) -> Array:
     return shapes.lead(allowed, len(shape))
 
 
-def split_invalid(mask: Mask) -> tuple[Mask, Array | None]:
+def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
     """Split off a bound mask the queries that it has no valid answer for.
 
     They meet other numbers than 0 and 1 in a table, or are of more runs than were said.
 
     Returns:
-      (the mask without `invalid`; bool [*B|1, N|1, T|1, 1], or None if there are none).
+      (the mask without `invalid`, if any; bool [*B|1, N|1, T|1, 1], or None if there are none).
     """
     nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
     invalid = [getattr(x, "invalid", None) for x in nodes]

@@ -59,8 +59,8 @@ class BlockSparse(Mask):
         if chosen.ndim < 2 or not 1 <= chosen.shape[-1] <= MOST:
             raise ValueError(
                 f"BlockSparse.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MOST} "
-                f"blocks of keys, got {chosen.shape}; choose fewer and larger ones, or give a table "
-                f"as masks.Dense"
+                f"blocks of keys, got {chosen.shape}; choose fewer and larger ones, or give a "
+                f"table as masks.Dense"
             )
         shapes.check_broadcasts(
             "BlockSparse.blocks", chosen.shape, (*dims.B, dims.N, nq, chosen.shape[-1]),

@@ -1,4 +1,4 @@
-"""Scores that biases, caps, slopes and functions of a user's own make."""
+"""Biases, caps, slopes, and functions of a user's own."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -36,7 +36,10 @@ class Bias(ScoreMod):
 
 
 class SoftCap(ScoreMod):
-    """c·tanh(score / c): no score beyond ±c.
+    """c·tanh(score / c): scores stay within ±c.
+
+    Attributes:
+      cap: c.
 
     Source: Gemma Team, "Gemma 2", 2024.
     """
@@ -82,7 +85,7 @@ class Score(ScoreMod):
         batch row and the head, the positions of query and key) and of args; returns the new score.
       args: arrays and numbers that fn needs; floating arrays take gradients. Traced arrays must be
         given here, not in fn's closure.
-      vectors: whether fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
+      vectors: True if fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
@@ -91,12 +94,12 @@ class Score(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         args = checks.arguments("Score.args", self.args)
-        seen = 2 if checks.flag("Score.vectors", self.vectors) else 0
-        names, words = (" q, k,", ", their vectors") if seen else ("", "")
+        vectors = 2 if checks.flag("Score.vectors", self.vectors) else 0
+        names, words = (" q, k,", ", their vectors") if vectors else ("", "")
         checks.function(
             "Score.fn", self.fn, f"(score, row, head, i, j,{names} *args) -> score",
             f"take the score, its row, its head, the positions of query and key{words}, then args",
-            5 + seen + len(args),
+            5 + vectors + len(args),
         )  # fmt: skip
         return self.replace(args=args)
 
@@ -108,9 +111,9 @@ class Score(ScoreMod):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
+    """Return the slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
 
-    For other numbers of heads, those of the power below, then every other of the power above.
+    For other N, these are the slopes for the power below, then every other one for the power above.
     """
     n = 2 ** (num_heads.bit_length() - 1)
     first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
