@@ -54,11 +54,11 @@ class Mask(Node):
         return self.grain()
 
     def reach(self) -> int | None:
-        """Define `max_lookback` by the name it had in 0.3."""
+        """Return the default of `max_lookback`, which had this name in 0.3."""
         return None
 
     def grain(self) -> tuple[int, int] | None:
-        """Define `block_shape` by the name it had in 0.3."""
+        """Return the default of `block_shape`, which had this name in 0.3."""
         return None
 
     def dense(
@@ -247,7 +247,7 @@ def evaluate(mask: Mask, at: At) -> Array:
 
 
 def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
-    """Split off a bound mask the queries that it has no valid answer for.
+    """Return a bound mask, and apart from it the queries without a valid answer.
 
     They meet other numbers than 0 and 1 in a table, or are of more runs than were said.
 
@@ -285,7 +285,7 @@ def as_mask(mask: MaskLike) -> Mask:
 
 
 def combine(*masks: MaskLike | None) -> Mask | None:
-    """Join masks by `&`, without those that are None; None if there is no other."""
+    """Combine masks by `&`, leaving out None; return None if there is no mask."""
     joined = tuple(as_mask(mask) for mask in masks if mask is not None)
     return And(joined) if len(joined) > 1 else next(iter(joined), None)
 

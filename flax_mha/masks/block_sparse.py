@@ -1,4 +1,4 @@
-"""A mask of blocks of keys that are chosen by data: by what queries and keys hold."""
+"""A mask of blocks of keys that data chooses."""
 
 import functools
 import math
@@ -35,8 +35,8 @@ class BlockSparse(Mask):
       blocks: int, broadcastable to [*B, N, nq, k]: for each of nq = ⌈T / query_block⌉ blocks of
         queries, in their order as given, the indices of k ≤ 128 blocks of keys. A negative index
         chooses nothing, nor does one beyond the last key, and one that comes twice counts once.
-        What is chosen for each key/value head is given for its query heads by `jnp.repeat(blocks,
-        N // K, axis=-3)`.
+        Repeat the blocks of each key/value head for its query heads: `jnp.repeat(blocks, N // K,
+        axis=-3)`.
       query_block: queries of a block; the last may have fewer.
       key_block: keys of a block, from position 0 on.
 
@@ -116,7 +116,7 @@ def top_blocks(
       count: how many to choose, the own ones among them; where there are fewer, all.
       query_block: queries of a block.
       key_block: keys of a block, from position 0 on.
-      causal: see above.
+      causal: True if a query sees no later key.
       positions: int [nq] or [*B, nq], where the blocks of queries begin (default: one after the
         other from 0 on).
       visible: bool, broadcastable to the scores: False for a block of keys that another mask hides
@@ -163,7 +163,7 @@ def top_blocks(
 
 
 def _check_count(count: int, query_block: int, key_block: int, consecutive: bool) -> None:
-    """Check that so many blocks hold those that a block of queries stands in."""
+    """Check that `count` blocks hold all in which a block of queries stands."""
     if consecutive and not (query_block % key_block and key_block % query_block):
         least = -(-query_block // key_block)
     else:

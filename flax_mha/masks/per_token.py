@@ -200,7 +200,7 @@ class Prefix(Mask):
 
 
 def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
-    """Lay lengths [*B] (or [*B, T]) over the scores, [*B, 1, 1|T, 1]."""
+    """Return lengths [*B] (or [*B, T]) as an array over the scores, [*B, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
     if lengths.shape == dims.B:
         return ScoreArray(lengths.reshape(*dims.B, 1, 1, 1))

@@ -20,7 +20,7 @@ INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
 class Make(Protocol):
-    """Makes a parameter of a module."""
+    """A function that makes a parameter of a module."""
 
     def __call__(
         self, name: str, shape: shapes.Shape, names: Names, init: Initializer = ..., /

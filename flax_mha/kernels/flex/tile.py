@@ -74,7 +74,7 @@ class GridStep(NamedTuple):
       first: True where a sum begins.
       last: True where it ends.
       row: index of the row in the whole batch, which a device may hold a part of.
-      head: index of the query head, likewise.
+      head: index of the query head in the whole call.
       refs: the arrays that the functions close over, and the leaves of the spec.
     """
 

@@ -28,7 +28,7 @@ from flax_mha.masks import EMPTY, FULL, PARTIAL
 
 
 class TileIndex(NamedTuple):
-    """The row, heads and blocks of a tile, and what the mask says of it. Scalars."""
+    """The row, heads and blocks of a tile, and its state under the mask, all scalars."""
 
     r: jax.Array
     n: jax.Array
@@ -42,9 +42,9 @@ class TileOrder(NamedTuple):
     """An order of tiles, as far as it is known before tracing; tables have the rest.
 
     Attributes:
-      axes: the letters, see above.
+      axes: the letters of the table above.
       sizes: of the grid.
-      inner: how many of the last axes a result is summed over.
+      inner: the number of the last axes that a result is summed over.
       lines: rows and heads of the tables.
       group: query heads of each key/value head.
     """
@@ -63,8 +63,8 @@ class TileOrder(NamedTuple):
         """Return the order and its tables.
 
         Args:
-          axes: see above.
-          inner: see above.
+          axes: the letters.
+          inner: the number of the last axes that a result is summed over.
           verdict: what the mask says of each tile, [rows|1, heads|1, nq, nk].
           plan: the division.
           visits: the most tiles of a block of queries that are not empty, and of a block of keys.
