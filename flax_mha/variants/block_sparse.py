@@ -61,7 +61,6 @@ class ChosenBlocksAttention(MultiHeadAttention):
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v, call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(x_q, x_k, x_v, settings, call, cache)

@@ -46,7 +46,6 @@ class DifferentialAttention(MultiHeadAttention):
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
         D = x_q.shape[-1]
         N, K, H, _ = self.sizes(D)

@@ -51,7 +51,6 @@ class ForgettingAttention(MultiHeadAttention):
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
         without_vectors("forgetting attention", settings.scores, call.scores)
         common.check_inputs("forgetting attention", x_q, x_k, x_v)
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
@@ -104,12 +103,10 @@ class _Forget(ScoreMod):
     k: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         q, k = (jnp.swapaxes(x, -1, -2) for x in (self.q, self.k))
         return self.replace(q=ScoreArray(q[..., None]), k=ScoreArray(k[..., None, :]))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         # The difference first: near pairs keep the digits that large sums have lost.
         return score + (self.q.array - self.k.array).astype(score.dtype)
 

@@ -57,7 +57,6 @@ class MultiHeadLatentAttention(MultiHeadAttention):
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
         self._check(x_q, x_k, x_v)
         without_vectors("latent attention", settings.scores, call.scores)
         (N, _, H, Hv), R = self.sizes(x_q.shape[-1]), self.rope_dim

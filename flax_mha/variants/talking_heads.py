@@ -44,7 +44,6 @@ class TalkingHeadsAttention(MultiHeadAttention):
         self, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         settings: Settings, call: Call, cache: core.Held,
     ) -> core.Output:  # fmt: skip
-        """See `MultiHeadAttention.compute`."""
         without_vectors("talking-heads attention", settings.scores, call.scores)
         common.check("talking-heads attention", self, ("attention_fn",))
         if isinstance(cache, Shared):
