@@ -51,7 +51,6 @@ class Ntk:
         _check(self, ("factor",))
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """See `Interpolation.__call__`."""
         return frequencies(R, base * self.factor ** (R / max(R - 2, 1))), 1.0
 
 
@@ -88,7 +87,6 @@ class Yarn:
         checks.flag("Yarn.truncate", self.truncate)
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """See `Interpolation.__call__`."""
         theta = frequencies(R, base)
 
         def index(turns: float) -> float:
@@ -134,7 +132,6 @@ class Llama3:
             )
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """See `Interpolation.__call__`."""
         theta = frequencies(R, base)
         turns = self.original_length * theta / (2 * math.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
@@ -199,7 +196,6 @@ class LongRope:
         checks.number("LongRope.attention_factor", self.attention_factor)
 
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
-        """See `DynamicNtk.__call__`."""
         if not len(self.short) == len(self.long) == R // 2:
             raise ValueError(
                 f"LongRope.short and long must have R/2={R // 2} numbers, one for each pair, got "

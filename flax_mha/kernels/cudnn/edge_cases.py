@@ -90,7 +90,7 @@ def _nan_rows(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array
     start, end = band.keys(q.shape[1], k.shape[1])
     by_keys = bands.any_between(bad_k | bad_v, start, end)
     by_keys = jnp.repeat(by_keys, q.shape[2] // k.shape[2], 2)
-    return _by_query(by_keys | (bad_q & (end > start)[..., None]))
+    return jnp.swapaxes(by_keys | (bad_q & (end > start)[..., None]), 1, 2)
 
 
 def _attend_keys(
@@ -109,7 +109,7 @@ def _attend_keys(
     lse = jnp.where(is_empty, -jnp.inf, lse)
     if nan_rows is not None:
         lse = jnp.where(nan_rows, jnp.nan, lse)
-    by_query = _by_query(lse)[..., None]
+    by_query = jnp.swapaxes(lse, 1, 2)[..., None]
     out = jnp.where(by_query == -jnp.inf, 0, jnp.where(jnp.isnan(by_query), jnp.nan, out))
     return out.astype(q.dtype), lse
 
@@ -118,7 +118,7 @@ def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
     """Add to each head's keys its sink, which gives nothing."""
     sinks = sinks[None, :, None]
     share = jnp.where(lse == -jnp.inf, 0.0, jax.nn.sigmoid(lse - sinks))
-    whole = out.astype(share.dtype) * _by_query(share)[..., None]
+    whole = out.astype(share.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
     return whole.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
@@ -138,7 +138,7 @@ def _backward(call: CudnnCall, masked: bool, saved: _Saved, cotangents: Any) -> 
     # Without weight and without cotangent these rows add exactly 0, though they hold NaN.
     off = nan_rows | (saved.lse == -jnp.inf) if has_edges else None
     if off is not None:
-        off_rows = _by_query(off)[..., None]
+        off_rows = jnp.swapaxes(off, 1, 2)[..., None]
         out = jnp.where(off_rows, 0, out).astype(out.dtype)
         dout = None if dout is None else jnp.where(off_rows, 0, dout).astype(out.dtype)
     dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, dout, dlse)
@@ -172,7 +172,7 @@ def _pull(
         # d score = p·(dout·v − dout·out), where p·dlse is missing: give values that are 1 in one
         # feature, dlse there in place of dout, and 0 in place of out.
         one = jnp.zeros_like(v).at[..., 0].set(1)
-        of_lse = jnp.zeros_like(out).at[..., 0].set(_by_query(dlse).astype(out.dtype))
+        of_lse = jnp.zeros_like(out).at[..., 0].set(jnp.swapaxes(dlse, 1, 2).astype(out.dtype))
         dq, dk, _, dbias = pull(q, k, one, *operands, jnp.zeros_like(out), of_lse)
         more = dq, dk, jnp.zeros_like(v), dbias
         gradients = jax.tree.map(jnp.add, gradients, more)
@@ -184,7 +184,7 @@ def _mark_edges(
 ) -> tuple[jax.Array, ...]:
     """Set gradients of NaN rows and of the keys they see to NaN, and unwritten ones to 0."""
     T, S = dq.shape[1], dk.shape[1]
-    by_query = _by_query(nan_rows)
+    by_query = jnp.swapaxes(nan_rows, 1, 2)
     start, end = band.queries(T, S)
     by_key = bands.any_between(by_query, start, end)
     by_key = by_key.reshape(*by_key.shape[:2], dk.shape[2], -1).any(-1)
@@ -206,11 +206,6 @@ def _sink_gradient(
     if dout is not None:
         delta -= jnp.einsum("btnf,btnf->bnt", dout, out, preferred_element_type=jnp.float32)
     return (weight * delta).sum((0, 2))
-
-
-def _by_query(x: jax.Array) -> jax.Array:
-    """Return [rows, N, T] as [rows, T, N], or the other way round."""
-    return jnp.swapaxes(x, 1, 2)
 
 
 def _set_nan(x: jax.Array, where: jax.Array) -> jax.Array:

@@ -88,13 +88,11 @@ class GridStep(NamedTuple):
 
     def visit(self, fn: Callable[["Tile"], None]) -> None:
         """Run fn if the tile is not empty."""
-        for masked, state, may_be in zip(
-            (False, True), (FULL, PARTIAL), self.call.states, strict=True
-        ):
+        for state, may_be in zip((FULL, PARTIAL), self.call.states, strict=True):
             if may_be:
 
                 @pl.when(self.tile.state == state)
-                def _(masked: bool = masked) -> None:
+                def _(masked: bool = state == PARTIAL) -> None:
                     fn(self._tile(masked))
 
     def _tile(self, masked: bool) -> "Tile":

@@ -17,7 +17,7 @@ from flax_mha.base.shapes import Dims, lead
 from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
-from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
+from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, PerHead, Window
 from flax_mha.masks.tiles import is_static
 
 # Entries of the tables of all heads: 16 MiB, as 1 byte each.
@@ -86,7 +86,7 @@ class ComputedMask:
       head: the index of the query head.
       blocks: the sizes of blocks.
       dims: of the call.
-      rule: a bound mask; None allows every pair.
+      rule: the bound mask.
       positions: of queries and keys.
     """
 
@@ -94,22 +94,14 @@ class ComputedMask:
     head: int
     blocks: Blocks
     dims: Dims
-    rule: Mask | None = dataclasses.field(compare=False)
+    rule: Mask = dataclasses.field(compare=False)
     positions: Positions = dataclasses.field(compare=False)
-
-    @property
-    def allows_all(self) -> bool:
-        """True if each block holds existing keys alone, which every query sees."""
-        return self.rule is None and self.dims.S % self.blocks.k == 0
 
     def allowed(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Return True where queries at positions q may see the keys of indices k."""
-        exists = k < self.dims.S
-        if self.rule is None:
-            return exists
         allowed = self._at(q, self.positions.of_key(k)).astype(bool)
         allowed = jnp.broadcast_to(allowed, q.shape)
-        return allowed & exists if self.dims.S % self.blocks.k else allowed
+        return allowed & (k < self.dims.S) if self.dims.S % self.blocks.k else allowed
 
     def table(self) -> splash.NumpyMask:
         """Return the table of all pairs, [T, S] rounded up to whole blocks."""
@@ -120,16 +112,12 @@ class ComputedMask:
         return splash.NumpyMask(np.pad(table, ((0, T - self.dims.T), (0, S - self.dims.S))))
 
     def block_states(self) -> np.ndarray:
-        """Return True for each block in which any pair may attend, [nq, nk]; for one at least."""
+        """Return EMPTY, PARTIAL or FULL for each block of existing pairs, [nq, nk]."""
         T, S = self.blocks.padded(self.dims)
-        state: Any = np.int8(PARTIAL)
-        if self.rule is not None:
-            q, k = self.positions.q[None, None, :, None], self.positions.k[None, None, None, :]
-            state = self.rule.tiles(tiles_of(q, k, *self.blocks))
-        state = lead(state, 4) if is_static(state) else np.full((1, 1, 1, 1), PARTIAL)
-        states = np.broadcast_to(state[0, 0] != EMPTY, (T // self.blocks.q, S // self.blocks.k))
-        # Splash can't run on no block at all; the first is masked by the function.
-        return states if states.any() else np.arange(states.size).reshape(states.shape) == 0
+        q, k = self.positions.q[None, None, :, None], self.positions.k[None, None, None, :]
+        states: Any = self.rule.tiles(tiles_of(q, k, *self.blocks))
+        states = lead(states, 4)[0, 0] if is_static(states) else np.int8(PARTIAL)
+        return np.broadcast_to(states, (T // self.blocks.q, S // self.blocks.k))
 
     def _at(self, q: Any, k: Any) -> Any:
         row, head = np.array(0, np.int32), np.array(self.head, np.int32)
@@ -144,8 +132,12 @@ class SplashMask(splash.Mask):
     """
 
     def __init__(self, mask: ComputedMask) -> None:
-        self.mask, self.states = mask, mask.block_states()
-        if not mask.allows_all:
+        states = mask.block_states()
+        self.mask, self.seen = mask, states > EMPTY
+        if not self.seen.any():
+            # Splash can't run on no block at all; the first is masked by the function.
+            self.seen[0, 0] = True
+        if (states < FULL).any() or mask.dims.S % mask.blocks.k:
             fill = self.shape[0] - mask.dims.T
             self.q_sequence = np.pad(mask.positions.q, (0, fill), mode="edge")
             self.mask_function = mask.allowed
@@ -157,7 +149,7 @@ class SplashMask(splash.Mask):
 
     def __getitem__(self, block: Any) -> np.ndarray:
         i, j = (s.start // (s.stop - s.start) for s in block)
-        return self.states[i : i + 1, j : j + 1]
+        return self.seen[i : i + 1, j : j + 1]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SplashMask) and self.mask == other.mask
@@ -171,9 +163,8 @@ def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> SplashMasks | str:
     parts = MaskParts.of(conjuncts(spec.mask))
     ids, masks = merge_ids(parts, spec.at(dims), dims), (*parts.band, *parts.others)
     if not masks:
-        index = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
-        every = SplashMask(ComputedMask(None, 0, blocks, dims, None, index))
-        return SplashMasks(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask([every]),))
+        pos = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
+        return _lower_static(ids, Window(), pos, blocks, dims)
     for mask in masks:
         if not is_static(*jax.tree.leaves(mask)):
             return (
@@ -181,8 +172,8 @@ def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> SplashMasks | str:
                 f"known before tracing it takes Segments, Lengths, and tables of keys or of "
                 f"queries alone, joined by &"
             )
-    pos = _positions(spec, dims)
-    return pos if isinstance(pos, str) else _lower_static(ids, And(masks), pos, blocks, dims)
+    known = _positions(spec, dims)
+    return known if isinstance(known, str) else _lower_static(ids, And(masks), known, blocks, dims)
 
 
 def _lower_static(
@@ -272,7 +263,7 @@ def _of_head(mask: Mask, head: int) -> Mask:
     return map_score_arrays(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
 
 
-def _flat(rule: Mask | None) -> Any:
+def _flat(rule: Mask) -> Mask:
     """Return the rule with arrays of one row and head as [T|1, S|1], or as a number."""
     return map_score_arrays(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
