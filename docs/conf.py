@@ -125,7 +125,7 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
     method = obj.fget if isinstance(obj, property) else obj
     module = getattr(method, "__module__", None) or ""  # Some of Python's own have none.
     ours = inspect.isroutine(method) and module.startswith("flax_mha")
-    return None if ours and not (method.__doc__ or "").startswith("See `") else True
+    return None if ours and not (method.__doc__ or "See `").startswith("See `") else True
 
 
 def setup(app: Sphinx) -> None:

@@ -20,8 +20,8 @@ from flax_mha import explain, kernels
 from flax_mha.kernels import Platform
 from flax_mha.kernels.spec import Refusal, prepare
 from flax_mha.masks import (
+    BlockSparse,
     Causal,
-    Chosen,
     Dense,
     Dilated,
     Documents,
@@ -97,7 +97,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "`Documents`, traced": {"mask": Documents(_numbers(B, 4))},
     "`Dilated`": {"mask": Dilated(4)},
     "`Neighborhood`": {"mask": Neighborhood((16, 16), 5)},
-    "`Chosen`, traced": {"mask": Chosen(_numbers(B, N, T // 64, 2), 64, 64)},
+    "`BlockSparse`, traced": {"mask": BlockSparse(_numbers(B, N, T // 64, 2), 64, 64)},
     "`Prefix`": {"mask": Prefix(64)},
     "… for each row": {"mask": Prefix(_numbers(B))},
     "`Dense`, known": {"mask": Dense(TABLE)},

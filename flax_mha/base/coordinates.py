@@ -16,7 +16,7 @@ Array: TypeAlias = jax.Array | np.ndarray
 
 
 class At(NamedTuple):
-    """Where a block of scores stands: four integer arrays that broadcast to its shape.
+    """The coordinates of a block of scores: four integer arrays that broadcast to its shape.
 
     Attributes:
       row: index into the flattened batch.
@@ -47,7 +47,7 @@ class ScoreArray(struct.PyTreeNode):
 
 
 def is_score_array(x: Any) -> bool:
-    """Whether a node of a tree is one."""
+    """Return True if a node of a tree is one."""
     return isinstance(x, ScoreArray)
 
 
@@ -68,7 +68,7 @@ class Tiles(NamedTuple):
 
     Attributes:
       block_q: queries of a tile; the last may reach beyond T.
-      block_k: keys of a tile, likewise.
+      block_k: keys of a tile; the last may reach beyond S.
       q_min: the least position of a tile's queries, int [*B|1, 1, nq, 1].
       q_max: the greatest.
       k_min: the least position of a tile's keys, int [*B|1, 1, 1, nk].
@@ -85,16 +85,16 @@ class Tiles(NamedTuple):
     heads: Array | None = None
 
     def least(self, x: Array) -> Array:
-        """The minimum over each tile of x [*B|1, N|1, T|1, S|1]."""
+        """Return the minimum over each tile of x [*B|1, N|1, T|1, S|1]."""
         return blocks(blocks(x, -2, self.block_q).min(-2), -1, self.block_k).min(-1)
 
     def greatest(self, x: Array) -> Array:
-        """The maximum over each tile of x."""
+        """Return the maximum over each tile of x."""
         return blocks(blocks(x, -2, self.block_q).max(-2), -1, self.block_k).max(-1)
 
 
 def blocks(x: Array, axis: int, size: int) -> Array:
-    """Splits an axis into (number of blocks, size), repeating the last entry to fill the last.
+    """Split an axis into (number of blocks, size), repeating the last entry to fill the last.
 
     An axis of 1, which stands for all, becomes (1, 1). For axis −2 the new axes are (−3, −2)
     with the last axis kept; the caller reduces the second.
@@ -112,7 +112,7 @@ def blocks(x: Array, axis: int, size: int) -> Array:
 
 
 def flat_batch(x: Array, dims: Dims) -> Array:
-    """[*B|1, ...] as [rows|1, ...], for the four axes over the scores."""
+    """Flatten [*B|1, ...] to [rows|1, ...], for the four axes over the scores."""
     batch = x.shape[:-3]
     if all(size == 1 for size in batch):
         return x.reshape(1, *x.shape[-3:])
@@ -121,7 +121,7 @@ def flat_batch(x: Array, dims: Dims) -> Array:
 
 
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
-    """Tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
+    """Return tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
     empty = Tiles(block_q, block_k, q_pos, q_pos, k_pos, k_pos)
     return empty._replace(
         q_min=empty.least(q_pos),
@@ -132,7 +132,9 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
 
 
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
-    """The place of all scores, [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1], [*B|1, 1, 1, S].
+    """Return the coordinates of all scores of a call.
+
+    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S].
 
     Args:
       dims: of the call.

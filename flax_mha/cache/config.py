@@ -43,14 +43,14 @@ class CacheConfig:
         """
         if self.slots is None:
             return None
-        reach = None if mask is None else masks.as_mask(mask).reach()
-        if reach is None or reach >= self.slots:
+        window = None if mask is None else masks.as_mask(mask).max_lookback()
+        if window is None or window >= self.slots:
             raise ValueError(
                 f"CacheConfig.slots={self.slots} keeps the last {self.slots} tokens, so the "
                 f"layer's mask must see none before them, got mask={mask}; give "
                 f"mask=masks.Window(W, 0) with W at most {self.slots - 1}"
             )
-        return reach
+        return window
 
     def empty(self, k: jax.Array, v: jax.Array, mask: masks.MaskLike | None) -> KVCache:
         """A cache with room for as many tokens as those of keys [*B, S, K, H] and values."""

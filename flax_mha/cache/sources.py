@@ -91,8 +91,8 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
                 f"one that takes them, or to none; got it for one, and keys of {k[-3]} tokens"
             )
         return
-    reach = None if mask is None else masks.as_mask(mask).reach()
-    if kv.window is not None and (reach is None or reach > kv.window):
+    lookback = None if mask is None else masks.as_mask(mask).max_lookback()
+    if kv.window is not None and (lookback is None or lookback > kv.window):
         raise ValueError(
             f"kv are from a ring buffer with a window of {kv.window}, so the mask of a layer that "
             f"takes them must see none before it, got mask={mask}; give masks.Window(W, 0) with W "

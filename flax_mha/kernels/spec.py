@@ -20,7 +20,7 @@ from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks import Mask, Predicate
-from flax_mha.masks.base import placed, seen, validated
+from flax_mha.masks.base import evaluate, resolve, split_invalid
 from flax_mha.scores import Bias, Score, ScoreMod, Vectors, as_scores, changed
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
@@ -103,7 +103,7 @@ class AttentionSpec(struct.PyTreeNode):
         Returns:
           The scores, and where the mask allows; None for everywhere.
         """
-        allowed = None if self.mask is None else jnp.asarray(seen(self.mask, at))
+        allowed = None if self.mask is None else jnp.asarray(evaluate(self.mask, at))
         if allowed is not None and self.scores:
             # A derivative of NaN times 0 is NaN: what is masked must not enter the functions.
             score = jnp.where(allowed, score, 0.0)
@@ -195,7 +195,7 @@ def prepare(
     checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
     if sinks is not None and normalizer != SOFTMAX:
         raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
-    bound, invalid = (None, None) if mask is None else validated(masks.as_mask(mask).bind(dims))
+    bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
     if invalid is not None:
         q = _spoiled(q, jnp.swapaxes(jnp.asarray(invalid), -3, -2))
     spec = AttentionSpec(
@@ -211,7 +211,7 @@ def prepare(
         invalid=invalid,
     )
     if bound is not None:
-        spec = spec.replace(mask=placed(bound, spec.at(dims)))
+        spec = spec.replace(mask=resolve(bound, spec.at(dims)))
     _rehearse(spec, dims, q.dtype)
     return q, k, v, spec
 

@@ -163,10 +163,10 @@ def _even(length: int, most: int) -> int:
 
 
 def smallest_blocks(mask: Mask | None) -> tuple[int, int] | None:
-    """The least grain of a mask and of those that it is made of, None if none has any."""
-    found = (x.grain() for x in tree_nodes(mask) if isinstance(x, Mask))
-    grains = [grain for grain in found if grain is not None]
-    return (min(q for q, _ in grains), min(k for _, k in grains)) if grains else None
+    """Return the smallest blocks of a mask and of its parts, None if none has any."""
+    shapes = (x.block_shape() for x in tree_nodes(mask) if isinstance(x, Mask))
+    blocks = [shape for shape in shapes if shape is not None]
+    return (min(q for q, _ in blocks), min(k for _, k in blocks)) if blocks else None
 
 
 def _fitting(block: int, length: int) -> int:

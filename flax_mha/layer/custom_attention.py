@@ -16,7 +16,7 @@ from flax_mha.base.coordinates import Array
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.stored import dequantize
-from flax_mha.masks.base import seen
+from flax_mha.masks.base import evaluate
 
 Function = Callable[..., Any]
 
@@ -86,7 +86,7 @@ def run(
         )
     table = None
     if spec.mask is not None:
-        allowed = seen(spec.mask, spec.at(dims))
+        allowed = evaluate(spec.mask, spec.at(dims))
         table = jnp.broadcast_to(allowed, (*dims.B, allowed.shape[-3], dims.T, dims.S))
     call: dict[str, Any] = {
         "bias": bias, "mask": table, "broadcast_dropout": broadcast_dropout,

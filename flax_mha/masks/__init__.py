@@ -1,4 +1,4 @@
-"""Which keys a query may see.
+"""The keys that a query may see.
 
 A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed to the layer or to
 `dot_product_attention`; the kernels ask it about blocks of positions:
@@ -17,7 +17,7 @@ A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed 
 | `Prefix(length)` | j < length or j ≤ i |
 | `Dilated(step)` | (i − j) mod step = 0 |
 | `Neighborhood(sizes, window)` | it is in i's window, on a lattice of two, three, … axes |
-| `Chosen(blocks, query_block, key_block)` | ⌊j / key_block⌋ is chosen for i's block of queries |
+| `BlockSparse(blocks, query_block, key_block)` | ⌊j / key_block⌋ is one of i's blocks |
 | `Dense(array)` | the array says so |
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
 | `PerHead(masks)` | the head's mask says so |
@@ -36,7 +36,7 @@ are traced give NaN.
 
 Masks are pytrees: their arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of
 your own is a subclass with an `allowed` method, a `tiles` method if kernels are to skip what it
-excludes, and a `grain` method if they are to take its blocks for their tiles.
+excludes, and a `block_shape` method if they are to take its blocks for their tiles.
 """
 
 from flax_mha.base.coordinates import At as At
@@ -49,6 +49,7 @@ from flax_mha.masks.base import Not as Not
 from flax_mha.masks.base import Or as Or
 from flax_mha.masks.base import as_mask as as_mask
 from flax_mha.masks.base import combine as combine
+from flax_mha.masks.block_sparse import BlockSparse as BlockSparse
 from flax_mha.masks.block_sparse import Chosen as Chosen
 from flax_mha.masks.block_sparse import top_blocks as top_blocks
 from flax_mha.masks.per_token import Documents as Documents

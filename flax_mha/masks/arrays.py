@@ -10,8 +10,8 @@ from flax_mha.base.coordinates import Array
 from flax_mha.base.shapes import Dims
 
 
-def read(array: Array, dims: Dims) -> tuple[Array, Array | None]:
-    """A table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
+def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
+    """Read a table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
 
     Returns:
       (bools [*B|1, N|1, T|1, S|1]; where queries have other numbers, bool [*B|1, N|1, T|1, 1], or
@@ -28,19 +28,19 @@ def read(array: Array, dims: Dims) -> tuple[Array, Array | None]:
     shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
     _warn_of_rows(array.shape, dims)
     # Read before it is reshaped, which inside `jit` would make it a traced array.
-    table, invalid = bools(array)
+    table, invalid = as_bools(array)
     rank = len(dims.logits)
     if invalid is not None:
         invalid = shapes.lead(invalid, rank).any(-1, keepdims=True)
     return shapes.lead(table, rank), invalid
 
 
-def bools(array: Array) -> tuple[Array, Array | None]:
-    """A table as bools; if its numbers can't be read, also which of them are neither 0 nor 1."""
+def as_bools(array: Array) -> tuple[Array, Array | None]:
+    """Return a table as bools; if it can't be read, also True for numbers other than 0 and 1."""
     array = checks.as_numpy(array)
     if array.dtype == bool:
         return array, None
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.integer, jnp.floating)):
+    if not any(jnp.issubdtype(array.dtype, number) for number in (jnp.integer, jnp.floating)):
         raise TypeError(
             f"a mask must be of bools, or of 1 (may attend) and 0, got {array.dtype}; compare it "
             f"with something, as in ids > 0"
@@ -59,14 +59,14 @@ def bools(array: Array) -> tuple[Array, Array | None]:
 
 
 def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
-    """Warns of a shape that others take row by row of the batch, and NumPy otherwise."""
+    """Warn of a shape that others take row by row of the batch, and NumPy otherwise."""
     other = {
         (*dims.B, dims.S): "masks.Keys(mask)",
         (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
     }.get(shape)
     if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
-        read = ", ".join(("N", "T", "S")[-len(shape) :])
+        axes = ", ".join(("N", "T", "S")[-len(shape) :])
         checks.warn(
-            f"a mask of shape {shape} is read as [{read}], as NumPy broadcasts, and could be meant "
+            f"a mask of shape {shape} is read as [{axes}], as NumPy broadcasts, and could be meant "
             f"by rows of the batch; write {other} for that, or mask[None] for what it is read as"
         )

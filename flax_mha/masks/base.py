@@ -1,9 +1,9 @@
-"""What a mask is, and the algebra of masks."""
+"""The base of masks, and their algebra."""
 
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, Node, ScoreArray, Tiles, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.arrays import read
+from flax_mha.masks.arrays import read_table
 from flax_mha.masks.tiles import FULL, both, either, tile_state
 
 
@@ -23,7 +23,7 @@ class Mask(Node):
     __array_ufunc__ = None
 
     def bind(self, dims: Dims) -> "Mask":
-        """Checks the mask's arrays against a call, and gives each the rank of the logits.
+        """Check the mask's arrays against a call, and give each the rank of the logits.
 
         A bound mask's arrays have shape [*B|1, N|1, T|1, S|1]. Axes of size 1 stand for all.
         """
@@ -31,11 +31,11 @@ class Mask(Node):
         return self
 
     def allowed(self, at: At) -> Array:
-        """Tells which pairs may attend: bool, broadcastable to the scores at those places."""
+        """Return True for pairs that may attend: bool, broadcastable to the scores at `at`."""
         raise NotImplementedError(f"{type(self).__name__} must define allowed(at)")
 
     def tiles(self, tiles: Tiles) -> Array:
-        """Tells of each tile whether none (EMPTY), all (FULL) or some (PARTIAL) may attend.
+        """Return for each tile if no pair (EMPTY), all (FULL) or some (PARTIAL) may attend.
 
         Where in doubt, PARTIAL is always right.
 
@@ -45,12 +45,20 @@ class Mask(Node):
         del tiles
         return tile_state(np.True_, np.False_)
 
+    def max_lookback(self) -> int | None:
+        """Return the most positions before its own that a query may see; None if not known."""
+        return self.reach()
+
+    def block_shape(self) -> tuple[int, int] | None:
+        """Return the queries and keys of the blocks that it allows or forbids whole, if any."""
+        return self.grain()
+
     def reach(self) -> int | None:
-        """How many positions before its own a query may see at most; None if that is not known."""
+        """Return the default of `max_lookback`, which had this name in 0.3."""
         return None
 
     def grain(self) -> tuple[int, int] | None:
-        """Queries and keys of the blocks that it allows or forbids whole; None without such."""
+        """Return the default of `block_shape`, which had this name in 0.3."""
         return None
 
     def dense(
@@ -77,7 +85,7 @@ class Mask(Node):
         dims = Dims(checks.sizes("batch", batch), T, S, num_heads, num_heads, 1, 1)
         q_pos = shapes.positions("q_positions", q_positions, (*dims.B, T), "T")
         k_pos = shapes.positions("kv_positions", kv_positions, (*dims.B, S), "S")
-        return jnp.broadcast_to(seen(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
+        return jnp.broadcast_to(evaluate(self.bind(dims), whole(dims, q_pos, k_pos)), dims.logits)
 
     def show(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
@@ -90,7 +98,7 @@ class Mask(Node):
         places = {"q_positions": q_positions, "kv_positions": kv_positions}
         table = np.asarray(self.dense(T, S, batch, num_heads, **places))
         table = table.reshape(-1, *table.shape[-2:])[0]
-        return "\n".join("".join("█" if seen else "·" for seen in line) for line in table)
+        return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in table)
 
     def __and__(self, other: "MaskLike") -> "Mask":
         return And((self, as_mask(other)))
@@ -118,46 +126,40 @@ class Mask(Node):
 MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
-class _Combined(Mask):
-    """Several masks joined by one operator."""
+class _Joined(Mask):
+    """Several masks joined by one operator, on pairs and on tiles."""
 
     masks: tuple[Mask, ...]
+    _of_pairs: ClassVar[Any]
+    _of_tiles: ClassVar[Any]
 
     def bind(self, dims: Dims) -> Self:
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
 
+    def allowed(self, at: At) -> Array:
+        return functools.reduce(self._of_pairs, (evaluate(mask, at) for mask in self.masks))
 
-class And(_Combined):
+    def tiles(self, tiles: Tiles) -> Array:
+        return functools.reduce(self._of_tiles, (mask.tiles(tiles) for mask in self.masks))
+
+
+class And(_Joined):
     """Allowed where every one of its masks allows."""
 
-    def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        return functools.reduce(operator.and_, (seen(mask, at) for mask in self.masks))
+    _of_pairs, _of_tiles = staticmethod(operator.and_), staticmethod(both)
 
-    def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
-        return functools.reduce(both, (mask.tiles(tiles) for mask in self.masks))
-
-    def reach(self) -> int | None:
-        """See `Mask.reach`."""
-        known = [reach for mask in self.masks if (reach := mask.reach()) is not None]
-        return min(known, default=None)
+    def max_lookback(self) -> int | None:
+        lookbacks = [mask.max_lookback() for mask in self.masks]
+        return min((x for x in lookbacks if x is not None), default=None)
 
 
-class Or(_Combined):
+class Or(_Joined):
     """Allowed where any of its masks allows."""
 
-    def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        return functools.reduce(operator.or_, (seen(mask, at) for mask in self.masks))
+    _of_pairs, _of_tiles = staticmethod(operator.or_), staticmethod(either)
 
-    def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
-        return functools.reduce(either, (mask.tiles(tiles) for mask in self.masks))
-
-    def reach(self) -> int | None:
-        """See `Mask.reach`."""
-        return farthest(self.masks)
+    def max_lookback(self) -> int | None:
+        return greatest_lookback(self.masks)
 
 
 class Not(Mask):
@@ -166,15 +168,12 @@ class Not(Mask):
     mask: Mask
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         return self.replace(mask=self.mask.bind(dims))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        return ~seen(self.mask, at)
+        return ~evaluate(self.mask, at)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         return FULL - self.mask.tiles(tiles)
 
 
@@ -194,44 +193,43 @@ class Dense(Mask):
     invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
-        array, invalid = read(self.array, dims)
+        array, invalid = read_table(self.array, dims)
         return self.replace(array=ScoreArray(array), invalid=invalid)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return jnp.asarray(self.array.array)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         array = self.array.array
         return tile_state(tiles.greatest(array), tiles.least(array))
 
 
-class Placed(Mask):
+class PositionDependent(Mask):
     """A mask that becomes another one once the positions of all queries and keys are known."""
 
-    def placed(self, at: At) -> Mask:
-        """The bound mask that it becomes, given the places of all scores of a call."""
-        raise NotImplementedError(f"{type(self).__name__} must define placed(at)")
+    def resolve(self, at: At) -> Mask:
+        """Return the bound mask that it becomes, given the places of all scores of a call."""
+        raise NotImplementedError(f"{type(self).__name__} must define resolve(at)")
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        return self.placed(at).allowed(at)
+        return self.resolve(at).allowed(at)
 
 
-def placed(mask: Mask, at: At) -> Mask:
-    """The bound mask with each `Placed` part replaced by what it becomes at those places."""
+def resolve(mask: Mask, at: At) -> Mask:
+    """Replace each `PositionDependent` part of a bound mask by the mask it becomes at `at`."""
 
-    def is_one(x: Any) -> bool:
-        return isinstance(x, Placed)
+    def is_dependent(x: Any) -> bool:
+        return isinstance(x, PositionDependent)
 
-    found: Mask = jax.tree.map(lambda x: x.placed(at) if is_one(x) else x, mask, is_leaf=is_one)
-    return found
+    def replace(x: Any) -> Any:
+        return x.resolve(at) if is_dependent(x) else x
+
+    resolved: Mask = jax.tree.map(replace, mask, is_leaf=is_dependent)
+    return resolved
 
 
-def seen(mask: Mask, at: At) -> Array:
-    """What a mask allows at those places; one of a user's own has to say so in bools."""
+def evaluate(mask: Mask, at: At) -> Array:
+    """Return the pairs that a mask allows; check that a mask of a user's own gives bools."""
     allowed: Any = mask.allowed(at)
     if isinstance(allowed, bool):
         allowed = np.asarray(allowed)
@@ -248,38 +246,38 @@ def seen(mask: Mask, at: At) -> Array:
     return shapes.lead(allowed, len(shape))
 
 
-def validated(mask: Mask) -> tuple[Mask, Array | None]:
-    """Takes out of a bound mask which queries it has no valid answer for.
+def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
+    """Return a bound mask, and apart from it the queries without a valid answer.
 
-    Those are of tables with other numbers than 0 and 1, and of more runs than were said.
+    They meet other numbers than 0 and 1 in a table, or are of more runs than were said.
 
     Returns:
-      (the mask without `invalid`; bool [*B|1, N|1, T|1, 1], or None if there are none).
+      (the mask without `invalid`, if any; bool [*B|1, N|1, T|1, 1], or None if there are none).
     """
     nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
     invalid = [getattr(x, "invalid", None) for x in nodes]
     if all(x is None for x in invalid):
         return mask, None
     nodes = [x.replace(invalid=None) if hasattr(x, "invalid") else x for x in nodes]
-    found = functools.reduce(operator.or_, (x for x in invalid if x is not None))
-    return jax.tree.unflatten(tree, nodes), found
+    queries = functools.reduce(operator.or_, (x for x in invalid if x is not None))
+    return jax.tree.unflatten(tree, nodes), queries
 
 
 def as_mask(mask: MaskLike) -> Mask:
-    """A mask as it is; an array as `Dense`."""
+    """Return a mask as it is, and an array as `Dense`."""
     if isinstance(mask, Mask):
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
         return Dense(mask)
-    given: Any = mask
+    other: Any = mask
     remedy = "convert it with jnp.asarray(mask, bool)"
-    if given is None:
+    if other is None:
         remedy = "leave it out; masks.combine(a, b) takes None for no mask"
-    elif isinstance(given, type):
-        remedy = f"give {given.__name__}(…), with its parentheses"
-    elif callable(given):
+    elif isinstance(other, type):
+        remedy = f"give {other.__name__}(…), with its parentheses"
+    elif callable(other):
         remedy = "give masks.Predicate(fn)"
-    elif isinstance(given, str):
+    elif isinstance(other, str):
         remedy = "give masks.Causal(), say"
     raise TypeError(
         f"a mask must be a flax_mha.masks.Mask or a bool array, got {type(mask).__name__}; {remedy}"
@@ -287,12 +285,13 @@ def as_mask(mask: MaskLike) -> Mask:
 
 
 def combine(*masks: MaskLike | None) -> Mask | None:
-    """The conjunction of those that are not None; None if there is none."""
-    given = tuple(as_mask(mask) for mask in masks if mask is not None)
-    return And(given) if len(given) > 1 else next(iter(given), None)
+    """Combine masks by `&`, leaving out None; return None if there is no mask."""
+    joined = tuple(as_mask(mask) for mask in masks if mask is not None)
+    return And(joined) if len(joined) > 1 else next(iter(joined), None)
 
 
-def farthest(masks: Sequence[Mask]) -> int | None:
-    """The greatest reach of several masks, None if one of them is not known."""
-    known = [reach for mask in masks if (reach := mask.reach()) is not None]
+def greatest_lookback(masks: Sequence[Mask]) -> int | None:
+    """Return the greatest lookback of several masks, None if one of them is not known."""
+    lookbacks = [mask.max_lookback() for mask in masks]
+    known = [x for x in lookbacks if x is not None]
     return max(known) if len(known) == len(masks) else None

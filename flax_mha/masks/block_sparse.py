@@ -1,4 +1,4 @@
-"""A mask of blocks of keys that are chosen by data: by what queries and keys hold."""
+"""A mask of blocks of keys that data chooses."""
 
 import functools
 import math
@@ -24,19 +24,19 @@ MOST = 128
 NOWHERE = np.int32(np.iinfo(np.int32).min)
 
 
-class Chosen(Mask):
+class BlockSparse(Mask):
     """Each block of queries sees the blocks of keys that are chosen for it.
 
     The i-th query of the call sees the key at position j when ⌊j / key_block⌋ is one of
-    blocks[row, head, ⌊i / query_block⌋]. Causality is `Causal() & Chosen(...)`. What is chosen may
-    be traced: kernels that go by tiles visit those alone that are chosen, forward and backward.
+    blocks[row, head, ⌊i / query_block⌋]. Causality is `Causal() & BlockSparse(...)`. They may be
+    traced: kernels that go by tiles visit those alone, forward and backward.
 
     Attributes:
       blocks: int, broadcastable to [*B, N, nq, k]: for each of nq = ⌈T / query_block⌉ blocks of
         queries, in their order as given, the indices of k ≤ 128 blocks of keys. A negative index
         chooses nothing, nor does one beyond the last key, and one that comes twice counts once.
-        What is chosen for each key/value head is given for its query heads by `jnp.repeat(blocks,
-        N // K, axis=-3)`.
+        Repeat the blocks of each key/value head for its query heads: `jnp.repeat(blocks, N // K,
+        axis=-3)`.
       query_block: queries of a block; the last may have fewer.
       key_block: keys of a block, from position 0 on.
 
@@ -49,19 +49,21 @@ class Chosen(Mask):
     key_block: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`: for each of the k an array over the queries."""
-        sizes = {"Chosen.query_block": self.query_block, "Chosen.key_block": self.key_block}
+        sizes = {
+            "BlockSparse.query_block": self.query_block,
+            "BlockSparse.key_block": self.key_block,
+        }
         checks.positive(**sizes)
-        chosen = checks.integers("Chosen.blocks", self.blocks)
+        chosen = checks.integers("BlockSparse.blocks", self.blocks)
         nq = -(-dims.T // self.query_block)
         if chosen.ndim < 2 or not 1 <= chosen.shape[-1] <= MOST:
             raise ValueError(
-                f"Chosen.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MOST} blocks of "
-                f"keys, got {chosen.shape}; choose fewer and larger ones, or give a table as "
-                f"masks.Dense"
+                f"BlockSparse.blocks must have shape [*B, N, {nq}, k], of k from 1 to {MOST} "
+                f"blocks of keys, got {chosen.shape}; choose fewer and larger ones, or give a "
+                f"table as masks.Dense"
             )
         shapes.check_broadcasts(
-            "Chosen.blocks", chosen.shape, (*dims.B, dims.N, nq, chosen.shape[-1]),
+            "BlockSparse.blocks", chosen.shape, (*dims.B, dims.N, nq, chosen.shape[-1]),
             "[*B, N, nq, k]",
             f"there are {nq} blocks of {self.query_block} of the {dims.T} queries; those of a "
             f"key/value head are given for its query heads by jnp.repeat(blocks, N // K, axis=-3)",
@@ -69,20 +71,18 @@ class Chosen(Mask):
         chosen = shapes.lead(_once(chosen), len(dims.logits))
         if chosen.shape[-2] > 1:
             xp: Any = np if is_static(chosen) else jnp
-            *rest, k = chosen.shape
-            chosen = xp.broadcast_to(chosen[..., None, :], (*rest, self.query_block, k))
-            chosen = chosen.reshape(*rest[:-1], -1, k)[..., : dims.T, :]
+            *lead, nq, k = chosen.shape
+            chosen = xp.broadcast_to(chosen[..., None, :], (*lead, nq, self.query_block, k))
+            chosen = chosen.reshape(*lead, -1, k)[..., : dims.T, :]
         return self.replace(
             blocks=tuple(ScoreArray(chosen[..., c : c + 1]) for c in range(chosen.shape[-1]))
         )
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         block = at.k // self.key_block
         return functools.reduce(operator.or_, (block == x.array for x in self.blocks))
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`: how many of a tile's blocks of keys its queries see, some and all."""
         first, last = (x[..., None, :] // self.key_block for x in (tiles.k_min, tiles.k_max))
         count: Any = 0
         for x in self.blocks:
@@ -92,16 +92,19 @@ class Chosen(Mask):
             count = count + ((chosen >= first) & (chosen <= last)).astype(np.int32)
         return tile_state((count > 0).any(-2), (count > last - first).all(-2))
 
-    def grain(self) -> tuple[int, int]:
-        """See `Mask.grain`."""
+    def block_shape(self) -> tuple[int, int]:
         return self.query_block, self.key_block
+
+
+# The name in 0.3.
+Chosen = BlockSparse
 
 
 def top_blocks(
     scores: Array, count: int, *, query_block: int, key_block: int, causal: bool = True,
     positions: Array | None = None, visible: Array | None = None,
 ) -> Mask:  # fmt: skip
-    """The blocks of keys of the highest scores, so many for each block of queries.
+    """Choose for each block of queries the `count` blocks of keys with the highest scores.
 
     Causal, a block of queries has its own blocks, those of its own positions, whatever their scores
     are; and the others among those that end before its first query. So no query is told of later
@@ -113,14 +116,14 @@ def top_blocks(
       count: how many to choose, the own ones among them; where there are fewer, all.
       query_block: queries of a block.
       key_block: keys of a block, from position 0 on.
-      causal: see above.
+      causal: True if a query sees no later key.
       positions: int [nq] or [*B, nq], where the blocks of queries begin (default: one after the
         other from 0 on).
       visible: bool, broadcastable to the scores: False for a block of keys that another mask hides
         from all queries of a block. It is not chosen, even as an own one (default: all True).
 
     Returns:
-      `Causal() & Chosen(...)`, or without causality `Chosen(...)`.
+      `Causal() & BlockSparse(...)`, or without causality `BlockSparse(...)`.
 
     Raises:
       ValueError, TypeError: if the scores have no such shape or dtype, or count can't hold the
@@ -155,19 +158,19 @@ def top_blocks(
         shapes.check_broadcasts("visible", visible.shape, scores.shape, "the scores", remedy)
         scores = jnp.where(shapes.lead(visible, scores.ndim), scores, -jnp.inf)
     best, chosen = _best(scores, min(count, nk), query_block)
-    mask = Chosen(jnp.where(best == -jnp.inf, -1, chosen), query_block, key_block)
+    mask = BlockSparse(jnp.where(best == -jnp.inf, -1, chosen), query_block, key_block)
     return Causal() & mask if causal else mask
 
 
 def _check_count(count: int, query_block: int, key_block: int, consecutive: bool) -> None:
-    """Check that so many blocks hold those that a block of queries stands in."""
+    """Check that `count` blocks hold all in which a block of queries stands."""
     if consecutive and not (query_block % key_block and key_block % query_block):
-        own = -(-query_block // key_block)
+        least = -(-query_block // key_block)
     else:
-        own = (query_block + key_block - 2) // key_block + 1
-    if count < own:
+        least = (query_block + key_block - 2) // key_block + 1
+    if count < least:
         raise ValueError(
-            f"count must be at least {own}, the blocks of {key_block} keys that {query_block} "
+            f"count must be at least {least}, the blocks of {key_block} keys that {query_block} "
             f"queries can be in, got {count}; choose more, or take smaller blocks of queries"
         )
 
@@ -190,7 +193,7 @@ def _best(scores: jax.Array, count: int, query_block: int) -> tuple[jax.Array, j
 
 
 def _once(chosen: Array) -> Array:
-    """Indices of blocks with NOWHERE for those that choose nothing more."""
+    """Return indices of blocks, with NOWHERE for those that choose nothing more."""
     xp: Any = np if is_static(chosen) else jnp
     chosen = xp.sort(chosen, axis=-1)
     before = xp.concatenate([xp.full_like(chosen[..., :1], NOWHERE), chosen[..., :-1]], axis=-1)

@@ -9,7 +9,7 @@ from flax import struct
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, Tiles
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.base import Dense, Mask, Placed
+from flax_mha.masks.base import Dense, Mask, PositionDependent
 from flax_mha.masks.positional import Causal
 from flax_mha.masks.tiles import both, either, is_static, tile_state
 
@@ -26,17 +26,14 @@ class Lengths(Mask):
     q: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         q = None if self.q is None else _per_row("Lengths.q", self.q, dims)
         return self.replace(kv=_per_row("Lengths.kv", self.kv, dims, per_query=True), q=q)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        real = at.k < self.kv.array
-        return real if self.q is None else real & (at.q < self.q.array)
+        allowed = at.k < self.kv.array
+        return allowed if self.q is None else allowed & (at.q < self.q.array)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         low, high = tiles.least(self.kv.array), tiles.greatest(self.kv.array)
         verdict = tile_state(tiles.k_min < high, tiles.k_max < low)
         if self.q is None:
@@ -56,7 +53,6 @@ class Keys(Mask):
     real: Any
 
     def bind(self, dims: Dims) -> Mask:
-        """See `Mask.bind`: a table of keys alone."""
         real = checks.array("Keys.real", self.real)
         if real.shape not in {(dims.S,), (*dims.B, dims.S)}:
             raise ValueError(
@@ -72,11 +68,11 @@ class Segments(Mask):
     Attributes:
       q: int [*B, T] (or [T]), the segment of each query.
       kv: int [*B, S] (or [S]), the segment of each key (default: q).
-      runs: whether the tokens of a segment stand together, one segment after another. An id that
+      runs: True if the tokens of a segment stand together, one segment after another. An id that
         comes again after others is then a new segment; `kv` is q. Some kernels take runs alone;
         of ids that are known before tracing they see by themselves whether they are.
-      at_most: how many runs a row has at most, which kernels need whose memory grows with it. The
-        outputs of queries in later ones are NaN.
+      at_most: the most runs of a row, for kernels whose memory grows with it. The outputs of
+        queries in later ones are NaN.
       invalid: of a bound mask, where those are: bool [*B|1, 1, T, 1]; None if there are none.
     """
 
@@ -87,7 +83,6 @@ class Segments(Mask):
     invalid: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         q = shapes.per_token("Segments.q", self.q, (*dims.B, dims.T))
         kv = self.q if self.kv is None else self.kv
         kv = shapes.per_token("Segments.kv", kv, (*dims.B, dims.S), "S")
@@ -96,7 +91,7 @@ class Segments(Mask):
             self._check()
             q = kv = _runs(q)
             bound = self._bounded(q)
-        elif most := _found_runs(q, kv):
+        elif most := _count_runs(q, kv):
             q = kv = _runs(q)
             bound = self.replace(runs=True, at_most=most)
         else:
@@ -116,26 +111,24 @@ class Segments(Mask):
             )
 
     def _bounded(self, index: Array) -> Self:
-        """Adds the number of runs, if it is known; else marks queries of runs beyond at_most."""
-        found = int(index.max(initial=0)) + 1 if is_static(index) else None
-        most = self.at_most or found
+        """Add the number of runs, if it is known; else mark queries of runs beyond at_most."""
+        count = int(index.max(initial=0)) + 1 if is_static(index) else None
+        most = self.at_most or count
         if most is None:
             return self
-        if found is None:
+        if count is None:
             return self.replace(invalid=(index >= most)[..., None, :, None])
-        if found > most:
+        if count > most:
             raise ValueError(
-                f"Segments.at_most = {most} must not be less than the runs of a row, got {found}; "
-                f"give at_most={found}"
+                f"Segments.at_most = {most} must not be less than the runs of a row, got {count}; "
+                f"give at_most={count}"
             )
-        return self.replace(at_most=found)
+        return self.replace(at_most=count)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return self.q.array == self.kv.array
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         (q_low, q_high), (k_low, k_high) = (
             (tiles.least(x), tiles.greatest(x)) for x in (self.q.array, self.kv.array)
         )
@@ -143,7 +136,7 @@ class Segments(Mask):
         return tile_state(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
 
 
-class Documents(Placed):
+class Documents(PositionDependent):
     """Tokens see those of their own document, of several that stand one after another in a row.
 
     The first has positions from 0 on. Tokens after the last document are one of their own:
@@ -156,7 +149,6 @@ class Documents(Placed):
     lengths: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`: the positions where documents end, [rows|1, documents]."""
         lengths = checks.integers("Documents.lengths", self.lengths)
         if lengths.ndim == 0 or lengths.shape[:-1] not in {(), dims.B}:
             raise ValueError(
@@ -165,11 +157,12 @@ class Documents(Placed):
             )
         checks.within("Documents.lengths", lengths, None, "a length counts tokens")
         xp: Any = np if is_static(lengths) else jnp
+        # Of a bound mask, the positions where documents end.
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
-    def placed(self, at: At) -> Mask:
-        """See `Placed`: segments, of which each token's is how many documents end before it."""
+    def resolve(self, at: At) -> Mask:
+        """Return segments: each token's is the number of documents that end before it."""
         ends = self.lengths
         if len(ends) == 1:
             ends = shapes.lead(ends, at.q.ndim + 1)
@@ -192,25 +185,22 @@ class Prefix(Mask):
     length: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         if jnp.ndim(self.length) == 0:
             length = shapes.lead(checks.integers("Prefix.length", self.length), len(dims.logits))
             return self.replace(length=ScoreArray(length))
         return self.replace(length=_per_row("Prefix.length", self.length, dims))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return (at.k < self.length.array) | (at.k <= at.q)
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         length = self.length.array
         prefix = tile_state(tiles.k_min < length, tiles.k_max < length)
         return either(prefix, Causal().tiles(tiles))
 
 
 def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
-    """Lengths [*B] (or [*B, T]) over the scores, [*B, 1, 1|T, 1]."""
+    """Return lengths [*B] (or [*B, T]) as an array over the scores, [*B, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
     if lengths.shape == dims.B:
         return ScoreArray(lengths.reshape(*dims.B, 1, 1, 1))
@@ -223,8 +213,8 @@ def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Sc
     )
 
 
-def _found_runs(q: Array, kv: Array) -> int | None:
-    """How many runs a row has at most, if ids are known, alike, and stand so; else None."""
+def _count_runs(q: Array, kv: Array) -> int | None:
+    """Return the most runs of a row, if ids are known, equal, and stand in runs; else None."""
     if not is_static(q, kv) or not q.size or not np.array_equal(q, kv):
         return None
     rows = q.reshape(-1, q.shape[-1])
@@ -233,7 +223,7 @@ def _found_runs(q: Array, kv: Array) -> int | None:
 
 
 def _runs(ids: Array) -> Array:
-    """The number of each token's run, from 0 on, int32 [..., L] as ids."""
+    """Return the number of each token's run, from 0 on, int32 [..., L] as ids."""
     xp: Any = np if is_static(ids) else jnp
     new = ids[..., 1:] != ids[..., :-1]
     first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))

@@ -1,4 +1,4 @@
-"""The masks by name."""
+"""Masks of positions: causal, windows, lattices, any function."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from flax import struct
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.coordinates import Array, At, Tiles
 from flax_mha.base.shapes import Dims
-from flax_mha.masks.base import Mask, as_mask, farthest, seen
+from flax_mha.masks.base import Mask, as_mask, evaluate, greatest_lookback
 from flax_mha.masks.tiles import both, is_static, tile_state
 
 
@@ -20,11 +20,9 @@ class Causal(Mask):
     """A query sees its own position and the ones before: j ≤ i."""
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return at.k <= at.q
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         return tile_state(tiles.k_min <= tiles.q_max, tiles.k_max <= tiles.q_min)
 
 
@@ -40,22 +38,20 @@ class Window(Mask):
     right: int | None = struct.field(pytree_node=False, default=None)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
-        for name, reach in (("left", self.left), ("right", self.right)):
-            if reach is None:
+        for name, limit in (("left", self.left), ("right", self.right)):
+            if limit is None:
                 continue
-            checks.static(f"Window.{name}", reach)
-            if isinstance(reach, bool) or not isinstance(reach, int):
-                raise TypeError(f"Window.{name} must be an int or None, got {reach!r}")
+            checks.static(f"Window.{name}", limit)
+            if isinstance(limit, bool) or not isinstance(limit, int):
+                raise TypeError(f"Window.{name} must be an int or None, got {limit!r}")
             # Positions and what is added to them have to fit int32 together.
-            if not 0 <= reach < 2**30:
+            if not 0 <= limit < 2**30:
                 raise ValueError(
-                    f"Window.{name} must be at least 0 and below 2³⁰, got {reach}; None is no limit"
+                    f"Window.{name} must be at least 0 and below 2³⁰, got {limit}; None is no limit"
                 )
         return self
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         near = jnp.ones((1,) * at.q.ndim, bool)
         if self.left is not None:
             near = near & (at.k >= at.q - self.left)
@@ -64,7 +60,6 @@ class Window(Mask):
         return near
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         verdict: Array = tile_state(np.True_, np.True_)
         if self.left is not None:
             far = tiles.k_max >= tiles.q_min - self.left
@@ -74,8 +69,7 @@ class Window(Mask):
             verdict = both(verdict, tile_state(far, tiles.k_max <= tiles.q_min + self.right))
         return verdict
 
-    def reach(self) -> int | None:
-        """See `Mask.reach`."""
+    def max_lookback(self) -> int | None:
         return self.left
 
 
@@ -92,7 +86,6 @@ class Predicate(Mask):
     args: tuple[jax.Array, ...] = ()
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         args = checks.arguments("Predicate.args", self.args)
         checks.function(
             "Predicate.fn", self.fn, "(row, head, i, j, *args) -> bool",
@@ -101,7 +94,6 @@ class Predicate(Mask):
         return self.replace(args=args)
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return self.fn(at.row, at.head, at.q, at.k, *self.args)
 
 
@@ -115,7 +107,6 @@ class PerHead(Mask):
     masks: Sequence[Mask]
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         if not isinstance(self.masks, tuple | list):
             raise TypeError(
                 f"PerHead needs a sequence of masks, one for each of the {dims.N} query heads, got "
@@ -129,11 +120,10 @@ class PerHead(Mask):
         return self.replace(masks=tuple(as_mask(mask).bind(dims) for mask in self.masks))
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         shape = jnp.broadcast_shapes(*(x.shape for x in at))
 
         def of(mask: Mask) -> jax.Array:
-            return jnp.broadcast_to(seen(mask, at), shape)
+            return jnp.broadcast_to(evaluate(mask, at), shape)
 
         if at.head.size == 1:
             return jax.lax.switch(at.head.reshape(()), [lambda m=m: of(m) for m in self.masks])
@@ -143,7 +133,6 @@ class PerHead(Mask):
         return table
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         each = [shapes.lead(mask.tiles(tiles), tiles.q_min.ndim) for mask in self.masks]
         if tiles.heads is not None:
             table = jnp.asarray(each[0])
@@ -155,9 +144,8 @@ class PerHead(Mask):
         xp = np if is_static(*each) and not symbols.is_symbolic(*shape) else jnp
         return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
 
-    def reach(self) -> int | None:
-        """See `Mask.reach`."""
-        return farthest(self.masks)
+    def max_lookback(self) -> int | None:
+        return greatest_lookback(self.masks)
 
 
 class Dilated(Mask):
@@ -174,16 +162,13 @@ class Dilated(Mask):
     step: int = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         checks.positive(**{"Dilated.step": self.step})
         return self
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
         return (at.q - at.k) % self.step == 0
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         least, most = tiles.q_min - tiles.k_max, tiles.q_max - tiles.k_min
         some = most // self.step * self.step >= least
         return tile_state(some, (least == most) & some if self.step > 1 else some)
@@ -206,7 +191,6 @@ class Neighborhood(Mask):
     window: int | Sequence[int] = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `Mask.bind`."""
         sizes, window = checks.sizes("Neighborhood.sizes", self.sizes), self.window
         window = (window,) * len(sizes) if isinstance(window, int) else window
         window = checks.sizes("Neighborhood.window", window)
@@ -227,22 +211,20 @@ class Neighborhood(Mask):
         return self.replace(sizes=sizes, window=window)
 
     def _axes(self) -> Iterator[tuple[int, int, int]]:
-        """Of each axis its size, its window, and how many tokens one step on it is."""
+        """Yield for each axis its size, its window, and the tokens of one step along it."""
         window: Any = self.window  # Of a bound mask one for each axis.
         for n, (size, w) in enumerate(zip(self.sizes, window, strict=True)):
             yield size, w, math.prod(self.sizes[n + 1 :])
 
     def allowed(self, at: At) -> Array:
-        """See `Mask.allowed`."""
-        found: Any = True
+        allowed: Any = True
         for size, window, stride in self._axes():
             first = _first(at.q // stride % size, size, window)
             k = at.k // stride % size
-            found = (k >= first) & (k < first + window) & found
-        return found
+            allowed = (k >= first) & (k < first + window) & allowed
+        return allowed
 
     def tiles(self, tiles: Tiles) -> Array:
-        """See `Mask.tiles`."""
         verdict: Array = tile_state(np.True_, np.True_)
         for size, window, stride in self._axes():
             q_min, q_max = _span(tiles.q_min, tiles.q_max, stride, size)
@@ -254,12 +236,12 @@ class Neighborhood(Mask):
 
 
 def _first(c: Array, size: int, window: int) -> Array:
-    """The first key of a query's window."""
+    """Return the first key of a query's window."""
     return (c - window // 2).clip(0, size - window)
 
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
-    """The least and the greatest coordinate on an axis of the tokens from first to last."""
+    """Return the least and the greatest coordinate on an axis of tokens from first to last."""
     xp: Any = np if is_static(first, last) else jnp
     first, last = first // stride, last // stride
     whole = first // size != last // size

@@ -12,7 +12,7 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def tile_state(some: Any, every: Any) -> Array:
-    """EMPTY, PARTIAL or FULL from whether some and whether all pairs of a tile may attend."""
+    """Return EMPTY, PARTIAL or FULL, given if some and if all pairs of a tile may attend."""
     return some.astype(np.int8) + every.astype(np.int8)
 
 

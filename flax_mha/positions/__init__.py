@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoidal and rotary formulas, and a learned table."""
+"""Positions of tokens: sinusoidal and rotary formulas, and a learned table."""
 
 from flax_mha.positions.axial import Axial as Axial
 from flax_mha.positions.axial import MRope as MRope

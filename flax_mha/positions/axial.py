@@ -23,10 +23,10 @@ class Axial:
     Attributes:
       sizes: tokens of each axis, such as (height, width) or (frames, height, width).
       base: the ratio of the slowest to the fastest wavelength.
-      interleaved: which features are a pair, see `rotary`.
+      interleaved: pairs of neighbours, see `rotary`.
       span: coordinates of each axis run from −span to span, at the centers of its tokens
         (DINOv3: 2π), in place of 0 … n − 1.
-      prefix: how many tokens before the lattice do not turn: class tokens.
+      prefix: the number of tokens before the lattice, which do not turn: class tokens.
 
     Raises:
       ValueError: if fields do not fit, or a position is known to be beyond the lattice. Where it is
@@ -51,10 +51,10 @@ class Axial:
             checks.number("Axial.span", self.span)
 
     def _sizes(self) -> tuple[int, ...]:
-        found = checks.sizes("Axial.sizes", self.sizes)
-        if not found:
+        sizes = checks.sizes("Axial.sizes", self.sizes)
+        if not sizes:
             raise ValueError("Axial.sizes must have a size for each axis, got none")
-        return found
+        return sizes
 
     def check(self, positions: checks.Integers) -> int:
         """Return the number of places, prefix and lattice, if no position is known to be beyond."""
@@ -65,24 +65,24 @@ class Axial:
         return end
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Turns x [*B, T, N, H] by where its tokens stand, int [T] or [*B, T]."""
-        x, sizes = rope.heads(x), self._sizes()
+        """Rotate x [*B, T, N, H] by the positions of its tokens, int [T] or [*B, T]."""
+        x, sizes = rope.check_heads(x), self._sizes()
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
-        pairs = _share(x.shape[-1], len(sizes))
+        pairs = _pairs_per_axis(x.shape[-1], len(sizes))
         at = jnp.maximum(positions - self.prefix, 0)
-        each = []
+        by_axis = []
         for n, size in enumerate(sizes):
-            c = rope.floats(at // math.prod(sizes[n + 1 :]) % size)
+            c = rope.as_floats(at // math.prod(sizes[n + 1 :]) % size)
             if self.span is not None:
                 c = self.span * ((2 * c + 1) / size - 1)
-            each.append(rope.angles(c, pairs, 1 / pairs, self.base))
-        theta = jnp.concatenate(each, -1)
+            by_axis.append(rope.compute_angles(c, pairs, 1 / pairs, self.base))
+        theta = jnp.concatenate(by_axis, -1)
         outside = (positions < 0) | (positions >= end)
         theta = jnp.where((positions < self.prefix)[..., None], 0.0, theta)
         theta = jnp.where(outside[..., None], jnp.nan, theta)
-        return rope.turn(x, theta, self.interleaved)
+        return rope.rotate_pairs(x, theta, self.interleaved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +110,8 @@ class MRope:
         rope.check_base(self.base)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Turns x [*B, T, N, H]."""
-        x, sections = rope.heads(x), tuple(self.sections)
+        """Rotate x [*B, T, N, H]."""
+        x, sections = rope.check_heads(x), tuple(self.sections)
         at = jnp.asarray(checks.integers("positions", positions))
         rows, pairs = x.shape[:-2], sum(sections)
         if 2 * pairs != x.shape[-1]:
@@ -126,14 +126,14 @@ class MRope:
                 f"positions must have shape [*B, T, {len(sections)}] or [*B, T] with [*B, T] = "
                 f"{rows}, got {at.shape}; give each token a coordinate for each section"
             )
-        theta = rope.angles(at, pairs, 1 / pairs, self.base)
+        theta = rope.compute_angles(at, pairs, 1 / pairs, self.base)
         ends = [sum(sections[:n]) for n in range(len(sections) + 1)]
-        each = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
-        return rope.turn(x, jnp.concatenate(each, -1), False)
+        by_section = [theta[..., n, ends[n] : ends[n + 1]] for n in range(len(sections))]
+        return rope.rotate_pairs(x, jnp.concatenate(by_section, -1), False)
 
 
-def _share(features: int, axes: int) -> int:
-    """How many pairs each axis turns."""
+def _pairs_per_axis(features: int, axes: int) -> int:
+    """Return the number of pairs that each axis turns."""
     if features % (2 * axes):
         raise ValueError(
             f"Axial turns pairs, the same number for each of {axes} axes, so H must be a multiple "

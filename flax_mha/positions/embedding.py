@@ -21,7 +21,7 @@ def sinusoidal(
     halves: bool = False,
     dtype: Dtype = jnp.float32,
 ) -> jax.Array:
-    """The sinusoidal position encoding of the Transformer.
+    """Return the sinusoidal position encoding of the Transformer.
 
         P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
 
@@ -34,14 +34,14 @@ def sinusoidal(
       positions: int [*P], or a length T that stands for 0 … T−1.
       features: D; an odd D ends with a sine. With `halves` even, and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
-      halves: see above.
+      halves: True for sines first, then cosines.
       dtype: of the result; the angles are computed in float32.
 
     Returns:
       [*P, D].
 
     Raises:
-      ValueError: if there are not so many features.
+      ValueError: if features, base or positions do not fit.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
@@ -62,15 +62,15 @@ def sinusoidal(
                 f"halves of sines and cosines need an even number of features, at least 4, got "
                 f"{features}; choose another, or halves=False"
             )
-        angles = rope.angles(at, features // 2, 1 / (features // 2 - 1), base)
+        angles = rope.compute_angles(at, features // 2, 1 / (features // 2 - 1), base)
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
-    angles = rope.angles(at, (features + 1) // 2, 2 / features, base)
+    angles = rope.compute_angles(at, (features + 1) // 2, 2 / features, base)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(*at.shape, features + features % 2)[..., :features].astype(dtype)
 
 
 class PositionEmbedding(nn.Module):
-    """Adds a position encoding to token features.
+    """A layer that adds a position encoding to token features.
 
     Attributes:
       kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
@@ -89,7 +89,7 @@ class PositionEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Maps x [*B, T, D] to x + P at positions int [T] or [*B, T] (default 0 … T−1).
+        """Return x [*B, T, D] + P at positions int [T] or [*B, T] (default 0 … T−1).
 
         Where a learned table has no such row, the result is NaN.
 
@@ -103,8 +103,8 @@ class PositionEmbedding(nn.Module):
         checks.optional(max_length=self.max_length)
         T, D = x.shape[-2:]
         dtype = self.dtype or x.dtype
-        given = symbols.count_up(T) if positions is None else positions
-        at = shapes.per_token("positions", given, x.shape[:-1])
+        positions = symbols.count_up(T) if positions is None else positions
+        at = shapes.per_token("positions", positions, x.shape[:-1])
         if self.kind == "none":
             return x.astype(dtype)
         if self.kind != "learned":

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: angles that grow with position, by which pairs of features turn."""
+"""Rotary position embeddings: pairs of features turn by angles that grow with position."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,28 +11,28 @@ from flax_mha.base import checks, shapes
 from flax_mha.positions.rope_scaling import Growing, Scaling
 
 
-def floats(positions: jax.Array) -> jax.Array:
-    """Positions as float32 (float64 if given)."""
+def as_floats(positions: jax.Array) -> jax.Array:
+    """Return positions as float32 (float64 stays)."""
     at = jnp.asarray(positions)
     return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
 
 
-def angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
-    """The angle of pair c, positions / base^(c·step): [*P, pairs], float32 (float64 if given)."""
-    at = floats(positions)
+def compute_angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
+    """Return the angle of each pair c, positions / base^(c·step): [*P, pairs] in float32 or 64."""
+    at = as_floats(positions)
     c = jnp.arange(pairs, dtype=at.dtype)
     return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)
 
 
-def turn(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -> jax.Array:
-    """Turns the first 2·P features of x [*B, T, N, H] by angles [*B|1, T, P], and scales them.
+def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -> jax.Array:
+    """Rotate the first 2·P features of x [*B, T, N, H] by angles [*B|1, T, P], and scale them.
 
     Pairs are (0, 1), (2, 3), … if interleaved, (0, P), (1, P + 1), … else. In the dtype of x,
     computed in that of the angles.
     """
     theta = shapes.lead(theta[..., None, :], x.ndim)  # The same turn for every head.
     R = 2 * theta.shape[-1]
-    turned, rest = x[..., :R].astype(theta.dtype), x[..., R:]
+    turned, unturned = x[..., :R].astype(theta.dtype), x[..., R:]
     cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
     if interleaved:
         x1, x2 = turned[..., ::2], turned[..., 1::2]
@@ -43,17 +43,17 @@ def turn(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -
         turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
     else:
         turned = jnp.concatenate(pairs, axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), unturned], axis=-1)
 
 
 def check_base(base: float) -> None:
-    """The base of the wavelengths must be positive."""
+    """Check that the base of the wavelengths is positive."""
     if checks.number("base", base) <= 0:
         raise ValueError(f"base must be above 0, got {base}; 10,000 is the usual one")
 
 
-def heads(x: jax.Array) -> jax.Array:
-    """Queries or keys [*B, T, N, H], checked."""
+def check_heads(x: jax.Array) -> jax.Array:
+    """Return queries or keys, if they have the shape [*B, T, N, H]."""
     checks.floating("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
@@ -72,7 +72,7 @@ def rotary(
     interleaved: bool = False,
     scaling: Scaling | None = None,
 ) -> jax.Array:
-    """Rotary position embedding: turns pairs of features by an angle that grows with position.
+    """Apply a rotary position embedding: turn pairs of features by angles that grow with position.
 
         (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
 
@@ -97,7 +97,7 @@ def rotary(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    heads(x)
+    check_heads(x)
     positions = shapes.per_token("positions", positions, x.shape[:-2])
     checks.flag("interleaved", interleaved)
     check_base(base)
@@ -108,20 +108,20 @@ def rotary(
             f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
         )
     if scaling is None:
-        return turn(x, angles(positions, R // 2, 2 / R, base), interleaved)
+        return rotate_pairs(x, compute_angles(positions, R // 2, 2 / R, base), interleaved)
     if not isinstance(scaling, Scaling):
         raise TypeError(
             f"scaling must be of flax_mha.positions, got {checks.describe(scaling)}; give "
             f"Llama3(factor=8, original_length=8192), say"
         )
-    at = floats(positions)
+    at = as_floats(positions)
     if isinstance(scaling, Growing):
         # Of the row, up to the newest of these tokens.
         turns, size = scaling(R, base, jnp.max(at, axis=-1, keepdims=True) + 1)
     else:
         theta, size = scaling(R, base)
         turns = shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
-    return turn(x, at[..., None] * turns, interleaved, size)
+    return rotate_pairs(x, at[..., None] * turns, interleaved, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,5 +134,5 @@ class Rotary:
     scaling: Scaling | None = None
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """See `rotary`."""
+        """Call `rotary` with these settings."""
         return rotary(x, positions, **vars(self))

@@ -1,7 +1,7 @@
-"""How rotary embeddings turn more slowly, for sequences longer than those of training.
+"""Scalings of rotary embeddings, for sequences longer than those of training.
 
 Pair c of R features turns by the angle i·θ_c at position i, with θ_c = base^(−2c/R). A scaling
-changes the θ_c, and perhaps the size of what is turned.
+changes the θ_c, and perhaps the size of the queries and keys.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from flax_mha.base import checks, shapes
 
 
 def frequencies(R: int, base: float) -> np.ndarray:
-    """θ_c for the pairs of R features, float64 [R/2]."""
+    """Return θ_c for the pairs of R features, float64 [R/2]."""
     return base ** (-np.arange(0, R, 2) / R)
 
 
@@ -34,7 +34,7 @@ class Interpolation:
         _check(self, ("factor",))
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """The scaled θ [R/2], and what queries and keys are multiplied by."""
+        """Return the scaled θ [R/2], and the factor of queries and keys."""
         return frequencies(R, base) / self.factor, 1.0
 
 
@@ -51,7 +51,6 @@ class Ntk:
         _check(self, ("factor",))
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """See `Interpolation.__call__`."""
         return frequencies(R, base * self.factor ** (R / max(R - 2, 1))), 1.0
 
 
@@ -63,12 +62,12 @@ class Yarn:
     the other. Queries and keys are multiplied by `attention_factor`.
 
     Attributes:
-      factor: see above.
+      factor: the divisor of θ of slow pairs.
       original_length: of training, in tokens.
-      beta_fast: see above.
-      beta_slow: see above.
-      attention_factor: see above (default: 0.1·ln(factor) + 1).
-      truncate: whether the ramp begins and ends at whole indices, as in the paper's code.
+      beta_fast: turns from which a pair keeps θ.
+      beta_slow: turns up to which a pair has θ/factor.
+      attention_factor: the factor of queries and keys (default: 0.1·ln(factor) + 1).
+      truncate: True if the ramp begins and ends at whole indices, as in the paper's code.
 
     Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023.
     """
@@ -88,7 +87,6 @@ class Yarn:
         checks.flag("Yarn.truncate", self.truncate)
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """See `Interpolation.__call__`."""
         theta = frequencies(R, base)
 
         def index(turns: float) -> float:
@@ -112,10 +110,10 @@ class Llama3:
     Between them the mean of both, weighted by (original_length / wavelength − low) / (high − low).
 
     Attributes:
-      factor: see above.
+      factor: the divisor of θ of long waves.
       original_length: of training, in tokens.
-      low: see above.
-      high: see above.
+      low: turns in that length, up to which a wave is long.
+      high: turns from which it is short.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, and its code.
     """
@@ -134,7 +132,6 @@ class Llama3:
             )
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """See `Interpolation.__call__`."""
         theta = frequencies(R, base)
         turns = self.original_length * theta / (2 * math.pi)
         kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
@@ -199,7 +196,6 @@ class LongRope:
         checks.number("LongRope.attention_factor", self.attention_factor)
 
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
-        """See `DynamicNtk.__call__`."""
         if not len(self.short) == len(self.long) == R // 2:
             raise ValueError(
                 f"LongRope.short and long must have R/2={R // 2} numbers, one for each pair, got "

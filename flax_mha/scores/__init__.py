@@ -1,10 +1,10 @@
-"""What happens to a score between q·kᵀ·scale and the mask.
+"""Functions of scores, between q·kᵀ·scale and the mask.
 
 >>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
 
 Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
 
-| score | what becomes of the score s of query i and key j |
+| score | the new score, given the score s of query i and key j |
 |---|---|
 | `Bias(array)` | s + array |
 | `SoftCap(c)` | c·tanh(s / c) |

@@ -1,4 +1,4 @@
-"""What a score function is, and what is done with several of them."""
+"""The base of score functions, and how several of them are read and applied."""
 
 import collections
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
 class Make(Protocol):
-    """Makes a parameter of a module."""
+    """A function that makes a parameter of a module."""
 
     def __call__(
         self, name: str, shape: shapes.Shape, names: Names, init: Initializer = ..., /
     ) -> jax.Array:
-        """That of a name and a shape, with logical names of its axes."""
+        """Make the parameter of a name and a shape, with logical names of its axes."""
         ...
 
 
 class ScoreMod(Node):
-    """The base of all: a function of a score and of where it stands.
+    """The base of all scores: a function of a score and its coordinates.
 
-    A subclass that says `vectors = True` sees the vectors of query and key too, and defines
+    A subclass with `vectors = True` sees the vectors of query and key too, and defines
     `of_vectors` in place of `__call__`.
     """
 
@@ -44,35 +44,35 @@ class ScoreMod(Node):
         return self
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """The new score, of the same shape and dtype."""
+        """Return the new score, of the same shape and dtype."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """The new score, where `vectors` is true.
+        """Return the new score, if `vectors` is True.
 
         Args:
           score: [..., T, S], of a whole call or of a tile, float32 at least.
-          at: where it stands; `at.head[..., 0, 0]` has the axes before those two.
+          at: its coordinates; `at.head[..., 0, 0]` has the axes before those two.
           q: [..., T, H], the queries times the scale of the call, in the dtype of the score.
-          k: [..., S, H], the keys likewise. Under a mask what is not finite is 0 in q and k; it
-            shows in the score.
+          k: [..., S, H], the keys, in the same dtype. Under a mask, entries that are not finite
+            are 0 in q and k, and show in the score.
         """
         raise NotImplementedError(f"{type(self).__name__} must define of_vectors(score, at, q, k)")
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """With the arrays that it lacks, as parameters of a module of N heads of H features."""
+        """Return it with the arrays that it lacks, as parameters of a module of N heads of H."""
         del num_heads, head_dim, make
         return self
 
 
-def learned(given: Any, num_heads: int, head_dim: int, make: Make) -> tuple[ScoreMod, ...]:
-    """The scores of a module, with the arrays that they lack as its parameters.
+def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[ScoreMod, ...]:
+    """Return the scores of a module, with the arrays that they lack as its parameters.
 
     Args:
-      given: its field.
+      scores: its field.
       num_heads: N.
       head_dim: H.
-      make: makes its parameters. Of several of one name the second is called `name_1`.
+      make: makes its parameters. The second of one name is called `name_1`.
     """
     count: collections.Counter[str] = collections.Counter()
 
@@ -83,32 +83,32 @@ def learned(given: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Scor
         name = name if count[name] == 1 else f"{name}_{count[name] - 1}"
         return make(name, shape, names, init)
 
-    return tuple(mod.learned(num_heads, head_dim, numbered) for mod in as_scores(given))
+    return tuple(mod.learned(num_heads, head_dim, numbered) for mod in as_scores(scores))
 
 
-def without_vectors(what: str, *given: Sequence[ScoreMod]) -> None:
-    """No score may see queries and keys of a layer whose own are not those of its heads."""
-    names = [type(mod).__name__ for scores in given for mod in as_scores(scores) if mod.vectors]
+def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
+    """Refuse scores that see queries and keys, if a layer multiplies others than its heads'."""
+    names = [type(mod).__name__ for scores in fields for mod in as_scores(scores) if mod.vectors]
     if names:
         raise ValueError(
-            f"{what} has no scores that see queries and keys, for those that it multiplies are not "
+            f"{name} has no scores that see queries and keys, for those that it multiplies are not "
             f"those of its heads, got {', '.join(names)}; leave it out"
         )
 
 
-def as_scores(given: Any) -> tuple[ScoreMod, ...]:
-    """A sequence of them as a tuple."""
-    if isinstance(given, ScoreMod):
+def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
+    """Return a sequence of scores as a tuple."""
+    if isinstance(scores, ScoreMod):
         raise TypeError(
-            f"scores must be a sequence, got one {type(given).__name__}; give it as "
-            f"scores=({type(given).__name__}(…),), with the comma"
+            f"scores must be a sequence, got one {type(scores).__name__}; give it as "
+            f"scores=({type(scores).__name__}(…),), with the comma"
         )
-    if not isinstance(given, Sequence) or isinstance(given, str):
+    if not isinstance(scores, Sequence) or isinstance(scores, str):
         raise TypeError(
-            f"scores must be a sequence of those in flax_mha.scores, got {checks.describe(given)}; "
-            f"give scores=(SoftCap(50.0),), say, or () for none"
+            f"scores must be a sequence of those in flax_mha.scores, got "
+            f"{checks.describe(scores)}; give scores=(SoftCap(50.0),), say, or () for none"
         )
-    for mod in given:
+    for mod in scores:
         if isinstance(mod, ScoreMod):
             continue
         remedy = "give one of those in flax_mha.scores"
@@ -117,11 +117,11 @@ def as_scores(given: Any) -> tuple[ScoreMod, ...]:
         elif callable(mod):
             remedy = "give scores.Score(fn), a function (score, row, head, i, j) -> score"
         raise TypeError(f"scores must be of flax_mha.scores, got {checks.describe(mod)}; {remedy}")
-    return tuple(given)
+    return tuple(scores)
 
 
 def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = None) -> jax.Array:
-    """What one of them makes of a score, in its shape and dtype; a user's own may be mistaken."""
+    """Return the new score, in shape and dtype of the old; check a function of a user's own."""
     new = mod.of_vectors(score, at, *vectors) if vectors and mod.vectors else mod(score, at)
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):

@@ -1,4 +1,4 @@
-"""Scores that biases, caps, slopes and functions of a user's own make."""
+"""Biases, caps, slopes, and functions of a user's own."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -24,7 +24,6 @@ class Bias(ScoreMod):
     array: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         array = jnp.asarray(checks.floating("bias", self.array))
         shapes.check_broadcasts(
             "bias", array.shape, dims.logits, "[*B, N, T, S]",
@@ -33,12 +32,14 @@ class Bias(ScoreMod):
         return self.replace(array=ScoreArray(shapes.lead(array, len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         return score + self.array.array.astype(score.dtype)
 
 
 class SoftCap(ScoreMod):
-    """c·tanh(score / c): no score beyond ±c.
+    """c·tanh(score / c): scores stay within ±c.
+
+    Attributes:
+      cap: c.
 
     Source: Gemma Team, "Gemma 2", 2024.
     """
@@ -46,14 +47,12 @@ class SoftCap(ScoreMod):
     cap: float = struct.field(pytree_node=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         cap = checks.number("SoftCap.cap", self.cap)
         if not cap > 0:
             raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
         return self.replace(cap=cap)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         return self.cap * jnp.tanh(score / self.cap)
 
 
@@ -69,13 +68,11 @@ class Alibi(ScoreMod):
     slopes: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
         slopes = _per_head("Alibi.slopes", slopes, dims)
         return self.replace(slopes=ScoreArray(shapes.lead(slopes[:, None, None], len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         slope = self.slopes.array.astype(score.dtype)
         return score - slope * jnp.abs(at.q - at.k).astype(score.dtype)
 
@@ -88,7 +85,7 @@ class Score(ScoreMod):
         batch row and the head, the positions of query and key) and of args; returns the new score.
       args: arrays and numbers that fn needs; floating arrays take gradients. Traced arrays must be
         given here, not in fn's closure.
-      vectors: whether fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
+      vectors: True if fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
@@ -96,30 +93,27 @@ class Score(ScoreMod):
     vectors: bool = struct.field(pytree_node=False, default=False)
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         args = checks.arguments("Score.args", self.args)
-        seen = 2 if checks.flag("Score.vectors", self.vectors) else 0
-        names, words = (" q, k,", ", their vectors") if seen else ("", "")
+        vectors = 2 if checks.flag("Score.vectors", self.vectors) else 0
+        names, words = (" q, k,", ", their vectors") if vectors else ("", "")
         checks.function(
             "Score.fn", self.fn, f"(score, row, head, i, j,{names} *args) -> score",
             f"take the score, its row, its head, the positions of query and key{words}, then args",
-            5 + seen + len(args),
+            5 + vectors + len(args),
         )  # fmt: skip
         return self.replace(args=args)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         return self.fn(score, *at, *self.args)
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """See `ScoreMod.of_vectors`."""
         return self.fn(score, *at, q, k, *self.args)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """The slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
+    """Return the slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
 
-    For other numbers of heads, those of the power below, then every other of the power above.
+    For other N, these are the slopes for the power below, then every other one for the power above.
     """
     n = 2 ** (num_heads.bit_length() - 1)
     first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)

@@ -1,4 +1,4 @@
-"""Scores by how far a key stands from its query."""
+"""Scores by the distance of a key from its query."""
 
 import functools
 import math
@@ -25,10 +25,10 @@ class RelativeBias(ScoreMod):
     Attributes:
       table: [N, buckets]; None in the field `scores` of a layer or a stack, whose parameter
         `relative_bias` it then is.
-      bidirectional: whether keys before and after the query have buckets of their own; if not,
-        keys after it share that of distance 0.
-      max_distance: from which all distances share the last bucket.
-      buckets: of a table that is to be made.
+      bidirectional: True if keys before and after the query have separate buckets; if False, keys
+        after it share the bucket of distance 0.
+      max_distance: the distance from which all share the last bucket.
+      buckets: the number of buckets of a learned table.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
     """
@@ -39,7 +39,6 @@ class RelativeBias(ScoreMod):
     buckets: int = struct.field(pytree_node=False, default=32)
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """See `ScoreMod.learned`."""
         if self.table is not None:
             return self
         checks.positive(**{"RelativeBias.buckets": self.buckets})
@@ -47,8 +46,7 @@ class RelativeBias(ScoreMod):
         return self.replace(table=make("relative_bias", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
-        table = _given("RelativeBias", "table", self.table)
+        table = _as_floating("RelativeBias", "table", self.table)
         checks.flag("RelativeBias.bidirectional", self.bidirectional)
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
@@ -59,7 +57,6 @@ class RelativeBias(ScoreMod):
         return self.replace(table=table)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         bucket = relative_bucket(
             at.k - at.q, self.table.shape[1], self.bidirectional, self.max_distance
         )
@@ -78,8 +75,8 @@ class Relative(ScoreMod):
     Attributes:
       table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], from distance −L on; None in the
         field `scores` of a layer or a stack, whose parameter `relative_keys` it then is.
-      max_distance: L, of a table that is to be made.
-      per_head: whether that is to have the heads.
+      max_distance: L, of a learned table.
+      per_head: True if a learned table has an axis of heads.
 
     Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
     2018, equation 5; there are none for values.
@@ -91,7 +88,6 @@ class Relative(ScoreMod):
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """See `ScoreMod.learned`."""
         if self.table is not None:
             return self
         checks.positive(**{"Relative.max_distance": self.max_distance})
@@ -101,8 +97,7 @@ class Relative(ScoreMod):
         return self.replace(table=make("relative_keys", shape, names))
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
-        table = _given("Relative", "table", self.table)
+        table = _as_floating("Relative", "table", self.table)
         *heads, rows, H = (0, 0, *table.shape)[-max(table.ndim, 2) :]
         if heads not in ([], [dims.N]) or rows % 2 == 0 or H != dims.H:
             raise ValueError(
@@ -112,9 +107,8 @@ class Relative(ScoreMod):
         return self.replace(table=table)
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """See `ScoreMod.of_vectors`."""
         table = self.table.astype(score.dtype)
-        table = of_head(table, at) if table.ndim == 3 else shapes.lead(table, score.ndim)
+        table = take_heads(table, at) if table.ndim == 3 else shapes.lead(table, score.ndim)
         by_distance = jnp.einsum("...th,...rh->...tr", q, table)
         far = table.shape[-2] // 2
         distance = jnp.clip(at.k - at.q, -far, far) + far
@@ -136,7 +130,7 @@ class TransformerXL(ScoreMod):
         they then are.
       position_bias: v, [N, H].
       kernel: W, [D, N, H].
-      features: D, of a W that is to be made (default: N·H).
+      features: D, of a learned W (default: N·H).
       base: of the wavelengths.
 
     Source: Dai et al., "Transformer-XL", 2019, section 3.3; the call's scale is 1/√H there.
@@ -150,7 +144,6 @@ class TransformerXL(ScoreMod):
     vectors = True
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """See `ScoreMod.learned`."""
         checks.optional(**{"TransformerXL.features": self.features})
         heads, names = (num_heads, head_dim), ("heads", None)
         features = self.features or num_heads * head_dim
@@ -161,16 +154,15 @@ class TransformerXL(ScoreMod):
             "kernel": ((features, *heads), (None, *names), init),
         }
         made = {
-            name: make(f"relative_{name}", *how)
-            for name, how in missing.items()
+            name: make(f"relative_{name}", *parameter)
+            for name, parameter in missing.items()
             if getattr(self, name) is None
         }
         return self.replace(**made)
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         names = ("content_bias", "position_bias", "kernel")
-        u, v, kernel = (_given("TransformerXL", name, getattr(self, name)) for name in names)
+        u, v, kernel = (_as_floating("TransformerXL", name, getattr(self, name)) for name in names)
         if checks.number("TransformerXL.base", self.base) <= 0:
             raise ValueError(f"TransformerXL.base must be above 0, got {self.base}; give 10000.0")
         heads = (dims.N, dims.H)
@@ -189,11 +181,11 @@ class TransformerXL(ScoreMod):
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
         """See `ScoreMod.of_vectors`.
 
-        No r_d is ever made: sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w), and so on, so that
-        what each query makes of all distances is a product with sinusoids of the keys' places.
+        No r_d is ever made: sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w), and so on, so the
+        sum over r_d is a product with sinusoids of the keys' positions.
         """
         u, v, kernel = (
-            of_head(x.astype(score.dtype), at)
+            take_heads(x.astype(score.dtype), at)
             for x in (self.content_bias, self.position_bias, self.kernel)
         )
         scale = q.shape[-1] ** -0.5
@@ -213,31 +205,31 @@ class TransformerXL(ScoreMod):
         return score + content + jnp.einsum("...td,...sd->...ts", q, waves)
 
     def _waves(self, places: Array, features: int, dtype: jnp.dtype) -> Vectors:
-        """Sines and cosines [..., T, D/2] of places [..., T, 1]."""
+        """Return sines and cosines [..., T, D/2] of places [..., T, 1]."""
         powers = 2 * np.arange(features // 2) / features
         waves = jnp.asarray(float(self.base) ** -powers, dtype)
         angles = jnp.asarray(places).astype(dtype) * shapes.lead(waves, places.ndim)
         return jnp.sin(angles), jnp.cos(angles)
 
 
-def of_head(x: jax.Array, at: At) -> jax.Array:
-    """Of x [N, ...] that of each score's head, with the axes before [T, S]."""
+def take_heads(x: jax.Array, at: At) -> jax.Array:
+    """Take from x [N, ...] the entry of each score's head, with the axes before [T, S]."""
     return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
 
 
-def _given(kind: str, name: str, x: Any) -> jax.Array:
+def _as_floating(owner: str, name: str, x: Any) -> jax.Array:
     if x is None:
         raise ValueError(
-            f"{kind} must have a {name} here, got None; give one, or give it in the field scores= "
+            f"{owner} must have a {name} here, got None; give one, or give it in the field scores= "
             f"of a layer or a stack, which learns one"
         )
-    return jnp.asarray(checks.floating(f"{kind}.{name}", x))
+    return jnp.asarray(checks.floating(f"{owner}.{name}", x))
 
 
 def relative_bucket(
     distance: Array, buckets: int, bidirectional: bool = True, max_distance: int = 128
 ) -> jax.Array:
-    """The bucket, int32, of each distance j − i; see `RelativeBias`."""
+    """Return the bucket, int32, of each distance j − i; see `RelativeBias`."""
     _check_distance(buckets, bidirectional, max_distance)
     distance = jnp.asarray(distance)
     first = jnp.zeros_like(distance)
@@ -264,7 +256,7 @@ def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]
     starts = []
     for m in range(1, count):
         d = math.floor(exact * (max_distance / exact) ** (m / count))
-        # Whether d is below the boundary is asked of its power, an integer of any size.
+        # Compare powers, which are exact integers, in place of d and the boundary.
         while d**count < max_distance**m * exact ** (count - m):
             d += 1
         starts.append(d)
@@ -272,7 +264,7 @@ def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]
 
 
 def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """Buckets that grow up to max_distance need room after the exact ones."""
+    """Check that buckets that grow up to max_distance have room after the exact ones."""
     exact = (buckets // 2 if bidirectional else buckets) // 2
     checks.positive(max_distance=max_distance)
     if max_distance <= exact:

@@ -19,7 +19,7 @@ from flax_mha.layer.parameters import Table
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.masks.base import placed
+from flax_mha.masks.base import resolve
 from flax_mha.masks.tiles import is_static
 from flax_mha.variants import common
 
@@ -40,14 +40,12 @@ class BlockSparse(Attention):
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """See `Attention.compute`."""
         common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """See `Attention.table`."""
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):
             raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
@@ -80,7 +78,7 @@ class BlockSparse(Attention):
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
         at = whole(dims, positions)
-        mask = placed(mask.bind(dims), at)
+        mask = resolve(mask.bind(dims), at)
         tiles = tiles_of(at.q, at.k, self.query_block, self.block)
         verdict = mask.tiles(tiles)
         past = tiles.k_max < at.q[..., :: self.query_block, :]

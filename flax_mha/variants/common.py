@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax_mha.base.coordinates import Array, At, map_score_arrays, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import dot_product_attention
-from flax_mha.masks.base import Mask, placed, seen
+from flax_mha.masks.base import Mask, evaluate, resolve
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
@@ -48,7 +48,7 @@ def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
         x = x if x.shape[-2] == 1 else jnp.take(x, q, -2, mode="clip")
         return x if k is None or x.shape[-1] == 1 else jnp.take(x, k, -1, mode="clip")
 
-    return seen(map_score_arrays(pick, mask), at._replace(q=pick(at.q), k=pick(at.k)))
+    return evaluate(map_score_arrays(pick, mask), at._replace(q=pick(at.q), k=pick(at.k)))
 
 
 def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
@@ -68,4 +68,4 @@ def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -
     def own(x: Array) -> Array:
         return x if x.shape[-1] == 1 else jnp.take_along_axis(x, index, -1, mode="clip")
 
-    return seen(map_score_arrays(own, placed(mask.bind(dims), at)), at)[..., 0]
+    return evaluate(map_score_arrays(own, resolve(mask.bind(dims), at)), at)[..., 0]

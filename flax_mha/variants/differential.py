@@ -31,7 +31,6 @@ class Differential(Attention):
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """See `Attention.compute`."""
         common.check_inputs("differential attention", x_q, x_k, x_v)
         _, K, _, _ = self.sizes(x_q.shape[-1])
         heads = core.project_heads(p, self, x_q, x_q, x_q, call, cache)
@@ -45,7 +44,6 @@ class Differential(Attention):
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """See `Attention.table`."""
         checks.number("offset", self.offset)
         absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
         common.check("differential attention", self, absent)

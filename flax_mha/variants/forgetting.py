@@ -38,7 +38,6 @@ class Forgetting(Attention):
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """See `Attention.compute`."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_q, x_k, x_v)
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
@@ -77,7 +76,6 @@ class Forgetting(Attention):
         return output._replace(cache=made, kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """See `Attention.table`."""
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
@@ -111,12 +109,10 @@ class _Forget(ScoreMod):
     k: Any
 
     def bind(self, dims: Dims) -> Self:
-        """See `ScoreMod.bind`."""
         q, k = (jnp.swapaxes(x, -1, -2) for x in (self.q, self.k))
         return self.replace(q=ScoreArray(q[..., None]), k=ScoreArray(k[..., None, :]))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        """See `ScoreMod.__call__`."""
         # The difference first: near pairs keep the digits that large sums have lost.
         return score + (self.q.array - self.k.array).astype(score.dtype)
 

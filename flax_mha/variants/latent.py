@@ -38,7 +38,6 @@ class Latent(Attention):
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """See `Attention.compute`."""
         common.check_inputs("latent attention", x_q, x_k, x_v)
         without_vectors("latent attention", call.scores)
         (_, _, H, _), R = self.sizes(x_q.shape[-1]), self.rope_dim
@@ -64,7 +63,6 @@ class Latent(Attention):
         return output._replace(cache=empty, kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """See `Attention.table`."""
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)
         if self.rotary is None:

@@ -29,7 +29,6 @@ class TalkingHeads(Attention):
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """See `Attention.compute`."""
         without_vectors("talking-heads attention", call.scores)
         if isinstance(cache, Shared):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
@@ -50,7 +49,6 @@ class TalkingHeads(Attention):
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
-        """See `Attention.table`."""
         common.check("talking-heads attention", self, ("attention_fn",))
         mixing = ArrayEntry((self.num_heads, self.num_heads), (None, "heads"), _identity)
         return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}

@@ -38,7 +38,7 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.cache import KVCache
-from flax_mha.masks.base import Placed
+from flax_mha.masks.base import PositionDependent
 from flax_mha.models import Decoder, LanguageModel, PatchEmbedding, TokenEmbedding, Translator
 from flax_mha.models.decoding import with_caches
 from flax_mha.models.generation import generate
@@ -103,7 +103,7 @@ class EmptyOfVectors(scores.ScoreMod):
     vectors = True
 
 
-class Nowhere(Placed):
+class Nowhere(PositionDependent):
     pass
 
 
@@ -256,12 +256,12 @@ KERNEL: list[Case] = [
             mask=masks.Keys(ones(2, 3, dtype=bool))),
     *kernel("Keys list", TypeError, r"Keys.real must be an array, got list",
             mask=masks.Keys([True] * 4)),
-    *kernel("Chosen floats", TypeError, r"Chosen.blocks must be integers, got float32; cast",
+    *kernel("Chosen floats", TypeError, r"BlockSparse.blocks must be integers, got float32; cast",
             mask=masks.Chosen(ones(2, 1), 2, 2)),
     *kernel("Chosen no queries", ValueError,
-            r"Chosen.query_block must be at least 1, got 0", mask=masks.Chosen([[0]], 0, 2)),
+            r"BlockSparse.query_block must be at least 1, got 0", mask=masks.Chosen([[0]], 0, 2)),
     *kernel("Chosen keys", TypeError,
-            r"Chosen.key_block must be an int, got 2.0", mask=masks.Chosen([[0]], 4, 2.0)),
+            r"BlockSparse.key_block must be an int, got 2.0", mask=masks.Chosen([[0]], 4, 2.0)),
     *kernel("Chosen rank", ValueError, r"shape \[\*B, N, 2, k\], of k from 1.*got \(2,\); choose",
             mask=masks.Chosen([0, 1], 2, 2)),
     *kernel("Chosen nothing", ValueError, r"of k from 1 to 128.*got \(2, 0\)",
@@ -302,7 +302,7 @@ KERNEL: list[Case] = [
     *kernel("an empty score of vectors", NotImplementedError,
             r"EmptyOfVectors must define of_vectors",
             scores=(EmptyOfVectors(),)),
-    *kernel("an empty mask by position", NotImplementedError, r"Nowhere must define placed\(at\)",
+    *kernel("an empty mask by position", NotImplementedError, r"Nowhere must define resolve\(at\)",
             mask=Nowhere()),
     *kernel("axes of a lattice", ValueError,
             r"a size and a window for each axis, got \(2, 2\) and \(1,\)",

@@ -249,4 +249,4 @@ def test_other_kernels_refuse_it(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
     found: list[str] = []
     jax.eval_shape(lambda blocks: found.append(asked(blocks)), jnp.zeros((8, 2), jnp.int32))
-    assert "Chosen" in found[0]
+    assert "BlockSparse" in found[0]

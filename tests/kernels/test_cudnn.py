@@ -288,7 +288,7 @@ def test_the_model_means_what_jax_nn_means(causal: bool, lengths: bool, window) 
             **{"query_seq_lengths": q_length, "key_value_seq_lengths": k_length} if lengths else {},
         )  # fmt: skip
     full = jnp.array([T, T]), jnp.array([S, S])
-    kind = primitives.Kind(H**-0.5, causal, None if window is None else window[0], False)
+    kind = primitives.CudnnCall(H**-0.5, causal, None if window is None else window[0], False)
     unused = jnp.zeros(0, q.dtype)
     got, _ = cudnn_model.forward(
         q, k, v, unused, *((q_length, k_length) if lengths else full), *(unused,) * 4,

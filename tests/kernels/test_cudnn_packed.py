@@ -288,7 +288,7 @@ def test_what_jax_makes_of_offsets() -> None:
     """In numbers, as cuDNN counts them: from the first of all rows, with heads of their own."""
     q, k = (jnp.zeros((2, 10, n, 8), jnp.bfloat16) for n in (4, 2))
     dims = Dims((2,), 10, 10, 4, 2, 8, 8)
-    ids = Documents(np.array([[3, 7], [10, 0]])).bind(dims).placed(whole(dims)).q.array
+    ids = Documents(np.array([[3, 7], [10, 0]])).bind(dims).resolve(whole(dims)).q.array
     runs = Runs(jnp.asarray(ids).reshape(2, 10), 3)
     lengths, offsets = runs.lengths(jnp.array([10, 10])), runs.offsets()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

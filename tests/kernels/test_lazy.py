@@ -3,12 +3,16 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info
 
-from flax_mha.base.coordinates import whole
+from flax_mha.base.coordinates import ScoreArray, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels import mask_parts, spec
-from flax_mha.masks import Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
+from flax_mha.kernels import spec
+from flax_mha.kernels.mask_parts import MaskParts, conjuncts
+from flax_mha.kernels.splash import mask as splash_mask
+from flax_mha.kernels.splash.segment_ids import merge_ids
+from flax_mha.masks import EMPTY, Causal, Lengths, Mask, Predicate, Prefix, Segments, Window
 
 EXTREMES = np.array([-(2**31), 2**31 - 1, 0, 1, 2, 3, 4, -1])
 
@@ -27,8 +31,9 @@ def test_ids_are_exact(lengths: bool, kinds: int) -> None:
         mask &= Lengths(jnp.array([20, 3, 0]), jnp.array([15, 10, 20]))
     mask = mask.bind(dims)
     call = spec.AttentionSpec(mask, (), None, None, None, None, 1.0)
-    (q, k), rest = mask_parts.split(call, dims)
-    assert not rest
+    parts = MaskParts.of(conjuncts(mask))
+    assert not parts.others
+    q, k = merge_ids(parts, call.at(dims), dims)
     np.testing.assert_array_equal((q[:, :, None] == k[:, None])[:, None], mask.allowed(whole(dims)))
 
 
@@ -42,10 +47,10 @@ def test_nothing_of_size_t_s_is_made_before_tracing(mask: Mask) -> None:
     length = 2**17
     dims = Dims((), length, length, 8, 8, 64, 64)
     call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-    lowered = mask.lower(call, dims, mask.Blocks(512, 512))
+    lowered = splash_mask.lower(call, dims, splash_mask.Blocks(512, 512))
     assert not isinstance(lowered, str)
     (known,) = lowered.masks
-    info, function = splash_attention_mask_info.process_mask(known, (512, 512))
+    info, function = mask_info.process_mask(known, (512, 512))
     assert function is not None
     assert info.partial_mask_blocks is None
     assert sum(x.nbytes for x in info if isinstance(x, np.ndarray)) < 2**20
@@ -57,10 +62,36 @@ def test_equal_masks_are_equal() -> None:
 
     def lowered(mask, dims=dims):
         call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
-        return mask.lower(call, dims, mask.Blocks(128, 128)).masks[0]
+        return splash_mask.lower(call, dims, splash_mask.Blocks(128, 128)).masks[0]
 
     same = lowered(Causal() & Window(7)), lowered(Causal() & Window(7))
     assert same[0] == same[1]
     assert hash(same[0]) == hash(same[1])
     for other in (lowered(Causal() & Window(8)), lowered(Causal() & Window(7), dims._replace(S=9))):
         assert other != same[0]
+
+
+@pytest.mark.parametrize("shift", [0, 1000])
+def test_one_entry_stands_for_a_block(shift: int) -> None:
+    """Splash reads from a mask what it reads from a table; where no key is seen, of one block."""
+    dims, blocks = Dims((), 500, 600, 1, 1, 8, 8), splash_mask.Blocks(128, 256)
+    i, j = np.arange(500)[:, None] - shift, np.arange(768)
+    call = spec.AttentionSpec(
+        (Causal() & Window(130)).bind(dims), (), None, None, ScoreArray(i[None]), None, 1.0
+    )
+    lowered = splash_mask.lower(call, dims, blocks)
+    assert not isinstance(lowered, str)
+    ((mask,),) = (group.masks for group in lowered.masks)
+    allowed = (j <= i) & (j >= i - 130) & (j < 600)
+    some = np.pad(allowed, ((0, 12), (0, 0))).reshape(4, 128, 3, 256).any((1, 3))
+    np.testing.assert_array_equal(mask.mask.block_states() > EMPTY, some)
+    some[0, 0] |= not some.any()
+    table = splash.MultiHeadMask([splash.NumpyMask(np.kron(some, np.ones(blocks)) > 0)])
+    for process in (mask_info.process_mask, mask_info.process_mask_dkv):
+        got, function = process(lowered.masks[0], tuple(blocks))
+        want, _ = process(table, tuple(blocks))
+        np.testing.assert_array_equal(got.data_next, want.data_next)
+        np.testing.assert_array_equal(got.block_mask > 0, want.block_mask > 0)
+        assert got.partial_mask_blocks is None
+        at = (np.broadcast_to(x, allowed.shape) for x in (i, j))
+        np.testing.assert_array_equal(function(*at), allowed)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention
-from flax_mha.masks import Causal, Predicate, Window
+from flax_mha.kernels.tile_plan import smallest_blocks
+from flax_mha.masks import BlockSparse, Causal, Chosen, Predicate, Window
 
 
 @pytest.mark.parametrize("answer", [True, np.bool_(False)], ids=repr)
@@ -33,3 +34,21 @@ def test_a_picture_of_queries_that_stand_elsewhere() -> None:
     table = Window(2, 0).dense(1, 4, (2,), q_positions=at, kv_positions=[4, 1, 2, 3])
     distance = at[:, None, :, None] - np.array([4, 1, 2, 3])
     np.testing.assert_array_equal(table, (distance >= 0) & (distance <= 2))
+
+
+class Named(Causal):
+    """A mask of a user's own, with methods by their names in 0.3."""
+
+    def reach(self) -> int:
+        return 3
+
+    def grain(self) -> tuple[int, int]:
+        return 16, 32
+
+
+def test_names_of_0_3() -> None:
+    assert Chosen is BlockSparse
+    mask = Window(5) & Named()
+    assert mask.max_lookback() == 3
+    assert (mask | Window(9)).max_lookback() == 9
+    assert smallest_blocks(mask & BlockSparse([[0]], 8, 64)) == (8, 32)

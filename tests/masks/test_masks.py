@@ -32,7 +32,7 @@ from flax_mha.masks import (
     Segments,
     Window,
 )
-from flax_mha.masks.base import placed
+from flax_mha.masks.base import resolve
 from tests.support.algebra import Expression, evaluate, expressions, near, same_document
 
 B, N, T, S = 2, 3, 5, 6
@@ -138,7 +138,7 @@ def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> 
     """EMPTY and FULL are what they say, for every tile."""
     mask, expected = meant(expression)
     at = whole(DIMS)
-    verdict = placed(mask.bind(DIMS), at).tiles(tiles_of(at.q, at.k, block_q, block_k))
+    verdict = resolve(mask.bind(DIMS), at).tiles(tiles_of(at.q, at.k, block_q, block_k))
     nq, nk = -(-T // block_q), -(-S // block_k)
     verdict = np.broadcast_to(verdict, (B, N, nq, nk))
     for q, k in np.ndindex(nq, nk):
@@ -178,7 +178,7 @@ def test_tiles_are_known_before_tracing(mask: Mask, empty: int, full: int) -> No
     """How many of the 4 × 4 tiles of 16 × 16 scores need no work, and no mask."""
     dims = Dims((), 16, 16, 1, 1, 1, 1)
     at = whole(dims)
-    verdict = placed(mask.bind(dims), at).tiles(tiles_of(at.q, at.k, 4, 4))
+    verdict = resolve(mask.bind(dims), at).tiles(tiles_of(at.q, at.k, 4, 4))
     assert isinstance(verdict, np.ndarray | np.generic)
     verdict = np.broadcast_to(verdict, (1, 4, 4))
     assert ((verdict == EMPTY).sum(), (verdict == FULL).sum()) == (empty, full)

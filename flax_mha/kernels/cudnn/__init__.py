@@ -4,7 +4,7 @@
 
 Memory is O(T + S), beside a bias that is given, and times the number of packed documents for the
 lse. Masks are native ones, never tables: causality, windows that end at the query, lengths (see
-`band`), packed documents (see `ragged`).
+`mask`), packed documents.
 
 What cuDNN leaves open is settled around it: a row that sees nothing, for which it may give NaN, is
 replaced forward and backward; NaN and infinity are taken out of its operands, and put back into the
@@ -32,7 +32,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn.mask import Band
-from flax_mha.kernels.cudnn.primitives import Kind
+from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.kernels.options import Platform
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.scores import Bias, SoftCap
@@ -45,7 +45,7 @@ OLDEST = (9, 10, 2)
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """The call made ready, or the reason why this kernel can't run it."""
+    """Make the call ready, or return the reason why this kernel can't run it."""
     dims = shapes.Dims.of(q, k, v)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
@@ -68,7 +68,7 @@ def lower(
 def _lacks(
     q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu, platform: Platform
 ) -> str | None:
-    """What a call asks for that cuDNN does not have, its mask and its bias apart."""
+    """Return what a call asks for and cuDNN lacks, its mask and its bias apart."""
     if device.capability < (8, 0) or device.cudnn < OLDEST:
         return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {device}"
     if not (dims.T and dims.S and math.prod(dims.B)):
@@ -123,7 +123,7 @@ def _refuses_cap(dims: Dims, device: primitives.Gpu) -> str | None:
 def _refuses_runs(
     spec: AttentionSpec, dims: Dims, device: primitives.Gpu, spread: bool
 ) -> str | None:
-    """What packed documents need more."""
+    """Return what packed documents need more."""
     if device.capability < (9, 0):
         return f"takes packed documents from compute capability 9.0 on, got {device.capability}"
     if dims.N != dims.K and not private_jax.PACKED_GROUPS:
@@ -168,13 +168,13 @@ def _attend(
         bias = jnp.maximum(bias, jnp.asarray(edge_cases.NOTHING, bias.dtype))
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
     # Without a mesh XLA divides it: JAX tells it how.
-    kind = Kind(float(scale), band.causal, band.left, spread, cap)
+    call = CudnnCall(float(scale), band.causal, band.left, spread, cap)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
     if recalled is not None:
         out, lse = recalled
         out = _filled(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
         recalled = out, lse.reshape(rows, dims.N, dims.T)
-    out, lse = edge_cases.attend(kind, spec.mask is not None, q, k, v, bias, sinks, band, recalled)
+    out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, recalled)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse.reshape(*dims.B, dims.N, dims.T)
 
@@ -184,5 +184,5 @@ def _filled(x: jax.Array, features: int) -> jax.Array:
 
 
 def _features(dims: Dims) -> int:
-    """Of queries, keys and values as cuDNN gets them."""
+    """Return the features of queries, keys and values as cuDNN gets them."""
     return 8 * -(-max(dims.H, dims.Hv) // 8)

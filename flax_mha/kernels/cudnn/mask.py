@@ -1,5 +1,6 @@
-"""Masks that are a band along the diagonal, within lengths and runs: those cuDNN takes natively."""
+"""Masks that cuDNN takes: a band along the diagonal, within lengths and runs."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from flax import struct
 
 from flax_mha.base.coordinates import Array, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.mask_parts import conjuncts
+from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
 from flax_mha.masks.tiles import is_static
@@ -26,7 +27,7 @@ class Band(struct.PyTreeNode):
     Attributes:
       q: int32 [rows|1], 0 … T.
       k: int32 [rows|1], 0 … S.
-      causal: whether j ≤ i is asked at all.
+      causal: True if j ≤ i is asked at all.
       left: how far back; None for all. Asked only with `causal`.
       runs: of packed documents; None for one document a row.
     """
@@ -38,14 +39,14 @@ class Band(struct.PyTreeNode):
     runs: "Runs | None" = None
 
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The lengths of queries and keys for cuDNN, at least 1, and where runs begin."""
+        """Return the lengths of queries and keys for cuDNN, at least 1, and where runs begin."""
         if self.runs is None:
-            # Rows without any are settled by us.
+            # Rows without any are set by `edge_cases`.
             return jnp.maximum(self.q, 1), jnp.maximum(self.k, 1), None
         return self.runs.lengths(self.q), self.runs.lengths(self.k), self.runs.offsets()
 
     def keys(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-        """The first key that each query sees and the one after the last, int32 [rows|1, T]."""
+        """Return the first key each query sees, and the one after the last, int32 [rows|1, T]."""
         i = jnp.arange(T, dtype=jnp.int32)[None]
         k = self.k[:, None]
         end = jnp.minimum(k, i + 1) if self.causal else jnp.broadcast_to(k, (len(self.k), T))
@@ -54,7 +55,7 @@ class Band(struct.PyTreeNode):
         return start, jnp.where(i < self.q[:, None], end, 0)
 
     def queries(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-        """The first query that sees each key and the one after the last, int32 [rows|1, S]."""
+        """Return the first query that sees each key, and one after the last, int32 [rows|1, S]."""
         j = jnp.arange(S, dtype=jnp.int32)[None]
         q = jnp.minimum(self.q, T)[:, None]
         end = jnp.broadcast_to(q, (len(self.q), S))
@@ -72,9 +73,9 @@ class Band(struct.PyTreeNode):
 
 
 def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-    """Whether any flag [rows, L, n] is set at start ≤ index < end [rows|1, M]: bool [rows, M, n].
+    """Return True where any flag [rows, L, n] is set at start ≤ index < end [rows|1, M].
 
-    By sums of the flags before each index: O(L + M).
+    The result is bool [rows, M, n], by sums of the flags before each index: O(L + M).
     """
     before = jnp.pad(jnp.cumsum(flags, 1, jnp.int32), ((0, 0), (1, 0), (0, 0)))
     rows = len(flags)
@@ -87,80 +88,69 @@ def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array
 
 
 def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
-    """The call's mask as a band, or the reason why it is none."""
+    """Return the call's mask as a band, or the reason why it is none."""
     at = spec.at(dims)
-    reach = _Reach(None, None)
-    lengths: list[Lengths] = []
-    packed: list[Segments] = []
-    for mask in conjuncts(spec.mask):
-        if _allows_all(mask, at.q, at.k, dims):
-            continue
-        # A subclass may mean something else.
-        if type(mask) is Causal:
-            reach = reach.within(_Reach(None, 0))
-        elif type(mask) is Window:
-            reach = reach.within(_Reach(mask.left, mask.right))
-        elif type(mask) is Lengths and mask.kv.array.shape[-2] == 1:
-            lengths.append(mask)
-        elif type(mask) is Segments and mask.runs and not packed:
-            if mask.at_most is None:
-                return "needs at_most of Segments in runs: memory for each of them"
-            packed.append(mask)
-        else:
-            return (
-                f"takes Causal, Window, Lengths and one Segments of runs joined by &, "
-                f"got {_name(mask)}"
-            )
-    first = [_first(x) for x in (at.q, at.k)]
-    banded = reach != _Reach(None, None)
-    of_pairs = banded or bool(packed)
-    for name, x, asked in (
-        ("q_positions", first[0], of_pairs or any(mask.q is not None for mask in lengths)),
-        ("kv_positions", first[1], of_pairs or bool(lengths)),
-    ):
-        if asked and x is None:
-            reason = f"{name} do not count from one number that is known before tracing"
-            return reason + (_OF_RUNS if packed else "")
-    q0, k0 = (x or 0 for x in first)
-    reach = reach.shifted(q0 - k0, dims)
-    if reach.right not in (None, 0) or (reach.right is None and reach.left is not None):
-        return (
-            f"takes windows that end at the query's own index, 0 … {dims.T - 1}, here they reach "
-            f"{_signed(reach.left, 'back')} and {_signed(reach.right, 'ahead')}"
-        )
-    if packed and (dims.T, q0) != (dims.S, k0):
-        return "takes runs of tokens that are queries and keys alike, from one position on"
+    masks = conjuncts(spec.mask)
+    parts = MaskParts.of(mask for mask in masks if not _allows_all(mask, at.q, at.k, dims))
+    lengths, packed, near = parts.lengths, parts.segments, _Reach.of(parts.band)
+    no_runs = (*(mask for mask in packed if not mask.runs), *packed[1:])
+    foreign = (*parts.others, *parts.queries, *parts.keys, *no_runs)
+    reads_both = near != _Reach() or bool(packed)
+    reads_q = reads_both or any(mask.q is not None for mask in lengths)
+    first_q, first_k = _first(at.q), _first(at.k)
+    q0, k0 = first_q or 0, first_k or 0
+    reach = near.shifted(q0 - k0, dims)
+    is_causal = reach.right == 0
+    uneven = "do not count from one number that is known before tracing" + _OF_RUNS * bool(packed)
+    refusals = {
+        "takes Causal, Window, Lengths and one Segments of runs joined by &, got "
+        + "".join(map(_name, foreign[:1])): bool(foreign),
+        "needs at_most of Segments in runs: memory for each of them": any(
+            mask.at_most is None for mask in packed
+        ),
+        f"q_positions {uneven}": first_q is None and reads_q,
+        f"kv_positions {uneven}": first_k is None and (reads_both or bool(lengths)),
+        f"takes windows that end at the query's own index, 0 … {dims.T - 1}, here they reach "
+        f"{_signed(reach.left, 'back')} and {_signed(reach.right, 'ahead')}": (
+            not is_causal and reach != _Reach()
+        ),
+        "takes runs of tokens that are queries and keys alike, from one position on": (
+            bool(packed) and (dims.T, q0) != (dims.S, k0)
+        ),
+    }
+    if any(refusals.values()):
+        return next(reason for reason, is_refused in refusals.items() if is_refused)
     q = _least([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
     k = _least([mask.kv.array - k0 for mask in lengths], dims.S, dims)
-    return Band(q, k, reach.right == 0, reach.left, _runs(packed, dims))
+    return Band(q, k, is_causal, reach.left, _runs(packed, dims))
 
 
 class _Reach(NamedTuple):
-    """How far a query sees before and after itself; None for no limit."""
+    """The number of keys that a query may see before and after itself; None for no limit."""
 
-    left: int | None
-    right: int | None
+    left: int | None = None
+    right: int | None = None
 
-    def within(self, other: "_Reach") -> "_Reach":
-        """The nearer limits of both."""
-        near = (
-            min((x for x in pair if x is not None), default=None)
-            for pair in zip(self, other, strict=True)
-        )
-        return _Reach(*near)
+    @classmethod
+    def of(cls, band: Sequence[Causal | Window]) -> "_Reach":
+        """Return the nearest limits of masks."""
+        left = [mask.left for mask in band if isinstance(mask, Window)]
+        right = [mask.right if isinstance(mask, Window) else 0 for mask in band]
+        near = (min((x for x in side if x is not None), default=None) for side in (left, right))
+        return cls(*near)
 
     def shifted(self, by: int, dims: Dims) -> "_Reach":
-        """In indices, where positions of queries are ahead by so many; without idle limits."""
+        """Return the limits in indices, of positions of queries ahead by so many; no idle ones."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right + by
         left = None if left is None or left >= dims.T - 1 else left
         # A window has to end somewhere.
-        idle = right is None or (left is None and right >= dims.S - 1)
-        return _Reach(left, None if idle else right)
+        is_idle = right is None or (left is None and right >= dims.S - 1)
+        return _Reach(left, None if is_idle else right)
 
 
-def _runs(packed: list[Segments], dims: Dims) -> "Runs | None":
-    """Those of a mask that may have more than one."""
+def _runs(packed: Sequence[Segments], dims: Dims) -> "Runs | None":
+    """Return the runs of a mask that may have more than one."""
     most = packed[0].at_most if packed else None
     if most in (None, 1):
         return None
@@ -169,7 +159,7 @@ def _runs(packed: list[Segments], dims: Dims) -> "Runs | None":
 
 
 def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:
-    """Whether it is known before tracing that a mask allows everything."""
+    """Return True if it is known before tracing that a mask allows everything."""
     if not is_static(q, k):
         return False
     verdict = mask.tiles(tiles_of(q, k, dims.T, dims.S))
@@ -177,7 +167,7 @@ def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:
 
 
 def _first(x: Array) -> int | None:
-    """The first position, where those of every row are known and count on from it."""
+    """Return the first position, if the positions of every row are known and count on from it."""
     if not is_static(x):
         return None
     rows = np.asarray(x).reshape(-1, max(x.shape[-2:]))
@@ -186,7 +176,7 @@ def _first(x: Array) -> int | None:
 
 
 def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
-    """The smallest of lengths [*B|1, 1, 1, 1] and `most`, int32 [rows|1]."""
+    """Return the smallest of lengths [*B|1, 1, 1, 1] and `most`, int32 [rows|1]."""
     least = jnp.full(1, most, jnp.int32)
     for x in lengths:
         least = jnp.minimum(least, jnp.asarray(flat_batch(x, dims), jnp.int32).reshape(-1))
@@ -194,12 +184,12 @@ def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
 
 
 def _name(mask: Mask) -> str:
-    """What a mask is called, and why it is not taken, where others of its kind are."""
-    of_kind = {
+    """Return a mask's name, and why it is not taken, where others of its class are."""
+    remarks = {
         Lengths: " of each query",
         Segments: ", not known to be runs (say runs=True, or give Documents)",
     }
-    return type(mask).__name__ + of_kind.get(type(mask), "")
+    return type(mask).__name__ + remarks.get(type(mask), "")
 
 
 def _signed(reach: int | None, where: str) -> str:
@@ -210,22 +200,21 @@ class Runs(struct.PyTreeNode):
     """The runs of rows of T tokens, for queries and keys alike.
 
     Attributes:
-      index: int32 [rows|1, T], which run each token is of, 0, 1, …; tokens from `most` on are of
-        none.
-      most: how many a row has at most, 2 at least: JAX takes one for no ragged layout.
+      index: int32 [rows|1, T], the run of each token, 0, 1, …; from `most` on, of none.
+      most: the most runs of a row, 2 at least: JAX takes one for no ragged layout.
     """
 
     index: Any
     most: int = struct.field(pytree_node=False)
 
     def starts(self) -> jax.Array:
-        """Where each run begins, and the last one ends, int32 [rows|1, most + 1]."""
+        """Return where each run begins, and the last one ends, int32 [rows|1, most + 1]."""
         numbers = jnp.arange(self.most + 1, dtype=jnp.int32)
         before = self.index[:, None] < numbers[None, :, None]
         return before.sum(-1, dtype=jnp.int32)
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        """Where each token's run begins, and ends, int32 [rows|1, T]; alike where it has none."""
+        """Return where each token's run begins and ends, int32 [rows|1, T]; alike without one."""
         starts = self.starts()
         begin, end = (
             jnp.take_along_axis(starts, jnp.minimum(self.index + i, self.most), 1) for i in (0, 1)
@@ -233,9 +222,9 @@ class Runs(struct.PyTreeNode):
         return begin, end
 
     def lengths(self, limit: jax.Array) -> jax.Array:
-        """How many tokens of each run stand before limit [rows], and one at least, [rows, most].
+        """Count the tokens of each run before limit [rows], and one at least, [rows, most].
 
-        Where there are none, and the run has some, the rows are settled by us.
+        Where there are none, and the run has some, `edge_cases` sets the rows.
         """
         starts = self.starts()
         sizes = starts[:, 1:] - starts[:, :-1]
@@ -243,11 +232,11 @@ class Runs(struct.PyTreeNode):
         return jnp.clip(limit[:, None] - starts[:, :-1], least, sizes)
 
     def offsets(self) -> jax.Array:
-        """As JAX takes them, int32 [rows, most + 1]: where each run begins, then −1 for nothing."""
+        """Return where each run begins, as JAX takes it, int32 [rows, most + 1]; −1 is no run."""
         return self.starts().at[:, -1].set(-1)
 
     def lse(self, by_run: jax.Array) -> jax.Array:
-        """[rows, N, T] of cuDNN's [rows, most, N, T]."""
+        """Gather [rows, N, T] from cuDNN's [rows, most, N, T]."""
         begin, _ = self.bounds()
         local = jnp.arange(self.index.shape[1], dtype=jnp.int32)[None] - begin
 
@@ -257,7 +246,7 @@ class Runs(struct.PyTreeNode):
         return jax.vmap(row)(by_run, jnp.minimum(self.index, self.most - 1), local)
 
     def by_run(self, lse: jax.Array) -> jax.Array:
-        """[rows, most, N, T] of [rows, N, T]; behind a run's end stands anything."""
+        """Spread [rows, N, T] to [rows, most, N, T]; behind a run's end stands anything."""
         T = lse.shape[-1]
         of_row = self.starts()[:, :-1, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
         of_row = jnp.minimum(of_row, T - 1)

@@ -20,7 +20,7 @@ fused: Any = fused_attention_stablehlo
 
 
 class Gpu(NamedTuple):
-    """What decides which calls run.
+    """A GPU, as far as it decides which calls run.
 
     Attributes:
       capability: the compute capability, (9, 0) for Hopper.
@@ -46,7 +46,7 @@ _CAPABILITIES = {
 
 
 def gpu(platform: Platform) -> Gpu | str:
-    """The GPU that a call will run on, which need not be here, or the reason why cuDNN can't."""
+    """Return the GPU that a call will run on, not always here, or why cuDNN can't."""
     capability = _capability(platform.device)
     if isinstance(capability, str):
         return capability
@@ -71,8 +71,8 @@ def _capability(device: str) -> tuple[int, int] | str:
     return next(known, f"knows no compute capability of {device!r}, which is not here")
 
 
-class Kind(NamedTuple):
-    """What cuDNN is to compute.
+class CudnnCall(NamedTuple):
+    """A call as far as it is known before tracing.
 
     Attributes:
       scale: of the scores.
@@ -89,7 +89,7 @@ class Kind(NamedTuple):
     cap: float | None = None
 
     def settings(self, has_bias: bool) -> dict[str, Any]:
-        """The parameters of both primitives.
+        """Return the parameters of both primitives.
 
         Lengths are always given: without, cuDNN's backward kernels for Hopper score what follows
         the last key 0, and exp(0 − lse) is infinite where lse < −88.
@@ -106,66 +106,66 @@ class Kind(NamedTuple):
         }
 
 
-def forward(kind: Kind, *args: Any) -> tuple[jax.Array, jax.Array]:
-    """Out [rows, T, N, F] and lse, float32 [rows, N, T], each with the vmapped axes first.
+def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
+    """Return out [rows, T, N, F] and lse, float32 [rows, N, T], vmapped axes first.
 
     Args:
-      kind: what to compute.
+      call: what is known before tracing.
       *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, the
         lengths of queries and keys, int32 [rows], at least 1, and None. Or, of rows that are cut
-        into runs, lengths [rows, runs] and offsets [rows, runs + 1], see `ragged`: then the lse is
+        into runs, lengths [rows, runs] and offsets [rows, runs + 1]; the lse is then
         [rows, runs, N, T].
     """
 
     @jax.custom_batching.custom_vmap
-    def call(*args: Any) -> Any:
-        settings = kind.settings(args[3] is not None) | {"is_training": True}
-        out, lse = _bind("fwd", kind, _operands(args), settings)
+    def run(*args: Any) -> Any:
+        settings = call.settings(args[3] is not None) | {"is_training": True}
+        out, lse = _bind("fwd", call, _operands(args), settings)
         return out, lse if args[6] is None else lse.reshape(len(out), -1, *lse.shape[1:])
 
-    @call.def_vmap
+    @run.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
         folded = _folded(size, batched, args)
         if args[3] is not None and not batched[3] and len(args[3]) == 1:
             folded[3] = args[3]
-        out, lse = forward(kind, *folded)
+        out, lse = forward(call, *folded)
         return (_unfolded(out, size), _unfolded(lse, size)), (True, True)
 
-    return call(*args)
+    return run(*args)
 
 
-def backward(kind: Kind, *args: Any) -> tuple[Any, ...]:
-    """The gradients of q, k, v and bias.
+def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
+    """Return the gradients of q, k, v and bias.
 
     With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out), and so on as usual.
 
     Args:
-      kind: what to compute.
+      call: what is known before tracing.
       *args: those of `forward`, then lse, out and dout.
     """
 
     @jax.custom_batching.custom_vmap
-    def call(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         operands = [*_operands(args[:7]), *args[7:]]
         if args[6] is not None:
             operands[10] = args[7].reshape(-1, *args[7].shape[2:])
-        gradients = _bind("bwd", kind, operands, kind.settings(args[3] is not None))
+        gradients = _bind("bwd", call, operands, call.settings(args[3] is not None))
         return tuple(gradients) if len(gradients) == 4 else (*gradients, None)
 
-    @call.def_vmap
+    @run.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
-        gradients = backward(kind, *_folded(size, batched, args))
+        gradients = backward(call, *_folded(size, batched, args))
         *qkv, dbias = (None if x is None else _unfolded(x, size) for x in gradients)
         if dbias is not None and args[3].shape[batched[3]] == 1:
             dbias = dbias.sum(1, keepdims=True)
         gradients = (*qkv, dbias)
         return gradients, tuple(None if x is None else True for x in gradients)
 
-    return call(*args)
+    return run(*args)
 
 
 def takes_caps(device: Gpu) -> bool:
-    """Whether this JAX and that GPU have functions of the scores."""
+    """Return True if this JAX and that GPU have functions of the scores."""
     forward = fused._dot_product_attention_fwd_impl
     newer = device.capability >= (9, 0) and device.cudnn >= (9, 13, 0)
     return newer and private_jax.takes(forward, "score_mod")
@@ -173,7 +173,7 @@ def takes_caps(device: Gpu) -> bool:
 
 @functools.cache
 def capped(cap: float) -> Any:
-    """The function of the scores that XLA turns into operations of cuDNN's.
+    """Return the function of scores that XLA turns into cuDNN's operations.
 
     Its gradient is written without 1 − tanh²: XLA ends the process at a difference whose first
     operand is a number.
@@ -194,23 +194,22 @@ def capped(cap: float) -> Any:
     return soft_cap
 
 
-def _bind(way: str, kind: Kind, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
-    """Calls cuDNN, the primitive itself or that which XLA may divide between devices."""
-    divisible = kind.divisible
-    whole = getattr(fused, f"_dot_product_attention_{way}_impl")
+def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
+    """Call cuDNN: the primitive itself, or the one that XLA may divide between devices."""
+    whole = getattr(fused, f"_dot_product_attention_{phase}_impl")
     if private_jax.takes(whole, "score_mod"):
         # From JAX 0.11 on, for a function of the scores.
-        settings = settings | {"score_mod": None if kind.cap is None else capped(kind.cap)}
-        if not divisible:
+        settings = settings | {"score_mod": None if call.cap is None else capped(call.cap)}
+        if not call.divisible:
             # JAX loses the gradients of its arguments, so it has none.
             settings = settings | {"score_mod_args": ()}
-    if divisible:
-        whole = getattr(fused, f"_dot_product_attention_{way}_p_wrapper").bind
+    if call.divisible:
+        whole = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
     return whole(*operands, **settings)
 
 
 def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of `forward` in the primitives' order, and what paged layouts would need."""
+    """Return the arguments of `forward` in the primitives' order, with empty ones for pages."""
     q, k, v, bias, *lengths, offsets = args
     unused = jnp.zeros(0, q.dtype)
     if offsets is None:
@@ -224,7 +223,7 @@ def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
-    """Makes the axis of a vmap, first in those that have it, part of the rows of all."""
+    """Make the axis of a vmap, first in arrays that have it, part of the rows of all."""
     rows = args[0].shape[batched[0]]
 
     def fold(x: Any, has: Any) -> Any:

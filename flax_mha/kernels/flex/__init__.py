@@ -4,7 +4,7 @@
 
 Memory is O(T + S), beside the arrays that masks and scores hold. Tiles that the mask excludes are
 skipped, forward and backward, and it is evaluated only in those that it splits. Masks and scores
-are carried out in the kernel, a user's functions included (see `lowered`), and so is the derivative
+are carried out in the kernel, a user's functions included (see `mosaic`), and so is the derivative
 of the scores. The backward pass computes the scores again, from the saved maximum and sum, once for
 dq, once for dk and dv, and once for learned arrays of each layout over the scores: where a bias of
 queries × keys is shared, rows and heads are summed in the kernel. XLA leaves out what isn't asked.
@@ -26,16 +26,16 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, At, flat_batch, is_score_array
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import tpu
-from flax_mha.kernels.flex.kernels import Operands, core
+from flax_mha.kernels.flex.kernels import Arrays, core
 from flax_mha.kernels.flex.mosaic import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
-from flax_mha.kernels.flex.tile_order import Leaf
+from flax_mha.kernels.flex.tile_order import Operand
 from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
 from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL
-from flax_mha.masks.base import seen
+from flax_mha.masks.base import evaluate
 from flax_mha.masks.tiles import is_static
 
 # The most entries of a table of tiles: they lie in scalar memory.
@@ -47,7 +47,7 @@ WHOLE = 2**17
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """The call made ready, or the reason why this kernel can't run it."""
+    """Make the call ready, or return the reason why this kernel can't run it."""
     if reason := tpu.refuses(q, k, v):
         return Refusal(reason)
     if spec.precision not in _PRECISIONS:
@@ -80,10 +80,10 @@ def _attend(
     call = traced.call
     verdict = _verdict(spec, dims, call.plan)
     if is_static(verdict):
-        seen = verdict > EMPTY
-        by_query, by_key = (max(int(np.max(seen.sum(axis))), 1) for axis in (-1, -2))
-        full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
-        call = call._replace(visits=(by_query, by_key), kinds=(full, partial))
+        is_visited = verdict > EMPTY
+        by_query, by_key = (max(int(np.max(is_visited.sum(axis))), 1) for axis in (-1, -2))
+        full, partial = (bool((verdict == state).any()) for state in (FULL, PARTIAL))
+        call = call._replace(visits=(by_query, by_key), states=(full, partial))
     if spec.mask is not None:
         k, v = move_nan_to_keys(k, v)
     T, S = call.plan.nq * call.plan.block_q, call.plan.nk * call.plan.block_k
@@ -91,11 +91,11 @@ def _attend(
     if spec.sinks is not None:
         sinks = spec.sinks.astype(jnp.float32)[None, :, None, None]
     at = spec.at(dims)
-    operands = Operands(
+    operands = Arrays(
         tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S),
-        [leaf.store(x, call.plan) for leaf, x in zip(call.leaves, traced.leaves, strict=True)],
+        [y.store(x, call.plan) for y, x in zip(call.leaves, traced.leaves, strict=True)],
         sinks,
-        [leaf.store(x, call.plan) for leaf, x in zip(call.closed, traced.closed, strict=True)],
+        [y.store(x, call.plan) for y, x in zip(call.closed, traced.closed, strict=True)],
         jnp.asarray(verdict, jnp.int32),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
@@ -109,7 +109,7 @@ def _attend(
 
 
 def _verdict(spec: AttentionSpec, dims: Dims, plan: Plan) -> Array:
-    """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
+    """Return the states of the tiles under the mask, [rows|1, N|1, nq, nk]."""
     verdict = tile_states(spec, spec.at(dims), plan)
     xp: Any = np if is_static(verdict) else jnp
     if dims.T % plan.block_q:
@@ -128,9 +128,9 @@ class Traced(NamedTuple):
     """A call's masks and scores as functions of tiles.
 
     Attributes:
-      call: all but `visits` and `kinds`, which are as if nothing were known of the mask.
+      call: with `visits` and `states` as if nothing were known of the mask.
       closed: the arrays that these functions close over.
-      leaves: those of the spec.
+      leaves: of the spec.
     """
 
     call: FlexCall
@@ -139,7 +139,7 @@ class Traced(NamedTuple):
 
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
-    """The functions of a call, or the reason why they can't run in a kernel."""
+    """Return the functions of a call, or the reason why they can't run in a kernel."""
     plan = _plan(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
@@ -148,17 +148,17 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
     arrays, tree = jax.tree.flatten(spec)
-    grids = [is_score_array(x) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
-    for x, grid in zip(arrays, grids, strict=True):
-        if not grid and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
+    over_scores = [is_score_array(x) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
+    for x, is_over in zip(arrays, over_scores, strict=True):
+        if not is_over and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
             return (
                 f"takes arguments of masks and scores of at most two axes and {WHOLE} entries, "
                 f"got {jnp.shape(x)}"
             )
-    leaves = [Leaf.of(x, grid, plan) for x, grid in zip(arrays, grids, strict=True)]
+    leaves = [Operand.of(x, is_over, plan) for x, is_over in zip(arrays, over_scores, strict=True)]
     blocks = [
-        jax.ShapeDtypeStruct(leaf.shape if grid else jnp.shape(x), leaf.dtype)
-        for leaf, x, grid in zip(leaves, arrays, grids, strict=True)
+        jax.ShapeDtypeStruct(operand.shape if is_over else jnp.shape(x), operand.dtype)
+        for operand, x, is_over in zip(leaves, arrays, over_scores, strict=True)
     ]
     traced = _functions(jax.tree.unflatten(tree, blocks), plan)
     if isinstance(traced, str):
@@ -167,17 +167,17 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     closed = [*first, *second]
     call = FlexCall(
         plan, (plan.nk, plan.nq), (True, True), plain, masked, len(first),
-        tuple(Leaf.of(x, False, plan) for x in closed), tuple(leaves), tree,
+        tuple(Operand.of(x, False, plan) for x in closed), tuple(leaves), tree,
         spec.mask is not None, _PRECISIONS[spec.precision],
     )  # fmt: skip
     return Traced(call, closed, arrays)
 
 
 def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
-    """The division: where a mask has blocks, as fine as those, while its table is small enough."""
+    """Divide the scores: as finely as the mask's blocks, while its table is small enough."""
     most = tpu.blocks(dims)
-    grain = smallest_blocks(spec.mask) or most
-    sizes = [min(128 * -(-n // 128), size) for n, size in zip(grain, most, strict=True)]
+    least = smallest_blocks(spec.mask) or most
+    sizes = [min(128 * -(-n // 128), size) for n, size in zip(least, most, strict=True)]
     while sizes != [*most]:
         plan = Plan(dims, sizes[0], sizes[1])
         if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= TABLE:
@@ -191,18 +191,18 @@ def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
 def _functions(
     tile: AttentionSpec, plan: Plan
 ) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
-    """The scores of a tile without and with the mask, and what each closes over."""
+    """Trace the scores of a tile without and with the mask; give the arrays they close over."""
 
     def plain(tile: AttentionSpec, at: At, s: jax.Array) -> jax.Array:
         return tile.replace(mask=None).apply(s * tile.scale, at)[0]
 
     def masked(tile: AttentionSpec, at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
         s = s * tile.scale
-        allowed = jnp.ones((1, 1), bool) if tile.mask is None else seen(tile.mask, at)
+        allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
         for x in inside:
             allowed = allowed & x
         allowed = jnp.broadcast_to(allowed, s.shape)
-        # What is masked must not enter the functions, see `AttentionSpec.apply`.
+        # Masked scores must not enter the functions, see `AttentionSpec.apply`.
         s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
         return jnp.where(allowed, s, -jnp.inf)
 
@@ -212,7 +212,7 @@ def _functions(
     q = aval((plan.block_q, 1)) if tile.q_pos is None else tile.q_pos.array
     k = aval((1, plan.block_k)) if tile.k_pos is None else tile.k_pos.array
     at, scores = At(aval((1, 1)), aval((1, 1)), q, k), (plan.block_q, plan.block_k)
-    found = []
+    functions = []
     for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
         function, consts = Function.of(fn, tile, at, aval(scores, jnp.float32), *more)
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
@@ -221,5 +221,5 @@ def _functions(
         lacking = function.lacks()
         if lacking:
             return f"the compiler for TPUs lacks what a mask or a score does: {lacking}"
-        found.append((function, consts))
-    return found[0], found[1]
+        functions.append((function, consts))
+    return functions[0], functions[1]

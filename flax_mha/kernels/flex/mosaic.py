@@ -1,7 +1,7 @@
 """Functions of scores in operations that Mosaic has, Pallas' compiler for TPUs.
 
-What a mask or a score does, a user's function included, is traced once, of one tile, and carried
-out again in a kernel with
+A mask or a score, a user's function included, is traced once, for one tile, and carried out again
+in a kernel with
 
 - all arrays of one element as [1, 1], and vectors as [1, n]: Mosaic thinks in two dimensions;
 - look-ups in small tables, which it lacks, as selections among their entries, which have exact
@@ -37,7 +37,7 @@ _CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint"))
 
 
 def flat(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape that stands for another: [1, 1] for one element, [1, n] for a vector."""
+    """Return the shape that stands for another: [1, 1] for one element, [1, n] for a vector."""
     if math.prod(shape) == 1:
         return (1, 1)
     return (1, *shape) if len(shape) == 1 else tuple(shape)
@@ -50,27 +50,27 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
-        """Traces fn; the arrays that it closes over are arguments before the others."""
+        """Trace fn; the arrays that it closes over are arguments before the others."""
         closed = jax.make_jaxpr(fn)(*avals)
         return cls(closed.jaxpr), list(closed.consts)
 
     def __call__(self, *args: Any) -> Any:
-        """The result for arrays that the function closes over, and those that it takes."""
+        """Return the result for arrays that the function closes over, and its arguments."""
         (out,) = _run(self.jaxpr, args)
         return _full(out, self.jaxpr.outvars[0])
 
     def lacks(self) -> str | None:
-        """The name of an operation that Mosaic lacks, or None."""
+        """Return the name of an operation that Mosaic lacks, or None."""
         avals = [x.aval for x in (*self.jaxpr.constvars, *self.jaxpr.invars)]
         args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
         try:
             return _lacks(jax.make_jaxpr(self.__call__)(*args).jaxpr)
-        except _Lacking as error:
+        except UnsupportedPrimitive as error:
             return str(error)
 
 
-class _Lacking(Exception):  # noqa: N818 — it says what is, not what went wrong
-    """An operation can't be carried out."""
+class UnsupportedPrimitive(Exception):  # noqa: N818 — it names the operation
+    """An operation that can't be carried out."""
 
 
 def _lacks(jaxpr: Any) -> str | None:
@@ -85,9 +85,9 @@ def _lacks(jaxpr: Any) -> str | None:
             if x.aval.dtype not in DTYPES:
                 return f"{name} to {x.aval.dtype}"
         for x in eqn.params.values():
-            found = _lacks(_open(x)[0]) if _is_jaxpr(x) else None
-            if found:
-                return found
+            lacking = _lacks(_open(x)[0]) if _is_jaxpr(x) else None
+            if lacking:
+                return lacking
     return None
 
 
@@ -96,7 +96,7 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def _open(x: Any) -> tuple[Any, list[Any]]:
-    """A function and its constants, in either of JAX' forms."""
+    """Return a function and its constants, given in either of JAX' forms."""
     return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
 
 
@@ -107,9 +107,9 @@ class _Index(NamedTuple):
 
 
 def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of a function for its constants and arguments.
+    """Return the results of a function for its constants and arguments.
 
-    What is broadcast stays as small as it was, until it is asked for.
+    A broadcast array stays as small as it was, until it is read.
     """
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
@@ -120,23 +120,23 @@ def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         inputs = [read(x) for x in eqn.invars]
         if eqn.primitive.name in _CALLS:
             body, consts = _open(eqn.params["jaxpr"])
-            found = _run(body, [*consts, *inputs])
+            results = _run(body, [*consts, *inputs])
         else:
-            found = _RULES.get(eqn.primitive.name, _bind)(eqn, *inputs)
-            found = found if eqn.primitive.multiple_results else [found]
-        known.update(zip(eqn.outvars, found, strict=True))
+            results = _RULES.get(eqn.primitive.name, _bind)(eqn, *inputs)
+            results = results if eqn.primitive.multiple_results else [results]
+        known.update(zip(eqn.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
 def _full(x: Any, var: Any) -> Any:
-    """An array of the `flat` shape of a variable; numbers stay numbers."""
+    """Broadcast an array to the `flat` shape of a variable; numbers stay numbers."""
     if isinstance(x, _Index):
-        raise _Lacking(f"arrays of {len(var.aval.shape)} axes")
+        raise UnsupportedPrimitive(f"arrays of {len(var.aval.shape)} axes")
     return x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, flat(var.aval.shape))
 
 
 def _bind(eqn: Any, *inputs: Any) -> Any:
-    """An operation as it is."""
+    """Apply an operation as it is."""
     values = [_full(x, v) for x, v in zip(inputs, eqn.invars, strict=True)]
     if eqn.primitive.name == "custom_jvp_call":
         # Its derivative is a function of the shapes that it was traced with.
@@ -148,12 +148,12 @@ def _bind(eqn: Any, *inputs: Any) -> Any:
 
 
 def _fill(eqn: Any, x: Any) -> Any:
-    """A broadcast: of what broadcasts by itself, nothing."""
+    """Apply a broadcast: nothing is done for an array that broadcasts by itself."""
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     if len(shape) == 3 and shape[-1] == 1 and (jnp.size(x) == 1 or axes == (0, 1)):
         return _Index([x])
     if len(shape) > 2:
-        raise _Lacking(eqn.primitive.name)
+        raise UnsupportedPrimitive(eqn.primitive.name)
     if jnp.size(x) == 1:
         return jnp.broadcast_to(x, (1, 1))
     if len(axes) == 2:
@@ -163,7 +163,7 @@ def _fill(eqn: Any, x: Any) -> Any:
 
 
 def _same(eqn: Any, x: Any) -> Any:
-    """A change of rank, or of nothing that a kernel knows of."""
+    """Apply a change of rank, or of nothing that a kernel knows of."""
     return jnp.reshape(_full(x, eqn.invars[0]), flat(eqn.outvars[0].aval.shape))
 
 
@@ -173,7 +173,7 @@ def _select(eqn: Any, *inputs: Any) -> Any:
 
 
 def _branch(eqn: Any, which: Any, *args: Any) -> Any:
-    """Of all branches the one asked for: Mosaic has no branches with results of truth values."""
+    """Select a branch among the results of all: Mosaic has no branches that give truth values."""
     branches = []
     for branch in eqn.params["branches"]:
         body, consts = _open(branch)
@@ -192,11 +192,11 @@ def _branch(eqn: Any, which: Any, *args: Any) -> Any:
 
 
 def _gather(eqn: Any, table: Any, index: Any) -> Any:
-    """Entries of a table by the index along each of its axes."""
+    """Look up entries of a table by the index along each of its axes."""
     shape, to, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
-        raise _Lacking("gather")
+        raise UnsupportedPrimitive("gather")
     indices: dict[int, Any] = {}
     for axis, x in zip(numbers.start_index_map, _columns(index, eqn.invars[1]), strict=True):
         clipped = mode == lax.GatherScatterMode.CLIP
@@ -204,27 +204,27 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
         indices[axis + len(flat(shape)) - len(shape)] = x
     fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
     outside = fill if mode == lax.GatherScatterMode.FILL_OR_DROP else None
-    found = _lookup(_full(table, eqn.invars[0]), indices, outside)
-    return jnp.broadcast_to(found, flat(to))
+    entries = _lookup(_full(table, eqn.invars[0]), indices, outside)
+    return jnp.broadcast_to(entries, flat(to))
 
 
 def _join(eqn: Any, *inputs: Any) -> _Index:
-    """Indices along several axes."""
+    """Join indices along several axes."""
     parts = zip(inputs, eqn.invars, strict=True)
     return _Index([x for part, var in parts for x in _columns(part, var)])
 
 
 def _columns(x: Any, var: Any) -> list[Any]:
-    """The indices along each axis, of an array [..., n] of them."""
+    """Return the indices along each axis, given an array [..., n] of them."""
     if isinstance(x, _Index):
         return x.columns
     if var.aval.shape[-1:] != (1,):
-        raise _Lacking("gather")
+        raise UnsupportedPrimitive("gather")
     return [jnp.reshape(x, flat(var.aval.shape[:-1]))]
 
 
 def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
-    """table[indices], with one index for each axis of more than one entry."""
+    """Return table[indices], with one index for each axis of more than one entry."""
     wide = {axis: x for axis, x in indices.items() if jnp.size(x) > 1 and table.shape[axis] > 1}
     inside: Any = True
     for axis, index in indices.items():
@@ -234,32 +234,34 @@ def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
             table = _at(table, axis, index)
     sizes = [table.shape[axis] for axis in wide]
     if math.prod(sizes) > ENTRIES:
-        raise _Lacking(f"gather from {math.prod(sizes)} entries, of more than {ENTRIES},")
+        raise UnsupportedPrimitive(
+            f"gather from {math.prod(sizes)} entries, of more than {ENTRIES},"
+        )
     out: Any = None
     for entry in itertools.product(*map(range, sizes)):
-        value, here = table, True
+        value, matches = table, True
         for axis, n in zip(wide, entry, strict=True):
-            value, here = _at(value, axis, n), here & (wide[axis] == n)
-        out = value if out is None else jnp.where(here, value, out)
+            value, matches = _at(value, axis, n), matches & (wide[axis] == n)
+        out = value if out is None else jnp.where(matches, value, out)
     return out if outside is None else jnp.where(inside, out, jnp.asarray(outside, out.dtype))
 
 
 def _at(table: Any, axis: int, index: Any) -> Any:
-    """table[index] along an axis, which is kept: a sum in which all others are 0."""
+    """Return table[index] along an axis, which is kept: a sum in which all others are 0."""
     entries = lax.broadcasted_iota(jnp.int32, table.shape, axis)
     one = jnp.where(entries == index, table, jnp.zeros_like(table))
     return jnp.sum(one, axis, keepdims=True, dtype=table.dtype)
 
 
-def _slice(eqn: Any, x: Any, *given: Any) -> Any:
-    """Of each axis all, or one entry."""
+def _slice(eqn: Any, x: Any, *indices: Any) -> Any:
+    """Take of each axis all, or one entry."""
     shape, to = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    x, starts = _full(x, eqn.invars[0]), given or eqn.params["start_indices"]
+    x, starts = _full(x, eqn.invars[0]), indices or eqn.params["start_indices"]
     for axis, (whole, part, start) in enumerate(zip(shape, to, starts, strict=True)):
         if part == whole:
             continue
         if part != 1 or len(shape) > 2:
-            raise _Lacking(eqn.primitive.name)
+            raise UnsupportedPrimitive(eqn.primitive.name)
         x = _at(x, axis + 2 - len(shape), jnp.clip(start, 0, whole - 1))
     return jnp.reshape(x, flat(to))
 
@@ -271,7 +273,7 @@ def _iota(eqn: Any) -> Any:
 
 
 def _sign(eqn: Any, x: Any) -> Any:
-    """For what Mosaic makes of that of integers (in `//`), the TPU has to be there."""
+    """Take the sign by comparisons: for integers (in `//`), Mosaic's needs the TPU to be there."""
     whole = jnp.issubdtype(x.dtype, jnp.integer)
     return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if whole else _bind(eqn, x)
 

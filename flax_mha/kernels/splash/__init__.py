@@ -3,7 +3,7 @@
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows, and the sink)·v
 
 Memory is O(T + S). Blocks that a mask known before tracing excludes are skipped, forward and
-backward; others are computed with the mask as a function of positions and segment ids (see `lazy`).
+backward; others are computed with the mask as a function of positions and segment ids (see `mask`).
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`, whose kernels are called one by one: its
 own gradient knows no cotangent of the lse. Dao, "FlashAttention-2", 2023.
@@ -27,7 +27,7 @@ from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finite, nan_flag
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
 from flax_mha.kernels.splash import mask
-from flax_mha.kernels.splash.mask import Blocks
+from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
 
 # Its kernels are private; `private.NAMES` says what is expected of them.
@@ -42,23 +42,23 @@ _NOTHING = _MASKED / 2
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """The call made ready, or the reason why this kernel can't run it."""
+    """Make the call ready, or return the reason why this kernel can't run it."""
     dims = shapes.Dims.of(q, k, v)
     if reason := tpu.refuses(q, k, v) or _lacks(spec):
         return Refusal(reason)
     blocks = Blocks(*tpu.blocks(dims))
-    lowered = mask.lower(spec, dims, blocks)
-    if isinstance(lowered, str):
-        return Refusal(lowered)
-    if spec.heads is not None and lowered.by_head:
+    masks = mask.lower(spec, dims, blocks)
+    if isinstance(masks, str):
+        return Refusal(masks)
+    if spec.heads is not None and masks.by_head:
         return Refusal("heads with masks of their own can't be divided over a mesh")
     if platform.undivided:
         return Refusal(platform.undivided)
-    return functools.partial(_attend, q, k, v, spec, lowered, blocks)
+    return functools.partial(_attend, q, k, v, spec, masks, blocks)
 
 
 def _lacks(spec: AttentionSpec) -> str | None:
-    """What a call asks for that splash does not have."""
+    """Return the reason why splash lacks a feature of the call, or None."""
     if spec.dropout is not None:
         return "has no dropout"
     if spec.precision is not None:
@@ -70,7 +70,7 @@ def _lacks(spec: AttentionSpec) -> str | None:
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, lowered: mask.Lowered,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, masks: SplashMasks,
     blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`. First derivatives only."""
@@ -80,29 +80,29 @@ def _attend(
         q = finite(q) + nan_flag(q)[..., None]
         k = finite(k) + (nan_flag(k) + nan_flag(v))[..., None]
         v = finite(v)
-    q, k = _scaled(q, k, spec)
+    q, k = _scale(q, k, spec)
     T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
     sinks = jnp.full(dims.N, _NOTHING, jnp.float32)
     if spec.sinks is not None:
         sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _NOTHING)
     ids = None
-    if lowered.ids is not None:
+    if masks.ids is not None:
         ids = kernels.SegmentIds(*(
             jnp.broadcast_to(jnp.pad(x, ((0, 0), (0, to - x.shape[1]))), (len(q), to))
-            for x, to in zip(lowered.ids, (T, S), strict=True)
+            for x, to in zip(masks.ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
     guarded, pure = spec.mask is not None, not spec.own()
-    forms = [SplashCall(mask, blocks, cap, guarded, pure) for mask in lowered.masks]
-    out, lse = _rows(tuple(forms), lowered.heads, q, k, v, sinks, ids)
+    calls = [SplashCall(mask, blocks, cap, guarded, pure) for mask in masks.masks]
+    out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
     return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
 
 
-def _scaled(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Queries times the scale, and keys to match.
+def _scale(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
+    """Return queries times the scale, and keys to match.
 
     In half precision this rounds queries once more, unless the scale is a power of two. That is
     less than the rounding of the output, but not of a float32 lse: where one is asked for, what
@@ -119,18 +119,18 @@ def _scaled(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array,
 
 
 def _is_power_of_two(scale: float | Array) -> bool:
-    """Whether it is known to be one."""
+    """Return True if a scale is known to be one."""
     return isinstance(scale, float) and math.frexp(scale)[0] == 0.5
 
 
 class SplashCall(NamedTuple):
-    """What of a group of heads is known before tracing.
+    """A call of a group of heads, as far as it is known before tracing.
 
     Attributes:
       mask: of all of them, or of each.
       blocks: their sizes, in all three kernels.
       cap: of the scores, or None.
-      guarded: whether q and k hold NaN where any of the call's inputs was not finite.
+      guarded: True if q and k hold NaN where any of the call's inputs was not finite.
       pure: see `trees.trace_once`.
     """
 
@@ -141,7 +141,7 @@ class SplashCall(NamedTuple):
     pure: bool
 
     def common(self, function: Any) -> dict[str, Any]:
-        """What each of splash's kernels takes."""
+        """Return the arguments of each of splash's kernels."""
         return {
             "is_mqa": False,
             "mask_value": _MASKED,
@@ -151,25 +151,25 @@ class SplashCall(NamedTuple):
         }
 
     def backward(self) -> dict[str, Any]:
-        """What its two kernels for gradients take more."""
+        """Return the further arguments of its two kernels for gradients."""
         layout = kernels.QKVLayout.HEAD_DIM_MINOR
         layouts = {f"{x}_layout": layout for x in "qkv"}
         return {"bq": self.blocks.q, "bkv": self.blocks.k, **layouts}
 
 
-def _rows(
-    forms: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
+def _attend_groups(
+    calls: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
     v: jax.Array, sinks: jax.Array, ids: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """All rows of the batch, one group of heads after the other; see `_call`."""
+    """Attend in all rows of the batch, one group of heads after the other; see `_call`."""
     parts = []
-    for form, group in zip(forms, heads, strict=True):
+    for call, group in zip(calls, heads, strict=True):
         args = q, k, v, sinks
-        if len(forms) > 1:
+        if len(calls) > 1:
             n = np.array(group)
             shared = n // (q.shape[1] // k.shape[1])
             args = q[:, n], k[:, shared], v[:, shared], sinks[n]
-        parts.append(_call(form, *args, ids))
+        parts.append(_call(call, *args, ids))
     if len(parts) == 1:
         return parts[0]
     order = np.argsort(np.concatenate(heads))
@@ -179,13 +179,13 @@ def _rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _call(
-    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
+    call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """A group of heads.
+    """Attend in a group of heads.
 
     Args:
-      form: what is known.
-      q: [B, N, T, ·], see `_scaled`; T and S are multiples of the blocks.
+      call: what is known before tracing.
+      q: [B, N, T, ·], see `_scale`; T and S are multiples of the blocks.
       k: [B, K, S, ·].
       v: [B, K, S, Hv].
       sinks: float32 [N], at least `_NOTHING`.
@@ -194,49 +194,49 @@ def _call(
     Returns:
       out [B, N, T, Hv], lse [B, N, T], which is `_NOTHING` where nothing weighs more.
     """
-    return _outputs(form, q, k, v, sinks, ids)
+    return _outputs(call, q, k, v, sinks, ids)
 
 
 @trees.trace_once
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0))
 def _outputs(
-    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
+    call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """`_call` of one row of the batch."""
-    info, function = mask_info.process_mask(form.mask, tuple(form.blocks))
+    """Attend in one row of the batch, see `_call`."""
+    info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
     out, (lse,) = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
-        block_sizes=kernels.BlockSizes(form.blocks.q, form.blocks.k),
+        block_sizes=kernels.BlockSizes(call.blocks.q, call.blocks.k),
         residual_checkpoint_name=None,
         save_residuals=True,
-        **form.common(function),
+        **call.common(function),
     )  # fmt: skip
     return out, lse
 
 
-def _forward(form: SplashCall, *args: Any) -> tuple[Any, Any]:
-    result = _outputs(form, *args)
+def _forward(call: SplashCall, *args: Any) -> tuple[Any, Any]:
+    result = _outputs(call, *args)
     return result, (args, result)
 
 
-def _backward(form: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward(call: SplashCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (*args, ids), result = residuals
-    dq, dk, dv, dsinks = _gradients(form, *args, ids, result, cotangents)
+    dq, dk, dv, dsinks = _gradients(call, *args, ids, result, cotangents)
     return dq, dk, dv, jnp.sum(dsinks, axis=0), None
 
 
 @trees.trace_once
 @functools.partial(jax.vmap, in_axes=(None, 0, 0, 0, None, 0, 0, 0))
 def _gradients(
-    form: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any,
+    call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any,
     result: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Those of q, k, v and sinks, of one row of the batch."""
+    """Return the gradients of q, k, v and sinks, of one row of the batch."""
     (out, lse), (dout, dlse) = result, cotangents
-    # What is asked of queries that see nothing, NaN included, must not meet their weights of 0.
+    # Cotangents of queries that see nothing, NaN included, must not meet their weights of 0.
     empty = lse <= _NOTHING
     dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
-    if form.guarded:
+    if call.guarded:
         # Factors of gradients that are 0 where masked must be finite. The lse of queries that saw
         # a NaN is one, and spreads it.
         q, k = finite(q), finite(k)
@@ -244,14 +244,14 @@ def _gradients(
     delta = jnp.einsum("nth,nth->nt", dout, out, preferred_element_type=jnp.float32) - dlse
     dout = dout.astype(q.dtype)
     args = q, k, v, ids, sinks, lse, dout, delta
-    info, function = mask_info.process_mask_dkv(form.mask, tuple(form.blocks))
+    info, function = mask_info.process_mask_dkv(call.mask, tuple(call.blocks))
     _, dk, dv = kernels._splash_attention_bwd_dkv(
-        *args, bkv_compute=form.blocks.k, mask_info=info, use_fused_bwd_kernel=False,
-        **form.backward(), **form.common(function),
+        *args, bkv_compute=call.blocks.k, mask_info=info, use_fused_bwd_kernel=False,
+        **call.backward(), **call.common(function),
     )  # fmt: skip
-    info, function = mask_info.process_mask(form.mask, tuple(form.blocks))
+    info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
     dq = kernels._splash_attention_bwd_dq(
-        *args, mask_info=info, **form.backward(), **form.common(function)
+        *args, mask_info=info, **call.backward(), **call.common(function)
     )
     # A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head.
     dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=1)

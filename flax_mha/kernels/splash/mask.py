@@ -3,6 +3,7 @@
 Nothing of size T×S is made, but for tables known before tracing, up to `TABLE` entries.
 """
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from flax_mha.base.coordinates import At, flat_batch, is_score_array, map_score_arrays, tiles_of
 from flax_mha.base.shapes import Dims, lead
-from flax_mha.kernels.mask_parts import Ids, split
+from flax_mha.kernels.mask_parts import MaskParts, conjuncts
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.masks import EMPTY, PARTIAL, And, Mask, PerHead
+from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
+from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, PerHead, Window
 from flax_mha.masks.tiles import is_static
 
 # Entries of the tables of all heads: 16 MiB, as 1 byte each.
@@ -29,18 +31,18 @@ class Blocks(NamedTuple):
     k: int
 
     def padded(self, dims: Dims) -> tuple[int, int]:
-        """T and S, rounded up to whole blocks."""
+        """Round T and S up to whole blocks."""
         return dims.T + -dims.T % self.q, dims.S + -dims.S % self.k
 
 
-class Lowered(NamedTuple):
-    """A mask as splash takes it: a pair is allowed where all three say so.
+class SplashMasks(NamedTuple):
+    """A mask in splash's terms: ids, and for groups of heads a mask known before tracing.
 
     Attributes:
-      ids: of the queries, int32 [rows|1, T], and of the keys, [rows|1, S]; equal ids may attend.
-        None for no such rule.
-      heads: the query heads of each group that shares what is known before tracing.
-      masks: for each group, what is known: one for all of its heads, or one for each.
+      ids: of the queries, int32 [rows|1, T], and of the keys, [rows|1, S]; a query sees the keys of
+        its own id alone. None for no such rule.
+      heads: the query heads of each group.
+      masks: for each group one for all of its heads, or one for each.
     """
 
     ids: Ids | None
@@ -49,62 +51,8 @@ class Lowered(NamedTuple):
 
     @property
     def by_head(self) -> bool:
-        """Whether heads differ."""
+        """True if heads differ."""
         return len({mask for group in self.masks for mask in group.masks}) > 1
-
-
-class Lazy(splash.Mask):
-    """One head's mask: never a table, splash computes it from positions in each block.
-
-    Attributes:
-      q_sequence: positions of the queries, int32 [T rounded up to whole blocks].
-      mask_function: whether a query at these positions may see the keys of these indices. Both
-        are absent where every query sees every key.
-    """
-
-    def __init__(
-        self, rule: Mask | None, head: int, pos: "Positions", blocks: Blocks, dims: Dims, key: Any
-    ) -> None:
-        self._shape = blocks.padded(dims)
-        # What tells one such mask from another, to hash and compare.
-        self._key = (key, head, pos.key, blocks, dims)
-        self._seen = _seen(rule, pos, blocks, dims)
-        if rule is None and dims.S % blocks.k == 0:
-            return
-        self.q_sequence = np.pad(pos.q, (0, self._shape[0] - dims.T), mode="edge")
-        flat = None if rule is None else _flat(rule)
-
-        def allowed(q: jax.Array, k: jax.Array) -> jax.Array:
-            real = k < dims.S
-            if flat is None:
-                return real
-            seen = flat.allowed(
-                At(np.array(0, np.int32), np.array(head, np.int32), q, pos.of_key(k))
-            ).astype(bool)
-            seen = jnp.broadcast_to(seen, q.shape)
-            return seen & real if dims.S % blocks.k else seen
-
-        self.mask_function = allowed
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The lengths, rounded up to whole blocks."""
-        return self._shape
-
-    def __getitem__(self, slices: Any) -> np.ndarray:
-        """One entry that stands for a whole block: whether any query sees any key of it.
-
-        Splash asks only whether a block holds any and only True. It computes a block of a mask
-        that has a `mask_function` in either case.
-        """
-        i, j = (s.start // (s.stop - s.start) for s in slices)
-        return self._seen[i : i + 1, j : j + 1]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lazy) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
 
 
 class Positions(NamedTuple):
@@ -114,48 +62,124 @@ class Positions(NamedTuple):
     k: np.ndarray
 
     @property
-    def key(self) -> Any:
-        """What tells these from others."""
-        return self.q.tobytes(), self.k.tobytes()
-
-    @property
     def step(self) -> int:
-        """From one key to the next."""
+        """The step from one key to the next."""
         return int(self.k[1] - self.k[0]) if self.k.size > 1 else 1
 
     @property
-    def even(self) -> bool:
-        """Whether a key's position follows from its index."""
+    def is_even(self) -> bool:
+        """True if a key's position follows from its index."""
         return bool((self.k == self.k[0] + self.step * np.arange(self.k.size)).all())
 
     def of_key(self, index: Any) -> Any:
-        """The positions of keys, from their indices."""
+        """Return the positions of keys, given their indices."""
         index = index if self.step == 1 else index * np.int32(self.step)
         return index if self.k[0] == 0 else index + np.int32(self.k[0])
 
 
-def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> Lowered | str:
-    """The call's mask as splash takes it, or the reason why it can't be."""
-    ids, rest = split(spec, dims)
-    if not rest:
-        index = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
-        lazy = Lazy(None, 0, index, blocks, dims, None)
-        return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask([lazy]),))
-    for each in rest:
-        if not is_static(*jax.tree.leaves(each)):
+@dataclasses.dataclass(frozen=True)
+class ComputedMask:
+    """One head's mask, computed from positions.
+
+    Attributes:
+      key: a hashable value, equal for equal rules and positions.
+      head: the index of the query head.
+      blocks: the sizes of blocks.
+      dims: of the call.
+      rule: the bound mask.
+      positions: of queries and keys.
+    """
+
+    key: Any
+    head: int
+    blocks: Blocks
+    dims: Dims
+    rule: Mask = dataclasses.field(compare=False)
+    positions: Positions = dataclasses.field(compare=False)
+
+    def allowed(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Return True where queries at positions q may see the keys of indices k."""
+        allowed = self._at(q, self.positions.of_key(k)).astype(bool)
+        allowed = jnp.broadcast_to(allowed, q.shape)
+        return allowed & (k < self.dims.S) if self.dims.S % self.blocks.k else allowed
+
+    def table(self) -> splash.NumpyMask:
+        """Return the table of all pairs, [T, S] rounded up to whole blocks."""
+        T, S = self.blocks.padded(self.dims)
+        with jax.ensure_compile_time_eval():
+            table = self._at(self.positions.q[:, None], self.positions.k[None])
+        table = np.broadcast_to(np.asarray(table), (self.dims.T, self.dims.S))
+        return splash.NumpyMask(np.pad(table, ((0, T - self.dims.T), (0, S - self.dims.S))))
+
+    def block_states(self) -> np.ndarray:
+        """Return EMPTY, PARTIAL or FULL for each block of existing pairs, [nq, nk]."""
+        T, S = self.blocks.padded(self.dims)
+        q, k = self.positions.q[None, None, :, None], self.positions.k[None, None, None, :]
+        states: Any = self.rule.tiles(tiles_of(q, k, *self.blocks))
+        states = lead(states, 4)[0, 0] if is_static(states) else np.int8(PARTIAL)
+        return np.broadcast_to(states, (T // self.blocks.q, S // self.blocks.k))
+
+    def _at(self, q: Any, k: Any) -> Any:
+        row, head = np.array(0, np.int32), np.array(self.head, np.int32)
+        return _flat(self.rule).allowed(At(row, head, q, k))
+
+
+class SplashMask(splash.Mask):
+    """A computed mask behind splash's interface.
+
+    Splash asks of each block whether any and whether all of its entries are True: one entry stands
+    for the block. With a `mask_function` it computes the mask of all blocks that have any.
+    """
+
+    def __init__(self, mask: ComputedMask) -> None:
+        states = mask.block_states()
+        self.mask, self.seen = mask, states > EMPTY
+        if not self.seen.any():
+            # Splash can't run on no block at all; the first is masked by the function.
+            self.seen[0, 0] = True
+        if (states < FULL).any() or mask.dims.S % mask.blocks.k:
+            fill = self.shape[0] - mask.dims.T
+            self.q_sequence = np.pad(mask.positions.q, (0, fill), mode="edge")
+            self.mask_function = mask.allowed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The lengths, rounded up to whole blocks."""
+        return self.mask.blocks.padded(self.mask.dims)
+
+    def __getitem__(self, block: Any) -> np.ndarray:
+        i, j = (s.start // (s.stop - s.start) for s in block)
+        return self.seen[i : i + 1, j : j + 1]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SplashMask) and self.mask == other.mask
+
+    def __hash__(self) -> int:
+        return hash(self.mask)
+
+
+def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> SplashMasks | str:
+    """Return the call's mask as splash takes it, or the reason why it can't be."""
+    parts = MaskParts.of(conjuncts(spec.mask))
+    ids, masks = merge_ids(parts, spec.at(dims), dims), (*parts.band, *parts.others)
+    if not masks:
+        pos = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
+        return _lower_static(ids, Window(), pos, blocks, dims)
+    for mask in masks:
+        if not is_static(*jax.tree.leaves(mask)):
             return (
-                f"{type(each).__name__} holds arrays that are not NumPy's; of masks that are not "
+                f"{type(mask).__name__} holds arrays that are not NumPy's; of masks that are not "
                 f"known before tracing it takes Segments, Lengths, and tables of keys or of "
                 f"queries alone, joined by &"
             )
-    pos = _positions(spec, dims)
-    return pos if isinstance(pos, str) else _static(ids, And(tuple(rest)), pos, blocks, dims)
+    known = _positions(spec, dims)
+    return known if isinstance(known, str) else _lower_static(ids, And(masks), known, blocks, dims)
 
 
-def _static(
-    ids: Any, mask: Mask, pos: Positions, blocks: Blocks, dims: Dims
-) -> Lowered | str:  # fmt: skip
-    """A mask known before tracing: heads with equal masks in one group, or a table for each."""
+def _lower_static(
+    ids: Ids | None, mask: Mask, pos: Positions, blocks: Blocks, dims: Dims
+) -> SplashMasks | str:
+    """Lower a mask known before tracing: heads with equal masks in one group, or a table each."""
     mask = map_score_arrays(lambda x: flat_batch(x, dims), mask)
     rules = [_of_head(mask, head) for head in range(dims.N)]
     traits: dict[Any, _Traits] = {}
@@ -167,32 +191,31 @@ def _static(
         groups.setdefault((key, head if traits[key].by_head else None), []).append(head)
     if any(trait.by_row for trait in traits.values()) and math.prod(dims.B) > 1:
         return "the mask differs between rows of the batch, by other rules than segment ids"
-    if pos.even and all(trait.computed for trait in traits.values()):
-        lazy = [
-            splash.MultiHeadMask([Lazy(rules[heads[0]], heads[0], pos, blocks, dims, key)])
-            for (key, _), heads in groups.items()
-        ]
-        return Lowered(ids, tuple(map(tuple, groups.values())), tuple(lazy))
+    masks = [
+        ComputedMask((key, _key(pos)), heads[0], blocks, dims, rules[heads[0]], pos)
+        for (key, _), heads in groups.items()
+    ]
+    if pos.is_even and all(trait.computed for trait in traits.values()):
+        computed = tuple(splash.MultiHeadMask([SplashMask(mask)]) for mask in masks)
+        return SplashMasks(ids, tuple(map(tuple, groups.values())), computed)
     if len(groups) * dims.T * dims.S > TABLE:
         return (
             f"the mask is no rule of positions alone, and its table would have more than {TABLE} "
             f"entries: T·S = {dims.T}·{dims.S}, for {len(groups)} different heads"
         )
-    tables: list[splash.Mask] = [splash.NumpyMask(np.zeros((1, 1), bool))] * dims.N
-    for heads in groups.values():
-        table = _table(rules[heads[0]], heads[0], pos, blocks, dims)
-        for head in heads:
-            tables[head] = table
-    return Lowered(ids, (tuple(range(dims.N)),), (splash.MultiHeadMask(tables),))
+    tables = zip((mask.table() for mask in masks), groups.values(), strict=True)
+    of_head = {head: table for table, heads in tables for head in heads}
+    every = tuple(range(dims.N))
+    return SplashMasks(ids, (every,), (splash.MultiHeadMask([of_head[head] for head in every]),))
 
 
 class _Traits(NamedTuple):
-    """What a mask of one head reads.
+    """The coordinates that a mask of one head reads.
 
     Attributes:
-      by_row: whether it differs between rows of the batch.
-      by_head: whether it asks which head it is for.
-      computed: whether it is a rule of positions and numbers, without arrays.
+      by_row: True if it differs between rows of the batch.
+      by_head: True if it asks for which head it is.
+      computed: True if it is a rule of positions and numbers, without arrays.
     """
 
     by_row: bool
@@ -201,11 +224,10 @@ class _Traits(NamedTuple):
 
     @classmethod
     def of(cls, rule: Mask, dims: Dims) -> "_Traits":
-        """Those of a mask whose grids are [rows|1, 1, T|1, S|1]."""
-        grids = [
-            x.array for x in jax.tree.leaves(rule, is_leaf=is_score_array) if is_score_array(x)
-        ]
-        if any(len(x) > 1 for x in grids):
+        """Read the traits of a mask whose arrays are [rows|1, 1, T|1, S|1]."""
+        nodes = jax.tree.leaves(rule, is_leaf=is_score_array)
+        arrays = [x.array for x in nodes if is_score_array(x)]
+        if any(len(x) > 1 for x in arrays):
             return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
         flat = _flat(rule)
@@ -214,25 +236,25 @@ class _Traits(NamedTuple):
         return cls(
             _reads(program.jaxpr, 0),
             _reads(program.jaxpr, 1),
-            not consts and all(x.size == 1 for x in grids),
+            not consts and all(x.size == 1 for x in arrays),
         )
 
 
 def _positions(spec: AttentionSpec, dims: Dims) -> Positions | str:
-    """The positions, or the reason why a mask known before tracing can't be asked about them."""
-    found = []
+    """Return the positions, or the reason why no mask can be asked about them before tracing."""
+    positions = []
     for name, x in zip(("q_positions", "kv_positions"), spec.at(dims)[2:], strict=True):
         if not is_static(x):
             return f"{name} are not NumPy's or a number: the mask is computed before tracing"
         x = np.asarray(flat_batch(x, dims))
         if len(x) > 1:
             return f"{name} differ between rows of the batch, and so does what the mask allows"
-        found.append(x.reshape(-1))
-    return Positions(*found)
+        positions.append(x.reshape(-1))
+    return Positions(*positions)
 
 
 def _of_head(mask: Mask, head: int) -> Mask:
-    """The mask of one head, with grids [rows|1, 1, T|1, S|1]."""
+    """Return the mask of one head, with arrays [rows|1, 1, T|1, S|1]."""
 
     def choose(x: Any) -> Any:
         return _of_head(x.masks[head], head) if type(x) is PerHead else x
@@ -242,49 +264,18 @@ def _of_head(mask: Mask, head: int) -> Mask:
 
 
 def _flat(rule: Mask) -> Mask:
-    """Grids of one row and head as [T|1, S|1], or as a number."""
+    """Return the rule with arrays of one row and head as [T|1, S|1], or as a number."""
     return map_score_arrays(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
 
-def _seen(rule: Mask | None, pos: Positions, blocks: Blocks, dims: Dims) -> np.ndarray:
-    """Whether any pair of each block may attend, bool [nq, nk]."""
-    T, S = blocks.padded(dims)
-    verdict: Any = np.int8(PARTIAL)
-    if rule is not None:
-        q, k = pos.q[None, None, :, None], pos.k[None, None, None, :]
-        verdict = rule.tiles(tiles_of(q, k, *blocks))
-    verdict = lead(verdict, 4) if is_static(verdict) else np.full((1, 1, 1, 1), PARTIAL)
-    seen = np.broadcast_to(verdict[0, 0] != EMPTY, (T // blocks.q, S // blocks.k)).copy()
-    # Splash can't run on no block at all; this one is masked by the function.
-    seen[0, 0] |= not seen.any()
-    return seen
-
-
-def _table(
-    rule: Mask, head: int, pos: Positions, blocks: Blocks, dims: Dims
-) -> splash.NumpyMask:  # fmt: skip
-    """The mask of one head, [T, S] rounded up to whole blocks."""
-    with jax.ensure_compile_time_eval():
-        at = At(
-            np.array(0, np.int32),
-            np.array(head, np.int32),
-            pos.q[:, None],
-            pos.k[None],
-        )
-        table = np.asarray(_flat(rule).allowed(at))
-    T, S = blocks.padded(dims)
-    table = np.broadcast_to(table, (dims.T, dims.S))
-    return splash.NumpyMask(np.pad(table, ((0, T - dims.T), (0, S - dims.S))))
-
-
-def _key(rule: Mask) -> Any:
-    """What tells a mask from others: hashable, equal for equal masks."""
-    leaves = [np.asarray(x) for x in jax.tree.leaves(rule)]
-    return jax.tree.structure(rule), tuple((x.shape, x.dtype.str, x.tobytes()) for x in leaves)
+def _key(tree: Any) -> Any:
+    """Return a hashable value, equal for equal trees of arrays."""
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), tuple((x.shape, x.dtype.str, x.tobytes()) for x in leaves)
 
 
 def _reads(jaxpr: Any, argument: int) -> bool:
-    """Whether what a program gives may depend on an argument."""
+    """Return True if the outputs of a program may depend on an argument."""
     reached = {jaxpr.invars[argument]}
     for eqn in jaxpr.eqns:
         if any(x in reached for x in eqn.invars if not hasattr(x, "val")):

@@ -1,0 +1,72 @@
+"""Masks as segment ids: a query sees the keys of its own id."""
+
+import functools
+import operator
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mha.base.coordinates import Array, At, flat_batch
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.mask_parts import MaskParts
+
+# Of the queries, int32 [rows|1, T], and of the keys, [rows|1, S].
+Ids: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+def merge_ids(parts: MaskParts, at: At, dims: Dims) -> Ids | None:
+    """Return ids that are equal where segments, lengths, and tables of keys or queries allow."""
+    ids: Ids | None = None
+    for mask in parts.segments:
+        more = _rows(mask.q.array, mask.kv.array, dims)
+        ids = more if ids is None else _both(ids, more)
+    queries = [mask.array.array for mask in parts.queries]
+    queries += [at.q < mask.q.array for mask in parts.lengths if mask.q is not None]
+    keys = [mask.array.array for mask in parts.keys]
+    keys += [at.k < mask.kv.array for mask in parts.lengths]
+    if not queries and not keys:
+        return ids
+    true = np.ones((1,) * len(dims.logits), bool)
+    q, k = (functools.reduce(operator.and_, tables or [true]) for tables in (queries, keys))
+    q, k = (x != 0 for x in _rows(q, k, dims))
+    if ids is None:
+        return jnp.where(q, 1, 0), jnp.where(k, 1, 2)
+    q_ids = jnp.where(q, ids[0], _unused(ids[1]))
+    return q_ids, jnp.where(k, ids[1], _unused(q_ids))
+
+
+def _rows(q: Array, k: Array, dims: Dims) -> Ids:
+    """Return int32 [rows|1, T] and [rows|1, S] of q [*B|1, 1, T|1, 1] and k [*B|1, 1, 1, S|1]."""
+    q, k = (jnp.asarray(flat_batch(x, dims), jnp.int32)[:, 0] for x in (q, k))
+    rows = max(len(q), len(k))
+    return (
+        jnp.broadcast_to(q[:, :, 0], (rows, dims.T)),
+        jnp.broadcast_to(k[:, 0], (rows, dims.S)),
+    )
+
+
+def _unused(ids: jax.Array) -> jax.Array:
+    """Return for each row of ids [rows, L] a number of 0 … L that is none of them, [rows, 1]."""
+    L = ids.shape[1]
+
+    def one(ids: jax.Array) -> jax.Array:
+        taken = jnp.zeros(L + 1, bool).at[jnp.where(ids < 0, L + 1, ids)].set(True, mode="drop")
+        return jnp.argmin(taken).astype(jnp.int32)[None]
+
+    return jax.vmap(one)(ids)
+
+
+def _both(one: Ids, other: Ids) -> Ids:
+    """Return ids that are equal where both are: the rank of each pair among all of its row."""
+    T = one[0].shape[1]
+    x, y = (jnp.concatenate(ids, 1) for ids in (one, other))
+    rows = max(len(x), len(y))
+    x, y = (jnp.broadcast_to(ids, (rows, ids.shape[1])) for ids in (x, y))
+    index = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    x, y, index = jax.lax.sort((x, y, index), dimension=1, num_keys=2)
+    new = (x[:, 1:] != x[:, :-1]) | (y[:, 1:] != y[:, :-1])
+    rank = jnp.pad(jnp.cumsum(new, 1, jnp.int32), ((0, 0), (1, 0)))
+    _, rank = jax.lax.sort((index, rank), dimension=1)
+    return rank[:, :T], rank[:, T:]
