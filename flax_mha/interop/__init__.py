@@ -25,17 +25,14 @@ from flax.typing import Dtype
 from flax_mha.base import checks
 from flax_mha.interop import (
     bert,
-    dino,
     gpt,
     llama,
     moe,
     neutral,
     safetensors,
     t5,
-    timm,
     towers,
     vit,
-    vit_pytorch,
     whisper,
 )
 from flax_mha.interop.device_put import Joined, place
@@ -64,9 +61,9 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("qwen3_moe", moe.qwen3_moe, neutral.QWEN3_MOE),
     ("t5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vit.vit, neutral.VIT),
-    ("dinov3_vit", dino.dinov3, neutral.DINO),
-    ("timm_vit", timm.timm_vit, neutral.TIMM),
-    ("vit_pytorch", vit_pytorch.vit_pytorch, neutral.VIT_PYTORCH),
+    ("dinov3_vit", vit.dinov3, neutral.DINO),
+    ("timm_vit", vit.timm_vit, neutral.TIMM),
+    ("vit_pytorch", vit.vit_pytorch, neutral.VIT_PYTORCH),
     ("clip siglip", towers.towers, neutral.TOWERS),
     ("clip_vision_model siglip_vision_model", towers.images, neutral.TOWERS),
     ("clip_text_model siglip_text_model", towers.texts, neutral.TOWERS),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -133,8 +133,26 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 }  # fmt: skip
 
 
-def grid(config: Config, image: str = "image_size") -> tuple[int, int, int, int]:
-    """Return how many patches an image has in a column and in a row, and their height and width."""
+class Grid(NamedTuple):
+    """The patches of an image: how many in a column and in a row, and their height and width."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Height and width of a patch."""
+        return self.height, self.width
+
+    def image(self, channels: int) -> np.ndarray:
+        """Return an example of an image."""
+        return blank(1, self.rows * self.height, self.columns * self.width, channels)
+
+
+def grid(config: Config, image: str = "image_size") -> Grid:
+    """Return the patches of the images that a config names."""
     (height, width), (h, w) = (
         np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
     )
@@ -144,7 +162,7 @@ def grid(config: Config, image: str = "image_size") -> tuple[int, int, int, int]
             f"the config's {image} must have 1 … {_MOST_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
-    return rows, columns, h, w
+    return Grid(rows, columns, h, w)
 
 
 def blank(*shape: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""GPT-2: a decoder of text with learned positions."""
+"""GPT-2 and GPT-NeoX: decoders of text."""
 
 import numpy as np
 
@@ -6,7 +6,6 @@ from flax_mha.interop.config import activation, in_turn, rotary
 from flax_mha.interop.settings import Config, filled
 from flax_mha.interop.table import (
     PROJECTIONS,
-    SAME,
     Axes,
     Family,
     Row,
@@ -14,6 +13,7 @@ from flax_mha.interop.table import (
     linear,
     norm,
     straight,
+    when,
 )
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import LanguageModel
@@ -24,7 +24,7 @@ from flax_mha.positions import PositionEmbedding
 
 
 def gpt2(config: Config) -> Family:
-    """Of `GPT2LMHeadModel`."""
+    """Return the family of `GPT2LMHeadModel`."""
     D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
     tied = config.get("tie_word_embeddings", True)
     scale = None if config.get("scale_attn_weights", True) else 1.0
@@ -60,7 +60,7 @@ def gpt2(config: Config) -> Family:
         Row("transformer.wpe.weight", "position_embedding/embedding"),
         *each(layers, rows),
         *norm("transformer.ln_f", "decoder/norm"),
-        *[Row("lm_head.weight", "head/table/embedding")] * (not tied),
+        *when(not tied, Row("lm_head.weight", "head/table/embedding")),
     ]
     # Causal masks.
     ignored = ("*.attn.bias", "*.attn.masked_bias")
@@ -75,7 +75,7 @@ _HEADS = Axes(lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.
 
 
 def gpt_neox(config: Config) -> Family:
-    """Of `GPTNeoXForCausalLM`."""
+    """Return the family of `GPTNeoXForCausalLM`."""
     # As configs were before `rope_parameters`.
     old = {
         "rope_theta": config.get("rotary_emb_base", 1e4),
@@ -93,13 +93,15 @@ def gpt_neox(config: Config) -> Family:
     )  # fmt: skip
     model = LanguageModel(TokenEmbedding(config["vocab_size"], D), Decoder(layers, block), tied)
     theirs, ours = "gpt_neox.layers.{}", "decoder/layers_{}"
-    fused = [f"{ours}/attention/{name}" for name in ("query", "key", "value")]
-    both = (("weight", "kernel", _HEADS), ("bias", "bias", SAME))
+    fused = f"{theirs}.attention.query_key_value"
+    kernels, biases = (
+        tuple(f"{ours}/attention/{name}/{leaf}" for name in PROJECTIONS[:3])
+        for leaf in ("kernel", "bias")
+    )
     rows = [
-        Row(f"{theirs}.attention.query_key_value.{x}", tuple(f"{path}/{y}" for path in fused),
-            axes, split=1, heads=N)
-        for x, y, axes in both[: 1 + biased]
-    ]  # fmt: skip
+        Row(f"{fused}.weight", kernels, _HEADS, split=1, heads=N),
+        *when(biased, Row(f"{fused}.bias", biases, split=1, heads=N)),
+    ]
     rows += linear(f"{theirs}.attention.dense", f"{ours}/attention/out", biased, inputs=2)
     rows += linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/mlp/up")
     rows += linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/mlp/down")
@@ -109,7 +111,7 @@ def gpt_neox(config: Config) -> Family:
         Row("gpt_neox.embed_in.weight", "embedding/table/embedding"),
         *each(layers, rows),
         *norm("gpt_neox.final_layer_norm", "decoder/norm"),
-        *[Row("embed_out.weight", "head/table/embedding")] * (not tied),
+        *when(not tied, Row("embed_out.weight", "head/table/embedding")),
     ]
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
     return Family(

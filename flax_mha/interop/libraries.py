@@ -121,7 +121,8 @@ def to_layer(
     """
     known = checks.choice("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
-    if not isinstance(layer, MultiHeadAttention) or before != [_NORM] * (known.norm is not None):
+    is_normed = before == [_NORM] if known.norm is not None else not before
+    if not isinstance(layer, MultiHeadAttention) or not is_normed:
         raise TypeError(
             f"to_layer takes an attention layer, as vit-pytorch's an nn.Sequential of "
             f"nn.LayerNorm(1e-5) and one; got for {library} {checks.describe(module)}"

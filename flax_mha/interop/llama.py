@@ -8,7 +8,7 @@ import numpy as np
 from flax_mha import masks
 from flax_mha.interop.config import activation, in_turn, rotary
 from flax_mha.interop.settings import FULL, SLIDING, Config, shown
-from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm
+from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm, when
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import LanguageModel
@@ -133,7 +133,7 @@ def llama(
         logits_cap=config.get("final_logit_softcapping") if kind.is_gemma else None,
     )
     rows = _rows(config, kind, [mlp is None for mlp in mlps]) + (own or [])
-    rows += [] if tied else [Row("lm_head.weight", "head/table/embedding")]
+    rows += when(not tied, Row("lm_head.weight", "head/table/embedding"))
     copies = {"lm_head.weight": "model.embed_tokens.weight"}
     return Family(
         model, (np.zeros((1, 1), np.int32),), rows, ("*.rotary_emb.inv_freq",), prefix="model.",

@@ -24,8 +24,8 @@ def shown(x: Any) -> str:
 
 def several(xs: Sequence[str]) -> str:
     """Return the first of them as one line of an error, and how many more there are."""
-    more = [f"{len(xs) - _NAMED:,} more"] * (len(xs) > _NAMED)
-    return "; ".join([*xs[:_NAMED], *more])
+    line, more = "; ".join(xs[:_NAMED]), len(xs) - _NAMED
+    return f"{line}; {more:,} more" if more > 0 else line
 
 
 class Rule(NamedTuple):
