@@ -15,70 +15,19 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from flax_mha.base.shapes import Shape
 from flax_mha.interop import device_put
-from flax_mha.interop.axes import FLAT as FLAT
-from flax_mha.interop.axes import SAME as SAME
-from flax_mha.interop.axes import Axes as Axes
-from flax_mha.interop.axes import one_of_many as one_of_many
-from flax_mha.interop.axes import patches as patches
-from flax_mha.interop.axes import plus as plus
-from flax_mha.interop.axes import straight as straight
-from flax_mha.interop.axes import transposed as transposed
-from flax_mha.interop.axes import wrapped as wrapped
 from flax_mha.interop.settings import several
+from flax_mha.interop.tensor_rule import FLATTENED as FLATTENED
+from flax_mha.interop.tensor_rule import SAME as SAME
+from flax_mha.interop.tensor_rule import Layout as Layout
+from flax_mha.interop.tensor_rule import TensorRule as TensorRule
+from flax_mha.interop.tensor_rule import expert as expert
+from flax_mha.interop.tensor_rule import in_out as in_out
+from flax_mha.interop.tensor_rule import patches as patches
+from flax_mha.interop.tensor_rule import plus as plus
+from flax_mha.interop.tensor_rule import transposed as transposed
+from flax_mha.interop.tensor_rule import wrapped as wrapped
 
 Tensors: TypeAlias = Mapping[str, Any]
-
-
-class Row(NamedTuple):
-    """One tensor of the checkpoint.
-
-    Attributes:
-      theirs: its name.
-      ours: the path of our parameter, or those of several that lie in it one after another.
-      axes: how each lies.
-      split: the axis of the tensor on which several lie.
-      heads: how many heads, if several lie one after another within each: the tensor's first axis
-        is then two, that of heads and axis 1, on which they are split.
-      part: from where to where it reaches on the first axis of ours, if several tensors, in rows
-        one after another, make up that (default: it is all of it).
-      alternate: whether several lie in turn on its last axis, instead of one after another.
-    """
-
-    theirs: str
-    ours: str | tuple[str, ...]
-    axes: Axes = SAME
-    split: int = 0
-    heads: int | None = None
-    part: tuple[int, int] | None = None
-    alternate: bool = False
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The paths of ours."""
-        return (self.ours,) if isinstance(self.ours, str) else self.ours
-
-    def shape(self, ours: Shape) -> Shape:
-        """Return the shape of its part of a parameter of ours of that shape."""
-        return ours if self.part is None else (self.part[1] - self.part[0], *ours[1:])
-
-    def apart(self, x: np.ndarray) -> list[np.ndarray]:
-        """Split a tensor into arrays, one for each path."""
-        if self.heads is not None:
-            x = x.reshape(self.heads, -1, *x.shape[1:])
-        if self.alternate:
-            return [x[..., i :: len(self.paths)] for i in range(len(self.paths))]
-        return np.split(x, len(self.paths), self.split) if len(self.paths) > 1 else [x]
-
-    def together(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Join arrays to the tensor: `apart`, read backwards."""
-        if self.alternate:
-            return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
-        x = np.concatenate(parts, self.split) if len(parts) > 1 else parts[0]
-        return x if self.heads is None else x.reshape(-1, *x.shape[2:])
-
-    def cut(self, x: np.ndarray) -> np.ndarray:
-        """Return its part of a parameter of ours."""
-        return x if self.part is None else x[slice(*self.part)]
 
 
 PROJECTIONS = ("query", "key", "value", "out")
@@ -86,20 +35,6 @@ PROJECTIONS = ("query", "key", "value", "out")
 LEAVES = (".weight", ".bias")
 # As TensorFlow named the arrays of a norm, which the oldest BERTs have kept.
 _OLD = {"gamma": "weight", "beta": "bias"}
-
-
-class Named(NamedTuple):
-    """The tensors of a checkpoint, by the names of a table.
-
-    Attributes:
-      tensors: by the name of their row.
-      heads: names of those that are left out.
-      wrong: for each that does not fit, what is wrong.
-    """
-
-    tensors: dict[str, Any]
-    heads: list[str]
-    wrong: list[str]
 
 
 class Family(NamedTuple):
@@ -117,7 +52,7 @@ class Family(NamedTuple):
 
     module: nn.Module
     example: tuple[Any, ...]
-    rows: list[Row]
+    rows: list[TensorRule]
     ignored: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     prefix: str = ""
@@ -128,8 +63,8 @@ class Family(NamedTuple):
         variables = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(variables["params"], sep="/")
 
-    def named(self, tensors: Tensors) -> Named:
-        """Return the tensors by the names of the rows, and the names of others."""
+    def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Return the tensors by the names of the rows, the names of heads, and what is wrong."""
         rows = {row.theirs for row in self.rows}
         by_row, heads, wrong = dict[str, Any](), list[str](), list[str]()
         copies = list[tuple[str, Any, str]]()
@@ -152,7 +87,7 @@ class Family(NamedTuple):
             table: Any = by_row.setdefault(other, x)
             if not device_put.equal(x, table):
                 wrong.append(f"{name} must be {other}, to which the config ties it, and differs")
-        return Named(by_row, heads, sorted(wrong))
+        return by_row, heads, sorted(wrong)
 
 
 def from_tensors(
@@ -168,15 +103,14 @@ def from_tensors(
     Raises:
       ValueError: one that lists every tensor that is missing, surplus or of another shape.
     """
-    named = family.named(tensors)
-    present = [row for row in family.rows if row.theirs in named.tensors]
-    missing = [f"missing {row.theirs}" for row in family.rows if row.theirs not in named.tensors]
-    wrong = named.wrong + missing
+    by_row, heads, wrong = family.named(tensors)
+    present = [row for row in family.rows if row.theirs in by_row]
+    wrong += [f"missing {row.theirs}" for row in family.rows if row.theirs not in by_row]
     # Shapes take time for each layer, which a file that lacks most of them is not worth.
     params = family.shapes() if 2 * len(present) > len(family.rows) else {}
     arrays = dict[str, list[Any]]()
     for row in present if params else ():
-        x, shapes = named.tensors[row.theirs], [row.shape(params[path].shape) for path in row.paths]
+        x, shapes = by_row[row.theirs], [row.shape(params[path].shape) for path in row.paths]
         if x.shape != (expected := _shape(row, shapes)):
             wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
@@ -187,10 +121,10 @@ def from_tensors(
             f"the tensors do not fit the model of this config: {several(wrong)}; take both from "
             f"one checkpoint"
         )
-    if named.heads:
+    if heads:
         warnings.warn(
             f"left out, as this {type(family.module).__name__} has no place for them: "
-            f"{', '.join(sorted(named.heads))}", stacklevel=3,
+            f"{', '.join(sorted(heads))}", stacklevel=3,
         )  # fmt: skip
     whole = {path: parts[0] if len(parts) == 1 else join(parts) for path, parts in arrays.items()}
     return {"params": unflatten_dict(whole, sep="/")}
@@ -227,7 +161,7 @@ def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, Stored]:
     if differing:
         raise ValueError(f"the variables are not those of the model: {several(sorted(differing))}")
 
-    def make(row: Row) -> np.ndarray:
+    def make(row: TensorRule) -> np.ndarray:
         parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
         return np.asarray(row.together(parts), order="C")
 
@@ -240,7 +174,7 @@ def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, Stored]:
     return tensors
 
 
-def _shape(row: Row, ours: list[Shape]) -> Shape:
+def _shape(row: TensorRule, ours: list[Shape]) -> Shape:
     """Return the shape of a tensor, by the shapes of ours."""
     # No memory stands behind these arrays.
     sizes = [*row.axes.theirs(np.broadcast_to(np.False_, ours[0])).shape]
@@ -249,12 +183,12 @@ def _shape(row: Row, ours: list[Shape]) -> Shape:
     return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
 
 
-def when(condition: Any, *rows: Row) -> list[Row]:
+def when(condition: Any, *rows: TensorRule) -> list[TensorRule]:
     """Return the rows if the condition holds, else none."""
     return list(rows) if condition else []
 
 
-def each(layers: int | Iterable[int], rows: Iterable[Row]) -> list[Row]:
+def per_layer(layers: int | Iterable[int], rows: Iterable[TensorRule]) -> list[TensorRule]:
     """Return the rows of that many layers, or of layers of these numbers, for which {} stands."""
     rows = list(rows)
     return [
@@ -266,8 +200,8 @@ def each(layers: int | Iterable[int], rows: Iterable[Row]) -> list[Row]:
 
 def linear(
     theirs: str, ours: str | tuple[str, ...], bias: bool = True, inputs: int = 1,
-    axes: Axes | None = None, split: int = 0, leaves: tuple[str, str] = LEAVES,
-) -> list[Row]:  # fmt: skip
+    axes: Layout | None = None, split: int = 0, leaves: tuple[str, str] = LEAVES,
+) -> list[TensorRule]:  # fmt: skip
     """Return the rows of a PyTorch Linear, or of a kernel and a bias that lie in another way.
 
     Args:
@@ -282,20 +216,21 @@ def linear(
     axes = transposed(inputs) if axes is None else axes
     paths = (ours,) if isinstance(ours, str) else ours
     kernels, biases = (tuple(f"{path}/{leaf}" for path in paths) for leaf in ("kernel", "bias"))
-    rows = [Row(theirs + leaves[0], kernels, axes, split)]
-    return rows + when(bias, Row(theirs + leaves[1], biases, SAME if axes is SAME else FLAT))
+    flat = SAME if axes is SAME else FLATTENED
+    kernel = TensorRule(theirs + leaves[0], kernels, axes, split)
+    return [kernel, *when(bias, TensorRule(theirs + leaves[1], biases, flat))]
 
 
-def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list[Row]:
+def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list[TensorRule]:
     """Return the rows of a norm."""
-    scale = Row(f"{theirs}.weight", f"{ours}/scale", plus(offset) if offset else SAME)
-    return [scale, *when(bias, Row(f"{theirs}.bias", f"{ours}/bias"))]
+    scale = TensorRule(f"{theirs}.weight", f"{ours}/scale", plus(offset) if offset else SAME)
+    return [scale, *when(bias, TensorRule(f"{theirs}.bias", f"{ours}/bias"))]
 
 
 def attention(
     theirs: str, ours: str, names: Sequence[str], biases: Sequence[bool] = (True,) * 4,
-    kernel: Callable[[int], Axes] | None = transposed, leaves: tuple[str, str] = LEAVES,
-) -> list[Row]:  # fmt: skip
+    kernel: Callable[[int], Layout] | None = transposed, leaves: tuple[str, str] = LEAVES,
+) -> list[TensorRule]:  # fmt: skip
     """Return the rows of the projections of queries, keys, values and out, by their names in order.
 
     Args:
@@ -306,7 +241,7 @@ def attention(
       kernel: how one lies, by how many axes ours has for its inputs; None as ours.
       leaves: see `linear`.
     """
-    rows: list[Row] = []
+    rows: list[TensorRule] = []
     for name in dict.fromkeys(names):
         members = [i for i, other in enumerate(names) if other == name]
         paths = tuple(f"{ours}/{PROJECTIONS[i]}".removeprefix("/") for i in members)
@@ -314,3 +249,9 @@ def attention(
         full = f"{theirs}.{name}".removeprefix(".")
         rows += linear(full, paths, biases[members[0]], axes=axes, leaves=leaves)
     return rows
+
+
+# The former names of these, for tables outside this package.
+Row = TensorRule
+Axes = Layout
+FLAT, each, straight, one_of_many = FLATTENED, per_layer, in_out, expert

@@ -1,84 +1,55 @@
 """Vision Transformers: ViT, DeiT, ViT-MSN, DINOv3, and those of timm and vit-pytorch."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from flax_mha.interop import table
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.libraries import LIBRARIES
 from flax_mha.interop.modules import classified
 from flax_mha.interop.settings import Config, filled, shown
-from flax_mha.interop.table import (
-    PROJECTIONS,
-    Family,
-    Row,
-    attention,
-    each,
-    linear,
-    norm,
-    patches,
-    when,
-    wrapped,
-)
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import Classifier
+from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock
-from flax_mha.models.embeddings import PatchEmbedding
-from flax_mha.models.stacks import Encoder
 from flax_mha.positions import Axial
 
-_OURS = "encoder/layers_{}"
+_OURS, _BRANCHES = "encoder/layers_{}", ((1, "attention"), (2, "mlp"))
+# What models that wrap a type put before all names, and the tokens before its patches.
+PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
+TOKENS = {"vit": ("cls",), "deit": ("cls", "distillation"), "vit_msn": ("cls",)}
 
 
-class Kind(NamedTuple):
-    """The record of a model type.
-
-    Attributes:
-      prefix: what models that wrap it put before all names.
-      is_distilled: whether it has one more token, of distillation.
-    """
-
-    prefix: str
-    is_distilled: bool = False
-
-
-KINDS = {
-    "vit": Kind("vit."),
-    "deit": Kind("deit.", is_distilled=True),
-    "vit_msn": Kind("vit."),
-}
-
-
-def vit(config: Config) -> Family:
-    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of a classifier of these.
-
-    DeiT has one more token, of distillation.
-    """
-    kind = KINDS[config["model_type"]]
+def vit(config: Config) -> table.Family:
+    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of a classifier of one."""
+    tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
     at = "encoder.layer.{}"
     names = ("attention.query", "attention.key", "attention.value", "output.dense")
-    kernel = patches(*grid(config).patch)
-    distilled = Row("embeddings.distillation_token", "class_tokens", wrapped(1), part=(1, 2))
+    kernel = table.patches(*grid(config).patch)
     rows = [
-        Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
-        *when(kind.is_distilled, distilled),
-        Row("embeddings.position_embeddings", "positions/embedding", wrapped(1)),
-        *linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
-        *each(config["num_hidden_layers"], [
-            *attention(f"{at}.attention", f"{_OURS}/attention", names, (*[biased] * 3, True)),
-            *norm(f"{at}.layernorm_before", f"{_OURS}/attention_norm"),
-            *norm(f"{at}.layernorm_after", f"{_OURS}/mlp_norm"),
-            *linear(f"{at}.intermediate.dense", f"{_OURS}/mlp/up"),
-            *linear(f"{at}.output.dense", f"{_OURS}/mlp/down"),
+        *(_tokens(f"embeddings.{name}_token", i, i + 1) for i, name in enumerate(tokens)),
+        table.TensorRule("embeddings.position_embeddings", "positions/embedding", table.wrapped(1)),
+        *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
+        *table.per_layer(config["num_hidden_layers"], [
+            *table.attention(f"{at}.attention", f"{_OURS}/attention", names, (*[biased] * 3, True)),
+            *table.norm(f"{at}.layernorm_before", f"{_OURS}/attention_norm"),
+            *table.norm(f"{at}.layernorm_after", f"{_OURS}/mlp_norm"),
+            *table.linear(f"{at}.intermediate.dense", f"{_OURS}/mlp/up"),
+            *table.linear(f"{at}.output.dense", f"{_OURS}/mlp/down"),
         ]),
-        *norm("layernorm", "encoder/norm"),
+        *table.norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
-    module = image(config, class_tokens=2 if kind.is_distilled else 1, biased=biased)
+    module = image(config, class_tokens=len(tokens), biased=biased)
     heads = ("*classifier.*", "pooler.*", "embeddings.mask_token")
-    family = Family(module, (example(config),), rows, heads=heads, prefix=kind.prefix)
+    family = table.Family(module, (example(config),), rows, heads=heads, prefix=prefix)
     return classified(config, family)
+
+
+def _tokens(theirs: str, first: int, stop: int) -> table.TensorRule:
+    """Return the row of learned tokens, which are a part of ours."""
+    return table.TensorRule(theirs, "class_tokens", table.wrapped(1), part=(first, stop))
 
 
 def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
@@ -106,7 +77,7 @@ def example(config: Config) -> np.ndarray:
     return grid(config).image(config["num_channels"])
 
 
-def dinov3(config: Config) -> Family:
+def dinov3(config: Config) -> table.Family:
     """Return the family of `DINOv3ViTModel`, for images of the size that the config names."""
     size = grid(config)
     count = 1 + config["num_register_tokens"]
@@ -116,7 +87,7 @@ def dinov3(config: Config) -> Family:
     biases = [config.get(f"{name}_bias", name != "key") for name in settings]
     layer = MultiHeadAttention(
         config["num_attention_heads"],
-        use_bias=tuple(x for x, biased in zip(PROJECTIONS, biases, strict=True) if biased),
+        use_bias=tuple(x for x, biased in zip(table.PROJECTIONS, biases, strict=True) if biased),
         rotary=Axial((size.rows, size.columns), base, span=2 * math.pi, prefix=count),
     )
     block = EncoderBlock(
@@ -128,31 +99,37 @@ def dinov3(config: Config) -> Family:
         PatchEmbedding(size.patch, config["hidden_size"]),
         Encoder(config["num_hidden_layers"], block), None, positions="none", class_tokens=count,
     )  # fmt: skip
-    at, names = "model.layer.{}", ("q_proj", "k_proj", "v_proj", "o_proj")
+    kernel, at, names = (
+        table.patches(*size.patch),
+        "model.layer.{}",
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+    )
+    scales = [
+        table.TensorRule(f"{at}.layer_scale{i}.lambda1", f"{_OURS}/{x}_scale") for i, x in _BRANCHES
+    ]
     rows = [
-        Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
-        Row("embeddings.register_tokens", "class_tokens", wrapped(1), part=(1, count)),
-        *linear("embeddings.patch_embeddings", "embedding/patches", axes=patches(*size.patch)),
-        *each(config["num_hidden_layers"], [
-            *attention(f"{at}.attention", f"{_OURS}/attention", names, biases),
-            *norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
-            *norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
-            *when(gated, *linear(f"{at}.mlp.gate_proj", f"{_OURS}/mlp/gate", mlp_bias)),
-            *linear(f"{at}.mlp.up_proj", f"{_OURS}/mlp/up", mlp_bias),
-            *linear(f"{at}.mlp.down_proj", f"{_OURS}/mlp/down", mlp_bias),
-            Row(f"{at}.layer_scale1.lambda1", f"{_OURS}/attention_scale"),
-            Row(f"{at}.layer_scale2.lambda1", f"{_OURS}/mlp_scale"),
+        _tokens("embeddings.cls_token", 0, 1),
+        _tokens("embeddings.register_tokens", 1, count),
+        *table.linear("embeddings.patch_embeddings", "embedding/patches", axes=kernel),
+        *table.per_layer(config["num_hidden_layers"], [
+            *table.attention(f"{at}.attention", f"{_OURS}/attention", names, biases),
+            *table.norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
+            *table.norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
+            *table.when(gated, *table.linear(f"{at}.mlp.gate_proj", f"{_OURS}/mlp/gate", mlp_bias)),
+            *table.linear(f"{at}.mlp.up_proj", f"{_OURS}/mlp/up", mlp_bias),
+            *table.linear(f"{at}.mlp.down_proj", f"{_OURS}/mlp/down", mlp_bias),
+            *scales,
         ]),
-        *norm("norm", "encoder/norm"),
+        *table.norm("norm", "encoder/norm"),
     ]  # fmt: skip
     # Names of the first checkpoints have no "model." before the layers.
     mask = ("embeddings.mask_token",)
-    return Family(
+    return table.Family(
         module, (size.image(config.get("num_channels", 3)),), rows, heads=mask, prefix="model."
     )
 
 
-def timm_vit(config: Config) -> Family:
+def timm_vit(config: Config) -> table.Family:
     """Return the family of timm's `VisionTransformer`, by its arguments, names and defaults.
 
     With num_classes=0 the features of all tokens, as `forward_features` gives them.
@@ -185,29 +162,31 @@ def timm_vit(config: Config) -> Family:
         class_tokens=count, pooling="first",
     )  # fmt: skip
     at, names, biases = "blocks.{}", LIBRARIES["timm"].names, (*[biased] * 3, True)
-    kernel = patches(*size.patch)
+    kernel = table.patches(*size.patch)
+    scales = [table.TensorRule(f"{at}.ls{i}.gamma", f"{_OURS}/{x}_scale") for i, x in _BRANCHES]
+    scales = table.when(scale is not None, *scales)
     rows = [
-        Row("cls_token", "class_tokens", wrapped(1), part=(0, 1)),
-        *when(count > 1, Row("reg_token", "class_tokens", wrapped(1), part=(1, count))),
-        Row("pos_embed", "positions/embedding", wrapped(1)),
-        *linear("patch_embed.proj", "embedding/patches", not pre_norm, axes=kernel),
-        *when(pre_norm, *norm("norm_pre", "encoder/input_norm")),
-        *each(config["depth"], [
-            *norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
-            *attention(f"{at}.attn", f"{_OURS}/attention", names, biases),
-            *when(scale is not None, Row(f"{at}.ls1.gamma", f"{_OURS}/attention_scale")),
-            *norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
-            *linear(f"{at}.mlp.fc1", f"{_OURS}/mlp/up"),
-            *linear(f"{at}.mlp.fc2", f"{_OURS}/mlp/down"),
-            *when(scale is not None, Row(f"{at}.ls2.gamma", f"{_OURS}/mlp_scale")),
+        _tokens("cls_token", 0, 1),
+        *table.when(count > 1, _tokens("reg_token", 1, count)),
+        table.TensorRule("pos_embed", "positions/embedding", table.wrapped(1)),
+        *table.linear("patch_embed.proj", "embedding/patches", not pre_norm, axes=kernel),
+        *table.when(pre_norm, *table.norm("norm_pre", "encoder/input_norm")),
+        *table.per_layer(config["depth"], [
+            *table.norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
+            *table.attention(f"{at}.attn", f"{_OURS}/attention", names, biases),
+            *scales[:1],
+            *table.norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
+            *table.linear(f"{at}.mlp.fc1", f"{_OURS}/mlp/up"),
+            *table.linear(f"{at}.mlp.fc2", f"{_OURS}/mlp/down"),
+            *scales[1:],
         ]),
-        *norm("norm", "encoder/norm"),
-        *when(config["num_classes"], *linear("head", "head")),
+        *table.norm("norm", "encoder/norm"),
+        *table.when(config["num_classes"], *table.linear("head", "head")),
     ]  # fmt: skip
-    return Family(module, (size.image(config["in_chans"]),), rows)
+    return table.Family(module, (size.image(config["in_chans"]),), rows)
 
 
-def vit_pytorch(config: Config) -> Family:
+def vit_pytorch(config: Config) -> table.Family:
     """Return the family of `vit_pytorch.ViT`, by its arguments, names and defaults.
 
     With num_classes=0 the features of all tokens.
@@ -234,21 +213,21 @@ def vit_pytorch(config: Config) -> Family:
     names, biases = LIBRARIES["vit-pytorch"].names, (False, False, False, True)
     patch, at = "to_patch_embedding", "transformer.layers.{}"
     rows = [
-        *norm(f"{patch}.1", "embedding/patches_norm"),
-        *linear(f"{patch}.2", "embedding/patches"),
-        *norm(f"{patch}.3", "embedding/norm"),
-        *when(has_token, Row("cls_token", "class_tokens")),
-        Row("pos_embedding", "positions/embedding"),
-        *each(config["depth"], [
-            *norm(f"{at}.0.norm", f"{_OURS}/attention_norm"),
-            *attention(f"{at}.0", f"{_OURS}/attention", names, biases),
-            *norm(f"{at}.1.net.0", f"{_OURS}/mlp_norm"),
-            *linear(f"{at}.1.net.1", f"{_OURS}/mlp/up"),
-            *linear(f"{at}.1.net.4", f"{_OURS}/mlp/down"),
+        *table.norm(f"{patch}.1", "embedding/patches_norm"),
+        *table.linear(f"{patch}.2", "embedding/patches"),
+        *table.norm(f"{patch}.3", "embedding/norm"),
+        *table.when(has_token, table.TensorRule("cls_token", "class_tokens")),
+        table.TensorRule("pos_embedding", "positions/embedding"),
+        *table.per_layer(config["depth"], [
+            *table.norm(f"{at}.0.norm", f"{_OURS}/attention_norm"),
+            *table.attention(f"{at}.0", f"{_OURS}/attention", names, biases),
+            *table.norm(f"{at}.1.net.0", f"{_OURS}/mlp_norm"),
+            *table.linear(f"{at}.1.net.1", f"{_OURS}/mlp/up"),
+            *table.linear(f"{at}.1.net.4", f"{_OURS}/mlp/down"),
         ]),
-        *norm("transformer.norm", "encoder/norm"),
-        *when(config["num_classes"], *linear("mlp_head", "head")),
+        *table.norm("transformer.norm", "encoder/norm"),
+        *table.when(config["num_classes"], *table.linear("mlp_head", "head")),
     ]  # fmt: skip
     # With pool="mean" theirs is empty.
     ignored = () if has_token else ("cls_token",)
-    return Family(module, (size.image(config["channels"]),), rows, ignored)
+    return table.Family(module, (size.image(config["channels"]),), rows, ignored)

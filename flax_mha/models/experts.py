@@ -84,13 +84,12 @@ def sorted_by_expert(
 # Elsewhere `sorted_by_expert`.
 METHODS = {"cpu": expert_by_expert}
 
-
 _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
 
 class Division(NamedTuple):
-    """The mesh axes over which devices divide the weights of experts; none that divides tokens.
+    """The mesh axes over which devices divide the weights of experts, and sum their outputs.
 
     Attributes:
       experts: over them each device has its own experts.
@@ -99,11 +98,6 @@ class Division(NamedTuple):
 
     experts: tuple[str, ...]
     hidden: tuple[str, ...]
-
-    @property
-    def summed(self) -> tuple[str, ...]:
-        """The mesh axes over which outputs are summed."""
-        return self.experts + self.hidden
 
     def names(self, names: sharding.LogicalNames) -> sharding.LogicalNames:
         """Return names of kernels [E, …], None for axes that a device has whole."""
@@ -216,7 +210,8 @@ class Experts(nn.Module):
             ids = jnp.where((ids >= 0) & (ids < count), ids, count)
             method = METHODS.get(sharding.platform(), sorted_by_expert)
             y = method(self._expert, x.reshape(-1, x.shape[-1]), ids, p, layers, self.precision)
-            y = lax.psum(y, division.summed) if division.summed else y
+            axes = division.experts + division.hidden
+            y = lax.psum(y, axes) if axes else y
             return y.reshape(x.shape).astype(x.dtype)
 
         all_names = [_TOKENS, _TOKENS, *names]

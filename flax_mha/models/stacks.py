@@ -106,7 +106,10 @@ class Stack(nn.Module):
             scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
             call["scores"] = scores + as_scores(call.get("scores", ()))
         by_layer, sources = self._by_layer(call), self._sources(call)
-        by_block = self._by_block(call)
+        rotates = [block.attention.rotary is not None for block in blocks]
+        # Positions are for those that rotate: some models rotate in some layers only.
+        unturned = {name: x for name, x in call.items() if name != "positions"}
+        by_block = [call if turns or not any(rotates) else unturned for turns in rotates]
         steps = self.num_layers // len(blocks) if self.scan else 0
         done = steps * len(blocks)
         if steps:
@@ -190,14 +193,6 @@ class Stack(nn.Module):
         return kv_from
 
     @nn.nowrap
-    def _by_block(self, call: Options) -> list[Options]:
-        """Return the arguments that all copies of a block share, for each block."""
-        rotates = [block.attention.rotary is not None for block in self.blocks]
-        # Positions are for those that rotate: some models rotate in some layers only.
-        unturned = {name: x for name, x in call.items() if name != "positions"}
-        return [call if turns or not any(rotates) else unturned for turns in rotates]
-
-    @nn.nowrap
     def _by_layer(self, call: Options) -> list[Options]:
         """Take the arguments that differ by layer out of those of the call, and return them.
 
@@ -275,14 +270,10 @@ class Decoder(Stack):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        memory: jax.Array | None = None,
-        *,
-        memory_mask: masks.MaskLike | None = None,
-        memory_lengths: jax.Array | None = None,
+        self, x: jax.Array, memory: jax.Array | None = None, *,
+        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
-    ) -> jax.Array:
+    ) -> jax.Array:  # fmt: skip
         """Map [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each.
 
         Of `head_mask` there may be a list, with one for each block.
