@@ -16,7 +16,7 @@ from experiments.failures import RunError
 from experiments.training import writers
 from experiments.training.keys import flatten
 from flax_mha.kernels import choice
-from flax_mha.models import feed_forward, residual
+from flax_mha.models import blocks, feed_forward
 from flax_mha.positions import embedding
 
 MOST = 2**31 - 1  # what JAX counts to
@@ -145,7 +145,7 @@ TABLE = {
     "model.mlp_dim": whole("hidden features of the MLP", 1, 2**24),
     "model.positions": one_of("how a patch knows its place", *embedding.KINDS),
     "model.activation": one_of("of the MLP", *feed_forward.ACTIVATIONS),
-    "model.norm": one_of("in front of each half of a block", *residual.NORMS),
+    "model.norm": one_of("in front of each half of a block", *blocks.NORMS),
     "model.gated": Field("a gated MLP", RULES[bool], bool),
     "model.tied": Field("one table for tokens and logits", RULES[bool], bool),
     "model.scan": Field("layers as one loop, compiled once", RULES[bool], bool),

@@ -23,21 +23,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
-from flax_mha.interop import (
-    bert,
-    dino,
-    gpt,
-    llama,
-    moe,
-    neutral,
-    safetensors,
-    t5,
-    timm,
-    towers,
-    vit,
-    vit_pytorch,
-    whisper,
-)
+from flax_mha.interop import bert, gpt, llama, moe, neutral, safetensors, t5, towers, vit, whisper
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
@@ -64,9 +50,9 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("qwen3_moe", moe.qwen3_moe, neutral.QWEN3_MOE),
     ("t5", t5.t5, neutral.T5),
     ("vit deit vit_msn", vit.vit, neutral.VIT),
-    ("dinov3_vit", dino.dinov3, neutral.DINO),
-    ("timm_vit", timm.timm_vit, neutral.TIMM),
-    ("vit_pytorch", vit_pytorch.vit_pytorch, neutral.VIT_PYTORCH),
+    ("dinov3_vit", vit.dinov3, neutral.DINO),
+    ("timm_vit", vit.timm_vit, neutral.TIMM),
+    ("vit_pytorch", vit.vit_pytorch, neutral.VIT_PYTORCH),
     ("clip siglip", towers.towers, neutral.TOWERS),
     ("clip_vision_model siglip_vision_model", towers.images, neutral.TOWERS),
     ("clip_text_model siglip_text_model", towers.texts, neutral.TOWERS),
@@ -79,16 +65,16 @@ FAMILIES: dict[str, Callable[[Config], Family]] = {
 
 
 def family(config: Config) -> Family:
-    """The module that a config means, and the table of its tensors.
+    """Return the module that a config means, and the table of its tensors.
 
     Raises:
       ValueError: if there is no such family, or its table lacks what the config asks for.
     """
     settings = Settings(config)
-    kind = settings.get("model_type")
-    if kind not in FAMILIES:
+    model_type = settings.get("model_type")
+    if model_type not in FAMILIES:
         raise ValueError(
-            f"the config's model_type must be one of {sorted(FAMILIES)}, got {shown(kind)}; "
+            f"the config's model_type must be one of {sorted(FAMILIES)}, got {shown(model_type)}; "
             f"docs/interop.md shows how to write a table"
         )
     if quantized := settings.get("quantization_config"):
@@ -98,15 +84,15 @@ def family(config: Config) -> Family:
             f"{method}; have transformers load them with dequantize=True, and save them"
         )
     try:
-        return FAMILIES[kind](config)
+        return FAMILIES[model_type](config)
     except KeyError as error:
-        raise ValueError(f"the config of a {kind} must have {error}, and has not") from None
+        raise ValueError(f"the config of a {model_type} must have {error}, and has not") from None
 
 
 def load(
     path: str | Path, *, dtype: Dtype | None = None, shardings: Any = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of a folder, and its variables.
+    """Return the model of a folder, and its variables.
 
     Args:
       path: a folder with `config.json` and `model.safetensors`, or an index of several files.
@@ -131,18 +117,18 @@ def load(
             f"{folder} must hold a whole model, got {_ADAPTER}, of weights that change it; merge "
             f"them (merge_and_unload of peft) and save the result"
         )
-    found = family(safetensors.read_json(folder / "config.json"))
+    model = family(safetensors.read_json(folder / "config.json"))
     tensors = safetensors.read_folder(folder)
-    kind = None if dtype is None else checks.dtype("dtype", dtype)
-    variables = from_tensors(found, tensors, join=Joined)
+    floating = None if dtype is None else checks.dtype("dtype", dtype)
+    variables = from_tensors(model, tensors, join=Joined)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
-    placed = functools.partial(place, kind)
-    return found.module, jax.tree.map(placed, variables, shardings, is_leaf=lambda x: x is None)
+    placed = functools.partial(place, floating)
+    return model.module, jax.tree.map(placed, variables, shardings, is_leaf=lambda x: x is None)
 
 
 def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:
-    """Writes a folder that `load` and `transformers` read, one tensor after another.
+    """Write a folder that `load` and `transformers` read, one tensor after another.
 
     Args:
       config: as in its `config.json`, with `model_type`. Its `dtype` is written as that of the

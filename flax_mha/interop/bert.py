@@ -10,13 +10,11 @@ import numpy as np
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.modules import classified
 from flax_mha.interop.settings import Config
-from flax_mha.interop.table import Family, Row, attention, each, linear, norm
+from flax_mha.interop.table import Family, TensorRule, attention, linear, norm, per_layer
 from flax_mha.linen import LayerOptions, MultiHeadAttention
+from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import EncoderBlock
-from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.feed_forward import ACTIVATIONS, Activation
-from flax_mha.models.stacks import Encoder
-from flax_mha.positions import PositionEmbedding
 
 _EXAMPLE = (np.zeros((1, 1), np.int32),)
 # Buffers that count from 0.
@@ -77,7 +75,7 @@ class Bert(nn.Module):
     def __call__(
         self, tokens: jax.Array, types: jax.Array | None = None, **options: Unpack[LayerOptions]
     ) -> jax.Array:
-        """The features, with options for the encoder."""
+        """Return the features, with options for the encoder."""
         x = self.embedding(tokens)
         if self.types is not None:
             x = x + self.types(jnp.zeros_like(tokens) if types is None else types)
@@ -87,7 +85,7 @@ class Bert(nn.Module):
 def bert(config: Config) -> Family:
     """Return the family of a model type in `KINDS`, with its head for classes if it has one."""
     D, layers = config["hidden_size"], config["num_hidden_layers"]
-    kind = KINDS[config["model_type"]]
+    record = KINDS[config["model_type"]]
     refuse(config, position_embedding_type="absolute", embedding_size=D)
     layer = MultiHeadAttention(config["num_attention_heads"])
     block = EncoderBlock(
@@ -99,16 +97,16 @@ def bert(config: Config) -> Family:
         TokenEmbedding(config["type_vocab_size"], D),
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(layers, block, input_norm=True),
-        first=config.get("pad_token_id", 1) + 1 if kind.is_padded else 0,
+        first=config.get("pad_token_id", 1) + 1 if record.is_padded else 0,
     )
     theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
     heads = ("self.query", "self.key", "self.value", "output.dense")
     rows = [
-        Row("embeddings.word_embeddings.weight", "embedding/table/embedding"),
-        Row("embeddings.token_type_embeddings.weight", "types/table/embedding"),
-        Row("embeddings.position_embeddings.weight", "positions/embedding"),
+        TensorRule("embeddings.word_embeddings.weight", "embedding/table/embedding"),
+        TensorRule("embeddings.token_type_embeddings.weight", "types/table/embedding"),
+        TensorRule("embeddings.position_embeddings.weight", "positions/embedding"),
         *norm("embeddings.LayerNorm", "encoder/input_norm"),
-        *each(layers, [
+        *per_layer(layers, [
             *attention(f"{theirs}.attention", f"{ours}/attention", heads),
             *norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/attention_norm"),
             *linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up"),
@@ -116,12 +114,12 @@ def bert(config: Config) -> Family:
             *norm(f"{theirs}.output.LayerNorm", f"{ours}/mlp_norm"),
         ]),
     ]  # fmt: skip
-    family = Family(module, _EXAMPLE, rows, BUFFERS, HEADS, kind.prefix)
-    return classified(config, family, kind.dense, kind.head, kind.by)
+    family = Family(module, _EXAMPLE, rows, BUFFERS, HEADS, record.prefix)
+    return classified(config, family, record.dense, record.head, record.by)
 
 
 def distilbert(config: Config) -> Family:
-    """Of `DistilBertModel` and `DistilBertForSequenceClassification`."""
+    """Return the family of `DistilBertModel` and `DistilBertForSequenceClassification`."""
     D, layers = config["dim"], config["n_layers"]
     block = EncoderBlock(
         MultiHeadAttention(config["n_heads"]), config["hidden_dim"],
@@ -135,10 +133,10 @@ def distilbert(config: Config) -> Family:
     theirs, ours = "transformer.layer.{}", "encoder/layers_{}"
     heads = ("q_lin", "k_lin", "v_lin", "out_lin")
     rows = [
-        Row("embeddings.word_embeddings.weight", "embedding/table/embedding"),
-        Row("embeddings.position_embeddings.weight", "positions/embedding"),
+        TensorRule("embeddings.word_embeddings.weight", "embedding/table/embedding"),
+        TensorRule("embeddings.position_embeddings.weight", "positions/embedding"),
         *norm("embeddings.LayerNorm", "encoder/input_norm"),
-        *each(layers, [
+        *per_layer(layers, [
             *attention(f"{theirs}.attention", f"{ours}/attention", heads),
             *norm(f"{theirs}.sa_layer_norm", f"{ours}/attention_norm"),
             *linear(f"{theirs}.ffn.lin1", f"{ours}/mlp/up"),

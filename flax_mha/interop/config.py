@@ -1,8 +1,8 @@
-"""What configs of several families say in the same way."""
+"""Settings that configs of several families write in the same way."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from flax_mha import positions
 from flax_mha.interop.settings import FULL, Config, filled, shown
 from flax_mha.positions import Rotary
 
-Kind = TypeVar("Kind")
+Item = TypeVar("Item")
 
 # Of one image. A model is built with all of them, and Axial makes a table of them.
 _MOST_PATCHES = 2**16
@@ -22,64 +22,65 @@ ACTIVATIONS = {
 
 
 def activation(config: Config, *names: str) -> str:
-    """The first of those settings that is there, by our name."""
+    """Return the first of those settings that is there, by our name."""
     name = next((name for name in names if config.get(name) is not None), names[-1])
-    given = config[name]
-    if given not in ACTIVATIONS:
+    theirs = config[name]
+    if theirs not in ACTIVATIONS:
         raise ValueError(
-            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {shown(given)}; "
+            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {shown(theirs)}; "
             f"build the module yourself with a function"
         )
-    return ACTIVATIONS[given]
+    return ACTIVATIONS[theirs]
 
 
 def rotary(
-    config: Config, kind: str = FULL, theta: float = 1e4, partial: bool = False, local: bool = False
+    config: Config, layer_type: str = FULL, theta: float = 1e4, partial: bool = False,
+    local: bool = False,
 ) -> Rotary:  # fmt: skip
-    """Return the rotation of layers of that kind, as old and new configs write it.
+    """Return the rotation of layers of that type, as old and new configs write it.
 
     Args:
       config: of the model.
-      kind: of a layer, by which `rope_parameters` may have several.
+      layer_type: by which `rope_parameters` may have several.
       theta: the base, if it is not said.
       partial: whether the model can turn a part of the features.
-      local: whether layers of that kind have a base of their own, which alone is theirs of the
+      local: whether layers of that type have a base of their own, which alone is theirs of the
         settings that are not in `rope_parameters` (Gemma 3).
     """
     old: Config = {} if local else config.get("rope_scaling") or {}
     new: Config = config.get("rope_parameters") or {}
-    new = new.get(kind, {} if local else new)
+    new = new.get(layer_type, {} if local else new)
     if differing := [x for x in old if x in new and old[x] != new[x]]:
         raise ValueError(
             f"the config's rope_scaling and rope_parameters must not differ, got {differing} in "
             f"both; delete one of the two"
         )
     base = config.get("rope_local_base_freq" if local else "rope_theta", theta)
-    given = filled(new, old, rope_theta=base)
+    rope = filled(new, old, rope_theta=base)
     outer = config.get("partial_rotary_factor", 1.0)
-    fraction: float = given.get("partial_rotary_factor", outer)
+    fraction: float = rope.get("partial_rotary_factor", outer)
     if not partial and {fraction, outer} != {1}:
         raise ValueError(
             f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
             f"family turns all features; delete it if its weights do"
         )
-    return Rotary(given["rope_theta"], fraction=fraction, scaling=_scaling(given, config))
+    return Rotary(rope["rope_theta"], fraction=fraction, scaling=_scaling(rope, config))
 
 
-def _scaling(given: Config, config: Config) -> Any:
-    name = given.get("rope_type", given.get("type", "default"))
+def _scaling(rope: Config, config: Config) -> Any:
+    name = rope.get("rope_type", rope.get("type", "default"))
     if name not in _SCALINGS:
         raise ValueError(
             f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
             f"the module yourself with a rotation of your own"
         )
-    return _SCALINGS[name](given, config)
+    return _SCALINGS[name](rope, config)
 
 
-def _original(given: Config, config: Config) -> int:
+def _original(rope: Config, config: Config) -> int:
     """Return the length of training."""
     name = "original_max_position_embeddings"
-    said = {each[name] for each in (given, config) if name in each}
+    said = {each[name] for each in (rope, config) if name in each}
     if len(said) > 1:
         raise ValueError(
             f"the config's {name} must be the same everywhere, got {sorted(said)}; take the one of "
@@ -89,52 +90,70 @@ def _original(given: Config, config: Config) -> int:
     return length
 
 
-def _factor(given: Config, config: Config) -> float:
-    if "factor" in given:
-        factor: float = given["factor"]
+def _factor(rope: Config, config: Config) -> float:
+    if "factor" in rope:
+        factor: float = rope["factor"]
         return factor
     longest: int = config["max_position_embeddings"]
-    return longest / _original(given, config)
+    return longest / _original(rope, config)
 
 
-def _llama3(given: Config, config: Config) -> Any:
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
-    return positions.Llama3(given["factor"], _original(given, config), low, high)
+def _llama3(rope: Config, config: Config) -> Any:
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    return positions.Llama3(rope["factor"], _original(rope, config), low, high)
 
 
-def _yarn(given: Config, config: Config) -> Any:
+def _yarn(rope: Config, config: Config) -> Any:
     known = {"beta_fast", "beta_slow", "attention_factor", "truncate"}
-    options = {x: given[x] for x in known & given.keys()}
-    factor = _factor(given, config)
-    over, under = given.get("mscale"), given.get("mscale_all_dim")
+    options = {x: rope[x] for x in known & rope.keys()}
+    factor = _factor(rope, config)
+    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
     # As DeepSeek has it: both or none.
     if over and under and "attention_factor" not in options and factor > 1:
         over, under = (0.1 * x * math.log(factor) + 1 for x in (over, under))
         options["attention_factor"] = over / under
-    return positions.Yarn(factor, _original(given, config), **options)
+    return positions.Yarn(factor, _original(rope, config), **options)
 
 
-def _longrope(given: Config, config: Config) -> Any:
-    length, size = _original(given, config), given.get("attention_factor")
-    factor = _factor(given, config)
+def _longrope(rope: Config, config: Config) -> Any:
+    length, size = _original(rope, config), rope.get("attention_factor")
+    factor = _factor(rope, config)
     if size is None:
         size = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
-    short, long = (tuple(given[x]) for x in ("short_factor", "long_factor"))
+    short, long = (tuple(rope[x]) for x in ("short_factor", "long_factor"))
     return positions.LongRope(short, long, length, size)
 
 
 _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
-    "default": lambda given, config: None,
-    "linear": lambda given, config: positions.Interpolation(given["factor"]),
-    "dynamic": lambda given, config: positions.DynamicNtk(
-        given["factor"], config["max_position_embeddings"]
+    "default": lambda rope, config: None,
+    "linear": lambda rope, config: positions.Interpolation(rope["factor"]),
+    "dynamic": lambda rope, config: positions.DynamicNtk(
+        rope["factor"], config["max_position_embeddings"]
     ),
     "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
 }  # fmt: skip
 
 
-def grid(config: Config, image: str = "image_size") -> tuple[int, int, int, int]:
-    """Return how many patches an image has in a column and in a row, and their height and width."""
+class Grid(NamedTuple):
+    """The patches of an image: how many in a column and in a row, and their height and width."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Height and width of a patch."""
+        return self.height, self.width
+
+    def image(self, channels: int) -> np.ndarray:
+        """Return an example of an image."""
+        return blank(1, self.rows * self.height, self.columns * self.width, channels)
+
+
+def grid(config: Config, image: str = "image_size") -> Grid:
+    """Return the patches of the images that a config names."""
     (height, width), (h, w) = (
         np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
     )
@@ -144,7 +163,7 @@ def grid(config: Config, image: str = "image_size") -> tuple[int, int, int, int]
             f"the config's {image} must have 1 … {_MOST_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
-    return rows, columns, h, w
+    return Grid(rows, columns, h, w)
 
 
 def blank(*shape: int) -> np.ndarray:
@@ -152,16 +171,16 @@ def blank(*shape: int) -> np.ndarray:
     return np.broadcast_to(np.float32(0), shape)
 
 
-def in_turn(kinds: Sequence[Kind]) -> Sequence[Kind]:
-    """The shortest part of a list that gives all of it again and again."""
-    for n in range(1, len(kinds)):
-        if all(kind == kinds[i % n] for i, kind in enumerate(kinds)):
-            return kinds[:n]
-    return kinds
+def in_turn(items: Sequence[Item]) -> Sequence[Item]:
+    """Return the shortest part of a list that gives all of it again and again."""
+    for n in range(1, len(items)):
+        if all(item == items[i % n] for i, item in enumerate(items)):
+            return items[:n]
+    return items
 
 
 def refuse(config: Config, **expected: Any) -> None:
-    """What a config may say in one way only, for there is no other in our module."""
+    """Refuse settings that differ from the only value that our module can take."""
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(

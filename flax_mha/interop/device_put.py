@@ -32,7 +32,7 @@ class Joined:
         self.dtype = np.result_type(*parts)
 
     def views(self, index: tuple[slice, ...]) -> Iterator[np.ndarray]:
-        """What lies there, of each array."""
+        """Yield the part of each array that lies there."""
         first, last, _ = index[0].indices(self.shape[0])
         for part in self._parts:
             here = part[(slice(max(first, 0), max(last, 0)), *index[1:])]
@@ -42,7 +42,7 @@ class Joined:
 
 
 def place(dtype: Any, x: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """An array, or a `Joined`, in a dtype (None: its own) on devices (None: in NumPy)."""
+    """Return an array or a `Joined` in a dtype (None: its own), on devices (None: in NumPy)."""
     dtype = dtype if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
     if sharding is None:
         return _read(x, (slice(None),) * len(x.shape), dtype)
@@ -66,7 +66,7 @@ def _read(x: Any, index: Any, dtype: Any) -> np.ndarray:
 
 
 def _aligned(shape: Shape, dtype: Any) -> np.ndarray:
-    """An array that begins where a CPU device takes it as it is, and makes no copy."""
+    """Make an array that begins where a CPU device takes it as it is, without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.empty(size + _ALIGNMENT, np.uint8)
     skip = -room.__array_interface__["data"][0] % _ALIGNMENT
@@ -74,7 +74,7 @@ def _aligned(shape: Shape, dtype: Any) -> np.ndarray:
 
 
 def _fill(out: np.ndarray, source: np.ndarray) -> None:
-    """Copies by pieces that lie together in the file, whatever the order of axes."""
+    """Copy by pieces that lie together in the file, whatever the order of axes."""
     pieces = [*_pieces(*_merged(out, source))]
     if len(pieces) > 1:
         # Reads the results, which raises if one failed.
@@ -105,19 +105,19 @@ def _merged(*arrays: np.ndarray) -> list[np.ndarray]:
 
 
 def _copy(pair: tuple[np.ndarray, np.ndarray]) -> None:
-    """Copies a piece, tile by tile if its order changes."""
+    """Copy a piece, tile by tile if its order changes."""
     out, source = pair
-    given = in_memory(source)
-    if out.dtype == given.dtype:
-        out, given = _bits(out), _bits(given)
-    fast = [int(np.argmin(np.abs(x.strides))) for x in (out, given)] if out.ndim else [0, 0]
+    loaded = in_memory(source)
+    if out.dtype == loaded.dtype:
+        out, loaded = _bits(out), _bits(loaded)
+    fast = [int(np.argmin(np.abs(x.strides))) for x in (out, loaded)] if out.ndim else [0, 0]
     if fast[0] == fast[1]:
-        out[...] = given
+        out[...] = loaded
         return
     for i, j in itertools.product(*(range(0, out.shape[axis], _TILE) for axis in fast)):
         at = [slice(None)] * out.ndim
         at[fast[0]], at[fast[1]] = slice(i, i + _TILE), slice(j, j + _TILE)
-        out[tuple(at)] = given[tuple(at)]
+        out[tuple(at)] = loaded[tuple(at)]
 
 
 def in_memory(x: np.ndarray) -> np.ndarray:

@@ -41,22 +41,23 @@ def generation(path: str | Path) -> dict[str, Any]:
     """
     folder = Path(path).expanduser()
     config = Settings(safetensors.read_json(folder / "config.json"))
-    own = Settings(safetensors.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
-    found: dict[str, Any] = {}
-    ends = own.get("eos_token_id", config.get("eos_token_id", []))
+    said = Settings(safetensors.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
+    arguments: dict[str, Any] = {}
+    ends = said.get("eos_token_id", config.get("eos_token_id", []))
     # Small models keep the end of a large vocabulary, which they can't write.
     if ends := [x for x in np.atleast_1d(ends).tolist() if x < config["vocab_size"]]:
-        found["eos"] = tuple(ends)
+        arguments["eos"] = tuple(ends)
     starts = "decoder_start_token_id"
-    if starts in own or starts in config:
-        found["start"] = own.get(starts, config.get(starts))
-    if own.get("do_sample", False):
+    if starts in said or starts in config:
+        arguments["start"] = said.get(starts, config.get(starts))
+    if said.get("do_sample", False):
         # As the library's own defaults have it.
-        found |= {"temperature": own.get("temperature", 1.0), "top_k": own.get("top_k", 50) or None}
-        found |= {"top_p": own["top_p"]} if "top_p" in own else {}
-    if unread := own.unread(neutral.among(_NEUTRAL)):
+        arguments["temperature"] = said.get("temperature", 1.0)
+        arguments["top_k"] = said.get("top_k", 50) or None
+        arguments |= {"top_p": said["top_p"]} if "top_p" in said else {}
+    if unread := said.unread(neutral.among(_NEUTRAL)):
         warnings.warn(
             f"{_FILE} has settings that generate has no argument for: {', '.join(sorted(unread))}",
             stacklevel=2,
         )
-    return found
+    return arguments

@@ -1,30 +1,17 @@
-"""GPT-2: a decoder of text with learned positions."""
+"""GPT-2 and GPT-NeoX: decoders of text."""
 
 import numpy as np
 
+from flax_mha.interop import table
 from flax_mha.interop.config import activation, in_turn, rotary
 from flax_mha.interop.settings import Config, filled
-from flax_mha.interop.table import (
-    PROJECTIONS,
-    SAME,
-    Axes,
-    Family,
-    Row,
-    each,
-    linear,
-    norm,
-    straight,
-)
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import LanguageModel
+from flax_mha.models import Decoder, LanguageModel, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import DecoderBlock
-from flax_mha.models.embeddings import TokenEmbedding
-from flax_mha.models.stacks import Decoder
-from flax_mha.positions import PositionEmbedding
 
 
-def gpt2(config: Config) -> Family:
-    """Of `GPT2LMHeadModel`."""
+def gpt2(config: Config) -> table.Family:
+    """Return the family of `GPT2LMHeadModel`."""
     D, layers, heads = config["n_embd"], config["n_layer"], config["n_head"]
     tied = config.get("tie_word_embeddings", True)
     scale = None if config.get("scale_attn_weights", True) else 1.0
@@ -46,36 +33,38 @@ def gpt2(config: Config) -> Family:
         position_embedding=PositionEmbedding(max_length=config["n_positions"]),
     )
     theirs, ours = "transformer.h.{}", "decoder/layers_{}"
-    fused = tuple(f"{ours}/attention/{name}" for name in PROJECTIONS[:3])
+    fused = tuple(f"{ours}/attention/{name}" for name in table.PROJECTIONS[:3])
     rows = [
-        *linear(f"{theirs}.attn.c_attn", fused, axes=straight(), split=1),
-        *linear(f"{theirs}.attn.c_proj", f"{ours}/attention/out", axes=straight(2)),
-        *norm(f"{theirs}.ln_1", f"{ours}/attention_norm"),
-        *linear(f"{theirs}.mlp.c_fc", f"{ours}/mlp/up", axes=straight()),
-        *linear(f"{theirs}.mlp.c_proj", f"{ours}/mlp/down", axes=straight()),
-        *norm(f"{theirs}.ln_2", f"{ours}/mlp_norm"),
+        *table.linear(f"{theirs}.attn.c_attn", fused, axes=table.in_out(), split=1),
+        *table.linear(f"{theirs}.attn.c_proj", f"{ours}/attention/out", axes=table.in_out(2)),
+        *table.norm(f"{theirs}.ln_1", f"{ours}/attention_norm"),
+        *table.linear(f"{theirs}.mlp.c_fc", f"{ours}/mlp/up", axes=table.in_out()),
+        *table.linear(f"{theirs}.mlp.c_proj", f"{ours}/mlp/down", axes=table.in_out()),
+        *table.norm(f"{theirs}.ln_2", f"{ours}/mlp_norm"),
     ]
     rows = [
-        Row("transformer.wte.weight", "embedding/table/embedding"),
-        Row("transformer.wpe.weight", "position_embedding/embedding"),
-        *each(layers, rows),
-        *norm("transformer.ln_f", "decoder/norm"),
-        *[Row("lm_head.weight", "head/table/embedding")] * (not tied),
+        table.TensorRule("transformer.wte.weight", "embedding/table/embedding"),
+        table.TensorRule("transformer.wpe.weight", "position_embedding/embedding"),
+        *table.per_layer(layers, rows),
+        *table.norm("transformer.ln_f", "decoder/norm"),
+        *table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding")),
     ]
     # Causal masks.
     ignored = ("*.attn.bias", "*.attn.masked_bias")
-    return Family(
+    return table.Family(
         model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="transformer.",
         copies={"lm_head.weight": "transformer.wte.weight"},
     )  # fmt: skip
 
 
-# Of one head after another [N, H, D]; ours are [D, N, H].
-_HEADS = Axes(lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0))
+# One head after another [N, H, D]; ours are [D, N, H].
+_HEADS = table.Layout(
+    lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0)
+)
 
 
-def gpt_neox(config: Config) -> Family:
-    """Of `GPTNeoXForCausalLM`."""
+def gpt_neox(config: Config) -> table.Family:
+    """Return the family of `GPTNeoXForCausalLM`."""
     # As configs were before `rope_parameters`.
     old = {
         "rope_theta": config.get("rotary_emb_base", 1e4),
@@ -93,26 +82,28 @@ def gpt_neox(config: Config) -> Family:
     )  # fmt: skip
     model = LanguageModel(TokenEmbedding(config["vocab_size"], D), Decoder(layers, block), tied)
     theirs, ours = "gpt_neox.layers.{}", "decoder/layers_{}"
-    fused = [f"{ours}/attention/{name}" for name in ("query", "key", "value")]
-    both = (("weight", "kernel", _HEADS), ("bias", "bias", SAME))
+    fused = f"{theirs}.attention.query_key_value"
+    kernels, biases = (
+        tuple(f"{ours}/attention/{name}/{leaf}" for name in table.PROJECTIONS[:3])
+        for leaf in ("kernel", "bias")
+    )
     rows = [
-        Row(f"{theirs}.attention.query_key_value.{x}", tuple(f"{path}/{y}" for path in fused),
-            axes, split=1, heads=N)
-        for x, y, axes in both[: 1 + biased]
-    ]  # fmt: skip
-    rows += linear(f"{theirs}.attention.dense", f"{ours}/attention/out", biased, inputs=2)
-    rows += linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/mlp/up")
-    rows += linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/mlp/down")
-    rows += norm(f"{theirs}.input_layernorm", f"{ours}/attention_norm")
-    rows += norm(f"{theirs}.post_attention_layernorm", f"{ours}/mlp_norm")
+        table.TensorRule(f"{fused}.weight", kernels, _HEADS, split=1, heads=N),
+        *table.when(biased, table.TensorRule(f"{fused}.bias", biases, split=1, heads=N)),
+    ]
+    rows += table.linear(f"{theirs}.attention.dense", f"{ours}/attention/out", biased, inputs=2)
+    rows += table.linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/mlp/up")
+    rows += table.linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/mlp/down")
+    rows += table.norm(f"{theirs}.input_layernorm", f"{ours}/attention_norm")
+    rows += table.norm(f"{theirs}.post_attention_layernorm", f"{ours}/mlp_norm")
     rows = [
-        Row("gpt_neox.embed_in.weight", "embedding/table/embedding"),
-        *each(layers, rows),
-        *norm("gpt_neox.final_layer_norm", "decoder/norm"),
-        *[Row("embed_out.weight", "head/table/embedding")] * (not tied),
+        table.TensorRule("gpt_neox.embed_in.weight", "embedding/table/embedding"),
+        *table.per_layer(layers, rows),
+        *table.norm("gpt_neox.final_layer_norm", "decoder/norm"),
+        *table.when(not tied, table.TensorRule("embed_out.weight", "head/table/embedding")),
     ]
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
-    return Family(
+    return table.Family(
         model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="gpt_neox.",
         copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
     )  # fmt: skip

@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from flax_mha.base import checks
 from flax_mha.interop import table
-from flax_mha.interop.table import PROJECTIONS, Axes, Family, Row, straight, transposed
+from flax_mha.interop.table import PROJECTIONS, Family, Layout, TensorRule, in_out, transposed
 from flax_mha.interop.torch_layers import LAYER, array, default
 from flax_mha.layer import settings
 from flax_mha.linen import MultiHeadAttention
@@ -23,7 +23,7 @@ _NORM = nn.LayerNorm(1e-5)
 
 
 class Library(NamedTuple):
-    """How a library keeps an attention layer.
+    """The tensors of a library's attention layer.
 
     Attributes:
       names: of the projections of queries, keys, values and out; one name thrice is one tensor in
@@ -37,14 +37,14 @@ class Library(NamedTuple):
     names: tuple[str, str, str, str]
     biased: tuple[str, ...] | str | None = None
     leaves: tuple[str, str] = table.LEAVES
-    kernel: Callable[[int], Axes] | None = transposed
+    kernel: Callable[[int], Layout] | None = transposed
     norm: str | None = None
 
 
 LIBRARIES = {
     "d2l": Library(("W_q", "W_k", "W_v", "W_o")),
     "equinox": Library(("query_proj", "key_proj", "value_proj", "output_proj"), "each"),
-    "haiku": Library(("query", "key", "value", "linear"), None, ("/w", "/b"), straight),
+    "haiku": Library(("query", "key", "value", "linear"), None, ("/w", "/b"), in_out),
     "keras": Library((*PROJECTIONS[:3], "attention_output"), None, ("/kernel", "/bias"), None),
     "timm": Library(("qkv", "qkv", "qkv", "proj"), "each"),
     "vit-pytorch": Library(("to_qkv", "to_qkv", "to_qkv", "to_out.0"), ("out",), norm="norm"),
@@ -53,7 +53,7 @@ LIBRARIES = {
 
 
 def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The module and the variables that the arrays of another library's attention layer mean.
+    """Return the module and the variables that arrays of another library's attention layer mean.
 
     `MultiHeadAttention` of d2l, Equinox, Haiku and Keras (and its `GroupQueryAttention`),
     `Attention` of timm, x-transformers and vit-pytorch. The last norms its input, and is an
@@ -72,19 +72,19 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     """
     checks.positive(num_heads=num_heads)
     flat = {name: array(x) for name, x in flatten_dict(dict(tensors), sep="/").items()}
-    found = [
+    matches = [
         (library, name.removesuffix(query))
         for library in LIBRARIES.values()
         for query in [library.names[0] + library.leaves[0]]
         for name in flat
         if f"/{name}".endswith((f".{query}", f"/{query}"))
     ]
-    if not found:
+    if not matches:
         raise ValueError(
             f"from_layer takes the tensors of one attention layer of {sorted(LIBRARIES)}, got "
             f"{sorted(flat)[:4]} …; for torch.nn there is from_torch"
         )
-    library, start = found[0]
+    library, start = matches[0]
     kernel, bias = library.leaves
     names = [f"{start}{name}" for name in library.names]
     # One that is missing is told with all others, by the table.
@@ -95,15 +95,17 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     parts = names.count(names[0])
     query, _, value = (x.size // x.shape[first] // parts for x in kernels[:3])
     K = kernels[1].shape[1] if library.kernel is None else num_heads
-    own = tuple(mine for mine, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat)
-    biased = (PROJECTIONS if own else ()) if library.biased is None else library.biased
+    with_bias = tuple(
+        mine for mine, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat
+    )
+    biased = (PROJECTIONS if with_bias else ()) if library.biased is None else library.biased
     layer = MultiHeadAttention(
         num_heads, num_kv_heads=K, head_dim=query // num_heads, v_head_dim=value // K,
-        out_features=kernels[3].shape[last], use_bias=own if biased == "each" else biased,
+        out_features=kernels[3].shape[last], use_bias=with_bias if biased == "each" else biased,
     )  # fmt: skip
     module = layer if library.norm is None else nn.Sequential([_NORM, layer])
-    given = kernels[:3] if library.norm is None else kernels[:1]
-    example = tuple(np.zeros((1, 1, x.shape[first]), np.float32) for x in given)
+    inputs = kernels[:3] if library.norm is None else kernels[:1]
+    example = tuple(np.zeros((1, 1, x.shape[first]), np.float32) for x in inputs)
     family = Family(module, example, _rows(library, layer, start))
     return module, table.from_tensors(family, flat)
 
@@ -111,7 +113,7 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
 def to_layer(
     module: nn.Module, variables: Mapping[str, Any], library: str, prefix: str = ""
 ) -> dict[str, np.ndarray]:
-    """The tensors of the layer of one of `LIBRARIES`: `from_layer`, read backwards.
+    """Return the tensors of the layer of one of `LIBRARIES`: `from_layer`, read backwards.
 
     Their names begin with the prefix, such as "multi_head_attention/".
 
@@ -121,7 +123,8 @@ def to_layer(
     """
     known = checks.choice("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
-    if not isinstance(layer, MultiHeadAttention) or before != [_NORM] * (known.norm is not None):
+    is_normed = before == [_NORM] if known.norm is not None else not before
+    if not isinstance(layer, MultiHeadAttention) or not is_normed:
         raise TypeError(
             f"to_layer takes an attention layer, as vit-pytorch's an nn.Sequential of "
             f"nn.LayerNorm(1e-5) and one; got for {library} {checks.describe(module)}"
@@ -136,8 +139,8 @@ def to_layer(
     return tensors
 
 
-def _rows(library: Library, layer: MultiHeadAttention, theirs: str) -> list[Row]:
-    """The table of a layer, after what all names begin with."""
+def _rows(library: Library, layer: MultiHeadAttention, theirs: str) -> list[TensorRule]:
+    """Return the table of a layer, whose names begin with `theirs`."""
     rows, ours = [], ""
     if library.norm is not None:
         rows, ours = table.norm(f"{theirs}{library.norm}", "layers_0"), "layers_1"

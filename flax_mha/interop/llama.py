@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mha import masks
+from flax_mha.interop import table
 from flax_mha.interop.config import activation, in_turn, rotary
 from flax_mha.interop.settings import FULL, SLIDING, Config, shown
-from flax_mha.interop.table import PROJECTIONS, Family, Row, attention, each, linear, norm
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import LanguageModel
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.models.blocks import DecoderBlock
-from flax_mha.models.embeddings import TokenEmbedding
 from flax_mha.models.experts import Experts
-from flax_mha.models.stacks import Decoder
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
 
@@ -91,7 +89,7 @@ KINDS = {
     "llama": Kind(),
     "mistral": Kind(_all),
     "ministral": Kind(_all, listed=True),
-    "qwen2": Kind(_late, listed=True, switched=True, biases=PROJECTIONS[:3]),
+    "qwen2": Kind(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
     "qwen3": Kind(_late, listed=True, switched=True, qk_norm=True),
     "smollm3": Kind(_unturned, listed=True, switched=True, tied=True, theta=2e6, has_unturned=True),
     "gemma2": Kind(_each(2), **_GEMMA),
@@ -110,63 +108,68 @@ class Layer(NamedTuple):
 
 
 def llama(
-    config: Config, mlps: list[Experts | None] | None = None, own: list[Row] | None = None,
-    sinks: bool = False,
-) -> Family:  # fmt: skip
+    config: Config, mlps: list[Experts | None] | None = None,
+    expert_rows: list[table.TensorRule] | None = None, sinks: bool = False,
+) -> table.Family:  # fmt: skip
     """Return the family of `LlamaForCausalLM`, Mistral, Qwen2, Qwen3, SmolLM3, Gemma 2 or 3.
 
     Args:
       config: of the model.
       mlps: of each layer its experts, or None for a gated MLP (default: None for all).
-      own: rows of the experts.
+      expert_rows: of the experts.
       sinks: whether its attention has them.
     """
-    kind = KINDS[config["model_type"]]
-    D, tied = config["hidden_size"], config.get("tie_word_embeddings", kind.tied)
-    layers = _layers(config, kind)
+    record = KINDS[config["model_type"]]
+    D, tied = config["hidden_size"], config.get("tie_word_embeddings", record.tied)
+    layers = _layers(config, record)
     mlps = mlps or [None] * len(layers)
     parts = in_turn([*zip(layers, mlps, strict=True)])
     model = LanguageModel(
-        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if kind.is_gemma else 1.0),
-        Decoder(len(layers), tuple(_block(config, kind, *part, sinks) for part in parts)),
+        TokenEmbedding(config["vocab_size"], D, scale=D**0.5 if record.is_gemma else 1.0),
+        Decoder(
+            len(layers), tuple(_block(config, record, layer, mlp, sinks) for layer, mlp in parts)
+        ),
         tied=tied,
-        logits_cap=config.get("final_logit_softcapping") if kind.is_gemma else None,
+        logits_cap=config.get("final_logit_softcapping") if record.is_gemma else None,
     )
-    rows = _rows(config, kind, [mlp is None for mlp in mlps]) + (own or [])
-    rows += [] if tied else [Row("lm_head.weight", "head/table/embedding")]
+    rows = _rows(config, record, [mlp is None for mlp in mlps]) + (expert_rows or [])
+    rows += table.when(not tied, table.TensorRule("lm_head.weight", "head/table/embedding"))
     copies = {"lm_head.weight": "model.embed_tokens.weight"}
-    return Family(
+    return table.Family(
         model, (np.zeros((1, 1), np.int32),), rows, ("*.rotary_emb.inv_freq",), prefix="model.",
         copies=copies,
     )  # fmt: skip
 
 
-def _layers(config: Config, kind: Kind) -> list[Layer]:
+def _layers(config: Config, record: Kind) -> list[Layer]:
     """Return the parts in which layers differ."""
     count = config["num_hidden_layers"]
     # Both are made, so that no setting of either is passed over.
-    theta = 1e4 if kind.is_local else kind.theta
-    turns = (rotary(config, FULL, kind.theta), rotary(config, SLIDING, theta, local=kind.is_local))
-    turned = _turned(config) if kind.has_unturned else [True] * count
+    theta = 1e4 if record.is_local else record.theta
+    turns = (
+        rotary(config, FULL, record.theta),
+        rotary(config, SLIDING, theta, local=record.is_local),
+    )
+    turned = _turned(config) if record.has_unturned else [True] * count
     has_window = [False] * count
-    if (rule := kind.windows) is not None:
+    if (rule := record.windows) is not None:
         placed, is_on = [rule(config, i) for i in range(count)], config.get("sliding_window")
-        if kind.switched and not config.get("use_sliding_window", False):
+        if record.switched and not config.get("use_sliding_window", False):
             is_on = None
         has_window = placed if is_on is not None else has_window
-    given = config.get("layer_types")
-    if given is not None and len(given) != count:
+    layer_types = config.get("layer_types")
+    if layer_types is not None and len(layer_types) != count:
         raise ValueError(
             f"the config's layer_types must be one for each of num_hidden_layers={count}, got "
-            f"{len(given)}; take both from one config.json"
+            f"{len(layer_types)}; take both from one config.json"
         )
-    if given is not None and kind.listed:
-        has_window = [x == SLIDING for x in given]
-    elif given is not None and has_window != [x == SLIDING for x in given]:
+    if layer_types is not None and record.listed:
+        has_window = [x == SLIDING for x in layer_types]
+    elif layer_types is not None and has_window != [x == SLIDING for x in layer_types]:
         raise ValueError(
             f"the config's layer_types must say of a {config['model_type']} what its other "
-            f"settings say, which alone it reads, got {shown(given)}; delete it if its weights do "
-            f"without"
+            f"settings say, which alone it reads, got {shown(layer_types)}; delete it if its "
+            f"weights do without"
         )
     return [
         Layer(config["sliding_window"] if local else None, turns[local] if turn else None)
@@ -177,63 +180,65 @@ def _layers(config: Config, kind: Kind) -> list[Layer]:
 def _turned(config: Config) -> list[bool]:
     """Return which layers have a rotation, by a config of SmolLM3."""
     count, every = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
-    given = config.get("no_rope_layers", [(i + 1) % every for i in range(count)])
-    if len(given) != count:
+    turns = config.get("no_rope_layers", [(i + 1) % every for i in range(count)])
+    if len(turns) != count:
         raise ValueError(
             f"the config's no_rope_layers must be one for each of num_hidden_layers={count}, got "
-            f"{len(given)}; take both from one config.json"
+            f"{len(turns)}; take both from one config.json"
         )
-    return [x > 0 for x in given]
+    return [x > 0 for x in turns]
 
 
 def _block(
-    config: Config, kind: Kind, own: Layer, mlp: Experts | None, sinks: bool
+    config: Config, record: Kind, part: Layer, mlp: Experts | None, sinks: bool
 ) -> DecoderBlock:  # fmt: skip
-    epsilon, gemma = config["rms_norm_eps"], kind.is_gemma
+    epsilon, gemma = config["rms_norm_eps"], record.is_gemma
     scalar = config.get("query_pre_attn_scalar") if gemma else None
     cap = config.get("attn_logit_softcapping") if gemma else None
     layer = MultiHeadAttention(
         config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=config.get("head_dim"),
-        use_bias=_biased(config, kind),
-        rotary=own.rotary,
-        mask=None if own.window is None else masks.Window(own.window - 1, 0),
+        use_bias=_biased(config, record),
+        rotary=part.rotary,
+        mask=None if part.window is None else masks.Window(part.window - 1, 0),
         scale=None if scalar is None else scalar**-0.5,
         scores=() if cap is None else (SoftCap(cap),),
-        qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if kind.qk_norm else None,
+        qk_norm=QKNorm("rmsnorm", epsilon=epsilon) if record.qk_norm else None,
         sinks=sinks,
     )
     names = ("hidden_activation", "hidden_act") if gemma else ("hidden_act",)
     return DecoderBlock(
         layer, config["intermediate_size"] if mlp is None else None, norm="rmsnorm",
-        norm_epsilon=epsilon, gated=True, branch_norm=kind.branch_norm, mlp=mlp,
+        norm_epsilon=epsilon, gated=True, branch_norm=record.branch_norm, mlp=mlp,
         activation=activation(config, *names), mlp_bias=config.get("mlp_bias", False),
     )  # fmt: skip
 
 
-def _rows(config: Config, kind: Kind, plain: list[bool]) -> list[Row]:
+def _rows(config: Config, record: Kind, plain: list[bool]) -> list[table.TensorRule]:
     """Return the rows of all layers, with an MLP in those that have a plain one."""
     theirs, ours = "model.layers.{}", "decoder/layers_{}"
-    scale: dict[str, Any] = {"bias": False, "offset": kind.offset}
-    biases = [name in _biased(config, kind) for name in PROJECTIONS]
-    rows = attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
-    names = _BRANCH_NORMS if kind.branch_norm else _NORMS
-    if kind.qk_norm:
+    scale: dict[str, Any] = {"bias": False, "offset": record.offset}
+    biases = [name in _biased(config, record) for name in table.PROJECTIONS]
+    rows = table.attention(f"{theirs}.self_attn", f"{ours}/attention", HEADS, biases)
+    names = _BRANCH_NORMS if record.branch_norm else _NORMS
+    if record.qk_norm:
         names = names | {
             "self_attn.q_norm": "attention/query_ln", "self_attn.k_norm": "attention/key_ln"
         }  # fmt: skip
     for name, mine in names.items():
-        rows += norm(f"{theirs}.{name}", f"{ours}/{mine}", **scale)
-    rows = each(len(plain), rows)
+        rows += table.norm(f"{theirs}.{name}", f"{ours}/{mine}", **scale)
+    rows = table.per_layer(len(plain), rows)
     for name in ("gate", "up", "down"):
         at = (f"{theirs}.mlp.{name}_proj", f"{ours}/mlp/{name}")
-        rows += each(np.flatnonzero(plain), linear(*at, config.get("mlp_bias", False)))
-    rows += norm("model.norm", "decoder/norm", **scale)
-    return [*rows, Row("model.embed_tokens.weight", "embedding/table/embedding")]
+        rows += table.per_layer(
+            np.flatnonzero(plain), table.linear(*at, config.get("mlp_bias", False))
+        )
+    rows += table.norm("model.norm", "decoder/norm", **scale)
+    return [*rows, table.TensorRule("model.embed_tokens.weight", "embedding/table/embedding")]
 
 
-def _biased(config: Config, kind: Kind) -> tuple[str, ...]:
-    if kind.biases is not None:
-        return kind.biases
-    return PROJECTIONS if config.get("attention_bias", kind.is_biased) else ()
+def _biased(config: Config, record: Kind) -> tuple[str, ...]:
+    if record.biases is not None:
+        return record.biases
+    return table.PROJECTIONS if config.get("attention_bias", record.is_biased) else ()

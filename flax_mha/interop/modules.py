@@ -29,7 +29,7 @@ class Classified(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        """Arguments are those of the body."""
+        """Return the logits; arguments are those of the body."""
         first = self.body(*args, **options)[..., 0, :]
         dense = Projection(first.shape[-1:], ("embed", None), rows=("batch",), name="dense")
         x = self.activation(dense(first))
@@ -40,7 +40,7 @@ def classified(
     config: Config, family: Family, dense: str = "", head: str = "classifier",
     by: Activation = nn.tanh,
 ) -> Family:  # fmt: skip
-    """The family with its head, if the config's `architectures` name one that classifies.
+    """Return the family with its head, if the config's `architectures` name one that classifies.
 
     Args:
       config: whose `id2label` says how many classes there are.

@@ -3,7 +3,7 @@
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.llama import llama
 from flax_mha.interop.settings import REMEDY, Config, filled
-from flax_mha.interop.table import Family, Row, each, linear, one_of_many
+from flax_mha.interop.table import Family, TensorRule, expert, linear, per_layer
 from flax_mha.models.experts import Experts
 
 _MOST = 2**15  # of each there are rows; Qwen3-235B-A22B has 12,032
@@ -11,28 +11,28 @@ _THEIRS, _OURS = "model.layers.{}", "decoder/layers_{}"
 
 
 def gpt_oss(config: Config) -> Family:
-    """Of `GptOssForCausalLM`, with weights in bfloat16."""
+    """Return the family of `GptOssForCausalLM`, with weights in bfloat16."""
     refuse(config, swiglu_alpha=1.702, hidden_act="silu")
     experts = Experts(
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
         activation="quick_gelu", limit=config.get("swiglu_limit", 7.0), offset=1.0, use_bias=True,
     )  # fmt: skip
     at, mine = f"{_THEIRS}.mlp.experts", f"{_OURS}/mlp"
-    own = [
-        Row(f"{_THEIRS}.self_attn.sinks", f"{_OURS}/attention/sinks"),
+    rows = [
+        TensorRule(f"{_THEIRS}.self_attn.sinks", f"{_OURS}/attention/sinks"),
         *linear(f"{_THEIRS}.mlp.router", f"{mine}/router"),
     ]
     for theirs, leaf in (("", "kernel"), ("_bias", "bias")):
         # Features of gate and up lie in turn.
         pair = (f"{mine}/gate_{leaf}", f"{mine}/up_{leaf}")
-        own.append(Row(f"{at}.gate_up_proj{theirs}", pair, alternate=True))
-        own.append(Row(f"{at}.down_proj{theirs}", f"{mine}/down_{leaf}"))
+        rows.append(TensorRule(f"{at}.gate_up_proj{theirs}", pair, alternate=True))
+        rows.append(TensorRule(f"{at}.down_proj{theirs}", f"{mine}/down_{leaf}"))
     layers = config["num_hidden_layers"]
-    return llama(config, [experts] * layers, each(layers, own), sinks=True)
+    return llama(config, [experts] * layers, per_layer(layers, rows), sinks=True)
 
 
 def mixtral(config: Config) -> Family:
-    """Of `MixtralForCausalLM`."""
+    """Return the family of `MixtralForCausalLM`."""
     experts = Experts(
         config["intermediate_size"], config["num_local_experts"], config["num_experts_per_tok"],
         activation=activation(config, "hidden_act"),
@@ -59,21 +59,21 @@ def _plain(
     config: Config, experts: Experts, part: str, names: dict[str, str],
     sparse: list[bool] | None = None,
 ) -> Family:  # fmt: skip
-    """Experts whose kernels lie in a tensor each, in those layers (default: in all)."""
+    """Return a family whose experts have a tensor for each kernel (default: in all layers)."""
     layers = config["num_hidden_layers"]
     sparse = sparse or [True] * layers
     at, mine = f"{_THEIRS}.{part}", f"{_OURS}/mlp"
-    own = linear(f"{at}.gate", f"{mine}/router", bias=False)
+    layer_rows = linear(f"{at}.gate", f"{mine}/router", bias=False)
     if layers * experts.num_experts > _MOST:
         raise ValueError(
             f"the config's layers must have at most {_MOST:,} experts in all, got "
             f"{layers:,} of {experts.num_experts:,}; {REMEDY}"
         )
     for i in range(experts.num_experts):
-        own += [
-            Row(f"{at}.experts.{i}.{theirs}.weight", f"{mine}/{name}_kernel", one_of_many(),
+        layer_rows += [
+            TensorRule(f"{at}.experts.{i}.{theirs}.weight", f"{mine}/{name}_kernel", expert(),
                 part=(i, i + 1))
             for theirs, name in names.items()
         ]  # fmt: skip
-    rows = each((i for i, has in enumerate(sparse) if has), own)
+    rows = per_layer((i for i, has in enumerate(sparse) if has), layer_rows)
     return llama(config, [experts if has else None for has in sparse], rows)

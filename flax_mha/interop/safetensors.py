@@ -35,7 +35,7 @@ _MOST_AXES = 32
 
 
 def read_folder(path: Path) -> dict[str, np.ndarray]:
-    """All tensors of a folder, of one file or of an index of several."""
+    """Return all tensors of a folder, of one file or of an index of several."""
     if (path / _ONE).is_file():
         return read(path / _ONE)
     if not (path / _INDEX).is_file():
@@ -65,7 +65,7 @@ def read_folder(path: Path) -> dict[str, np.ndarray]:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file, as views of it.
+    """Return the tensors of a file, as views of it.
 
     Raises:
       ValueError: if it is no such file, or not whole.
@@ -127,7 +127,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...]
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Writes a file of those tensors, arrays or `table.Stored`, aside and then renamed."""
+    """Write a file of those tensors, arrays or `table.Stored`, aside and then renamed."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, x in tensors.items():
@@ -147,7 +147,7 @@ def write(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a JSON file."""
+    """Return the object of a JSON file."""
     return _parsed(path, read_bytes(path))
 
 

@@ -24,8 +24,8 @@ def shown(x: Any) -> str:
 
 def several(xs: Sequence[str]) -> str:
     """Return the first of them as one line of an error, and how many more there are."""
-    more = [f"{len(xs) - _NAMED:,} more"] * (len(xs) > _NAMED)
-    return "; ".join([*xs[:_NAMED], *more])
+    line, more = "; ".join(xs[:_NAMED]), len(xs) - _NAMED
+    return f"{line}; {more:,} more" if more > 0 else line
 
 
 class Rule(NamedTuple):
@@ -35,9 +35,9 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _is_a(x: Any, kind: type) -> bool:
+def _is_a(x: Any, number: type) -> bool:
     """Return True if x is a number of that kind, which true and false are not."""
-    return isinstance(x, kind) and not isinstance(x, bool)
+    return isinstance(x, number) and not isinstance(x, bool)
 
 
 def _whole(least: int, most: int) -> Rule:
@@ -186,16 +186,16 @@ class Settings(UserDict[str, Any]):
 
     def unread(self, neutral: Callable[[str, Any], bool]) -> list[str]:
         """Return the settings that nobody has read and that are not neutral, with their values."""
-        found = []
+        lines = []
         for name, x in self.data.items():
             path = f"{self.at}{name}"
             if x is None or neutral(path, x):
                 continue
             if path not in self.seen:
-                found.append(f"{path}={shown(x)}")
+                lines.append(f"{path}={shown(x)}")
             elif RULES.get(name) is _TABLE:
-                found += Settings(x, f"{path}.", self.seen).unread(neutral)
-        return found
+                lines += Settings(x, f"{path}.", self.seen).unread(neutral)
+        return lines
 
 
 def filled(config: Config, *others: Config, **defaults: Any) -> Settings:

@@ -1,4 +1,4 @@
-"""Flax's attention layers in a model that somebody else wrote, in place of which ours compute.
+"""Flax's attention layers in a model that somebody else wrote, replaced by ours.
 
 >>> fast = swap(model)
 >>> fast.apply(variables, x)  # the same parameters, the same outputs
@@ -41,7 +41,7 @@ _ARGUMENTS = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
 
 
 def swap(model: Model, **fields: Any) -> Model:
-    """The model with Flax's multi-head attention computed by ours, wherever it stands in it.
+    """Return the model with Flax's multi-head attention computed by ours, wherever it stands.
 
     Neither its code nor its parameters change. Each `nn.MultiHeadDotProductAttention` (also as the
     base of `nn.SelfAttention` and of classes of one's own, whose code still runs) becomes a
@@ -72,8 +72,8 @@ def swap(model: Model, **fields: Any) -> Model:
 
 
 def _swapped(model: Any, fields: dict[str, Any]) -> Any:
-    """A copy of a class of its own, in each of whose methods calls of Flax's layer are caught."""
-    kind = type(model)
+    """Return a copy of a class of its own, whose methods catch calls of Flax's layer."""
+    cls = type(model)
 
     def catching(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -83,13 +83,13 @@ def _swapped(model: Any, fields: dict[str, Any]) -> Any:
 
         return caught
 
-    own = [name for name in dir(kind) if name == "__call__" or not hasattr(nn.Module, name)]
-    methods = [name for name in own if inspect.isfunction(inspect.getattr_static(kind, name))]
+    public = [name for name in dir(cls) if name == "__call__" or not hasattr(nn.Module, name)]
+    methods = [name for name in public if inspect.isfunction(inspect.getattr_static(cls, name))]
     # The last two for calls of what is no method of the model, such as apply(…, method=function).
     methods += ["apply", "init_with_output"]
-    entries = {name: catching(getattr(kind, name)) for name in methods}
-    subclass = type(kind.__name__, (kind,), entries | {"__module__": kind.__module__})
-    names = [field.name for field in dataclasses.fields(kind) if field.init]
+    entries = {name: catching(getattr(cls, name)) for name in methods}
+    subclass = type(cls.__name__, (cls,), entries | {"__module__": cls.__module__})
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
     return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
 
 
@@ -103,7 +103,7 @@ class _Standing(MultiHeadAttention):
 
 
 def _ours(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Calls our layer in place of theirs, in its scope; all other methods as they are."""
+    """Call our layer in place of theirs, in its scope; all other methods as they are."""
     theirs = context.module
     if inspect.unwrap(context.orig_method.func) is not _THEIRS:
         return call(*args, **kwargs)
@@ -112,16 +112,16 @@ def _ours(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: An
 
 
 def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
-    """Our layer with their parameters, if it is theirs."""
+    """Return our layer with their parameters, if the node is a layer of theirs."""
     if type(node) is not nnx.MultiHeadAttention:
         return node
     for name in _PROMOTIONS:
         if getattr(node, name) is not _ARGUMENTS[name].default:
             raise TypeError(f"swap can't replace a layer with {name}; keep Flax's layer there")
     same = {name: getattr(node, name) for name in _SAME_NNX} | _attention_fn(node, nnx)
-    kind = flax_mha.nnx.MultiHeadAttention
+    cls = flax_mha.nnx.MultiHeadAttention
     # Without parameters of its own: those of the other take their place.
-    ours = nnx.eval_shape(lambda: kind(**same | fields, rngs=nnx.Rngs(0)))
+    ours = nnx.eval_shape(lambda: cls(**same | fields, rngs=nnx.Rngs(0)))
     for name in ("query", "key", "value", "out"):
         linear = getattr(node, name)
         if type(linear) is nnx.LinearGeneral:
@@ -135,7 +135,7 @@ def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
 
 
 def _attention_fn(layer: Any, library: Any) -> dict[str, Any]:
-    """Its function, unless that is Flax's own, whose place the kernels take."""
+    """Return its function, unless that is Flax's own, whose place the kernels take."""
     for name in _PRODUCTS:
         if getattr(layer, name, None) is not None:
             raise TypeError(

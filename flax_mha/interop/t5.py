@@ -4,19 +4,17 @@ from typing import Any
 
 import numpy as np
 
+from flax_mha.interop import table
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.settings import Config, filled
-from flax_mha.interop.table import Family, Row, attention, each, linear, norm, transposed
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import LanguageModel, Translator
+from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
-from flax_mha.models.embeddings import TokenEmbedding
-from flax_mha.models.stacks import Decoder, Encoder
 from flax_mha.scores import RelativeBias
 
 
-def t5(config: Config) -> Family:
-    """Of `T5ForConditionalGeneration`, version 1.1 (gated, with a head of its own) too."""
+def t5(config: Config) -> table.Family:
+    """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1."""
     # mT5 has other defaults, and scales nothing.
     refuse(config, model_type="t5")
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
@@ -50,36 +48,36 @@ def t5(config: Config) -> Family:
             logits_scale=D**-0.5 if config.get("scale_decoder_outputs", tied) else 1.0,
         ),
     )
-    rows = [Row("shared.weight", "decoder/embedding/table/embedding")]
+    rows = [table.TensorRule("shared.weight", "decoder/embedding/table/embedding")]
     rows += _stack("encoder", "encoder", config["num_layers"], 1, gated)
     rows += _stack("decoder", "decoder/decoder", count, 2, gated)
     if not tied:
-        rows.append(Row("lm_head.weight", "decoder/head/table/embedding"))
+        rows.append(table.TensorRule("lm_head.weight", "decoder/head/table/embedding"))
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     # The first checkpoints have a table that the model never read.
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     tokens = np.zeros((1, 1), np.int32)
-    return Family(
+    return table.Family(
         model, (tokens, tokens), rows, (unread,), copies=dict.fromkeys(copies, "shared.weight")
     )
 
 
-def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[Row]:
-    """The rows of a stack, of whose blocks the MLP is the part of that number."""
+def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[table.TensorRule]:
+    """Return the rows of a stack; `mlp` is the number of the MLP among the parts of a block."""
     at, mine = f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}"
     heads, none = "qkvo", (False,) * 4
-    rows = attention(f"{at}.0.SelfAttention", f"{mine}/attention", heads, none)
-    rows += norm(f"{at}.0.layer_norm", f"{mine}/attention_norm", bias=False)
+    rows = table.attention(f"{at}.0.SelfAttention", f"{mine}/attention", heads, none)
+    rows += table.norm(f"{at}.0.layer_norm", f"{mine}/attention_norm", bias=False)
     if mlp == 2:
-        rows += attention(f"{at}.1.EncDecAttention", f"{mine}/cross_attention", heads, none)
-        rows += norm(f"{at}.1.layer_norm", f"{mine}/cross_attention_norm", bias=False)
+        rows += table.attention(f"{at}.1.EncDecAttention", f"{mine}/cross_attention", heads, none)
+        rows += table.norm(f"{at}.1.layer_norm", f"{mine}/cross_attention_norm", bias=False)
     names = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
-    for name, own in (names | {"wo": "down"}).items():
-        rows += linear(f"{at}.{mlp}.DenseReluDense.{name}", f"{mine}/mlp/{own}", bias=False)
-    rows += norm(f"{at}.{mlp}.layer_norm", f"{mine}/mlp_norm", bias=False)
-    table = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    for name, part in (names | {"wo": "down"}).items():
+        rows += table.linear(f"{at}.{mlp}.DenseReluDense.{name}", f"{mine}/mlp/{part}", bias=False)
+    rows += table.norm(f"{at}.{mlp}.layer_norm", f"{mine}/mlp_norm", bias=False)
+    biases = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
-        *each(layers, rows),
-        Row(table, f"{ours}/relative_bias", transposed()),
-        *norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
+        *table.per_layer(layers, rows),
+        table.TensorRule(biases, f"{ours}/relative_bias", table.transposed()),
+        *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
     ]

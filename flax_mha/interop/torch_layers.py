@@ -12,25 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha.base import checks
-from flax_mha.interop.table import (
-    PROJECTIONS,
-    Family,
-    Row,
-    each,
-    from_tensors,
-    linear,
-    norm,
-    to_tensors,
-    transposed,
-)  # fmt: skip
+from flax_mha.interop import table
 from flax_mha.linen import MultiHeadAttention
+from flax_mha.models import Decoder, Encoder
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.models.feed_forward import Activation
-from flax_mha.models.stacks import Decoder, Encoder, Stack
+from flax_mha.models.stacks import Stack
 
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
-_OWN = PROJECTIONS[:3]
+_OWN = table.PROJECTIONS[:3]
 # What names of the first attention layer begin with, in a stack, in a block and alone.
 _FIRST = ("layers.0.self_attn.", "self_attn.", "")
 # What the layers of torch.nn and other libraries can't do: each field must be as it is by default.
@@ -50,7 +41,7 @@ def from_torch(
     activation: str | Activation = "relu",
     layer_norm_eps: float = 1e-5,
 ) -> tuple[Module, dict[str, Any]]:
-    """The module and the variables that a state dict of `torch.nn` means.
+    """Return the module and the variables that a state dict of `torch.nn` means.
 
     Of `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
     `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder`. All take the batch
@@ -93,13 +84,13 @@ def from_torch(
     if apart:
         features += [tensors[f"{name}_proj_weight"].shape[-1] for name in "kv"]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
-    return module, from_tensors(Family(module, example, _rows(module, apart)), tensors)
+    return module, table.from_tensors(table.Family(module, example, _rows(module, apart)), tensors)
 
 
 def _blocks(
     layer: MultiHeadAttention, tensors: Mapping[str, Any], first: str, options: dict[str, Any]
 ) -> Block | Stack:
-    """One block with that layer; or several, if names of the first one begin with something."""
+    """Return one block with that layer; or a stack, if names of the first begin with something."""
     options["mlp_dim"] = len(tensors[f"{first}linear1.weight"])
     if not layer.use_bias:
         options["norm"] = nn.LayerNorm(options["norm_epsilon"], use_bias=False)
@@ -109,12 +100,12 @@ def _blocks(
     if not first:
         return block
     count = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
-    kind = Decoder if isinstance(block, DecoderBlock) else Encoder
-    return kind(count, block, final_norm="norm.weight" in tensors)
+    stack = Decoder if isinstance(block, DecoderBlock) else Encoder
+    return stack(count, block, final_norm="norm.weight" in tensors)
 
 
 def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The state dict of the layer of `torch.nn` that a module is: `from_torch`, read backwards.
+    """Return the state dict of a module as a layer of `torch.nn`: `from_torch`, read backwards.
 
     Masks and dropout rates are no part of it, nor is `norm_first` and the like.
 
@@ -132,7 +123,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
     apart = False
     if isinstance(module, MultiHeadAttention):
         apart = len({params[name]["kernel"].shape[0] for name in _OWN}) > 1
-    tensors = to_tensors(Family(module, (), _rows(module, apart)), variables)
+    tensors = table.to_tensors(table.Family(module, (), _rows(module, apart)), variables)
     for name, x in tensors.items():
         if name.endswith("in_proj_weight") and x.shape[0] != 3 * x.shape[1]:
             raise ValueError(
@@ -143,7 +134,7 @@ def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarr
 
 
 def _check(module: Any) -> None:
-    """Refuses what torch.nn would compute otherwise."""
+    """Refuse what torch.nn would compute otherwise."""
     if isinstance(module, Stack):
         default(module, Stack, _STACK)
         if not isinstance(module.block, Block):
@@ -160,53 +151,57 @@ def _check(module: Any) -> None:
         default(module, MultiHeadAttention, LAYER)
 
 
-def default(module: Any, kind: Any, names: tuple[str, ...], library: str = "torch.nn") -> None:
-    """Those fields must be as they are by default, for the library has no others."""
+def default(module: Any, cls: Any, names: tuple[str, ...], library: str = "torch.nn") -> None:
+    """Refuse fields that are not as they are by default, for the library has no others."""
     for name in names:
-        if getattr(module, name) != getattr(kind, name):
+        if getattr(module, name) != getattr(cls, name):
             raise ValueError(
-                f"{library} has no {kind.__name__} with {name}, got {getattr(module, name)!r}"
+                f"{library} has no {cls.__name__} with {name}, got {getattr(module, name)!r}"
             )
 
 
-def _rows(module: Module, apart: bool) -> list[Row]:
-    """The table of a module; `apart` if queries, keys and values are of different features."""
+def _rows(module: Module, apart: bool) -> list[table.TensorRule]:
+    """Return the table of a module; `apart` if q, k and v are of different features."""
     if isinstance(module, MultiHeadAttention):
         return _attention(module, "", "", apart)
     if isinstance(module, Block):
         return _block(module, "", "")
     block: Any = module.block
-    rows = each(module.num_layers, _block(block, "layers.{}.", "layers_{}/"))
+    rows = table.per_layer(module.num_layers, _block(block, "layers.{}.", "layers_{}/"))
     last = not block.post_norm if module.final_norm is None else module.final_norm
-    return rows + (norm("norm", "norm", bias=bool(block.attention.use_bias)) if last else [])
+    return rows + (table.norm("norm", "norm", bias=bool(block.attention.use_bias)) if last else [])
 
 
-def _attention(layer: MultiHeadAttention, theirs: str, ours: str, apart: bool) -> list[Row]:
+def _attention(
+    layer: MultiHeadAttention, theirs: str, ours: str, apart: bool
+) -> list[table.TensorRule]:
     bias, leaves = bool(layer.use_bias), ("_weight", "_bias")
     paths = tuple(f"{ours}{name}" for name in _OWN)
-    rows = linear(f"{theirs}in_proj", paths, bias, leaves=leaves)
+    rows = table.linear(f"{theirs}in_proj", paths, bias, leaves=leaves)
     if apart:  # But for the biases.
-        kernels = zip("qkv", rows[0].paths, strict=True)
-        rows[:1] = [Row(f"{theirs}{x}_proj_weight", path, transposed()) for x, path in kernels]
-    return rows + linear(f"{theirs}out_proj", f"{ours}out", bias, inputs=2)
+        rows[:1] = [
+            table.TensorRule(f"{theirs}{x}_proj_weight", path, table.transposed())
+            for x, path in zip("qkv", rows[0].paths, strict=True)
+        ]
+    return rows + table.linear(f"{theirs}out_proj", f"{ours}out", bias, inputs=2)
 
 
-def _block(block: Block, theirs: str, ours: str) -> list[Row]:
+def _block(block: Block, theirs: str, ours: str) -> list[table.TensorRule]:
     bias = bool(block.attention.use_bias)
-    own = {"attention": "self_attn"}
+    layers = {"attention": "self_attn"}
     if isinstance(block, DecoderBlock):
-        own |= {"cross_attention": "multihead_attn"}
-    rows: list[Row] = []
-    for name, their in own.items():
+        layers |= {"cross_attention": "multihead_attn"}
+    rows: list[table.TensorRule] = []
+    for name, their in layers.items():
         rows += _attention(block.attention, f"{theirs}{their}.", f"{ours}{name}/", False)
-    for i, name in enumerate([*own, "mlp"], 1):
-        rows += norm(f"{theirs}norm{i}", f"{ours}{name}_norm", bias)
-    rows += linear(f"{theirs}linear1", f"{ours}mlp/up", bias)
-    return rows + linear(f"{theirs}linear2", f"{ours}mlp/down", bias)
+    for i, name in enumerate([*layers, "mlp"], 1):
+        rows += table.norm(f"{theirs}norm{i}", f"{ours}{name}_norm", bias)
+    rows += table.linear(f"{theirs}linear1", f"{ours}mlp/up", bias)
+    return rows + table.linear(f"{theirs}linear2", f"{ours}mlp/down", bias)
 
 
 def array(x: Any) -> np.ndarray:
-    """An array in its own dtype; NumPy itself has no bfloat16."""
+    """Return an array in its own dtype; NumPy itself has no bfloat16."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()
         if str(x.dtype) == "torch.bfloat16":

@@ -1,53 +1,55 @@
-"""ViT, DeiT and ViT-MSN: encoders of images."""
+"""Vision Transformers: ViT, DeiT, ViT-MSN, DINOv3, and those of timm and vit-pytorch."""
 
+import math
 from typing import Any
 
 import numpy as np
 
-from flax_mha.interop.config import activation, blank, grid
+from flax_mha.interop import table
+from flax_mha.interop.config import activation, grid, refuse
+from flax_mha.interop.libraries import LIBRARIES
 from flax_mha.interop.modules import classified
-from flax_mha.interop.settings import Config
-from flax_mha.interop.table import Family, Row, attention, each, linear, norm, patches, wrapped
+from flax_mha.interop.settings import Config, filled, shown
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import Classifier
+from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock
-from flax_mha.models.embeddings import PatchEmbedding
-from flax_mha.models.stacks import Encoder
+from flax_mha.positions import Axial
 
-# What models that wrap it put before all names.
+_OURS, _BRANCHES = "encoder/layers_{}", ((1, "attention"), (2, "mlp"))
+# What models that wrap a type put before all names, and the tokens before its patches.
 PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
+TOKENS = {"vit": ("cls",), "deit": ("cls", "distillation"), "vit_msn": ("cls",)}
 
 
-def vit(config: Config) -> Family:
-    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of a classifier of these.
-
-    DeiT has one more token, of distillation.
-    """
-    kind = config["model_type"]
+def vit(config: Config) -> table.Family:
+    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of a classifier of one."""
+    tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
-    theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
-    own = ("attention.query", "attention.key", "attention.value", "output.dense")
-    biases = (biased, biased, biased, True)
-    kernel = patches(*grid(config)[2:])
+    at = "encoder.layer.{}"
+    names = ("attention.query", "attention.key", "attention.value", "output.dense")
+    kernel = table.patches(*grid(config).patch)
     rows = [
-        Row("embeddings.cls_token", "class_tokens", wrapped(1), part=(0, 1)),
-        *[Row("embeddings.distillation_token", "class_tokens", wrapped(1), part=(1, 2))]
-        * (kind == "deit"),
-        Row("embeddings.position_embeddings", "positions/embedding", wrapped(1)),
-        *linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
-        *each(config["num_hidden_layers"], [
-            *attention(f"{theirs}.attention", f"{ours}/attention", own, biases),
-            *norm(f"{theirs}.layernorm_before", f"{ours}/attention_norm"),
-            *norm(f"{theirs}.layernorm_after", f"{ours}/mlp_norm"),
-            *linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up"),
-            *linear(f"{theirs}.output.dense", f"{ours}/mlp/down"),
+        *(_tokens(f"embeddings.{name}_token", i, i + 1) for i, name in enumerate(tokens)),
+        table.TensorRule("embeddings.position_embeddings", "positions/embedding", table.wrapped(1)),
+        *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
+        *table.per_layer(config["num_hidden_layers"], [
+            *table.attention(f"{at}.attention", f"{_OURS}/attention", names, (*[biased] * 3, True)),
+            *table.norm(f"{at}.layernorm_before", f"{_OURS}/attention_norm"),
+            *table.norm(f"{at}.layernorm_after", f"{_OURS}/mlp_norm"),
+            *table.linear(f"{at}.intermediate.dense", f"{_OURS}/mlp/up"),
+            *table.linear(f"{at}.output.dense", f"{_OURS}/mlp/down"),
         ]),
-        *norm("layernorm", "encoder/norm"),
+        *table.norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
-    module = image(config, class_tokens=1 + (kind == "deit"), biased=biased)
+    module = image(config, class_tokens=len(tokens), biased=biased)
     heads = ("*classifier.*", "pooler.*", "embeddings.mask_token")
-    family = Family(module, (example(config),), rows, heads=heads, prefix=PREFIXES[kind])
+    family = table.Family(module, (example(config),), rows, heads=heads, prefix=prefix)
     return classified(config, family)
+
+
+def _tokens(theirs: str, first: int, stop: int) -> table.TensorRule:
+    """Return the row of learned tokens, which are a part of ours."""
+    return table.TensorRule(theirs, "class_tokens", table.wrapped(1), part=(first, stop))
 
 
 def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
@@ -66,11 +68,166 @@ def image(
 ) -> Classifier:  # fmt: skip
     """Return a stack over patches, with no head."""
     stack = Encoder(config["num_hidden_layers"], block(config, biased), input_norm=input_norm)
-    embedding = PatchEmbedding(grid(config)[2:], config["hidden_size"], use_bias=patch_bias)
+    embedding = PatchEmbedding(grid(config).patch, config["hidden_size"], use_bias=patch_bias)
     return Classifier(embedding, stack, None, class_tokens=class_tokens)
 
 
 def example(config: Config) -> np.ndarray:
     """Return an image of the size that the config names."""
-    down, across, h, w = grid(config)
-    return blank(1, down * h, across * w, config["num_channels"])
+    return grid(config).image(config["num_channels"])
+
+
+def dinov3(config: Config) -> table.Family:
+    """Return the family of `DINOv3ViTModel`, for images of the size that the config names."""
+    size = grid(config)
+    count = 1 + config["num_register_tokens"]
+    base = (config.get("rope_parameters") or config)["rope_theta"]
+    gated, mlp_bias = config.get("use_gated_mlp", False), config.get("mlp_bias", True)
+    settings = ("query", "key", "value", "proj")
+    biases = [config.get(f"{name}_bias", name != "key") for name in settings]
+    layer = MultiHeadAttention(
+        config["num_attention_heads"],
+        use_bias=tuple(x for x, biased in zip(table.PROJECTIONS, biases, strict=True) if biased),
+        rotary=Axial((size.rows, size.columns), base, span=2 * math.pi, prefix=count),
+    )
+    block = EncoderBlock(
+        layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
+        gated=gated, mlp_bias=mlp_bias, norm_epsilon=config["layer_norm_eps"],
+        layer_scale=config.get("layerscale_value", 1.0),
+    )  # fmt: skip
+    module = Classifier(
+        PatchEmbedding(size.patch, config["hidden_size"]),
+        Encoder(config["num_hidden_layers"], block), None, positions="none", class_tokens=count,
+    )  # fmt: skip
+    kernel, at, names = (
+        table.patches(*size.patch),
+        "model.layer.{}",
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+    )
+    scales = [
+        table.TensorRule(f"{at}.layer_scale{i}.lambda1", f"{_OURS}/{x}_scale") for i, x in _BRANCHES
+    ]
+    rows = [
+        _tokens("embeddings.cls_token", 0, 1),
+        _tokens("embeddings.register_tokens", 1, count),
+        *table.linear("embeddings.patch_embeddings", "embedding/patches", axes=kernel),
+        *table.per_layer(config["num_hidden_layers"], [
+            *table.attention(f"{at}.attention", f"{_OURS}/attention", names, biases),
+            *table.norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
+            *table.norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
+            *table.when(gated, *table.linear(f"{at}.mlp.gate_proj", f"{_OURS}/mlp/gate", mlp_bias)),
+            *table.linear(f"{at}.mlp.up_proj", f"{_OURS}/mlp/up", mlp_bias),
+            *table.linear(f"{at}.mlp.down_proj", f"{_OURS}/mlp/down", mlp_bias),
+            *scales,
+        ]),
+        *table.norm("norm", "encoder/norm"),
+    ]  # fmt: skip
+    # Names of the first checkpoints have no "model." before the layers.
+    mask = ("embeddings.mask_token",)
+    return table.Family(
+        module, (size.image(config.get("num_channels", 3)),), rows, heads=mask, prefix="model."
+    )
+
+
+def timm_vit(config: Config) -> table.Family:
+    """Return the family of timm's `VisionTransformer`, by its arguments, names and defaults.
+
+    With num_classes=0 the features of all tokens, as `forward_features` gives them.
+    """
+    refuse(
+        config, global_pool="token", qk_norm=False, scale_attn_norm=False, scale_mlp_norm=False,
+        proj_bias=True, class_token=True, pos_embed="learn", no_embed_class=False, final_norm=True,
+        fc_norm=None, embed_norm_layer=None, norm_layer=None, embed_layer=None, block_fn=None,
+        attn_layer=None, mlp_layer=None,
+    )  # fmt: skip
+    config = filled(
+        config, img_size=224, patch_size=16, num_classes=1000, embed_dim=768, depth=12,
+        num_heads=12, mlp_ratio=4.0, qkv_bias=True, reg_tokens=0, pre_norm=False, act_layer="gelu",
+        in_chans=3,
+    )  # fmt: skip
+    D, pre_norm, count = config["embed_dim"], config["pre_norm"], 1 + config["reg_tokens"]
+    size, scale, biased = (
+        grid(config, "img_size"),
+        config.get("init_values") or None,
+        config["qkv_bias"],
+    )
+    block = EncoderBlock(
+        MultiHeadAttention(config["num_heads"], use_bias=biased or ("out",)),
+        int(D * config["mlp_ratio"]), activation=activation(config, "act_layer"),
+        layer_scale=scale,
+    )  # fmt: skip
+    module = Classifier(
+        PatchEmbedding(size.patch, D, use_bias=not pre_norm),
+        Encoder(config["depth"], block, input_norm=pre_norm), config["num_classes"] or None,
+        class_tokens=count, pooling="first",
+    )  # fmt: skip
+    at, names, biases = "blocks.{}", LIBRARIES["timm"].names, (*[biased] * 3, True)
+    kernel = table.patches(*size.patch)
+    scales = [table.TensorRule(f"{at}.ls{i}.gamma", f"{_OURS}/{x}_scale") for i, x in _BRANCHES]
+    scales = table.when(scale is not None, *scales)
+    rows = [
+        _tokens("cls_token", 0, 1),
+        *table.when(count > 1, _tokens("reg_token", 1, count)),
+        table.TensorRule("pos_embed", "positions/embedding", table.wrapped(1)),
+        *table.linear("patch_embed.proj", "embedding/patches", not pre_norm, axes=kernel),
+        *table.when(pre_norm, *table.norm("norm_pre", "encoder/input_norm")),
+        *table.per_layer(config["depth"], [
+            *table.norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
+            *table.attention(f"{at}.attn", f"{_OURS}/attention", names, biases),
+            *scales[:1],
+            *table.norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
+            *table.linear(f"{at}.mlp.fc1", f"{_OURS}/mlp/up"),
+            *table.linear(f"{at}.mlp.fc2", f"{_OURS}/mlp/down"),
+            *scales[1:],
+        ]),
+        *table.norm("norm", "encoder/norm"),
+        *table.when(config["num_classes"], *table.linear("head", "head")),
+    ]  # fmt: skip
+    return table.Family(module, (size.image(config["in_chans"]),), rows)
+
+
+def vit_pytorch(config: Config) -> table.Family:
+    """Return the family of `vit_pytorch.ViT`, by its arguments, names and defaults.
+
+    With num_classes=0 the features of all tokens.
+    """
+    config = filled(config, pool="cls", channels=3, dim_head=64)
+    D, heads, has_token = config["dim"], config["heads"], config["pool"] == "cls"
+    if config["pool"] not in ("cls", "mean"):
+        raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(config['pool'])}")
+    if heads == 1 and config["dim_head"] == D:
+        raise ValueError(
+            f"the config's heads=1 with dim_head={D} leaves out the projection of what heads give, "
+            f"and ours always has it; give more heads, or another dim_head"
+        )
+    size = grid(config)
+    block = EncoderBlock(
+        MultiHeadAttention(heads, head_dim=config["dim_head"], use_bias=("out",)),
+        config["mlp_dim"], activation="gelu_exact", norm_epsilon=1e-5,
+    )  # fmt: skip
+    module = Classifier(
+        PatchEmbedding(size.patch, D, norm_epsilon=1e-5), Encoder(config["depth"], block),
+        config["num_classes"] or None, class_tokens=int(has_token),
+        pooling="first" if has_token else "mean",
+    )  # fmt: skip
+    names, biases = LIBRARIES["vit-pytorch"].names, (False, False, False, True)
+    patch, at = "to_patch_embedding", "transformer.layers.{}"
+    rows = [
+        *table.norm(f"{patch}.1", "embedding/patches_norm"),
+        *table.linear(f"{patch}.2", "embedding/patches"),
+        *table.norm(f"{patch}.3", "embedding/norm"),
+        *table.when(has_token, table.TensorRule("cls_token", "class_tokens")),
+        table.TensorRule("pos_embedding", "positions/embedding"),
+        *table.per_layer(config["depth"], [
+            *table.norm(f"{at}.0.norm", f"{_OURS}/attention_norm"),
+            *table.attention(f"{at}.0", f"{_OURS}/attention", names, biases),
+            *table.norm(f"{at}.1.net.0", f"{_OURS}/mlp_norm"),
+            *table.linear(f"{at}.1.net.1", f"{_OURS}/mlp/up"),
+            *table.linear(f"{at}.1.net.4", f"{_OURS}/mlp/down"),
+        ]),
+        *table.norm("transformer.norm", "encoder/norm"),
+        *table.when(config["num_classes"], *table.linear("mlp_head", "head")),
+    ]  # fmt: skip
+    # With pool="mean" theirs is empty.
+    ignored = () if has_token else ("cls_token",)
+    return table.Family(module, (size.image(config["channels"]),), rows, ignored)

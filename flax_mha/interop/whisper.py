@@ -8,13 +8,17 @@ import numpy as np
 
 from flax_mha.interop.config import activation, blank, refuse
 from flax_mha.interop.settings import Config
-from flax_mha.interop.table import Axes, Family, Row, attention, each, linear, norm
+from flax_mha.interop.table import Family, Layout, TensorRule, attention, linear, norm, per_layer
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import LanguageModel, Translator
+from flax_mha.models import (
+    Decoder,
+    Encoder,
+    LanguageModel,
+    PositionEmbedding,
+    TokenEmbedding,
+    Translator,
+)
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
-from flax_mha.models.embeddings import TokenEmbedding
-from flax_mha.models.stacks import Decoder, Encoder
-from flax_mha.positions import PositionEmbedding
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -32,7 +36,7 @@ class Whisper(Translator):
     reads_tokens = False
 
     def setup(self) -> None:
-        """Makes the convolutions."""
+        """Make the convolutions."""
         D = self.decoder.embedding.features
         self.convolutions = [
             nn.Conv(D, (3,), strides=stride, padding=1, name=f"conv{stride}") for stride in (1, 2)
@@ -41,7 +45,7 @@ class Whisper(Translator):
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None, **options: Any
     ) -> jax.Array:
-        """Maps sound [*B, frames, bins] to the memory [*B, frames / 2, D]."""
+        """Map sound [*B, frames, bins] to the memory [*B, frames / 2, D]."""
         if source_lengths is not None:
             raise ValueError(
                 "source_lengths must be None: Whisper reads 30 seconds whatever is in them; pad "
@@ -53,7 +57,7 @@ class Whisper(Translator):
 
 
 def whisper(config: Config) -> Family:
-    """Of `WhisperForConditionalGeneration`."""
+    """Return the family of `WhisperForConditionalGeneration`."""
     refuse(config, tie_word_embeddings=True)
     D, V = config["d_model"], config["vocab_size"]
     biases = ("query", "value", "out")
@@ -78,11 +82,11 @@ def whisper(config: Config) -> Family:
         ),
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
     )
-    convolution = Axes(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
+    convolution = Layout(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
     rows = [
-        Row("model.encoder.embed_positions.weight", "positions/embedding"),
-        Row("model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"),
-        Row("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
+        TensorRule("model.encoder.embed_positions.weight", "positions/embedding"),
+        TensorRule("model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"),
+        TensorRule("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
         *_stack("encoder", "encoder", config["encoder_layers"]),
         *_stack("decoder", "decoder/decoder", config["decoder_layers"]),
     ]
@@ -95,15 +99,16 @@ def whisper(config: Config) -> Family:
     )  # fmt: skip
 
 
-def _stack(theirs: str, ours: str, layers: int) -> list[Row]:
-    at, own = f"model.{theirs}.layers.{{}}", f"{ours}/layers_{{}}"
-    names = {"self_attn": "attention"}
+def _stack(theirs: str, ours: str, layers: int) -> list[TensorRule]:
+    """Return the rows of a stack."""
+    at, mine = f"model.{theirs}.layers.{{}}", f"{ours}/layers_{{}}"
+    parts = {"self_attn": "attention"}
     if theirs == "decoder":
-        names["encoder_attn"] = "cross_attention"
-    rows: list[Row] = []
-    for name, mine in names.items():
-        rows += attention(f"{at}.{name}", f"{own}/{mine}", HEADS, (True, False, True, True))
-        rows += norm(f"{at}.{name}_layer_norm", f"{own}/{mine}_norm")
-    rows += linear(f"{at}.fc1", f"{own}/mlp/up") + linear(f"{at}.fc2", f"{own}/mlp/down")
-    rows += norm(f"{at}.final_layer_norm", f"{own}/mlp_norm")
-    return [*each(layers, rows), *norm(f"model.{theirs}.layer_norm", f"{ours}/norm")]
+        parts["encoder_attn"] = "cross_attention"
+    rows: list[TensorRule] = []
+    for name, part in parts.items():
+        rows += attention(f"{at}.{name}", f"{mine}/{part}", HEADS, (True, False, True, True))
+        rows += norm(f"{at}.{name}_layer_norm", f"{mine}/{part}_norm")
+    rows += linear(f"{at}.fc1", f"{mine}/mlp/up") + linear(f"{at}.fc2", f"{mine}/mlp/down")
+    rows += norm(f"{at}.final_layer_norm", f"{mine}/mlp_norm")
+    return [*per_layer(layers, rows), *norm(f"model.{theirs}.layer_norm", f"{ours}/norm")]

@@ -24,7 +24,7 @@ Model = Own | Step
 
 
 def takes_lengths(step: Step) -> bool:
-    """Whether a step takes how many tokens of each row are real."""
+    """Return True if a step takes how many tokens of each row are real."""
     return "lengths" in inspect.signature(step).parameters
 
 
@@ -68,7 +68,7 @@ class State(struct.PyTreeNode):
 
 
 def with_caches(model: Any) -> Any:
-    """The model with caches in the layers of its decoder; a step is as it is."""
+    """Return the model with caches in the layers of its decoder; a step as it is."""
     if not isinstance(model, nn.Module):
         return model
     if isinstance(model, Translator):
@@ -92,7 +92,7 @@ def begin(
     rng: Any,
     cache: Any = None,
 ) -> State:
-    """Makes the cache where none is given, reads the prompt, and chooses the first token."""
+    """Make a cache if there is none, read the prompt, and choose the first token."""
     model: Any = request.model
     memory, memory_lengths = None, None
     lengths = _by_rows(lengths)
@@ -139,7 +139,7 @@ def begin(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def advance(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
-    """Reads the newest token, and chooses the next."""
+    """Read the newest token, and choose the next."""
     logits, cache = _read(
         request, variables, state.cache, state.last[:, None],
         at=jnp.zeros_like(state.at), positions=state.at[:, None],
@@ -150,7 +150,7 @@ def advance(request: Request, variables: Any, state: State, sampling: Sampling, 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def finish(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
-    """Advances until all rows have ended."""
+    """Advance until all rows have ended."""
     return jax.lax.while_loop(
         lambda state: ~ended(request, state),
         lambda state: advance(request, variables, state, sampling, rng),
@@ -159,31 +159,25 @@ def finish(request: Request, variables: Any, state: State, sampling: Sampling, r
 
 
 def ended(request: Request, state: State) -> jax.Array:
-    """Whether every row has its tokens."""
+    """Return True if every row has its tokens."""
     # The best beam comes first, and none below it can pass it any more: scores only fall.
     return (state.step == request.max_new_tokens) | jnp.all(best(request, state.done))
 
 
 def best(request: Request, x: jax.Array) -> jax.Array:
-    """Of rows [R, …] the best of each prompt, [B, …]."""
+    """Return the best row of each prompt, [B, …], of rows [R, …]."""
     return x if request.beams == 1 else _take(x, jnp.arange(0, len(x), request.beams))
 
 
 def _read(
-    request: Request,
-    variables: Any,
-    cache: Any,
-    tokens: jax.Array,
-    memory: jax.Array | None = None,
-    *,
-    at: jax.Array,
-    **call: Any,
-) -> tuple[jax.Array, Any]:
-    """Logits [R, V] of the token at `at`, and the cache after all of them."""
+    request: Request, variables: Any, cache: Any, tokens: jax.Array,
+    memory: jax.Array | None = None, *, at: jax.Array, **call: Any,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    """Return logits [R, V] of the token at `at`, and the cache after all of them."""
     if not isinstance(request.model, Own):
-        wanted = "lengths" in call and takes_lengths(request.model)
-        given = {"lengths": call["lengths"]} if wanted else {}
-        logits, cache = request.model(variables, cache, tokens, call["positions"], **given)
+        has_lengths = "lengths" in call and takes_lengths(request.model)
+        options = {"lengths": call["lengths"]} if has_lengths else {}
+        logits, cache = request.model(variables, cache, tokens, call["positions"], **options)
         last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
         return _by_rows(last[:, 0].astype(shapes.wide(logits.dtype))), cache
     method = "decode" if isinstance(request.model, Translator) else "__call__"
@@ -211,7 +205,7 @@ def _choose(
 
 
 def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
-    """Of all continuations of a prompt's beams the best ones, best first."""
+    """Choose the best continuations of a prompt's beams, best first."""
     beams, V = request.beams, log_p.shape[-1]
 
     def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
@@ -248,6 +242,6 @@ def _by_rows(x: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of x, of which each device keeps its own."""
+    """Divide the rows of x, so that each device keeps its own."""
     names = ("batch", *[None] * (x.ndim - 1))
     return sharding.auto(lambda x, rows: jnp.take(x, rows, axis=0), names, x, rows)

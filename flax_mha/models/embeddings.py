@@ -41,7 +41,7 @@ class TokenEmbedding(nn.Module):
     scale: float = 1.0
 
     def setup(self) -> None:
-        """Makes the table."""
+        """Make the table."""
         checks.fields(self)
         checks.positive(vocab_size=self.vocab_size, features=self.features)
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
@@ -51,7 +51,7 @@ class TokenEmbedding(nn.Module):
         )  # fmt: skip
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps ids int [*B, T], in 0 … V−1, to [*B, T, D].
+        """Map ids int [*B, T], in 0 … V−1, to [*B, T, D].
 
         The features of an id out of range are NaN (`nn.Embed` counts negative ones from the end).
 
@@ -71,7 +71,7 @@ class TokenEmbedding(nn.Module):
         return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), table)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Maps features [*B, T, D] to logits [*B, T, V], float32 at least."""
+        """Map features [*B, T, D] to logits [*B, T, V], float32 at least."""
         shapes.check_features("x", x)
         x, table = promote_dtype(x, self.table.embedding, dtype=self.dtype)
 
@@ -111,7 +111,7 @@ class PatchEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
-        """Maps [*B, height, width, channels] to [*B, (height/h)·(width/w), D].
+        """Map [*B, height, width, channels] to [*B, (height/h)·(width/w), D].
 
         Of the patches of a row only the first `lengths` (int [*B], default: all) are real.
         """

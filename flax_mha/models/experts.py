@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -20,15 +20,15 @@ from flax_mha.sharding.shard_map import vary
 from flax_mha.sharding.tensor_parallel import gathered
 
 
-def in_turn(
+def expert_by_expert(
     expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
     precision: PrecisionLike,
 ) -> jax.Array:  # fmt: skip
-    """All tokens through one expert after another, but for experts that none of them is sent to.
+    """Run all tokens through one expert after another, but for experts without tokens.
 
     For CPUs, where `lax.ragged_dot` computes every expert for every token, all at once: of 1,024
-    tokens with 2 of 8 experts a gradient takes 1.7 times as long by rows, and 7 times the memory;
-    with 4 of 32 it takes 4 and 49 times (two cores, 256 features, 512 hidden).
+    tokens with 2 of 8 experts a gradient of `sorted_by_expert` takes 1.7 times as long, and 7 times
+    the memory; with 4 of 32 it takes 4 and 49 times (two cores, 256 features, 512 hidden).
 
     Args:
       expert: see `Experts._expert`.
@@ -46,30 +46,34 @@ def in_turn(
     @jax.checkpoint
     def add(y: jax.Array, x: jax.Array, p: jax.Array, mine: jax.Array, layers: Any) -> jax.Array:
         # What another expert's token would overflow to would reach gradients as NaN.
-        found = expert(product, jnp.where(mine.any(-1)[:, None], x, 0), layers)
-        return y + found.astype(p.dtype) * jnp.sum(jnp.where(mine, p, 0), -1)[:, None]
+        out = expert(product, jnp.where(mine.any(-1)[:, None], x, 0), layers)
+        return y + out.astype(p.dtype) * jnp.sum(jnp.where(mine, p, 0), -1)[:, None]
 
-    def step(y: jax.Array, one: Any) -> tuple[jax.Array, None]:
-        mine = ids == one[0]
-        return lax.cond(mine.any(), add, lambda y, *_: y, y, x, p, mine, one[1]), None
+    def step(y: jax.Array, numbered: Any) -> tuple[jax.Array, None]:
+        i, layers = numbered
+        mine = ids == i
+        return lax.cond(mine.any(), add, lambda y, *_: y, y, x, p, mine, layers), None
 
     y = vary(jnp.zeros(x.shape, p.dtype), (x, ids, p, layers))
     return lax.scan(step, y, (jnp.arange(len(layers[0][0])), layers))[0]
 
 
-def by_rows(
+def sorted_by_expert(
     expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
     precision: PrecisionLike,
 ) -> jax.Array:  # fmt: skip
-    """Each token through its own experts, in products over rows sorted by expert: see `in_turn`."""
+    """Run each token through its own experts, in products over rows sorted by expert.
+
+    Arguments are those of `expert_by_expert`.
+    """
     count, flat = len(layers[0][0]), ids.reshape(-1)
     order = jnp.argsort(flat)
-    of, sizes = flat[order], jnp.bincount(flat, length=count)
-    here = (of < count)[:, None]
+    experts, sizes = flat[order], jnp.bincount(flat, length=count)
+    here = (experts < count)[:, None]
 
     def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = lax.ragged_dot(x, kernel, sizes, precision)
-        return y if bias is None else y + bias.at[of].get(mode="clip")
+        return y if bias is None else y + bias.at[experts].get(mode="clip")
 
     # Rows of no expert here are what `ragged_dot` leaves there, forward and backward.
     y = jnp.where(here, expert(product, jnp.where(here, x[order // ids.shape[1]], 0), layers), 0)
@@ -77,12 +81,36 @@ def by_rows(
     return jnp.sum(y.astype(p.dtype) * p[..., None], 1)
 
 
-# Elsewhere `by_rows`.
-METHODS = {"cpu": in_turn}
-
+# Elsewhere `sorted_by_expert`.
+METHODS = {"cpu": expert_by_expert}
 
 _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
+
+
+class Division(NamedTuple):
+    """The mesh axes over which devices divide the weights of experts, and sum their outputs.
+
+    Attributes:
+      experts: over them each device has its own experts.
+      hidden: over them each device has its own hidden features.
+    """
+
+    experts: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+    def names(self, names: sharding.LogicalNames) -> sharding.LogicalNames:
+        """Return names of kernels [E, …], None for axes that a device has whole."""
+        axes = {"experts": self.experts, "mlp": self.hidden}
+        return tuple(n if axes.get(str(n), n) else None for n in gathered(("experts", *names)))
+
+
+def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> Division:
+    """Return the division of experts and hidden features beside tokens of that shape."""
+    of_tokens = {axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.each(part)}
+    spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
+    # Where tokens are divided, kernels are brought together, as under FSDP.
+    return Division(*(() if of_tokens & {*axes} else axes for axes in map(rules.each, spec)))
 
 
 class Experts(nn.Module):
@@ -129,7 +157,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; nothing is dropped, whatever `deterministic` says."""
+        """Map [*B, T, D] to [*B, T, D]; nothing is dropped, whatever `deterministic` says."""
         del deterministic
         checks.positive(hidden=self.hidden, num_experts=self.num_experts, top_k=self.top_k)
         checks.fields(self)
@@ -152,56 +180,52 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
-        """Of each expert an array of that shape."""
+        """Make an array of that shape for each expert."""
         init = for_shape(self.kernel_init if len(shape) > 1 else self.bias_init, len(shape) - 1)
 
-        def each(rng: jax.Array, shape: shapes.Shape, dtype: Dtype) -> Any:
+        def by_expert(rng: jax.Array, shape: shapes.Shape, dtype: Dtype) -> Any:
             keys = jax.random.split(rng, shape[0])
             return jax.vmap(lambda key: init(key, shape[1:], dtype))(keys)
 
-        boxed = sharding.named(each, ("experts", *names), self.partitioned)
+        boxed = sharding.named(by_expert, ("experts", *names), self.partitioned)
         return self.param(name, boxed, (self.num_experts, *shape), self.param_dtype)
 
     @nn.nowrap
     def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
-        """The sum, each device with its own tokens, experts and hidden features."""
-        tokens = {axis for part in sharding.spec(x.shape, _TOKENS) for axis in rules.each(part)}
-        sizes, own = (self.num_experts, self.hidden), ("experts", "mlp")
-        axes = {n: rules.each(s) for n, s in zip(own, sharding.spec(sizes, own), strict=True)}
-        # Where tokens are divided, kernels are brought together, as under FSDP.
-        axes = {n: () if tokens & {*over} else over for n, over in axes.items()}
-        names = [gathered(("experts", *n)) for n in _NAMES.values()]
-        names = [tuple(n if axes.get(str(n), n) else None for n in each) for each in names]
-        names += [(each[0], each[2]) for each in names] if self.use_bias else []
+        """Return the sum, each device with its own tokens, experts and hidden features."""
+        division = _division(x.shape, self.num_experts, self.hidden)
+        names = [division.names(n) for n in _NAMES.values()]
+        if self.use_bias:
+            names += [(experts, outputs) for experts, _, outputs in names]
 
         def local(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
             layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-            if axes["mlp"] and self.use_bias:  # Added once, not by each part of the sum.
-                is_first = lax.axis_index(axes["mlp"]) == 0
+            if division.hidden and self.use_bias:  # Added once, not by each part of the sum.
+                is_first = lax.axis_index(division.hidden) == 0
                 layers[2] = (weights[2], jnp.where(is_first, weights[5], 0))
             p, ids = self._route(logits.reshape(-1, self.num_experts))
             count = len(weights[0])
-            ids -= lax.axis_index(axes["experts"]) * count if axes["experts"] else 0
+            ids -= lax.axis_index(division.experts) * count if division.experts else 0
             # Experts of other devices come after those here.
             ids = jnp.where((ids >= 0) & (ids < count), ids, count)
-            method = METHODS.get(sharding.platform(), by_rows)
+            method = METHODS.get(sharding.platform(), sorted_by_expert)
             y = method(self._expert, x.reshape(-1, x.shape[-1]), ids, p, layers, self.precision)
-            over = axes["experts"] + axes["mlp"]
-            y = lax.psum(y, over) if over else y
+            axes = division.experts + division.hidden
+            y = lax.psum(y, axes) if axes else y
             return y.reshape(x.shape).astype(x.dtype)
 
-        given = [_TOKENS, _TOKENS, *names]
-        return sharding.local(local, given, (x.shape, _TOKENS), x, logits, *weights)
+        all_names = [_TOKENS, _TOKENS, *names]
+        return sharding.local(local, all_names, (x.shape, _TOKENS), x, logits, *weights)
 
     @nn.nowrap
     def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Shares p [n, top_k], and of which experts."""
+        """Return shares p [n, top_k], and the ids of their experts."""
         p, ids = lax.top_k(jax.nn.softmax(logits.astype(shapes.wide(logits.dtype))), self.top_k)
         return p / jnp.sum(p, -1, keepdims=True) if self.normalize else p, ids
 
     @nn.nowrap
     def _expert(self, product: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
-        """What experts give, of product(x, kernel, bias)."""
+        """Return the output of experts, whose products are product(x, kernel, bias)."""
         gate, up = product(x, *layers[0]), product(x, *layers[1])
         if self.limit is not None:
             limit = checks.number("limit", self.limit)

@@ -57,7 +57,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; deterministic must be given if something is dropped."""
+        """Map [*B, T, D] to [*B, T, D]; deterministic must be given if something is dropped."""
         checks.positive(hidden=self.hidden)
         checks.fields(self)
         shapes.check_features("x", x)
@@ -72,12 +72,12 @@ class MLP(nn.Module):
         return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)
 
 
-def activation(given: str | Activation) -> Activation:
-    """The function of that name, or the one that is given."""
-    if isinstance(given, str) or not callable(given):
-        return checks.choice("activation", given, ACTIVATIONS)
-    checks.function("activation", given, "x -> y", f"or give one of {sorted(ACTIVATIONS)}", 1)
-    return given
+def activation(act: str | Activation) -> Activation:
+    """Return the function of that name, or the function itself."""
+    if isinstance(act, str) or not callable(act):
+        return checks.choice("activation", act, ACTIVATIONS)
+    checks.function("activation", act, "x -> y", f"or give one of {sorted(ACTIVATIONS)}", 1)
+    return act
 
 
 class Dropout(nn.Module):
@@ -87,7 +87,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
-        """Sets a share of x to 0, and scales the rest to keep the expectation.
+        """Set a share of x to 0, and scales the rest to keep the expectation.
 
         Raises:
           ValueError: if there is something to drop, and deterministic does not say whether.

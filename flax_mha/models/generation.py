@@ -1,5 +1,6 @@
 """Tokens after a prompt: read it once, then token by token from the cache."""
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ def generate(
     callback: Callback | None = None,
     cache: Any = None,
 ) -> Generated:
-    """Continues each prompt, or translates it, by a model as it was trained.
+    """Continue each prompt, or translate it, by a model as it was trained.
 
     The prompt is read in one call; then each step reads one token, in a compiled loop that ends
     when all rows have. Greedy unless a temperature or beams are given. Compiled once for each
@@ -119,26 +120,26 @@ def generate(
     request = Request(
         decoding.with_caches(model), max_new_tokens, capacity, starts, ends, beams, rules
     )
-    rest: Any = variables
+    weights: Any = variables
     if cache is None:
-        rest = {name: value for name, value in variables.items() if name != "cache"}
-    state = decoding.begin(request, rest, prompt, lengths, sampling, rng, cache)
+        weights = {name: value for name, value in variables.items() if name != "cache"}
+    state = decoding.begin(request, weights, prompt, lengths, sampling, rng, cache)
     if callback is None:
-        state = decoding.finish(request, rest, state, sampling, rng)
+        state = decoding.finish(request, weights, state, sampling, rng)
     else:
         callback(0, np.asarray(state.last))
         while not decoding.ended(request, state):
-            state = decoding.advance(request, rest, state, sampling, rng)
+            state = decoding.advance(request, weights, state, sampling, rng)
             callback(int(state.step) - 1, np.asarray(state.last))
-    found = (state.tokens, state.lengths, state.scores)
-    return Generated(*(decoding.best(request, x) for x in found))
+    best = functools.partial(decoding.best, request)
+    return Generated(best(state.tokens), best(state.lengths), best(state.scores))
 
 
-def _ids(name: str, given: Any, vocabulary: int) -> tuple[int, ...] | None:
+def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:
     """Return one token, or several, as a tuple."""
-    if given is None:
+    if ids is None:
         return None
-    several = given if isinstance(given, list | tuple) else [given]
+    several = ids if isinstance(ids, list | tuple) else [ids]
     if not several:
         raise ValueError(f"{name} must be a token or several, got none; None for no such token")
     return tuple(checks.integer(name, token, most=vocabulary - 1) for token in several)
@@ -172,7 +173,7 @@ def _check_model(model: Model, start: Any) -> None:
 def _check_call(
     model: Model, variables: Any, cache: Any, prompt: Any, lengths: Any
 ) -> tuple[jax.Array, jax.Array, int]:
-    """Tokens and lengths of the prompt, and the size of the vocabulary of what follows."""
+    """Return tokens and lengths of the prompt, and the size of the vocabulary of the output."""
     if not isinstance(model, Own):
         if lengths is not None and not decoding.takes_lengths(model):
             raise ValueError(
@@ -198,27 +199,29 @@ def _check_call(
         )
     if isinstance(model, Translator) and not model.reads_tokens:
         check_module("embedding", model.decoder.embedding, TokenEmbedding)
-        return *_check_source(model, prompt, lengths), model.decoder.embedding.vocab_size
+        features, counts = _check_source(model, prompt, lengths)
+        return features, counts, model.decoder.embedding.vocab_size
     translates = isinstance(model, Translator)
     target: Any = model.decoder.embedding if translates else model.embedding
     source: Any = (translates and model.embedding) or target
     for table in (source, target):
         check_module("embedding", table, TokenEmbedding)
-    return *_check_prompt(prompt, lengths, source.vocab_size), target.vocab_size
+    tokens, counts = _check_prompt(prompt, lengths, source.vocab_size)
+    return tokens, counts, target.vocab_size
 
 
 def _check_step(
     step: decoding.Step, variables: Any, cache: Any, prompt: jax.Array, lengths: jax.Array
 ) -> int:
-    """The size of the vocabulary, if a step gives what it should."""
+    """Check the outputs of a step, and return the size of the vocabulary."""
     if cache is None:
         raise ValueError(
             "a step needs a cache to begin with, got None; give cache=, with room for the prompt "
             "and max_new_tokens"
         )
-    given = {"lengths": lengths} if decoding.takes_lengths(step) else {}
-    found: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **given), variables, cache)
-    logits, new = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    call = {"lengths": lengths} if decoding.takes_lengths(step) else {}
+    outputs: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **call), variables, cache)
+    logits, new = outputs if isinstance(outputs, tuple) and len(outputs) == 2 else (outputs, None)
     shape: shapes.Shape = getattr(logits, "shape", ())
     if new is None or len(shape) != 3 or shape[:2] != prompt.shape:
         raise ValueError(
@@ -250,7 +253,7 @@ def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Arr
 
 
 def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32 [B, T] and how many are real, int32 [B]."""
+    """Return tokens int32 [B, T] and how many are real, int32 [B]."""
     prompt = checks.integers("prompt", prompt)
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ValueError(
@@ -259,17 +262,17 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[ja
         )
     B, T = prompt.shape
     # There is nothing to go on from in an empty prompt.
-    given = np.full(B, T) if lengths is None else lengths
-    lengths = shapes.per_row("lengths", given, (B,), T, least=1)
+    counts = np.full(B, T) if lengths is None else lengths
+    lengths = shapes.per_row("lengths", counts, (B,), T, least=1)
     if checks.is_concrete(lengths) and checks.is_concrete(prompt):
-        real = np.arange(T)[None] < np.asarray(given)[:, None]
+        real = np.arange(T)[None] < np.asarray(counts)[:, None]
         remedy = "give ids of the model's embedding"
         checks.within("prompt", np.asarray(prompt)[real], vocabulary, remedy)
     return jnp.asarray(prompt), lengths
 
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None, cache: Any) -> int:
-    """Slots of the cache, enough for the tokens read at first and all new ones but the last."""
+    """Return the slots of the cache: for the tokens read first, and all new ones but the last."""
     checks.optional(capacity=capacity)
     needed = read + new - 1
     if not isinstance(model, Own):

@@ -42,7 +42,7 @@ class Classifier(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
-        """Classifies each row of the batch.
+        """Classify each row of the batch.
 
         Args:
           inputs: what the embedding takes.
@@ -80,28 +80,28 @@ class Classifier(nn.Module):
 
     @nn.nowrap
     def _with_class_tokens(self, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
-        """The tokens with those that are learned before them, and the options for all."""
+        """Put the learned tokens before the others, and return the options for all."""
         count, lengths = self.class_tokens, options.get("lengths")
-        own = self.param("class_tokens", nn.initializers.normal(0.02), (count, x.shape[-1]))
+        tokens = self.param("class_tokens", nn.initializers.normal(0.02), (count, x.shape[-1]))
         if lengths is not None:
             lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
             options = options | {"lengths": lengths + count}
 
-        def join(own: jax.Array, x: jax.Array) -> jax.Array:
-            own = jnp.broadcast_to(own.astype(x.dtype), (*x.shape[:-2], *own.shape))
-            return jnp.concatenate([own, x], axis=-2)
+        def join(tokens: jax.Array, x: jax.Array) -> jax.Array:
+            tokens = jnp.broadcast_to(tokens.astype(x.dtype), (*x.shape[:-2], *tokens.shape))
+            return jnp.concatenate([tokens, x], axis=-2)
 
-        return sharding.auto(join, ("batch", "norm_length", None), own, x), options
+        return sharding.auto(join, ("batch", "norm_length", None), tokens, x), options
 
 
 def _first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """The first token of each row, [*B, T, D] to [*B, D]."""
+    """Return the first token of each row, [*B, T, D] to [*B, D]."""
     del lengths
     return x[..., 0, :]
 
 
 def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """The mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
+    """Return the mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
     lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
@@ -137,7 +137,7 @@ class LanguageModel(nn.Module):
     logits_cap: float | None = None
 
     def setup(self) -> None:
-        """Makes what the fields don't hold."""
+        """Make dropout and head."""
         check_module("embedding", self.embedding, TokenEmbedding)
         check_module("decoder", self.decoder, Decoder)
         check_module("position_embedding", self.position_embedding, PositionEmbedding)
@@ -150,16 +150,11 @@ class LanguageModel(nn.Module):
             self.head = self.embedding.copy(name=None)
 
     def __call__(
-        self,
-        tokens: jax.Array,
-        memory: jax.Array | None = None,
-        *,
-        at: jax.Array | None = None,
-        memory_mask: masks.MaskLike | None = None,
-        memory_lengths: jax.Array | None = None,
+        self, tokens: jax.Array, memory: jax.Array | None = None, *, at: jax.Array | None = None,
+        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
-    ) -> jax.Array:
-        """Scores every token as the next one.
+    ) -> jax.Array:  # fmt: skip
+        """Score every token as the next one.
 
         Args:
           tokens: int [*B, T].
@@ -202,14 +197,10 @@ class LanguageModel(nn.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def embed(
-        self,
-        tokens: jax.Array,
-        embedding: TokenEmbedding | None = None,
-        *,
-        positions: jax.Array | None = None,
-        deterministic: bool | None = None,
-    ) -> jax.Array:
-        """Maps tokens int [*B, T] to what goes into a stack, [*B, T, D], by E or another table."""
+        self, tokens: jax.Array, embedding: TokenEmbedding | None = None, *,
+        positions: jax.Array | None = None, deterministic: bool | None = None,
+    ) -> jax.Array:  # fmt: skip
+        """Embed tokens int [*B, T] for a stack, [*B, T, D], by E or another table."""
         if positions is None and embedding is None and self._goes_on():
             raise ValueError(
                 "in decoding, position_embedding needs to know where the tokens stand; give "
@@ -220,12 +211,12 @@ class LanguageModel(nn.Module):
 
     @nn.nowrap
     def _goes_on(self) -> bool:
-        """Whether there are tokens before those of the call, and P needs their number."""
+        """Return True if the cache holds earlier tokens, and P needs their number."""
         return self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
 
 
 def _select(x: jax.Array, at: jax.Array) -> jax.Array:
-    """The features [*B, 1, D] of one token of each row, NaN for one that there is not."""
+    """Return the features [*B, 1, D] of one token of each row, NaN for one out of range."""
     at = jnp.where(at < 0, x.shape[-2], at)[..., None, None]
     return jnp.take_along_axis(x, at, axis=-2, mode="fill", fill_value=jnp.nan)
 
@@ -250,15 +241,10 @@ class Translator(nn.Module):
     reads_tokens = True
 
     def __call__(
-        self,
-        source: jax.Array,
-        target: jax.Array,
-        *,
-        source_lengths: jax.Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
-    ) -> jax.Array:
-        """Scores every token as the one after each of the target's.
+        self, source: jax.Array, target: jax.Array, *, source_lengths: jax.Array | None = None,
+        deterministic: bool | None = None, sow_weights: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        """Score every token as the one after each of the target's.
 
         Args:
           source: int [*B, S].
@@ -277,14 +263,10 @@ class Translator(nn.Module):
         return self.decode(target, memory, memory_lengths=source_lengths, **call)
 
     def encode(
-        self,
-        source: jax.Array,
-        *,
-        source_lengths: jax.Array | None = None,
-        deterministic: bool | None = None,
-        sow_weights: bool = False,
-    ) -> jax.Array:
-        """Maps a source int [*B, S] to the memory [*B, S, D]; arguments as in the call."""
+        self, source: jax.Array, *, source_lengths: jax.Array | None = None,
+        deterministic: bool | None = None, sow_weights: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        """Map a source int [*B, S] to the memory [*B, S, D]; arguments as in the call."""
         check_module("encoder", self.encoder, Encoder)
         check_module("decoder", self.decoder, LanguageModel)
         if self.embedding is not None:
@@ -296,5 +278,5 @@ class Translator(nn.Module):
         )
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
-        """The decoder's logits, with arguments as for `LanguageModel`."""
+        """Return the decoder's logits, with arguments as for `LanguageModel`."""
         return self.decoder(target, memory, **call)

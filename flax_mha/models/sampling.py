@@ -11,7 +11,7 @@ from flax_mha.base import checks
 
 
 def top_k(logits: jax.Array, k: int) -> jax.Array:
-    """Keeps the k most likely tokens, and sets the others to −∞.
+    """Keep the k most likely tokens, and set the others to −∞.
 
     Args:
       logits: [*B, V].
@@ -34,7 +34,7 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
 
 
 def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
-    """Keeps the fewest most likely tokens that have probability p together, others become −∞.
+    """Keep the fewest most likely tokens that have probability p together; others become −∞.
 
     Args:
       logits: [*B, V].
@@ -71,7 +71,7 @@ def _check_logits(logits: jax.Array) -> None:
 
 
 def _ranks(logits: jax.Array) -> jax.Array:
-    """0 for the most likely token, 1 for the next, …"""
+    """Return 0 for the most likely token, 1 for the next, …"""
     order = jnp.argsort(logits, axis=-1, descending=True)
     return jnp.argsort(order, axis=-1)
 
@@ -91,7 +91,7 @@ class Sampling(struct.PyTreeNode):
 
     @classmethod
     def checked(cls, temperature: float, top_k: int | None, top_p: float | None) -> Self:
-        """The rule of a user's numbers.
+        """Make the rule of a user's numbers.
 
         Raises:
           ValueError: if they are out of range, or without effect.
@@ -111,7 +111,7 @@ class Sampling(struct.PyTreeNode):
         return cls(jnp.float32(temperature) if temperature else None, top_k, scalar)
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
-        """Draws tokens int32 [B] by logits [B, V]; a row's draw depends on key and its index."""
+        """Draw tokens int32 [B] by logits [B, V]; a row's draw depends on key and its index."""
         if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 

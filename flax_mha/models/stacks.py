@@ -1,8 +1,7 @@
 """Stacks of blocks."""
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeAlias, Unpack
 
 import flax.linen as nn
 import jax
@@ -17,6 +16,10 @@ from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
 from flax_mha.scores import ScoreMod, as_scores
 from flax_mha.sharding import rules
+
+Inputs: TypeAlias = tuple[jax.Array, ...]
+Options: TypeAlias = dict[str, Any]
+Sources: TypeAlias = Sequence[int | None]
 
 
 class Stack(nn.Module):
@@ -54,7 +57,7 @@ class Stack(nn.Module):
     kind: ClassVar[type[Block]] = Block
 
     def __post_init__(self) -> None:
-        """A list would have no hash, by which models are told apart where they are compiled."""
+        """Make tuples of lists: they have a hash, by which compiled programs tell models apart."""
         for name in ("block", "kv_from"):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, tuple(getattr(self, name)))
@@ -73,17 +76,17 @@ class Stack(nn.Module):
 
     @property
     def first(self) -> Block:
-        """The first of them, whose dtypes are those of all."""
+        """The first block, whose dtypes are those of all."""
         return self.blocks[0]
 
     @property
     def decodes(self) -> bool:
-        """Whether its attention layers keep a cache."""
+        """True if its attention layers keep a cache."""
         return bool(getattr(getattr(self.first, "attention", None), "decode", False))
 
     @nn.nowrap
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
-        """The blocks one after another, each with the same other inputs and arguments."""
+        """Run the blocks one after another, each with the same other inputs and arguments."""
         with rules.undivided_tokens(self.decodes):
             return self._run(x, *others, **call)
 
@@ -93,120 +96,126 @@ class Stack(nn.Module):
         shapes.check_features("x", x)
         checks.positive(num_layers=self.num_layers)
         # A block of a user's own need not take what nobody gives.
-        others = tuple(x for x in others if x is not None)
+        inputs = tuple(x for x in others if x is not None)
         call = {name: x for name, x in call.items() if x is not None}
         blocks = self.blocks
         x = sharding.constrain(x, ("batch", "norm_length", None))
         if self.input_norm:
             x = self.first.make_norm("input_norm", self)(x)
         if self.scores:
-            own = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
-            call["scores"] = own + as_scores(call.get("scores", ()))
-        of_each, sources = self._of_each(call), self._sources(call)
+            scores = with_parameters(self, self.scores, self.first.attention, x.shape[-1])
+            call["scores"] = scores + as_scores(call.get("scores", ()))
+        by_layer, sources = self._by_layer(call), self._sources(call)
+        rotates = [block.attention.rotary is not None for block in blocks]
+        # Positions are for those that rotate: some models rotate in some layers only.
+        unturned = {name: x for name, x in call.items() if name != "positions"}
+        by_block = [call if turns or not any(rotates) else unturned for turns in rotates]
         steps = self.num_layers // len(blocks) if self.scan else 0
-        rotates = any(block.attention.rotary is not None for block in blocks)
-
-        def run_one(block: Any, x: jax.Array, others: Any, own: dict[str, Any]) -> Any:
-            given = dict(call)
-            if rotates and block.attention.rotary is None:
-                # They are for the others: some models rotate in some layers only.
-                given.pop("positions", None)
-            return block(x, *others, **given, **own)
-
-        def run_all(layers: Any, x: jax.Array, others: Any) -> jax.Array:
-            kept: dict[int, Shared] = {}
-            for i, block, own in layers:
-                own = own if sources[i] is None else own | {"kv": kept[sources[i]]}
-                if i in sources:
-                    x, kept[i] = run_one(block, x, others, own | {"return_kv": True})
-                else:
-                    x = run_one(block, x, others, own)
-            return x
-
-        def step(module: Any, x: jax.Array, others: Any, own: Any) -> tuple[jax.Array, None]:
-            if isinstance(module, _Group):
-                return module(run_all, x, others, own), None
-            return run_one(module, x, others, own[0]), None
-
+        done = steps * len(blocks)
         if steps:
-            # A scan's carry has one dtype, that of the blocks.
-            x = x.astype(_residual_dtype(self.first, x.dtype))
-            scanned = nn.scan(
-                step,
-                variable_axes={"params": 0, "intermediates": 0, "cache": 0},
-                split_rngs={"params": True, "dropout": True},
-                in_axes=(nn.broadcast, 0),
-                length=steps,
-                metadata_params={nn.PARTITION_NAME: "layers"},
-            )
-            module = (_Group(blocks) if len(blocks) > 1 else self.first).copy(name="layers")
-            groups = [of_each[i * len(blocks) :][: len(blocks)] for i in range(steps)]
-            x, _ = scanned(module, x, others, jax.tree.map(lambda *x: jnp.stack(x), *groups))
-        left = range(steps * len(blocks), self.num_layers)
-        named = ((i, blocks[i % len(blocks)].copy(name=f"layers_{i}"), of_each[i]) for i in left)
-        x = run_all(named, x, others)
+            x = self._scan(x, inputs, by_block, by_layer[:done], sources[: len(blocks)])
+        numbers = range(done, self.num_layers)
+        x = _run_blocks(
+            [blocks[i % len(blocks)].copy(name=f"layers_{i}") for i in numbers], x, inputs,
+            [by_block[i % len(blocks)] | by_layer[i] for i in numbers],
+            [None if source is None else source - done for source in sources[done:]],
+        )  # fmt: skip
         final = not self.first.post_norm if self.final_norm is None else self.final_norm
         return self.first.make_norm("norm", self)(x) if final else x
 
     @nn.nowrap
+    def _scan(
+        self, x: jax.Array, inputs: Inputs, by_block: Sequence[Options],
+        by_layer: Sequence[Options], sources: Sources,
+    ) -> jax.Array:  # fmt: skip
+        """Run as many steps as there are layers for, each with all blocks."""
+        blocks = self.blocks
+
+        def step(
+            module: Any, x: jax.Array, inputs: Inputs, by_layer: Sequence[Options]
+        ) -> tuple[jax.Array, None]:
+            options = [one | other for one, other in zip(by_block, by_layer, strict=True)]
+            if isinstance(module, _Group):
+                return module(x, inputs, options, sources), None
+            return _run_blocks([module], x, inputs, options, sources), None
+
+        scanned = nn.scan(
+            step,
+            variable_axes={"params": 0, "intermediates": 0, "cache": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(nn.broadcast, 0),
+            length=len(by_layer) // len(blocks),
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
+        group = _Group(blocks, name="layers") if len(blocks) > 1 else self.first.copy(name="layers")
+        by_step = [by_layer[i :: len(blocks)] for i in range(len(blocks))]
+        stacked = [jax.tree.map(lambda *x: jnp.stack(x), *options) for options in by_step]
+        # A scan's carry has one dtype, that of the blocks.
+        x = x.astype(_residual_dtype(self.first, x.dtype))
+        return scanned(group, x, inputs, stacked)[0]
+
+    @nn.nowrap
     def _sources(self, call: dict[str, Any]) -> tuple[int | None, ...]:
-        """`kv_from`, if it fits: the layer whose keys and values each layer takes, or None."""
+        """Return for each layer the one whose keys and values it takes: `kv_from`, checked."""
         if self.kv_from is None:
             return (None,) * self.num_layers
-        found = self.kv_from
-        if not isinstance(found, tuple) or len(found) != self.num_layers:
+        kv_from = self.kv_from
+        if not isinstance(kv_from, tuple) or len(kv_from) != self.num_layers:
             raise ValueError(
                 f"kv_from must be a tuple of a layer's number or None for each of the "
-                f"{self.num_layers} layers, got {found!r}"
+                f"{self.num_layers} layers, got {kv_from!r}"
             )
         if call.get("kv") is not None:
             raise ValueError(
-                f"kv= goes to all layers, and kv_from={found} says where each has them from; give "
-                f"one of the two"
+                f"kv= goes to all layers, and kv_from={kv_from} says where each has them from; "
+                f"give one of the two"
             )
-        for i, source in enumerate(found):
+        for i, source in enumerate(kv_from):
             if source is None:
                 continue
             checks.integer(f"kv_from[{i}]", source)
-            legal = [n for n in range(i) if found[n] is None]
+            legal = [n for n in range(i) if kv_from[n] is None]
             if source not in legal:
                 rule = f"an earlier layer with keys and values of its own, one of {legal}"
                 rule = rule if legal else "None, for no layer stands before the first"
-                raise ValueError(f"kv_from[{i}] must be {rule}, got {source} in {found}")
+                raise ValueError(f"kv_from[{i}] must be {rule}, got {source} in {kv_from}")
         several = len(self.blocks)
         starts = [i - i % several for i in range(self.num_layers)]
-        first = [found[i - start] for i, start in enumerate(starts)]
+        first = [kv_from[i - start] for i, start in enumerate(starts)]
         same = [None if n is None else n + start for n, start in zip(first, starts, strict=True)]
-        if self.scan and found != tuple(same):
+        if self.scan and kv_from != tuple(same):
             raise ValueError(
                 f"under scan a layer can take keys and values only from a layer of the same step "
                 f"(each has {several} here), and in every step alike: by its beginning kv_from "
-                f"would be {tuple(same)}, got {found}; give block= more blocks in turn, or "
+                f"would be {tuple(same)}, got {kv_from}; give block= more blocks in turn, or "
                 f"scan=False"
             )
-        return found
+        return kv_from
 
     @nn.nowrap
-    def _of_each(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """What each block is given of its own, taken out of the arguments that all share.
+    def _by_layer(self, call: Options) -> list[Options]:
+        """Take the arguments that differ by layer out of those of the call, and return them.
 
-        A key for dropout, or all would drop the same weights; and its head_mask, of a list of them.
+        They are a key for dropout, or all would drop the same weights; and the head_mask, if it is
+        a list.
         """
-        own: list[dict[str, Any]] = [{} for _ in range(self.num_layers)]
+        by_layer: list[Options] = [{} for _ in range(self.num_layers)]
         if call.get("dropout_rng") is not None:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))
-            for each, part in zip(own, jax.random.split(key, self.num_layers), strict=True):
-                each["dropout_rng"] = part
-        given = call.get("head_mask")
-        if not isinstance(given, list | tuple):
-            return own
-        if len(given) != self.num_layers:
+            for options, part in zip(by_layer, jax.random.split(key, self.num_layers), strict=True):
+                options["dropout_rng"] = part
+        head_masks = call.get("head_mask")
+        if not isinstance(head_masks, list | tuple):
+            return by_layer
+        if len(head_masks) != self.num_layers:
             raise ValueError(
                 f"head_mask must be one array, or a list of one for each of the {self.num_layers} "
-                f"blocks, got {len(given)}; give jnp.ones(N) for blocks whose heads all stay"
+                f"blocks, got {len(head_masks)}; give jnp.ones(N) for blocks whose heads all stay"
             )
         del call["head_mask"]
-        return [each | {"head_mask": jnp.asarray(x)} for each, x in zip(own, given, strict=True)]
+        for options, mask in zip(by_layer, head_masks, strict=True):
+            options["head_mask"] = jnp.asarray(mask)
+        return by_layer
 
 
 class _Group(nn.Module):
@@ -216,10 +225,28 @@ class _Group(nn.Module):
 
     @nn.compact
     def __call__(
-        self, run: Callable[..., jax.Array], x: jax.Array, others: Any, own: Sequence[Any]
+        self, x: jax.Array, inputs: Inputs, options: Sequence[Options], sources: Sources
     ) -> jax.Array:
-        named = (block.copy(name=f"block_{n}") for n, block in enumerate(self.blocks))
-        return run(zip(itertools.count(), named, own), x, others)
+        blocks = [block.copy(name=f"block_{n}") for n, block in enumerate(self.blocks)]
+        return _run_blocks(blocks, x, inputs, options, sources)
+
+
+def _run_blocks(
+    blocks: Sequence[Any], x: jax.Array, inputs: Inputs, options: Sequence[Options],
+    sources: Sources,
+) -> jax.Array:  # fmt: skip
+    """Run blocks one after another, each with its options, and return the output of the last.
+
+    A block with a source attends to the keys and values of the block of that number.
+    """
+    kept: dict[int, Shared] = {}
+    for i, (block, call, source) in enumerate(zip(blocks, options, sources, strict=True)):
+        call = call if source is None else call | {"kv": kept[source]}
+        if i in sources:
+            x, kept[i] = block(x, *inputs, **call, return_kv=True)
+        else:
+            x = block(x, *inputs, **call)
+    return x
 
 
 class Encoder(Stack):
@@ -229,7 +256,7 @@ class Encoder(Stack):
 
     @nn.compact
     def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; options as for `EncoderBlock`, the same in each.
+        """Map [*B, T, D] to [*B, T, D]; options as for `EncoderBlock`, the same in each.
 
         Of `head_mask` there may be a list, with one for each block.
         """
@@ -243,15 +270,11 @@ class Decoder(Stack):
 
     @nn.compact
     def __call__(
-        self,
-        x: jax.Array,
-        memory: jax.Array | None = None,
-        *,
-        memory_mask: masks.MaskLike | None = None,
-        memory_lengths: jax.Array | None = None,
+        self, x: jax.Array, memory: jax.Array | None = None, *,
+        memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
-    ) -> jax.Array:
-        """Maps [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each.
+    ) -> jax.Array:  # fmt: skip
+        """Map [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each.
 
         Of `head_mask` there may be a list, with one for each block.
         """
@@ -260,8 +283,8 @@ class Decoder(Stack):
         )
 
 
-def _residual_dtype(block: Block, given: Dtype) -> Dtype:
-    """What a block makes of an input of the given dtype."""
+def _residual_dtype(block: Block, dtype: Dtype) -> Dtype:
+    """Return the dtype of a block's output for an input of that dtype."""
     layer = block.attention
-    computed = layer.dtype or jnp.promote_types(given, layer.param_dtype)
-    return computed if block.post_norm else jnp.promote_types(given, computed)
+    computed = layer.dtype or jnp.promote_types(dtype, layer.param_dtype)
+    return computed if block.post_norm else jnp.promote_types(dtype, computed)

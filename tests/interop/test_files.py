@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mha import interop
 from flax_mha.interop import device_put, safetensors, table
 from flax_mha.interop.table import (
-    FLAT,
-    Row,
-    one_of_many,
+    FLATTENED,
+    TensorRule,
+    expert,
+    in_out,
     patches,
     plus,
-    straight,
     transposed,
     wrapped,
 )
@@ -48,19 +48,19 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("row", "shape"),
     [
-        (Row("", "x"), (3, 4)),
-        (Row("", "x", FLAT), (3, 4)),
-        (Row("", "x", transposed()), (5, 3, 4)),
-        (Row("", "x", transposed(2)), (3, 4, 5)),
-        (Row("", "x", straight(2)), (3, 4, 5)),
-        (Row("", "x", wrapped(2)), (1, 4)),
-        (Row("", "x", patches(2, 3)), (24, 5)),
-        (Row("", "x", plus(1.0)), (4,)),
-        (Row("", "x", one_of_many()), (1, 3, 4)),
+        (TensorRule("", "x"), (3, 4)),
+        (TensorRule("", "x", FLATTENED), (3, 4)),
+        (TensorRule("", "x", transposed()), (5, 3, 4)),
+        (TensorRule("", "x", transposed(2)), (3, 4, 5)),
+        (TensorRule("", "x", in_out(2)), (3, 4, 5)),
+        (TensorRule("", "x", wrapped(2)), (1, 4)),
+        (TensorRule("", "x", patches(2, 3)), (24, 5)),
+        (TensorRule("", "x", plus(1.0)), (4,)),
+        (TensorRule("", "x", expert()), (1, 3, 4)),
     ],
-    ids=lambda x: "x".join(map(str, x)) if isinstance(x, tuple) and not isinstance(x, Row) else "",
+    ids=lambda x: "" if isinstance(x, TensorRule) else "x".join(map(str, x)),
 )
-def test_axes_are_read_both_ways(row: Row, shape: tuple[int, ...]) -> None:
+def test_axes_are_read_both_ways(row: TensorRule, shape: tuple[int, ...]) -> None:
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     theirs = row.axes.theirs(x)
     assert theirs.size == x.size
@@ -70,12 +70,12 @@ def test_axes_are_read_both_ways(row: Row, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        Row("", ("x", "y")), Row("", ("x", "y", "z"), split=1),
-        Row("", ("x", "y"), split=1, heads=3), Row("", ("x", "y"), alternate=True),
+        TensorRule("", ("x", "y")), TensorRule("", ("x", "y", "z"), split=1),
+        TensorRule("", ("x", "y"), split=1, heads=3), TensorRule("", ("x", "y"), alternate=True),
     ],
     ids=["in rows", "in columns", "in each head", "in turn"],
 )  # fmt: skip
-def test_several_in_one_tensor(row: Row) -> None:
+def test_several_in_one_tensor(row: TensorRule) -> None:
     parts = [np.arange(24).reshape(3, 2, 4) + 100 * i for i in range(len(row.paths))]
     whole = row.together(parts)
     assert whole.shape == table._shape(row, [x.shape for x in parts])

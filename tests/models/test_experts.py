@@ -25,7 +25,7 @@ CLIPPED = Experts(
 )
 KINDS_OF = {"plain": PLAIN, "clipped": CLIPPED, "as they are": PLAIN.clone(normalize=False),
             "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1)}  # fmt: skip
-METHODS = {"in turn": {"cpu": experts.in_turn}, "by rows": {}}
+METHODS = {"in turn": {"cpu": experts.expert_by_expert}, "by rows": {}}
 
 
 @pytest.fixture(params=METHODS)
