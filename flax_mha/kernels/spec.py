@@ -15,7 +15,7 @@ from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array, At, ScoreArray, whole
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import tree_nodes
+from flax_mha.base.trees import combine, is_array, partition, tree_nodes
 from flax_mha.kernels.dropout import WeightDropout
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.stored import Stored
@@ -238,23 +238,24 @@ def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
     """
     if not (own := spec.own()):
         return
-    leaves, tree = jax.tree.flatten((spec, spec.at(dims)))
-    given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
+    arrays, static = partition((spec, spec.at(dims)), is_array)
 
-    def apply(score: jax.Array, vectors: Vectors, *arrays: jax.Array) -> jax.Array:
-        filled = dict(zip(given, arrays, strict=True))
-        spec, at = jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)])
+    def apply(score: jax.Array, vectors: Vectors, arrays: Any) -> jax.Array:
+        spec, at = combine(arrays, static)
         return spec.apply(score, at, vectors=vectors)[0]
 
-    types = [jax.typeof(leaves[i]) for i in given]
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
+    def struct_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+        # The type of x without its mesh.
+        aval = jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
     score, *vectors = (
         jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), shapes.wide(dtype))
         for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
     )
     # No mesh: a function knows nothing of one.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program = jax.make_jaxpr(apply)(score, tuple(vectors), *arrays)
+        program = jax.make_jaxpr(apply)(score, tuple(vectors), jax.tree.map(struct_of, arrays))
     traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
     if traced:
         names = " or ".join(sorted({kind.__name__ for kind in own}))

@@ -19,7 +19,7 @@ from flax_mha.kernels import KERNELS, options
 from flax_mha.kernels.mesh.shards import WAYS
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / "tests" / "typed"
+FOLDER = Path(__file__).parent / "typed"
 RETURNS = {"return_weights", "return_residuals", "capture"}
 
 

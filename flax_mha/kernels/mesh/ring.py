@@ -29,7 +29,7 @@ from jax import lax
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, map_score_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import combine, is_inexact, partition
+from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.options import Platform
 from flax_mha.kernels.spec import AttentionSpec, Result
@@ -174,7 +174,7 @@ def attend(
     Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
     """
     q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
-    arrays, known = partition(spec.replace(sinks=None), lambda x: isinstance(x, jax.Array))
+    arrays, known = partition(spec.replace(sinks=None), is_array)
     out, lse = _core(ring, local, known, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))

@@ -19,6 +19,7 @@ from flax_mha import sharding
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
 from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels.mesh import ring
 from flax_mha.kernels.mesh.devices import here
 from flax_mha.kernels.normalizers import SOFTMAX
@@ -203,11 +204,11 @@ def _on_shards(
     if by_ring:
         circle = ring.Ring.of(over_keys, division.devices, spec, dims, platform)
     sinks = spec.sinks
-    rest = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, specs, join = _split(_with_positions(rest, dims, division, by_ring), division)
+    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
+    arrays, axes, rest = _split(_with_positions(spec, dims, division, by_ring), division)
 
-    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Any:
-        spec = join(arrays).replace(sinks=sinks)
+    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
+        spec = combine(arrays, rest, is_score_array).replace(sinks=sinks)
         if spec.heads is not None and division.kv_heads is None:
             k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
         return local(circle, q, k, v, spec)
@@ -219,7 +220,7 @@ def _on_shards(
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
-    ins = (over_q, over_k, over_k, by_head, specs)
+    ins = (over_q, over_k, over_k, by_head, axes)
     return shard_map.over(inside, division.manual, ins, outs, q, k, v, sinks, arrays)
 
 
@@ -239,38 +240,25 @@ def _with_positions(
     return spec
 
 
-def _split(
-    spec: AttentionSpec, division: Division
-) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
-    """The arrays of a spec without sinks, their PartitionSpecs, and a function that rebuilds it.
+def _split(spec: AttentionSpec, division: Division) -> tuple[Any, Any, AttentionSpec]:
+    """Return the arrays of a spec without sinks, their PartitionSpecs, and the rest of it.
 
-    What is known before tracing and is the same for all stays known.
+    What is known before tracing and is the same for all stays in the rest.
     """
-    leaves, tree = jax.tree.flatten(spec, is_leaf=is_score_array)
 
     def layout_of(x: Any) -> P | None:
-        if isinstance(x, ScoreArray):
-            over = division.over_scores(x.array.shape)
-            known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
-            return None if known else over
-        return P() if isinstance(x, jax.Array) else None
+        if not is_score_array(x):
+            return P() if is_array(x) else None
+        axes = division.over_scores(x.array.shape)
+        static = isinstance(x.array, np.ndarray) and all(axis is None for axis in axes)
+        return None if static else axes
 
-    specs = [layout_of(x) for x in leaves]
-    divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
-    given = [
-        layout.reshard(jnp.asarray(x.array if isinstance(x, ScoreArray) else x), s)
-        for x, s in divided
-    ]
+    def lay_out(x: Any, axes: P) -> Any:
+        return jax.tree.map(lambda x: layout.reshard(jnp.asarray(x), axes), x)
 
-    def join(arrays: list[Any]) -> AttentionSpec:
-        rest = iter(arrays)
-        new = []
-        for x, s in zip(leaves, specs, strict=True):
-            array = x if s is None else next(rest)
-            new.append(ScoreArray(array) if s is not None and isinstance(x, ScoreArray) else array)
-        return jax.tree.unflatten(tree, new)
-
-    return given, [s for _, s in divided], join
+    arrays, rest = partition(spec, lambda x: layout_of(x) is not None, is_score_array)
+    axes = jax.tree.map(layout_of, arrays, is_leaf=is_score_array)
+    return jax.tree.map(lay_out, arrays, axes, is_leaf=is_score_array), axes, rest
 
 
 def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
