@@ -22,14 +22,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import shapes, symbols, trees
+from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import softmax, tiles
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
-from flax_mha.kernels.stored import Stored
-from flax_mha.kernels.tile_plan import MOST, Plan, Stripe, VisitLists, plan_call
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
+from flax_mha.kernels.tile_plan import (
+    MOST,
+    Plan,
+    Stripe,
+    VisitLists,
+    computes_in_bfloat16,
+    plan_call,
+)
 from flax_mha.kernels.tiles import (
     Place,
     TiledCall,
@@ -53,16 +58,6 @@ def lower(
     return functools.partial(attend, q, k, v, spec, platform)
 
 
-def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
-    """Whether products of this dtype should not be those of float32 on CPUs.
-
-    Of bfloat16 they are faster, measured on a CPU with AMX, and what weights lose by rounding
-    averages out over enough of them.
-    """
-    short = any(symbols.at_most(x.shape[-3], 63) for x in (q, k))
-    return q.dtype == jnp.bfloat16 and not short
-
-
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
     recalled: Result | None = None, core: Callable[..., Result] | None = None, most: int = MOST,
@@ -79,7 +74,7 @@ def attend(
         return tiles.nothing(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims, most)
     scale = 1.0
-    if isinstance(spec.scale, float) and as_it_is(q, k):
+    if isinstance(spec.scale, float) and computes_in_bfloat16(q, k):
         # Scaled, q would be rounded once more.
         scale = spec.scale
     else:

@@ -23,9 +23,8 @@ from jax import lax
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine
 from flax_mha.kernels import blockwise, reference, softmax, tiles
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
 from flax_mha.kernels.tile_plan import Plan, Stripe, VisitLists
 from flax_mha.kernels.tiles import Place, TiledCall, Tree, cut, dot, in_blocks, in_tiles, score_of
 from flax_mha.masks.tiles import is_static

@@ -19,9 +19,8 @@ from jax import lax
 from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
 from flax_mha.kernels import reference, softmax
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import nothing

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform
 
 # Below every sum of exponentials but 0, for the greatest is 1; any power of its inverse, which
 # derivatives take, is finite.

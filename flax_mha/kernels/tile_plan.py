@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +13,7 @@ from flax_mha.base.coordinates import Array, At, flat_batch, tiles_of
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.stored import Stored
 from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
 from flax_mha.masks.tiles import is_static
 
@@ -123,6 +125,16 @@ _SMALL, _SHARED, _LARGE = 16, 64, 512
 _STRIPES = 4
 # Queries and keys of a tile where lengths are symbols: short calls fill one, long ones have many.
 _SYMBOLIC = (128, 512)
+
+
+def computes_in_bfloat16(q: jax.Array, k: jax.Array | Stored) -> bool:
+    """Return True if matmuls on a CPU stay in bfloat16: of at least 64 queries and keys.
+
+    They are faster then, measured on a CPU with AMX, and what weights lose by rounding averages out
+    over enough of them.
+    """
+    short = any(symbols.at_most(x.shape[-3], 63) for x in (q, k))
+    return q.dtype == jnp.bfloat16 and not short
 
 
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:

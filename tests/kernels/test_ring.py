@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels.registry import KERNELS
+from flax_mha.kernels.choose import KERNELS
 from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
 from tests.kernels.near import close as near
@@ -24,7 +24,7 @@ from tests.support import oracle
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # What computes attention forward: its module, and its name.
 FORWARD = {
-    "flex": ("flex.core", "_attend"),
+    "flex": ("flex.kernels", "_attend"),
     "blockwise": ("blockwise", "_loops"),
     "cudnn": ("cudnn.primitives", "forward"),
 }
@@ -92,7 +92,7 @@ def test_the_backward_pass_computes_no_attention_again(
     blocks = n * (n + 1) // 2
     assert passes(FORWARD[kernel], kernel, n, monkeypatch) == blocks
     # A kernel that can't go on from what is known computes it again.
-    monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(recalls=False))
+    monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(takes_result=False))
     assert passes(FORWARD[kernel], kernel, n, monkeypatch) == 2 * blocks
 
 
@@ -104,7 +104,7 @@ def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
     with_lse = {"return_residuals": True}
     assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch, **with_lse) == blocks
     assert passes(BACKWARD, "cudnn", n, monkeypatch, **with_lse) == 2 * blocks
-    monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(recalls=False))
+    monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(takes_result=False))
     assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == 2 * blocks
 
 

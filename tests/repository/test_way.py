@@ -26,7 +26,7 @@ def test_an_input_seldom_comes_back_to_a_file_it_has_left() -> None:
     jax.make_jaxpr(call)(x[:, 1:])  # What is imported on the way is now there.
     stays = _stays(call, x)
     assert stays[0] == "linen.py"
-    assert {"layer/core.py", "layer/linear.py", "kernels/choice.py", "kernels/reference.py"} <= set(
+    assert {"layer/core.py", "layer/linear.py", "kernels/choose.py", "kernels/reference.py"} <= set(
         stays
     )
     assert len(stays) - len(set(stays)) <= 20, "\n".join(stays)

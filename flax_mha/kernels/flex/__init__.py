@@ -30,9 +30,8 @@ from flax_mha.kernels.flex.kernels import Operands, core
 from flax_mha.kernels.flex.mosaic import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.tile_order import Leaf
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
 from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import seen
@@ -55,8 +54,8 @@ def lower(
     traced = trace(spec, shapes.Dims.of(q, k, v))
     if isinstance(traced, str):
         return Refusal(traced)
-    if platform.undivided:
-        return Refusal(platform.undivided)
+    if platform.not_partitionable:
+        return Refusal(platform.not_partitionable)
     return functools.partial(_attend, q, k, v, spec, traced)
 
 

@@ -31,8 +31,8 @@ from flax_mha.base.coordinates import Array, map_score_arrays
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
-from flax_mha.kernels.options import Platform
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.choose import Explanation
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import nothing
 from flax_mha.masks import EMPTY, Causal
@@ -183,11 +183,13 @@ def attend(
     return out, lse
 
 
-def first_block(ring: Ring, k: jax.Array, spec: AttentionSpec) -> AttentionSpec:
-    """The spec of what this device computes first."""
-    step = ring.steps[0] if ring.steps else 0
-    S = k.shape[-3]
-    return ring.of_step(ring.cut(spec.replace(sinks=None), S, ring.source(step) * S), step)
+def explain(
+    ring: Ring, local: Callable[..., Explanation], q: jax.Array, k: Any, v: Any, spec: AttentionSpec
+) -> Explanation:
+    """Tell what `local` does with the block of keys that this device attends to first."""
+    step, S = ring.steps[0] if ring.steps else 0, k.shape[-3]
+    spec = ring.cut(spec.replace(sinks=None), S, ring.source(step) * S)
+    return local(q, k, v, ring.of_step(spec, step))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

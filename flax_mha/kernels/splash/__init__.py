@@ -23,9 +23,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import tpu
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finite, nan_flag
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal
 from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks
 from flax_mha.scores import SoftCap
@@ -52,8 +51,8 @@ def lower(
         return Refusal(lowered)
     if spec.heads is not None and lowered.by_head:
         return Refusal("heads with masks of their own can't be divided over a mesh")
-    if platform.undivided:
-        return Refusal(platform.undivided)
+    if platform.not_partitionable:
+        return Refusal(platform.not_partitionable)
     return functools.partial(_attend, q, k, v, spec, lowered, blocks)
 
 
