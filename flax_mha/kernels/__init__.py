@@ -4,15 +4,13 @@ A call goes straight through: it is checked and brought into one form (`bind`, `
 the mesh (`shards`), taken by the first kernel that can (`choose`), and computed.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 import chex
 import jax
 
-from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_known, names_of, with_known_arguments
+from flax_mha.base.arguments import check_known, names_of, with_arguments_of
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import choose, observe
 from flax_mha.kernels.bind import Keyed, Options, bind_call
@@ -24,10 +22,8 @@ from flax_mha.kernels.mesh import shards
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Capture as Capture
-from flax_mha.kernels.observe import Captured
 from flax_mha.kernels.spec import Platform as Platform
 from flax_mha.kernels.stored import dequantize
-from flax_mha.scores import ScoreMod
 
 _WEIGHTS = Capture(("weights",))
 
@@ -35,55 +31,24 @@ _WEIGHTS = Capture(("weights",))
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
+    return_residuals: Literal[False] = ..., capture: None = ..., **call: Unpack[Options],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[True],
-    return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[True],
-    return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: Capture, **options: Unpack[Options],
-) -> tuple[jax.Array, dict[Captured, jax.Array]]: ...  # fmt: skip
-@overload
-def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: bool = ...,
-    return_residuals: bool = ..., capture: Capture | None = ..., **options: Unpack[Options],
+    return_residuals: bool = ..., capture: Capture | None = ..., **call: Unpack[Options],
 ) -> Any: ...  # fmt: skip
-@with_known_arguments
+@with_arguments_of(bind_call)
 def dot_product_attention(
     q: Array,
     k: Keyed,
     v: Keyed,
     *,
-    mask: masks.MaskLike | None = None,
-    bias: Array | None = None,
-    scores: Sequence[ScoreMod] = (),
-    sinks: Array | None = None,
-    scale: float | Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    q_positions: Array | int | None = None,
-    kv_positions: Array | int | None = None,
     kernel: KernelName = "auto",
-    precision: jax.lax.PrecisionLike = None,
-    normalizer: str = SOFTMAX,
     return_weights: bool = False,
     return_residuals: bool = False,
     capture: Capture | None = None,
+    **call: Unpack[Options],
 ) -> Any:
     """Scaled dot-product attention.
 
@@ -139,17 +104,12 @@ def dot_product_attention(
 
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
-    q, k, v, spec = bind_call(
-        q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
-        dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
-        q_positions=q_positions, kv_positions=kv_positions, precision=precision,
-        normalizer=normalizer,
-    )  # fmt: skip
-
+    check_known("dot_product_attention", call, ARGUMENTS)
+    q, k, v, spec = bind_call(q, k, v, **call)
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)
     capture = observe.as_capture(capture)
-    _check_lse(normalizer, return_weights, return_residuals, capture)
+    _check_lse(spec.normalizer, return_weights, return_residuals, capture)
     _, name = choose.parse_kernel(kernel)
     reads = return_weights or return_residuals or bool(capture)
     asked = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
@@ -188,6 +148,7 @@ def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | Non
         )
 
 
+@with_arguments_of(bind_call)
 def explain(
     q: Array | jax.ShapeDtypeStruct,
     k: Keyed | jax.ShapeDtypeStruct,
