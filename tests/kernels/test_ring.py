@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
 from flax_mha.kernels.choose import KERNELS
+from flax_mha.kernels.mesh.ring import schedule
 from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
 from tests.kernels.near import close as near
@@ -106,6 +107,26 @@ def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes(BACKWARD, "cudnn", n, monkeypatch, **with_lse) == 2 * blocks
     monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(takes_result=False))
     assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == 2 * blocks
+
+
+@pytest.mark.parametrize(
+    ("steps", "legs"),
+    [
+        ([], []),
+        ([0], [((0,), 0, 0)]),
+        ([3], [((3,), 3, 0)]),
+        # Blocks come from each device in turn: the first two steps and the last are no loop's.
+        (
+            [0, 1, 2, 3, 4, 5, 6, 7],
+            [((0,), 0, 1), ((1,), 1, 1), ((2, 3, 4, 5, 6), 1, 1), ((7,), 1, 0)],
+        ),
+        ([0, 7, 6, 5, 4], [((0,), 0, 7), ((7,), 7, 7), ((6, 5), 7, 7), ((4,), 7, 0)]),
+        # Of a window that looks back: what no device sees is passed over.
+        ([1, 2, 3, 6, 7], [((1,), 1, 1), ((2,), 1, 1), ((3,), 1, 3), ((6,), 3, 1), ((7,), 1, 0)]),
+    ],
+)
+def test_the_way_round_is_planned(steps: list[int], legs: list[tuple[Any, ...]]) -> None:
+    assert schedule(steps, 8) == legs
 
 
 def halves() -> list[jax.Array]:

@@ -17,7 +17,6 @@ that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -115,47 +114,66 @@ class Ring(NamedTuple):
     def go(
         self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
     ) -> tuple[Any, Any]:
-        """Goes round: state, found = visit(step, state, blocks) in each of the steps.
+        """Go round: state, sums = visit(step, state, blocks) in each of the steps.
 
-        Returns the last state, and the sum of what was found of each device's blocks, if any.
+        Returns the last state, and the sum of each device's blocks' sums over the steps, if any.
         """
-        m, hops = len(steps), (np.diff([0, *steps]) % len(self.seen)).tolist()
         add = functools.partial(jax.tree.map, jnp.add)
-        if not m:
-            return state, None
 
-        def turn(
-            t: int, step: Any, state: Any, blocks: Result, behind: Any
-        ) -> tuple[Any, Any, Any]:
+        def turn(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
+            state, blocks, behind = carry
             # Sent before anything is computed, so that both can happen at once.
-            following = self.send(blocks, hops[t + 1]) if t + 1 < m else blocks
-            behind = None if behind is None else self.send(behind, hops[t])
-            state, found = visit(step, state, blocks)
-            return state, following, found if behind is None else add(found, behind)
+            following = self.send(blocks, leg.following)
+            behind = self.send(behind, leg.hop)
+            state, sums = visit(step, state, blocks)
+            return (state, following, sums if behind is None else add(sums, behind)), None
 
-        home: Any = None
-        behind: Any = None
-        blocks, t = self.send(blocks, hops[0]), 0
-        if steps[0] == 0:
-            state, blocks, home = turn(0, 0, state, blocks, None)
-            t = 1
-        while t < m:
-            alike = len(list(next(itertools.groupby(hops[t:]))[1])) - 1
-            if behind is None or alike < 2:
-                state, blocks, behind = turn(t, steps[t], state, blocks, behind)
-                t += 1
-                continue
-
-            def body(carry: Any, step: jax.Array, t: int) -> tuple[Any, None]:
-                return turn(t, step, *carry), None
-
-            some, carry = np.array(steps[t : t + alike]), (state, blocks, behind)
-            (state, blocks, behind), _ = lax.scan(functools.partial(body, t=t), carry, some)
-            t += alike
+        home, behind = None, None
+        blocks = self.send(blocks, steps[0] if steps else 0)
+        for leg in schedule(steps, len(self.seen)):
+            carry = state, blocks, behind
+            if len(leg.steps) > 1:
+                carry, _ = lax.scan(functools.partial(turn, leg), carry, np.array(leg.steps))
+            else:
+                carry, _ = turn(leg, carry, leg.steps[0])
+            state, blocks, behind = carry
+            if leg.steps[0] == 0:
+                # The sums of a device's own blocks, which need not travel.
+                home, behind = behind, None
         if behind is not None:
             behind = self.send(behind, -steps[-1])
             home = behind if home is None else add(home, behind)
         return state, home
+
+
+class Leg(NamedTuple):
+    """Steps in a row between which the blocks travel equally far: one, or those of a loop.
+
+    Attributes:
+      steps: see `Ring`.
+      hop: how many devices forward the sums of a step travel from the step before.
+      following: how many devices forward the blocks of a step travel to the one after it.
+    """
+
+    steps: tuple[int, ...]
+    hop: int
+    following: int
+
+
+def schedule(steps: Sequence[int], n: int) -> list[Leg]:
+    """Return the legs of a way round n devices, in order; only the first step may be 0.
+
+    A loop has the same arrays from its first step: it begins where sums travel already.
+    """
+    hops = (np.diff([0, *steps, *steps[-1:]]) % n).tolist()
+    travelling = 2 if 0 in steps else 1
+    legs: list[Leg] = []
+    for t, step in enumerate(steps):
+        leg = Leg((step,), hops[t], hops[t + 1])
+        if t > travelling and legs[-1][1:] == leg[1:]:
+            leg = leg._replace(steps=(*legs.pop().steps, step))
+        legs.append(leg)
+    return legs
 
 
 def attend(
