@@ -33,19 +33,19 @@ def is_array(x: Any) -> bool:
 
 
 def tree_nodes(tree: Any) -> list[Any]:
-    """All nodes of a tree, the inner ones too."""
-    found = []
+    """Return all nodes of a tree, the inner ones too."""
+    nodes = []
 
     def visit(x: Any) -> bool:
-        found.append(x)
+        nodes.append(x)
         return False
 
     jax.tree.flatten(tree, is_leaf=visit)
-    return found
+    return nodes
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether a leaf takes gradients: it is floating point."""
+    """Return True if a leaf takes gradients: it is floating point."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 

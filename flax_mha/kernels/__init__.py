@@ -137,13 +137,13 @@ ARGUMENTS = names_of(dot_product_attention)
 
 
 def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
-    """What comes of the lse has no meaning without a softmax."""
-    wanted = set() if capture is None else {*capture.what} - {"max_logit"}
-    wanted |= {"weights"} if weights else set()
-    wanted |= {"lse"} if lse else set()
-    if normalizer != SOFTMAX and wanted:
+    """Refuse what comes of the lse where there is no softmax."""
+    names = set() if capture is None else {*capture.what} - {"max_logit"}
+    names |= {"weights"} if weights else set()
+    names |= {"lse"} if lse else set()
+    if normalizer != SOFTMAX and names:
         raise ValueError(
-            f"{', '.join(sorted(wanted))} are those of a softmax, got normalizer={normalizer!r}; "
+            f"{', '.join(sorted(names))} are those of a softmax, got normalizer={normalizer!r}; "
             f"leave them out"
         )
 

@@ -118,12 +118,12 @@ def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropo
 
 
 def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
-    """Traces masks and scores of a user's own, so that their mistakes are known at any length.
+    """Trace the masks and scores that a user wrote, to find their mistakes at any length.
 
     Raises:
       TypeError: if one of them closes over traced arrays, whose gradients would be lost.
     """
-    if not (own := spec.own()):
+    if not (types := spec.user_types()):
         return
     arrays, static = partition((spec, spec.at(dims)), is_array)
 
@@ -145,7 +145,7 @@ def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> 
         program = jax.make_jaxpr(apply)(score, tuple(vectors), jax.tree.map(struct_of, arrays))
     traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
     if traced:
-        names = " or ".join(sorted({kind.__name__ for kind in own}))
+        names = " or ".join(sorted({cls.__name__ for cls in types}))
         raise TypeError(
             f"a function of {names} must be given traced arrays as its args, got one that closes "
             f"over {checks.describe(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"

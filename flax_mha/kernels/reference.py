@@ -128,9 +128,9 @@ def _product(
     weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, dtype: Any
 ) -> jax.Array:
     """Weights, after dropout, times values."""
-    kept = spec.drop(weights, at).astype(v.dtype)
+    kept = spec.apply_dropout(weights, at).astype(v.dtype)
     out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=dtype)
-    return spec.gain(out)
+    return spec.scale_kept(out)
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:

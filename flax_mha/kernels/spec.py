@@ -61,9 +61,9 @@ class AttentionSpec(struct.PyTreeNode):
       dropout: of the weights.
       q_pos: positions of the queries, int32 [*B|1, 1, T, 1]; None for 0 … T−1.
       k_pos: positions of the keys, int32 [*B|1, 1, 1, S]; None for 0 … S−1.
-      rows: indices of the batch rows, int32 [*B, 1, 1, 1]; None for 0, 1, … Given on a shard of a
-        call, whose rows and heads are some of many.
-      heads: indices of the query heads, int32 [1, N, 1, 1], likewise.
+      row_ids: indices of the batch rows, int32 [*B, 1, 1, 1]; None for 0, 1, … They are given on a
+        shard of a call, whose rows and heads are some of many.
+      head_ids: indices of the query heads, int32 [1, N, 1, 1], likewise.
       scale: of q·kᵀ.
       invalid: queries whose mask has other numbers than 1 and 0, bool [*B|1, N|1, T|1, 1]; or
         None. Their q is NaN; no kernel reads this, see `nan_where_invalid`.
@@ -80,8 +80,8 @@ class AttentionSpec(struct.PyTreeNode):
     q_pos: ScoreArray | None
     k_pos: ScoreArray | None
     scale: float | Array
-    rows: ScoreArray | None = None
-    heads: ScoreArray | None = None
+    row_ids: ScoreArray | None = None
+    head_ids: ScoreArray | None = None
     invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
     reads_lse: bool = struct.field(pytree_node=False, default=True)
@@ -90,19 +90,19 @@ class AttentionSpec(struct.PyTreeNode):
 
     def at(self, dims: Dims) -> At:
         """Where all scores of the call stand."""
-        given = {"row": self.rows, "head": self.heads, "q": self.q_pos, "k": self.k_pos}
-        arrays = {name: grid.array for name, grid in given.items() if grid is not None}
-        return whole(dims)._replace(**arrays)
+        arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
+        known = {name: x.array for name, x in arrays.items() if x is not None}
+        return whole(dims)._replace(**known)
 
     @property
     def vectors(self) -> bool:
         """Whether any of the scores sees the vectors of queries and keys."""
         return any(mod.vectors for mod in self.scores)
 
-    def own(self) -> list[type]:
-        """The kinds of masks and scores that compute what a user wrote."""
+    def user_types(self) -> list[type]:
+        """Return the types of masks and scores that compute what a user wrote."""
         parts = (x for x in tree_nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
-        return [type(x) for x in parts if _is_own(type(x))]
+        return [type(x) for x in parts if _is_of_user(type(x))]
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
@@ -137,8 +137,8 @@ class AttentionSpec(struct.PyTreeNode):
         """Make the lse [*B, N, T] of invalid queries NaN."""
         return lse if self.invalid is None else nan_where(jnp.asarray(self.invalid)[..., 0], lse)
 
-    def drop(self, weights: jax.Array, at: At) -> jax.Array:
-        """Zeroes dropped weights at those places; `gain` is for what comes of the others.
+    def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:
+        """Set dropped weights at those coordinates to 0; `scale_kept` is for the others' products.
 
         Multiplied by it themselves they would be rounded once more in half precision, and their
         gradients, which have no such rounding, would not cancel against those of their sum.
@@ -147,9 +147,9 @@ class AttentionSpec(struct.PyTreeNode):
             return weights
         return jnp.where(self.dropout.keep(*at), weights, jnp.zeros_like(weights))
 
-    def gain(self, x: jax.Array) -> jax.Array:
-        """A product with weights that dropout has kept, times their gain."""
-        return x if self.dropout is None else x * self.dropout.gain
+    def scale_kept(self, x: jax.Array) -> jax.Array:
+        """Scale a product with weights that dropout has kept, to keep its expectation."""
+        return x if self.dropout is None else x * self.dropout.scale
 
 
 def _precise(precision: Any) -> contextlib.AbstractContextManager:
@@ -169,6 +169,6 @@ def nan_where(invalid: jax.Array, x: jax.Array) -> jax.Array:
     return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)
 
 
-def _is_own(kind: type) -> bool:
-    """Whether a mask or score computes what a user wrote."""
-    return kind in (Predicate, Score) or kind.__module__.partition(".")[0] != "flax_mha"
+def _is_of_user(cls: type) -> bool:
+    """Return True if a mask or score computes what a user wrote."""
+    return cls in (Predicate, Score) or cls.__module__.partition(".")[0] != "flax_mha"

@@ -170,7 +170,7 @@ def dot_product_attention_weights(
         query, key, values, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
     )[-1]  # fmt: skip
-    return spec.gain(spec.drop(weights, spec.at(shapes.Dims.of(query, key, values))))
+    return spec.scale_kept(spec.apply_dropout(weights, spec.at(shapes.Dims.of(query, key, values))))
 
 
 def _refuse(remedy: str, **einsums: Function | None) -> None:

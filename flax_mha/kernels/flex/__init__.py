@@ -142,7 +142,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     plan = _plan(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
-    spec = spec.replace(sinks=None, rows=None, heads=None)
+    spec = spec.replace(sinks=None, row_ids=None, head_ids=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))

@@ -33,7 +33,7 @@ from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tiles import nothing
+from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import EMPTY, Causal
 
 # (q, k, v, spec, known) -> (out, lse): what a device does. Given a result that is known, of these
@@ -101,8 +101,8 @@ class Ring(NamedTuple):
         """The spec of a step's keys, without a mask where everything is seen."""
         if not self.plain:
             return spec
-        own = isinstance(step, int) and step == 0
-        return spec.replace(mask=spec.mask if own else None, q_pos=None, k_pos=None)
+        is_home = isinstance(step, int) and step == 0
+        return spec.replace(mask=spec.mask if is_home else None, q_pos=None, k_pos=None)
 
     def where_seen(self, step: Any, fn: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
         """fn(*args) on the devices that see something in a step, `otherwise` on the others."""
@@ -128,7 +128,8 @@ class Ring(NamedTuple):
             state, sums = visit(step, state, blocks)
             return (state, following, sums if behind is None else add(sums, behind)), None
 
-        home, behind = None, None
+        home: Any = None
+        behind: Any = None
         blocks = self.send(blocks, steps[0] if steps else 0)
         for leg in schedule(steps, len(self.seen)):
             carry = state, blocks, behind
@@ -225,7 +226,7 @@ def _core(
         return ring.where_seen(step, see, merged, *blocks), ()
 
     dims = shapes.Dims.of(q, k, v)
-    out, lse = nothing(dims, shapes.wide(q.dtype), None)
+    out, lse = empty_result(dims, shapes.wide(q.dtype), None)
     (out, lse), _ = ring.go(ring.steps, visit, (out, lse), (k, v))
     return out.astype(q.dtype), lse
 
@@ -250,14 +251,14 @@ def _backward(
     dout = _unless_empty(lse, cotangents[0]) if asked[0] else jnp.zeros_like(out)
     douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if asked[1] else (dout,)
     S, acc = k.shape[-3], lse.dtype
-    leaves, rest = partition(arrays, is_inexact)
+    leaves, others = partition(arrays, is_inexact)
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
         start = ring.source(step) * S
-        mine, others = (ring.cut(x, S, start) for x in (leaves, combine(rest, known)))
+        mine, static = (ring.cut(x, S, start) for x in (leaves, combine(others, known)))
 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, mine: Any) -> Any:
-            spec = ring.of_step(combine(mine, others), step)
+            spec = ring.of_step(combine(mine, static), step)
             return local(q, k, v, spec, (out, lse))[: len(douts)]
 
         def see(k: jax.Array, v: jax.Array) -> Any:
@@ -269,15 +270,15 @@ def _backward(
             return jnp.zeros_like(x, acc)
 
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, mine)), jax.tree.map(wide, blocks)
-        (dq, dmine), found = ring.where_seen(step, see, zeros, *blocks)
+        (dq, dmine), dkv = ring.where_seen(step, see, zeros, *blocks)
         add = functools.partial(_add, start=start)
-        return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), found
+        return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
     # The other way round: XLA would see that the same was sent before, and keep it all till now.
     steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
-    (dq, dleaves), found = ring.go(steps, visit, zeros, (k, v))
-    dk, dv = found or (jnp.zeros_like(k), jnp.zeros_like(v))
+    (dq, dleaves), dkv = ring.go(steps, visit, zeros, (k, v))
+    dk, dv = dkv or (jnp.zeros_like(k), jnp.zeros_like(v))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dleaves
 
 

@@ -214,12 +214,12 @@ def _shards(
         attend = functools.partial(of_ring, devices, attend)
     sinks = spec.sinks
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, axes, rest = _split(_with_positions(spec, dims, division, by_ring), division)
+    arrays, axes, static = _split(_with_positions(spec, dims, division, by_ring), division)
 
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
-        spec = combine(arrays, rest, is_score_array).replace(sinks=sinks)
-        if spec.heads is not None and division.kv_heads is None:
-            k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
+        spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
+        if spec.head_ids is not None and division.kv_heads is None:
+            k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
 
     over_q = division.over_queries()
@@ -238,9 +238,9 @@ def _with_positions(
     """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
     at = whole(dims)
     if any(axes is not None for axes in division.batch):
-        spec = spec.replace(rows=ScoreArray(at.row))
+        spec = spec.replace(row_ids=ScoreArray(at.row))
     if division.heads is not None:
-        spec = spec.replace(heads=ScoreArray(at.head))
+        spec = spec.replace(head_ids=ScoreArray(at.head))
     if division.length is not None and spec.q_pos is None:
         spec = spec.replace(q_pos=ScoreArray(at.q))
     if by_key and spec.k_pos is None:
@@ -249,27 +249,27 @@ def _with_positions(
 
 
 def _split(spec: AttentionSpec, division: Division) -> tuple[Any, Any, AttentionSpec]:
-    """Return the arrays of a spec without sinks, their PartitionSpecs, and the rest of it.
+    """Return the arrays of a spec without sinks, their PartitionSpecs, and its static part.
 
-    What is known before tracing and is the same for all stays in the rest.
+    NumPy arrays that are the same for all shards are of the static part.
     """
 
     def layout_of(x: Any) -> P | None:
         if not is_score_array(x):
             return P() if is_array(x) else None
         axes = division.over_scores(x.array.shape)
-        static = isinstance(x.array, np.ndarray) and all(axis is None for axis in axes)
-        return None if static else axes
+        alike = isinstance(x.array, np.ndarray) and all(axis is None for axis in axes)
+        return None if alike else axes
 
     def lay_out(x: Any, axes: P) -> Any:
         return jax.tree.map(lambda x: layout.reshard(jnp.asarray(x), axes), x)
 
-    arrays, rest = partition(spec, lambda x: layout_of(x) is not None, is_score_array)
+    arrays, known = partition(spec, lambda x: layout_of(x) is not None, is_score_array)
     axes = jax.tree.map(layout_of, arrays, is_leaf=is_score_array)
-    return jax.tree.map(lay_out, arrays, axes, is_leaf=is_score_array), axes, rest
+    return jax.tree.map(lay_out, arrays, axes, is_leaf=is_score_array), axes, known
 
 
-def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
+def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     """The key/value heads that so many query heads of one device read, of all of them."""
     n = len(heads)
     if n % G == 0:
@@ -277,5 +277,5 @@ def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     elif G % n == 0:
         heads = heads[:1]
     # Else groups are cut by the ends of the shards: a copy for each query head.
-    own = heads // G
-    return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))
+    kv_heads = heads // G
+    return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))

@@ -49,7 +49,7 @@ def lower(
     lowered = mask.lower(spec, dims, blocks)
     if isinstance(lowered, str):
         return Refusal(lowered)
-    if spec.heads is not None and lowered.by_head:
+    if spec.head_ids is not None and lowered.by_head:
         return Refusal("heads with masks of their own can't be divided over a mesh")
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
@@ -92,7 +92,7 @@ def _attend(
             for x, to in zip(lowered.ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
-    guarded, pure = spec.mask is not None, not spec.own()
+    guarded, pure = spec.mask is not None, not spec.user_types()
     forms = [SplashCall(mask, blocks, cap, guarded, pure) for mask in lowered.masks]
     out, lse = _rows(tuple(forms), lowered.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
