@@ -122,6 +122,46 @@ def _visit(
     return carry
 
 
+def map_blocks(
+    static: TiledCall, spec: AttentionSpec, attend_block: Callable[..., Any], q: jax.Array,
+    k: jax.Array, v: jax.Array, wrap: Callable[..., Any] = lambda fn: fn,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Return the results [R, G·nq·bq, ...] of attend_block(part, index, q, k, v), joined.
+
+    Args:
+      static: see `TiledCall`.
+      spec: of the call.
+      attend_block: takes a block of queries [bq, H], and all tiles of k and v.
+      q: [R, G·nq·bq, H].
+      k: [R, nk·bk, H].
+      v: [R, nk·bk, Hv].
+      wrap: changes the function of (k, v, block) that is mapped, such as `jax.checkpoint`.
+    """
+    plan = static.plan
+
+    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
+        r, q, k, v = x
+        if spec.mask is not None:
+            k, v = move_nan_to_keys(k, v)
+        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
+
+        def job(part: KeyRange, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Any:
+            j, q = x
+            return attend_block(part, TileIndex.of(plan, part, r, j), q, k, v)
+
+        parts = []
+        for part in plan.parts:
+            block = cut(q, part)
+            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
+            run = wrap(functools.partial(job, part))
+            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
+        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
+
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
+    results: tuple[jax.Array, ...] = tiles.scan_or_map(group, [], xs, static.together)[1]
+    return results
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
     """Out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], given or of the loops (see `_loops`)."""
@@ -177,25 +217,7 @@ def _loops(
         out = spec.scale_kept(out) / softmax.finish(top, of_all)[0]
         return out, top[:, 0], total[:, 0]
 
-    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
-        r, q, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
-        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
-
-        def job(part: KeyRange, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            j, q = x
-            return attend_block(part, TileIndex.of(plan, part, r, j), q, k, v)
-
-        parts = []
-        for part in plan.parts:
-            block = cut(q, part)
-            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
-            parts.append(lax.map(functools.partial(job, part), (jobs, block)))
-        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
-
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    return tiles.scan_or_map(group, [], xs, static.together)[1]
+    return map_blocks(static, spec, attend_block, q, k, v)
 
 
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:

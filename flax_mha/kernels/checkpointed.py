@@ -23,19 +23,10 @@ from jax import lax
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine
 from flax_mha.kernels import blockwise, reference, softmax, tiles
-from flax_mha.kernels.softmax import move_nan_to_keys
+from flax_mha.kernels.blockwise import map_blocks
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
-from flax_mha.kernels.tiles import (
-    TiledCall,
-    TileIndex,
-    Tree,
-    cut,
-    dot,
-    in_blocks,
-    in_tiles,
-    score_of,
-)
+from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, dot, score_of
 from flax_mha.masks.tiles import is_static
 from flax_mha.sharding.shard_map import vary
 
@@ -80,7 +71,7 @@ def _loops(
     product = reference.multiplied if spec.mask is None else reference.isolated
 
     def attend_block(
-        part: KeyRange, k: jax.Array, v: jax.Array, index: TileIndex, q: jax.Array
+        part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> Result:
         def visit(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out = carry
@@ -106,27 +97,7 @@ def _loops(
         out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
         return out, lse[:, 0]
 
-    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, Result]:
-        r, q, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
-        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
-
-        def job(part: KeyRange, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Result:
-            j, q = x
-            return attend_block(part, k, v, TileIndex.of(plan, part, r, j), q)
-
-        parts = []
-        for part in plan.parts:
-            block = cut(q, part)
-            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
-            run = _recomputed(functools.partial(job, part))
-            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
-        out, lse = (tiles.join(x, plan) for x in zip(*parts, strict=True))
-        return [], (out, lse)
-
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    out, lse = tiles.scan_or_map(group, [], xs, static.together)[1]
+    out, lse = map_blocks(static, spec, attend_block, q, k, v, _recomputed)
     return out, lse
 
 
