@@ -153,7 +153,7 @@ def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> 
 
 
 def _scale(scale: Any) -> float | jax.Array:
-    """What scores are multiplied by: a number, or an array of one, which may be traced."""
+    """Return the factor of the scores: a number, or an array of one, which may be traced."""
     if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
         return checks.number("scale", scale)
     checks.floating("scale", scale)

@@ -112,7 +112,7 @@ KERNELS: dict[str, Kernel] = {
 
 @jax.tree_util.register_static
 class Explanation(NamedTuple):
-    """Which kernel a call takes, and why not another. Prints as a table.
+    """The kernel that a call takes, and the reasons against others. Prints as a table.
 
     Attributes:
       chosen: the kernel; None if all that may be taken refuse.

@@ -24,7 +24,7 @@ from flax_mha.base.coordinates import Array
 
 
 class WeightDropout(struct.PyTreeNode):
-    """Which weights a call drops.
+    """The weights that a call drops, as a function of their coordinates.
 
     Attributes:
       seed: uint32 [2].

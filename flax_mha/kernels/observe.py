@@ -53,7 +53,7 @@ _LEAST = -800.0
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What to look at in the softmax of a call; see `flax_mha.kernels.observe` for the definitions.
+    """The values of a softmax to return; see `flax_mha.kernels.observe` for their definitions.
 
     Attributes:
       what: some of "weights", "lse", "entropy" and "max_logit".

@@ -26,13 +26,13 @@ Lowered = Callable[..., Result]
 
 
 class Refusal(NamedTuple):
-    """Why a kernel can't run a call."""
+    """The reason why a kernel can't run a call."""
 
     reason: str
 
 
 class Platform(NamedTuple):
-    """What a call will run on.
+    """The devices that a call will run on.
 
     Attributes:
       name: JAX's name of the platform: "cpu", "gpu" or "tpu".

@@ -35,7 +35,7 @@ class KeyRange(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a call is divided. Hashable: all of it is known before tracing.
+    """The division of a call into tiles. Hashable: all of it is known before tracing.
 
     Attributes:
       dims: of the call.
@@ -94,7 +94,7 @@ class Plan(NamedTuple):
 
 
 class VisitLists(NamedTuple):
-    """Which tiles each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
+    """The tiles that each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
 
     Attributes:
       order: tiles of keys [nk], the full ones first, then the partial, then the empty.
@@ -192,7 +192,7 @@ def _fitting(block: int, length: int) -> int:
 
 
 def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
-    """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
+    """Return what the mask shows of each tile, int8 [rows|1, N|1, nq, nk]: EMPTY, PARTIAL, FULL."""
     table = (1, 1, plan.nq, plan.nk)
     if spec.mask is None:
         xp = jnp if symbols.is_symbolic(*table) else np

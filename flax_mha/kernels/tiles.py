@@ -138,7 +138,7 @@ def with_sinks(
 
 
 def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> jax.Array | None:
-    """That of the sinks [N], from those of each row [R, G·nq·bq]."""
+    """Return the gradient of the sinks [N], from statistics of each row [R, G·nq·bq]."""
     if sink is None:
         return None
     by_row = softmax.sink_gradient(sink, *of_rows)
@@ -200,7 +200,7 @@ def score_of(
 def empty_result(
     dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What there is to say where there is no query or no key."""
+    """Return out and lse of a call with no query or no key: 0, and −∞ or the sinks."""
     B, T, _, N, _, _, Hv = dims
     lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
     if sinks is not None:
@@ -209,7 +209,7 @@ def empty_result(
 
 
 class TiledCall(NamedTuple):
-    """What of a call is known before tracing.
+    """The static part of a call in tiles.
 
     Attributes:
       plan: the division.
