@@ -1,5 +1,6 @@
-"""The way of one input through the layer, counted: what a reader has to follow."""
+"""The way of one input through the layer, counted: the functions that a reader has to follow."""
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 
 import flax_mha
-from flax_mha import MultiHeadAttention, masks
+from flax_mha import MultiHeadAttention, masks, sharding
+from flax_mha.kernels.reference import multiplied
 
 ROOT = Path(flax_mha.__file__).parent
 
@@ -30,6 +33,34 @@ def test_an_input_seldom_comes_back_to_a_file_it_has_left() -> None:
         stays
     )
     assert len(stays) - len(set(stays)) <= 20, "\n".join(stays)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_few_functions_stand_between_a_call_and_its_product(devices: int) -> None:
+    q = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.float32)
+    mesh = jax.make_mesh((1, devices), ("data", "model"), devices=jax.devices()[:devices])
+    way: list[str] = []
+
+    def look(frame: FrameType | None, event: str, _: Any) -> None:
+        if frame and event == "call" and frame.f_code is multiplied.__code__ and not way:
+            while frame:
+                if frame.f_code.co_filename.startswith(str(ROOT)):
+                    way.insert(0, frame.f_code.co_name)
+                frame = frame.f_back
+
+    def call(q: jax.Array) -> jax.Array:
+        return flax_mha.dot_product_attention(q, q, q, mask=masks.Causal(), kernel="reference")
+
+    ambient = jax.set_mesh(mesh) if devices > 1 else contextlib.nullcontext()
+    with ambient, nn.logical_axis_rules(sharding.RULES):
+        sys.setprofile(look)
+        try:
+            jax.eval_shape(call, q)
+        finally:
+            sys.setprofile(None)
+    on_mesh = ["run", "over", "inside"] if devices > 1 else []
+    product = ["run", "attend", "scores", "isolated", "multiplied"]
+    assert way == ["dot_product_attention", *on_mesh, *product]
 
 
 def _stays(call: Any, x: jax.Array) -> list[str]:
