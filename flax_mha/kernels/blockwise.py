@@ -279,10 +279,8 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
             carry, dq = lax.scan(functools.partial(job, part), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk, dv = (
-            tiles.by_key(dkT).astype(k.dtype),
-            tiles.by_key(spec.scale_kept(dvT)).astype(v.dtype),
-        )
+        dk = tiles.by_key(dkT).astype(k.dtype)
+        dv = tiles.by_key(spec.scale_kept(dvT)).astype(v.dtype)
         return grads, (tiles.join(parts, plan), dk, dv)
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
