@@ -18,7 +18,8 @@ import numpy as np
 
 from flax_mha import explain, kernels
 from flax_mha.kernels import Platform
-from flax_mha.kernels.spec import Refusal, prepare
+from flax_mha.kernels.bind import bind_call
+from flax_mha.kernels.spec import Refusal
 from flax_mha.masks import (
     BlockSparse,
     Causal,
@@ -173,7 +174,7 @@ def traced(fn: Callable[..., Any], call: dict[str, Any]) -> Any:
 
 def _differentiates(name: str, platform: Platform, differentiate: Callable[[Any], Any]) -> bool:
     def loss(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-        lowered = kernels.KERNELS[name].lower(*prepare(q, k, v, mask=mask), platform)
+        lowered = kernels.KERNELS[name].lower(*bind_call(q, k, v, mask=mask), platform)
         assert not isinstance(lowered, Refusal)
         return lowered()[0].sum(dtype=jnp.float32)
 

@@ -11,7 +11,7 @@ from experiments.benchmark import report
 
 ROOT = Path(__file__).parent.parent.parent
 # Where the least length from which `auto` prefers blockwise on GPUs stands, and how.
-LIMITS = {"flax_mha/kernels/choice.py": ("{}**2", "{:,}²"), "docs/kernels.md": ("{:,}²",)}
+LIMITS = {"flax_mha/kernels/choose.py": ("{}**2", "{:,}²"), "docs/kernels.md": ("{:,}²",)}
 LIMIT = 2048
 Row = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ def limit(rows: Sequence[Row]) -> int | None:
     """The greatest measured T up to which `reference` is faster than `blockwise` in float32.
 
     By the geometric mean over masks and passes; 0 if it never is, None if they were not measured.
-    Of time alone: what memory leaves of it is `choice.MOST_SCORES`.
+    Of time alone: what memory leaves of it is `choose.MOST_SCORES`.
     """
     ratios: dict[int, list[float]] = {}
     for case in _cases(row for row in rows if row["dtype"] == "float32"):

@@ -15,7 +15,7 @@ from experiments.data import EXAMPLES, text
 from experiments.failures import RunError
 from experiments.training import writers
 from experiments.training.keys import flatten
-from flax_mha.kernels import choice
+from flax_mha.kernels import choose
 from flax_mha.models import blocks, feed_forward
 from flax_mha.positions import embedding
 
@@ -95,7 +95,7 @@ def _trackers(value: str) -> bool:
 
 def _kernel(value: str) -> bool:
     try:
-        return bool(choice.parsed(value))
+        return bool(choose.parse_kernel(value))
     except ValueError:
         return False
 

@@ -1,6 +1,5 @@
 """Arguments and fields that do not exist: the new names of old ones, and which there are."""
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
@@ -45,14 +44,16 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def with_known_arguments(function: Function) -> Function:
-    """Check the names of a function's arguments by `check_known`."""
-    known = names_of(function)
+def with_arguments_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Show the keyword-only arguments of another function, for `help`, in place of **arguments."""
+    keywords = [p for p in inspect.signature(other).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
-    @functools.wraps(function)
-    def call(*args: Any, **given: Any) -> Any:
-        if not given.keys() <= known:
-            check_known(function.__name__, given, known)
-        return function(*args, **given)
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        positional = sum(p.kind is not p.KEYWORD_ONLY for p in named)
+        named[positional:positional] = keywords
+        setattr(function, "__signature__", signature.replace(parameters=named))  # noqa: B010
+        return function
 
-    return call  # type: ignore[return-value]
+    return decorate

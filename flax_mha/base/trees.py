@@ -2,27 +2,38 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+IsLeaf: TypeAlias = Callable[[Any], bool]
 
-def partition(tree: Any, chosen: Callable[[Any], bool]) -> tuple[Any, Any]:
-    """The leaves that are chosen, and the others: two such trees, with None for what is missing."""
+
+def partition(
+    tree: Any, chosen: Callable[[Any], bool], is_leaf: IsLeaf | None = None
+) -> tuple[Any, Any]:
+    """Split a tree into the leaves that are chosen, and the others, with None for the missing."""
     return (
-        jax.tree.map(lambda x: x if chosen(x) else None, tree),
-        jax.tree.map(lambda x: None if chosen(x) else x, tree),
+        jax.tree.map(lambda x: x if chosen(x) else None, tree, is_leaf=is_leaf),
+        jax.tree.map(lambda x: None if chosen(x) else x, tree, is_leaf=is_leaf),
     )
 
 
-def combine(one: Any, other: Any) -> Any:
-    """The tree that two of `partition` are of."""
-    return jax.tree.map(lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None)
+def combine(one: Any, other: Any, is_leaf: IsLeaf = lambda _: False) -> Any:
+    """Return the tree that `partition` has split into these two."""
+    return jax.tree.map(
+        lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None or is_leaf(x)
+    )
+
+
+def is_array(x: Any) -> bool:
+    """Return True for arrays of JAX, traced ones too."""
+    return isinstance(x, jax.Array)
 
 
 def tree_nodes(tree: Any) -> list[Any]:
-    """All nodes of a tree, the inner ones too."""
+    """Return all nodes of a tree, the inner ones too."""
     nodes = []
 
     def visit(x: Any) -> bool:
@@ -34,7 +45,7 @@ def tree_nodes(tree: Any) -> list[Any]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether a leaf takes gradients: it is floating point."""
+    """Return True if a leaf takes gradients: it is floating point."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 

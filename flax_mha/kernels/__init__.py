@@ -1,34 +1,29 @@
 """Dot-product attention on whichever kernel suits the call.
 
-A call goes straight through: it is checked and brought into one form (`spec`), divided over the
-mesh (`shards`), taken by the first kernel that can (`choice`, `registry`), and computed.
+A call goes straight through: it is checked and brought into one form (`bind`, `spec`), divided over
+the mesh (`shards`), taken by the first kernel that can (`choose`), and computed.
 """
 
-import dataclasses
-import functools
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import chex
 import jax
 
-from flax_mha import masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_known, names_of, with_known_arguments
+from flax_mha.base.arguments import check_known, names_of, with_arguments_of
 from flax_mha.base.coordinates import Array
-from flax_mha.kernels import choice, observe
+from flax_mha.kernels import choose, observe
+from flax_mha.kernels.bind import Keyed, Options, bind_call
+from flax_mha.kernels.choose import KERNELS as KERNELS
+from flax_mha.kernels.choose import Explanation as Explanation
+from flax_mha.kernels.choose import KernelName as KernelName
 from flax_mha.kernels.derivatives import any_derivative as any_derivative
 from flax_mha.kernels.mesh import shards
+from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.observe import Capture as Capture
-from flax_mha.kernels.observe import Captured
-from flax_mha.kernels.options import KernelName as KernelName
-from flax_mha.kernels.options import Keyed, Options
-from flax_mha.kernels.options import Platform as Platform
-from flax_mha.kernels.registry import KERNELS as KERNELS
-from flax_mha.kernels.spec import AttentionSpec, Result, prepare
+from flax_mha.kernels.spec import Platform as Platform
 from flax_mha.kernels.stored import dequantize
-from flax_mha.scores import ScoreMod
 
 _WEIGHTS = Capture(("weights",))
 
@@ -36,55 +31,24 @@ _WEIGHTS = Capture(("weights",))
 @overload
 def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
+    return_residuals: Literal[False] = ..., capture: None = ..., **call: Unpack[Options],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[True],
-    return_residuals: Literal[False] = ..., capture: None = ..., **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[True],
-    return_residuals: Literal[True], capture: None = ..., **options: Unpack[Options],
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
-@overload
-def dot_product_attention(
-    q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: Literal[False] = ...,
-    return_residuals: Literal[False] = ..., capture: Capture, **options: Unpack[Options],
-) -> tuple[jax.Array, dict[Captured, jax.Array]]: ...  # fmt: skip
-@overload
-def dot_product_attention(
     q: Array, k: Keyed, v: Keyed, *, kernel: KernelName = ..., return_weights: bool = ...,
-    return_residuals: bool = ..., capture: Capture | None = ..., **options: Unpack[Options],
+    return_residuals: bool = ..., capture: Capture | None = ..., **call: Unpack[Options],
 ) -> Any: ...  # fmt: skip
-@with_known_arguments
+@with_arguments_of(bind_call)
 def dot_product_attention(
     q: Array,
     k: Keyed,
     v: Keyed,
     *,
-    mask: masks.MaskLike | None = None,
-    bias: Array | None = None,
-    scores: Sequence[ScoreMod] = (),
-    sinks: Array | None = None,
-    scale: float | Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    q_positions: Array | int | None = None,
-    kv_positions: Array | int | None = None,
     kernel: KernelName = "auto",
-    precision: jax.lax.PrecisionLike = None,
-    normalizer: str = SOFTMAX,
     return_weights: bool = False,
     return_residuals: bool = False,
     capture: Capture | None = None,
+    **call: Unpack[Options],
 ) -> Any:
     """Scaled dot-product attention.
 
@@ -140,29 +104,21 @@ def dot_product_attention(
 
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
-    q, k, v, spec = prepare(
-        q, k, v, mask=mask, bias=bias, scores=scores, sinks=sinks, scale=scale,
-        dropout_rate=dropout_rate, dropout_rng=dropout_rng, broadcast_dropout=broadcast_dropout,
-        q_positions=q_positions, kv_positions=kv_positions, precision=precision,
-        normalizer=normalizer,
-    )  # fmt: skip
-
+    check_known("dot_product_attention", call, ARGUMENTS)
+    q, k, v, spec = bind_call(q, k, v, **call)
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)
     capture = observe.as_capture(capture)
-    _check_lse(normalizer, return_weights, return_residuals, capture)
-    way, local = choice.parsed(kernel)
-
-    def attend(
-        platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, *recalled: Result
-    ) -> Result:
-        return choice.decide(local, q, k, v, spec, platform).run(*recalled)
-
-    take_way = functools.partial(choice.take_way, way, kernel, normalizer)
+    _check_lse(spec.normalizer, return_weights, return_residuals, capture)
+    _, name = choose.parse_kernel(kernel)
     reads = return_weights or return_residuals or bool(capture)
     asked = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
-    out, lse = shards.run(attend, q, k, v, asked, take_way)
-    out, lse = spec.spoil(out), spec.spoil_lse(lse)
+    division = shards.Division.of(q, k)
+    if division is None:
+        out, lse = choose.run(name, current_platform(), q, k, v, asked)
+    else:
+        out, lse = shards.run(kernel, division, q, k, v, asked)
+    out, lse = spec.nan_where_invalid(out), spec.nan_lse_where_invalid(lse)
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
     chex.assert_shape(lse, (*B, N, T))
@@ -181,42 +137,18 @@ ARGUMENTS = names_of(dot_product_attention)
 
 
 def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
-    """What comes of the lse has no meaning without a softmax."""
-    wanted = set() if capture is None else {*capture.what} - {"max_logit"}
-    wanted |= {"weights"} if weights else set()
-    wanted |= {"lse"} if lse else set()
-    if normalizer != SOFTMAX and wanted:
+    """Refuse what comes of the lse where there is no softmax."""
+    names = set() if capture is None else {*capture.what} - {"max_logit"}
+    names |= {"weights"} if weights else set()
+    names |= {"lse"} if lse else set()
+    if normalizer != SOFTMAX and names:
         raise ValueError(
-            f"{', '.join(sorted(wanted))} are those of a softmax, got normalizer={normalizer!r}; "
+            f"{', '.join(sorted(names))} are those of a softmax, got normalizer={normalizer!r}; "
             f"leave them out"
         )
 
 
-class Explanation(NamedTuple):
-    """Which kernel a call takes, and why not another. Prints as a table.
-
-    Attributes:
-      chosen: the kernel; None if all that may be taken refuse.
-      refused: why the others can't, and why not another way.
-      way: how a sequence divided over a mesh comes by its keys; None if it is not divided.
-    """
-
-    chosen: str | None
-    refused: dict[str, str]
-    way: str | None = None
-
-    def __str__(self) -> str:
-        names = [*KERNELS, *(shards.WAYS if {self.way, *self.refused} & {*shards.WAYS} else ())]
-        width = max(map(len, names))
-        rows = []
-        for name in names:
-            why = self.refused.get(name)
-            chosen = name in (self.chosen, self.way)
-            verdict = f"refused: {why}" if why else "chosen" if chosen else "possible"
-            rows.append(f"{name:<{width}}  {verdict}")
-        return "\n".join(rows)
-
-
+@with_arguments_of(bind_call)
 def explain(
     q: Array | jax.ShapeDtypeStruct,
     k: Keyed | jax.ShapeDtypeStruct,
@@ -258,36 +190,17 @@ def explain(
         else:
             checks.floating(name, x)
     capture = observe.as_capture(capture)
-    way, local = choice.parsed(kernel)
+    _, name = choose.parse_kernel(kernel)
 
-    def ask(on: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec) -> Told:
-        found = choice.decide(local, q, k, v, spec.replace(invalid=None), on, ask_all=True)
-        return Told(found.kernel, tuple(found.refused.items()))
-
-    def trace(q: Array, k: Keyed, v: Keyed) -> Told:
-        q, k, v, spec = prepare(q, k, v, **call)
-        dims = shapes.Dims.of(q, k, v)
+    def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:
+        q, k, v, spec = bind_call(q, k, v, **call)
+        spec = spec.replace(invalid=None)
         if capture:
-            capture.chosen(dims)
+            capture.chosen(shapes.Dims.of(q, k, v))
         division = shards.Division.of(q, k)
-        if division is None or division.devices == 1:
-            return shards.ask(ask, q, k, v, spec, None, platform)
-        refused = tuple(choice.refused_ways(kernel, spec.normalizer, division, dims).items())
-        if way in dict(refused):
-            return Told(None, refused)
-        taken = choice.take_way(way, kernel, spec.normalizer, division, dims)
-        told = shards.ask(ask, q, k, v, spec, taken, platform)
-        return Told(told.chosen, (*told.refused, *refused), taken)
+        if division is None:
+            return choose.explain(name, platform or current_platform(), q, k, v, spec)
+        return shards.explain(kernel, division, q, k, v, spec, platform)
 
-    told = jax.eval_shape(trace, q, k, v)
-    return Explanation(told.chosen, dict(told.refused), told.way)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """An explanation that tracing can give back: part of a tree's structure, with no arrays."""
-
-    chosen: str | None
-    refused: tuple[tuple[str, str], ...]
-    way: str | None = None
+    explanation: Explanation = jax.eval_shape(trace, q, k, v)
+    return explanation

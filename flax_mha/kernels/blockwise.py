@@ -22,21 +22,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flax_mha.base import shapes, symbols, trees
+from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import softmax, tiles
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
-from flax_mha.kernels.stored import Stored
-from flax_mha.kernels.tile_plan import MOST, Plan, Stripe, VisitLists, plan_call
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
+from flax_mha.kernels.tile_plan import (
+    MOST,
+    KeyRange,
+    Plan,
+    VisitLists,
+    computes_in_bfloat16,
+    plan_call,
+)
 from flax_mha.kernels.tiles import (
-    Place,
     TiledCall,
+    TileIndex,
     Tree,
-    by_rows,
     cut,
     dot,
+    fold_heads,
     in_blocks,
     in_tiles,
     score_of,
@@ -53,21 +58,11 @@ def lower(
     return functools.partial(attend, q, k, v, spec, platform)
 
 
-def as_it_is(q: jax.Array, k: jax.Array | Stored) -> bool:
-    """Whether products of this dtype should not be those of float32 on CPUs.
-
-    Of bfloat16 they are faster, measured on a CPU with AMX, and what weights lose by rounding
-    averages out over enough of them.
-    """
-    short = any(symbols.at_most(x.shape[-3], 63) for x in (q, k))
-    return q.dtype == jnp.bfloat16 and not short
-
-
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
-    recalled: Result | None = None, core: Callable[..., Result] | None = None, most: int = MOST,
+    result: Result | None = None, core: Callable[..., Result] | None = None, most: int = MOST,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """See `reference.attend`; of a recalled result only the gradients are computed.
+    """See `reference.attend`; of a result that is given only the gradients are computed.
 
     No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
     JAX can't reverse loops of unknown length. `checkpointed` gives a `core` without these limits,
@@ -76,10 +71,10 @@ def attend(
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
-        return tiles.nothing(dims, dtype, spec.sinks)
+        return tiles.empty_result(dims, dtype, spec.sinks)
     plan, tables = plan_call(spec, dims, most)
     scale = 1.0
-    if isinstance(spec.scale, float) and as_it_is(q, k):
+    if isinstance(spec.scale, float) and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
         # Scaled, q would be rounded once more.
         scale = spec.scale
     else:
@@ -91,16 +86,16 @@ def attend(
     spec = tiles.tiled(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     args = (
-        by_rows(q, plan.block_q, K),
-        by_rows(k, plan.block_k, K),
-        by_rows(v, plan.block_k, K),
+        fold_heads(q, plan.block_q, K),
+        fold_heads(k, plan.block_k, K),
+        fold_heads(v, plan.block_k, K),
         *partition(spec, is_inexact), sinks, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
-    if recalled is not None:
-        out, lse = recalled[0].astype(recalled[1].dtype), shapes.by_query(recalled[1])
-        recalled = by_rows(out, plan.block_q, K), by_rows(lse, plan.block_q, K)[..., 0]
-    out, lse = (core or _core)(static, recalled, *args)
+    if result is not None:
+        out, lse = result[0].astype(result[1].dtype), shapes.by_query(result[1])
+        result = fold_heads(out, plan.block_q, K), fold_heads(lse, plan.block_q, K)[..., 0]
+    out, lse = (core or _core)(static, result, *args)
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     lse = softmax.minus_infinity(lse)
@@ -108,17 +103,17 @@ def attend(
 
 
 def _visit(
-    stripe: Stripe, plan: Plan, tables: VisitLists | None, place: Place, step: Callable[..., Tree],
-    carry: Tree,
+    part: KeyRange, plan: Plan, tables: VisitLists | None, index: TileIndex,
+    step: Callable[..., Tree], carry: Tree,
 ) -> Tree:  # fmt: skip
-    """Runs carry = step(masked, place, carry) over the tiles that the block of queries visits."""
+    """Runs carry = step(masked, index, carry) over the tiles that the block of queries visits."""
     if tables is None:
-        return step(stripe.masked, place, carry)
+        return step(part.masked, index, carry)
 
-    order, full, some = (place.entry(x) for x in tables)
+    order, full, some = (index.entry(x) for x in tables)
 
     def body(masked: bool, t: jax.Array, carry: Tree) -> Tree:
-        return step(masked, place._replace(tile=order[t]), carry)
+        return step(masked, index._replace(tile=order[t]), carry)
 
     if plan.full:
         carry = lax.fori_loop(0, full, functools.partial(body, False), carry)
@@ -127,15 +122,55 @@ def _visit(
     return carry
 
 
+def map_blocks(
+    static: TiledCall, spec: AttentionSpec, attend_block: Callable[..., Any], q: jax.Array,
+    k: jax.Array, v: jax.Array, wrap: Callable[..., Any] = lambda fn: fn,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Return the results [R, G·nq·bq, ...] of attend_block(part, index, q, k, v), joined.
+
+    Args:
+      static: see `TiledCall`.
+      spec: of the call.
+      attend_block: takes a block of queries [bq, H], and all tiles of k and v.
+      q: [R, G·nq·bq, H].
+      k: [R, nk·bk, H].
+      v: [R, nk·bk, Hv].
+      wrap: changes the function of (k, v, block) that is mapped, such as `jax.checkpoint`.
+    """
+    plan = static.plan
+
+    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
+        r, q, k, v = x
+        if spec.mask is not None:
+            k, v = move_nan_to_keys(k, v)
+        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
+
+        def job(part: KeyRange, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Any:
+            j, q = x
+            return attend_block(part, TileIndex.of(plan, part, r, j), q, k, v)
+
+        parts = []
+        for part in plan.parts:
+            block = cut(q, part)
+            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
+            run = wrap(functools.partial(job, part))
+            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
+        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
+
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
+    results: tuple[jax.Array, ...] = tiles.scan_or_map(group, [], xs, static.together)[1]
+    return results
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _core(static: TiledCall, recalled: Result | None, *args: Any) -> Result:
-    """Out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], recalled or of the loops (see `_loops`)."""
-    return _forward(static, recalled, *args)[0]
+def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
+    """Out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], given or of the loops (see `_loops`)."""
+    return _forward(static, result, *args)[0]
 
 
 @trees.trace_once
 def _loops(
-    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
+    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
     sinks: jax.Array | None, tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
@@ -146,66 +181,48 @@ def _loops(
       k: [R, nk·bk, H].
       v: [R, nk·bk, Hv].
       leaves: those of the spec that are learned.
-      rest: the others.
+      others: those that are not.
       sinks: [N] or None.
-      tables: the tiles to visit, or None for the plan's stripes.
+      tables: the tiles to visit, or None for the plan's ranges of keys.
 
     Returns:
       out [R, G·nq·bq, Hv]; of the keys, without sinks, the greatest score and the sum of the
       exponentials of the others' distance to it [R, G·nq·bq].
     """
-    plan, spec = static.plan, combine(leaves, rest)
+    plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
 
     def attend_block(
-        stripe: Stripe, place: Place, q: jax.Array, k: jax.Array, v: jax.Array
+        part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> tuple[jax.Array, ...]:
-        def step(masked: bool, place: Place, carry: Tree) -> Tree:
+        def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = tile_of(plan, spec, place)
-            keys = place.keys(k)
+            tile, at = tile_of(plan, spec, index)
+            keys = index.keys(k)
             s = static.scale * dot(q, keys, 1, 1, spec, acc)
             vectors = static.vectors(spec, q, keys, acc)
-            s = score_of(static.plan, masked, place, tile, at, s, vectors)
+            s = score_of(static.plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
-            p = tile.drop(p, at).astype(v.dtype)
-            return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, acc)
+            p = tile.apply_dropout(p, at).astype(v.dtype)
+            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, acc)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
-        top, total, out = _visit(stripe, plan, tables, place, step, (top, total, out))
+        top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
         of_all = total
         if sinks is not None:
-            new, of_all = softmax.sunk(sinks[place.head], top, total)
+            new, of_all = softmax.sunk(sinks[index.head], top, total)
             out = out * jnp.exp(top - new)
-        out = spec.gain(out) / softmax.finish(top, of_all)[0]
+        out = spec.scale_kept(out) / softmax.finish(top, of_all)[0]
         return out, top[:, 0], total[:, 0]
 
-    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, tuple[jax.Array, ...]]:
-        r, q, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
-        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
-
-        def job(stripe: Stripe, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            j, q = x
-            return attend_block(stripe, Place.of(plan, stripe, r, j), q, k, v)
-
-        parts = []
-        for stripe in plan.parts:
-            block = cut(q, stripe)
-            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
-            parts.append(lax.map(functools.partial(job, stripe), (jobs, block)))
-        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
-
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    return tiles.over(group, [], xs, static.together)[1]
+    return map_blocks(static, spec, attend_block, q, k, v)
 
 
-def _forward(static: TiledCall, recalled: Result | None, *args: Any) -> tuple[Result, Any]:
-    if recalled is not None:
-        return recalled, (args, recalled[0], *softmax.of_lse(recalled[1]))
+def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
+    if result is not None:
+        return result, (args, result[0], *softmax.of_lse(result[1]))
     out, top, total = _loops(static, *args)
     lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
     return (out, lse), (args, out, top, total)
@@ -213,8 +230,8 @@ def _forward(static: TiledCall, recalled: Result | None, *args: Any) -> tuple[Re
 
 @trees.trace_once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, v, leaves, rest, sinks, tables), out, top, total = residuals
-    plan, spec, acc = static.plan, combine(leaves, rest), total.dtype
+    (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
+    plan, spec, acc = static.plan, combine(leaves, others), total.dtype
     seen = total != 0
     sink, top, total = tiles.with_sinks(plan, sinks, top, total)
     dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
@@ -228,46 +245,47 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
-        def job(stripe: Stripe, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
+        def job(part: KeyRange, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
             j, q, qT, dout, doutT, of_rows = x
 
-            def step(masked: bool, place: Place, carry: Tree) -> Tree:
+            def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
                 p, ds, dleaves, dvectors = tile_gradient(
-                    static, masked, place, spec, q, place.keys(k), place.keys(v), dout, of_rows,
+                    static, masked, index, spec, q, index.keys(k), index.keys(v), dout, of_rows,
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = dq + dot(ds, place.keys(factor_k), 1, 0, spec, acc)
+                dq = dq + dot(ds, index.keys(factor_k), 1, 0, spec, acc)
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
-                dkT = place.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
-                dvT = place.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
+                dkT = index.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
+                dvT = index.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
                 if dvectors is not None:
-                    dq, dkT = dq + dvectors[0], place.add_keys(dkT, dvectors[1].T)
-                return tiles.accumulate(place, grads, dleaves), dq, dkT, dvT
+                    dq, dkT = dq + dvectors[0], index.add_keys(dkT, dvectors[1].T)
+                return tiles.add_grads(index, grads, dleaves), dq, dkT, dvT
 
             grads, dkT, dvT = carry
             carry = (grads, vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
-            place = Place.of(plan, stripe, r, j)
-            grads, dq, dkT, dvT = _visit(stripe, plan, tables, place, step, carry)
+            index = TileIndex.of(plan, part, r, j)
+            grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
         carry: Tree = (grads, *(vary(tiles.key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
-        for stripe in reversed(plan.parts):
-            block = [cut(x, stripe) for x in (q, qT, dout, doutT, of_rows)]
+        for part in reversed(plan.parts):
+            block = [cut(x, part) for x in (q, qT, dout, doutT, of_rows)]
             jobs = jnp.arange(block[0].shape[0], dtype=jnp.int32)
-            carry, dq = lax.scan(functools.partial(job, stripe), carry, (jobs, *block))
+            carry, dq = lax.scan(functools.partial(job, part), carry, (jobs, *block))
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk, dv = tiles.by_key(dkT).astype(k.dtype), tiles.by_key(spec.gain(dvT)).astype(v.dtype)
+        dk = tiles.by_key(dkT).astype(k.dtype)
+        dv = tiles.by_key(spec.scale_kept(dvT)).astype(v.dtype)
         return grads, (tiles.join(parts, plan), dk, dv)
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
-    grads, (dq, dk, dv) = tiles.over(group, zeros, xs, static.together)
+    grads, (dq, dk, dv) = tiles.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
     dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
     return None, dq, dk, dv, grads, None, dsinks, None

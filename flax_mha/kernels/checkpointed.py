@@ -23,11 +23,10 @@ from jax import lax
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine
 from flax_mha.kernels import blockwise, reference, softmax, tiles
-from flax_mha.kernels.options import Platform
-from flax_mha.kernels.softmax import move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Result
-from flax_mha.kernels.tile_plan import Plan, Stripe, VisitLists
-from flax_mha.kernels.tiles import Place, TiledCall, Tree, cut, dot, in_blocks, in_tiles, score_of
+from flax_mha.kernels.blockwise import map_blocks
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
+from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
+from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, dot, score_of
 from flax_mha.masks.tiles import is_static
 from flax_mha.sharding.shard_map import vary
 
@@ -52,9 +51,9 @@ def attend(
     return out.astype(dtype), lse
 
 
-def _core(static: TiledCall, recalled: None, *args: Any) -> Result:
+def _core(static: TiledCall, result: None, *args: Any) -> Result:
     """Compute out [R, G·nq·bq, Hv] and lse [R, G·nq·bq]. See `_loops`."""
-    del recalled
+    del result
     *arrays, tables = args
     if tables is not None and is_static(tables.some):
         # No block visits more tiles than that.
@@ -64,61 +63,41 @@ def _core(static: TiledCall, recalled: None, *args: Any) -> Result:
 
 @trees.trace_once
 def _loops(
-    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, rest: Tree,
+    static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
     sinks: jax.Array | None, tables: VisitLists | None,
 ) -> Result:  # fmt: skip
     """Loop over rows and heads, blocks of queries, and tiles of keys. See `blockwise._loops`."""
-    plan, spec, dtype = static.plan, combine(leaves, rest), q.dtype
+    plan, spec, dtype = static.plan, combine(leaves, others), q.dtype
     product = reference.multiplied if spec.mask is None else reference.isolated
 
     def attend_block(
-        stripe: Stripe, k: jax.Array, v: jax.Array, place: Place, q: jax.Array
+        part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
     ) -> Result:
-        def visit(masked: bool, place: Place, carry: Tree) -> Tree:
+        def visit(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = tiles.tile_of(plan, spec, place)
-            keys = place.keys(k)
+            tile, at = tiles.tile_of(plan, spec, index)
+            keys = index.keys(k)
             s = product(q, keys, spec.precision, dtype)
             vectors = static.vectors(spec, q, keys, dtype)
-            s = score_of(plan, masked, place, tile, at, s, vectors)
+            s = score_of(plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
-            p = tile.drop(p, at)
-            return top, total, out * old + dot(p, place.keys(v), 1, 0, spec, dtype)
+            p = tile.apply_dropout(p, at)
+            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, dtype)
 
         total = vary(jnp.zeros((plan.block_q, 1), dtype), q)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
         carry = softmax.begin(total), total, out
-        top, total, out = _visit(stripe, plan, tables, place, visit, carry)
+        top, total, out = _visit(part, plan, tables, index, visit, carry)
         of_all = total
         if sinks is not None:
-            new, of_all = softmax.sunk(sinks[place.head], top, total)
+            new, of_all = softmax.sunk(sinks[index.head], top, total)
             out, top = out * jnp.exp(top - new), new
         divisor, lse = softmax.finish(top, of_all)
         # A cotangent of NaN must not meet the weights of 0 of a query that sees no key.
-        out = jnp.where(total == 0, 0.0, spec.gain(out) / divisor)
+        out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
         return out, lse[:, 0]
 
-    def group(_: Any, x: tuple[jax.Array, ...]) -> tuple[Any, Result]:
-        r, q, k, v = x
-        if spec.mask is not None:
-            k, v = move_nan_to_keys(k, v)
-        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
-
-        def job(stripe: Stripe, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Result:
-            j, q = x
-            return attend_block(stripe, k, v, Place.of(plan, stripe, r, j), q)
-
-        parts = []
-        for stripe in plan.parts:
-            block = cut(q, stripe)
-            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
-            run = _recomputed(functools.partial(job, stripe))
-            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
-        out, lse = (tiles.join(x, plan) for x in zip(*parts, strict=True))
-        return [], (out, lse)
-
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    out, lse = tiles.over(group, [], xs, static.together)[1]
+    out, lse = map_blocks(static, spec, attend_block, q, k, v, _recomputed)
     return out, lse
 
 
@@ -130,18 +109,18 @@ def _recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _visit(
-    stripe: Stripe, plan: Plan, tables: VisitLists | None, place: Place, visit: Callable[..., Tree],
-    carry: Tree,
+    part: KeyRange, plan: Plan, tables: VisitLists | None, index: TileIndex,
+    visit: Callable[..., Tree], carry: Tree,
 ) -> Tree:  # fmt: skip
-    """Run carry = visit(masked, place, carry) over the tiles that the block of queries visits."""
+    """Run carry = visit(masked, index, carry) over the tiles that the block of queries visits."""
     if tables is None:
-        return visit(stripe.masked, place, carry)
-    order, some = place.entry(tables.order), place.entry(tables.some)
+        return visit(part.masked, index, carry)
+    order, some = index.entry(tables.order), index.entry(tables.some)
 
     @_recomputed
     def step(carry: Tree, t: jax.Array) -> Tree:
         def run(carry: Tree) -> Tree:
-            return visit(plan.partial, place._replace(tile=order[t]), carry)
+            return visit(plan.partial, index._replace(tile=order[t]), carry)
 
         return lax.cond(t < some, run, lambda carry: carry, carry)
 

@@ -19,12 +19,11 @@ from jax import lax
 from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
 from flax_mha.kernels import reference, softmax
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tiles import nothing
+from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import EMPTY
 from flax_mha.scores import Vectors
 from flax_mha.sharding.shard_map import vary
@@ -53,7 +52,7 @@ def lower(
 def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform) -> Result:
     """See `reference.attend`; keys and values may be `Stored`. Reverse mode only."""
     if 0 in q.shape or k.shape[-3] == 0:
-        return nothing(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
+        return empty_result(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
     return _core(platform.name, q, k, v, spec)
 
 
@@ -142,7 +141,7 @@ def _run(
             by_blocks() if few >= blocks else lax.cond(count <= few, by_blocks, at_once)
         )
     total, lse = softmax.finish(top, total)
-    return spec.gain(out) / total, softmax.minus_infinity(lse[..., 0])
+    return spec.scale_kept(out) / total, softmax.minus_infinity(lse[..., 0])
 
 
 def _visit(
@@ -179,7 +178,7 @@ def _visit(
         allowed = fresh if allowed is None else allowed & fresh
         s = jnp.where(fresh, s, finfo_min(total.dtype))
     top, total, p, old = softmax.step(top, total, s, allowed)
-    p = spec.drop(p, at).reshape(*by_head, size) * v_scale
+    p = spec.apply_dropout(p, at).reshape(*by_head, size) * v_scale
     more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
     return top, total, out * old + more.reshape(out.shape)
 

@@ -24,7 +24,7 @@ from flax_mha.base.coordinates import Array
 
 
 class WeightDropout(struct.PyTreeNode):
-    """Which weights a call drops.
+    """The weights that a call drops, as a function of their coordinates.
 
     Attributes:
       seed: uint32 [2].
@@ -64,8 +64,8 @@ class WeightDropout(struct.PyTreeNode):
         return bits >= jnp.uint32(min(round(self.rate * 2**32), 2**32 - 1))
 
     @property
-    def gain(self) -> float:
-        """What weights that stay are multiplied by, to keep their expectation."""
+    def scale(self) -> float:
+        """The factor of weights that stay, which keeps their expectation."""
         return 1 / (1 - self.rate)
 
 

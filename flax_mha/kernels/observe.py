@@ -53,7 +53,7 @@ _LEAST = -800.0
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What to look at in the softmax of a call; see `flax_mha.kernels.observe` for the definitions.
+    """The values of a softmax to return; see `flax_mha.kernels.observe` for their definitions.
 
     Attributes:
       what: some of "weights", "lse", "entropy" and "max_logit".
@@ -87,12 +87,16 @@ class Capture:
         return _within("heads", self.heads, dims.N), _within("queries", self.queries, dims.T)
 
 
-def as_capture(given: Any) -> Capture | None:
-    """What is given as `capture`, or an error that says what to write."""
-    if given is None or isinstance(given, Capture):
-        return given
+def as_capture(capture: Any) -> Capture | None:
+    """Return the argument `capture`, if it is one.
+
+    Raises:
+      TypeError: that says what to write.
+    """
+    if capture is None or isinstance(capture, Capture):
+        return capture
     raise TypeError(
-        f"capture must be a flax_mha.Capture, got {checks.describe(given)}; give "
+        f"capture must be a flax_mha.Capture, got {checks.describe(capture)}; give "
         f"Capture(('entropy', 'max_logit')), say"
     )
 
@@ -121,8 +125,8 @@ def observe(
     look = functools.partial(_look, names=names, chosen=chosen)
     rows = ("batch", "heads" if capture.heads is None else None, None)
     layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
-    found = sharding.auto(look, layouts, q, k, lse, spec)
-    return {name: found[name] for name in names}
+    captured = sharding.auto(look, layouts, q, k, lse, spec)
+    return {name: captured[name] for name in names}
 
 
 def _look(
@@ -141,7 +145,7 @@ def _look(
     k = _pick(k, chosen[0], None)
     if spec.sinks is not None and chosen[0] is not None:
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
-    found: dict[Captured, jax.Array] = {"lse": lse[..., 0]}
+    captured: dict[Captured, jax.Array] = {"lse": lse[..., 0]}
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at)
         shift = jnp.where(lse == -jnp.inf, 0.0, lse)
@@ -149,14 +153,14 @@ def _look(
         if allowed is not None:
             # Where lse is NaN so are all weights, those of masked keys too.
             weights = jnp.where(allowed, weights, 0.0 * shift)
-        found["weights"] = weights.astype(dtype)
+        captured["weights"] = weights.astype(dtype)
     if "entropy" in names:
         summary = functools.partial(_summary, sinks=spec.sinks)
-        found["entropy"], found["max_logit"] = _by_block(summary, q, k, spec, at)
+        captured["entropy"], captured["max_logit"] = _by_block(summary, q, k, spec, at)
     elif "max_logit" in names:
         # Alone it takes a third of the time, as exponentials do most of it.
-        (found["max_logit"],) = _by_block(_greatest, q, k, spec, at)
-    return {name: found[name] for name in names}
+        (captured["max_logit"],) = _by_block(_greatest, q, k, spec, at)
+    return {name: captured[name] for name in names}
 
 
 def _indices(name: str, chosen: Any) -> tuple[int, ...] | None:
@@ -223,9 +227,9 @@ def _by_block(
 
         # The last block repeats the last query where it reaches beyond it.
         blocks = coordinates.blocks(queries, 0, size)
-        found = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
-        found = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in found)
-        return [x[..., : queries.shape[0]] for x in found]
+        results = jax.lax.map(block, jnp.asarray(blocks, jnp.int32))
+        results = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in results)
+        return [x[..., : queries.shape[0]] for x in results]
 
     parts = [of_part(*part) for part in _parts(spec, at, q, k, size)]
     return tuple(jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
@@ -240,10 +244,10 @@ def _parts(
     if spec.mask is not None and not symbols.at_most(T, size):
         dims = Dims(tuple(rows[:-1]), T, S, rows[-1], rows[-1], H, H)
         plan = Plan.of(dims, -(-T // _PARTS), -(-S // (4 * _PARTS)))
-        verdict = tile_states(spec, at, plan)
-        if is_static(verdict):
+        states = tile_states(spec, at, plan)
+        if is_static(states):
             parts: list[tuple[Array, slice]] = []
-            for part, seen in enumerate(verdict.max((0, 1)) > EMPTY):
+            for part, seen in enumerate(states.max((0, 1)) > EMPTY):
                 tiles = np.flatnonzero(seen) if seen.any() else np.zeros(1, int)
                 keys = slice(int(tiles[0]) * plan.block_k, int(tiles[-1] + 1) * plan.block_k)
                 first = part * plan.block_q

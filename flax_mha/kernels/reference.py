@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform
 
 # Below every sum of exponentials but 0, for the greatest is 1; any power of its inverse, which
 # derivatives take, is finite.
@@ -129,9 +128,9 @@ def _product(
     weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, dtype: Any
 ) -> jax.Array:
     """Weights, after dropout, times values."""
-    kept = spec.drop(weights, at).astype(v.dtype)
+    kept = spec.apply_dropout(weights, at).astype(v.dtype)
     out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=dtype)
-    return spec.gain(out)
+    return spec.scale_kept(out)
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:

@@ -100,7 +100,7 @@ def sunk(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, 
 
 
 def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What out is to be divided by, and the lse; the least number where nothing is seen.
+    """Return the divisor of out, and the lse: the least number where no key is seen.
 
     That is not −∞, which `jax_debug_infs` would find in rows that only fill a block.
     """
@@ -158,7 +158,7 @@ def of_rows(
     out: jax.Array, seen: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
     dlse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """What the gradient of a tile needs of each query.
+    """Compute the arguments of `gradient` that belong to queries.
 
     Args:
       out: [..., Hv].
@@ -201,5 +201,5 @@ def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True)
 def sink_gradient(
     sinks: jax.Array, top: jax.Array, share: jax.Array, delta: jax.Array
 ) -> jax.Array:
-    """That of each row's sink, whose weight gives nothing: p·(0 − δ)."""
+    """Return the gradient of each row's sink, whose weight gives nothing: p·(0 − δ)."""
     return -jnp.exp(sinks - top) * share * delta

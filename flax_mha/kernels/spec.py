@@ -1,27 +1,22 @@
 """What one attention call computes, in one value that every kernel reads."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from flax.linen.dtypes import promote_dtype
-from jax.sharding import AbstractMesh
 
-from flax_mha import masks, sharding
-from flax_mha.base import checks, shapes
+from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.dropout import WeightDropout
-from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
-from flax_mha.kernels.stored import Stored
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.masks import Mask, Predicate
-from flax_mha.masks.base import evaluate, resolve, split_invalid
-from flax_mha.scores import Bias, Score, ScoreMod, Vectors, as_scores, changed
+from flax_mha.masks.base import evaluate
+from flax_mha.scores import Score, ScoreMod, Vectors, changed
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
 Result = tuple[jax.Array, jax.Array]
@@ -31,9 +26,29 @@ Lowered = Callable[..., Result]
 
 
 class Refusal(NamedTuple):
-    """Why a kernel can't run a call."""
+    """The reason why a kernel can't run a call."""
 
     reason: str
+
+
+class Platform(NamedTuple):
+    """The devices that a call will run on.
+
+    Attributes:
+      name: JAX's name of the platform: "cpu", "gpu" or "tpu".
+      device: what JAX calls the kind of device, such as "NVIDIA H200".
+      cudnn: the version of cuDNN, such as (9, 20, 0); None for the one that is installed.
+      not_partitionable: why a kernel that XLA can't divide between devices must not run; None
+        where there is one device, or each runs its own shard.
+      auto_partitioned: whether XLA divides the call between several devices as it likes: no mesh
+        says how.
+    """
+
+    name: str
+    device: str = ""
+    cudnn: tuple[int, int, int] | None = None
+    not_partitionable: str | None = None
+    auto_partitioned: bool = False
 
 
 class AttentionSpec(struct.PyTreeNode):
@@ -46,12 +61,12 @@ class AttentionSpec(struct.PyTreeNode):
       dropout: of the weights.
       q_pos: positions of the queries, int32 [*B|1, 1, T, 1]; None for 0 … T−1.
       k_pos: positions of the keys, int32 [*B|1, 1, 1, S]; None for 0 … S−1.
-      rows: indices of the batch rows, int32 [*B, 1, 1, 1]; None for 0, 1, … Given on a shard of a
-        call, whose rows and heads are some of many.
-      heads: indices of the query heads, int32 [1, N, 1, 1], likewise.
+      row_ids: indices of the batch rows, int32 [*B, 1, 1, 1]; None for 0, 1, … They are given on a
+        shard of a call, whose rows and heads are some of many.
+      head_ids: indices of the query heads, int32 [1, N, 1, 1], likewise.
       scale: of q·kᵀ.
       invalid: queries whose mask has other numbers than 1 and 0, bool [*B|1, N|1, T|1, 1]; or
-        None. Their q is NaN; no kernel reads this, see `spoil`.
+        None. Their q is NaN; no kernel reads this, see `nan_where_invalid`.
       precision: of the matrix products, see `jax.lax.Precision`.
       reads_lse: whether anyone reads the lse; if not, a kernel may give 0 in its place.
       exact_lse: whether it is the caller who reads it, and wants it exact.
@@ -65,8 +80,8 @@ class AttentionSpec(struct.PyTreeNode):
     q_pos: ScoreArray | None
     k_pos: ScoreArray | None
     scale: float | Array
-    rows: ScoreArray | None = None
-    heads: ScoreArray | None = None
+    row_ids: ScoreArray | None = None
+    head_ids: ScoreArray | None = None
     invalid: Array | None = None
     precision: jax.lax.PrecisionLike = struct.field(pytree_node=False, default=None)
     reads_lse: bool = struct.field(pytree_node=False, default=True)
@@ -75,19 +90,19 @@ class AttentionSpec(struct.PyTreeNode):
 
     def at(self, dims: Dims) -> At:
         """Where all scores of the call stand."""
-        given = {"row": self.rows, "head": self.heads, "q": self.q_pos, "k": self.k_pos}
-        arrays = {name: grid.array for name, grid in given.items() if grid is not None}
-        return whole(dims)._replace(**arrays)
+        arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
+        known = {name: x.array for name, x in arrays.items() if x is not None}
+        return whole(dims)._replace(**known)
 
     @property
     def vectors(self) -> bool:
         """Whether any of the scores sees the vectors of queries and keys."""
         return any(mod.vectors for mod in self.scores)
 
-    def own(self) -> list[type]:
-        """The kinds of masks and scores that compute what a user wrote."""
+    def user_types(self) -> list[type]:
+        """Return the types of masks and scores that compute what a user wrote."""
         parts = (x for x in tree_nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
-        return [type(x) for x in parts if _is_own(type(x))]
+        return [type(x) for x in parts if _is_of_user(type(x))]
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
@@ -112,18 +127,18 @@ class AttentionSpec(struct.PyTreeNode):
                 score = changed(mod, score, at, vectors)
         return score if allowed is None else jnp.where(allowed, score, forbidden), allowed
 
-    def spoil(self, out: jax.Array) -> jax.Array:
-        """Makes outputs [*B, T, N, ·] of invalid queries NaN: an empty row would hide it."""
+    def nan_where_invalid(self, out: jax.Array) -> jax.Array:
+        """Make outputs [*B, T, N, ·] of invalid queries NaN: an empty row would hide it."""
         if self.invalid is None:
             return out
-        return _spoiled(out, jnp.swapaxes(jnp.asarray(self.invalid), -3, -2))
+        return nan_where(jnp.swapaxes(jnp.asarray(self.invalid), -3, -2), out)
 
-    def spoil_lse(self, lse: jax.Array) -> jax.Array:
-        """Likewise lse [*B, N, T]."""
-        return lse if self.invalid is None else _spoiled(lse, jnp.asarray(self.invalid)[..., 0])
+    def nan_lse_where_invalid(self, lse: jax.Array) -> jax.Array:
+        """Make the lse [*B, N, T] of invalid queries NaN."""
+        return lse if self.invalid is None else nan_where(jnp.asarray(self.invalid)[..., 0], lse)
 
-    def drop(self, weights: jax.Array, at: At) -> jax.Array:
-        """Zeroes dropped weights at those places; `gain` is for what comes of the others.
+    def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:
+        """Set dropped weights at those coordinates to 0; `scale_kept` is for the others' products.
 
         Multiplied by it themselves they would be rounded once more in half precision, and their
         gradients, which have no such rounding, would not cancel against those of their sum.
@@ -132,9 +147,9 @@ class AttentionSpec(struct.PyTreeNode):
             return weights
         return jnp.where(self.dropout.keep(*at), weights, jnp.zeros_like(weights))
 
-    def gain(self, x: jax.Array) -> jax.Array:
-        """A product with weights that dropout has kept, times their gain."""
-        return x if self.dropout is None else x * self.dropout.gain
+    def scale_kept(self, x: jax.Array) -> jax.Array:
+        """Scale a product with weights that dropout has kept, to keep its expectation."""
+        return x if self.dropout is None else x * self.dropout.scale
 
 
 def _precise(precision: Any) -> contextlib.AbstractContextManager:
@@ -148,147 +163,12 @@ def _precise(precision: Any) -> contextlib.AbstractContextManager:
     return jax.default_matmul_precision(name.lower() if small else name)
 
 
-def _spoiled(x: jax.Array, invalid: jax.Array) -> jax.Array:
-    """Makes x NaN there, and gradients through it."""
+def nan_where(invalid: jax.Array, x: jax.Array) -> jax.Array:
+    """Make x NaN there, and gradients through it."""
     factor = jnp.where(invalid, jnp.nan, 1.0).astype(x.dtype)
     return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)
 
 
-def prepare(
-    q: Array,
-    k: Array | Stored,
-    v: Array | Stored,
-    *,
-    mask: masks.MaskLike | None = None,
-    bias: Array | None = None,
-    scores: Sequence[ScoreMod] = (),
-    sinks: Array | None = None,
-    scale: float | Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    q_positions: Array | int | None = None,
-    kv_positions: Array | int | None = None,
-    precision: jax.lax.PrecisionLike = None,
-    normalizer: str = SOFTMAX,
-) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
-    """Checks a call, and brings it into the one form that kernels read."""
-    q = jnp.asarray(checks.floating("q", q))
-    if isinstance(k, Stored) and isinstance(v, Stored):
-        k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
-        dims = shapes.attention_dims(q, k, v)
-    else:
-        k, v = (jnp.asarray(checks.floating(name, x)) for name, x in (("k", k), ("v", v)))
-        dims = shapes.attention_dims(q, k, v)
-        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
-        q, k, v = promoted
-    scores = as_scores(scores)
-    if bias is not None:
-        scores = (*scores, Bias(bias))
-    if sinks is not None:
-        checks.floating("sinks", sinks)
-        if sinks.shape != (dims.N,):
-            raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
-        sinks = jnp.asarray(sinks)
-    if precision is not None:
-        checks.precision("precision", precision)
-    checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
-    if sinks is not None and normalizer != SOFTMAX:
-        raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
-    bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
-    if invalid is not None:
-        q = _spoiled(q, jnp.swapaxes(jnp.asarray(invalid), -3, -2))
-    spec = AttentionSpec(
-        mask=bound,
-        scores=tuple(mod.bind(dims) for mod in scores),
-        sinks=sinks,
-        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
-        q_pos=_positions("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
-        k_pos=_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
-        scale=dims.H**-0.5 if scale is None else _scale(scale),
-        precision=precision,
-        normalizer=normalizer,
-        invalid=invalid,
-    )
-    if bound is not None:
-        spec = spec.replace(mask=resolve(bound, spec.at(dims)))
-    _rehearse(spec, dims, q.dtype)
-    return q, k, v, spec
-
-
-def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
-    """The dropout of a call, None if there is none."""
-    checks.rate("dropout_rate", rate)
-    checks.flag("broadcast_dropout", broadcast)
-    if not rate:
-        return None
-    if rng is None:
-        raise ValueError(
-            f"dropout_rate={rate} needs a dropout_rng, got None; "
-            f"give a jax.random.key, or dropout_rate=0"
-        )
-    return WeightDropout.from_key(checks.key("dropout_rng", rng), rate, broadcast)
-
-
-def _rehearse(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
-    """Traces masks and scores of a user's own, so that their mistakes are known at any length.
-
-    Raises:
-      TypeError: if one of them closes over traced arrays, whose gradients would be lost.
-    """
-    if not (own := spec.own()):
-        return
-    leaves, tree = jax.tree.flatten((spec, spec.at(dims)))
-    given = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-
-    def apply(score: jax.Array, vectors: Vectors, *arrays: jax.Array) -> jax.Array:
-        filled = dict(zip(given, arrays, strict=True))
-        spec, at = jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)])
-        return spec.apply(score, at, vectors=vectors)[0]
-
-    types = [jax.typeof(leaves[i]) for i in given]
-    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in types]
-    score, *vectors = (
-        jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), shapes.wide(dtype))
-        for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
-    )
-    # No mesh: a function knows nothing of one.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        program = jax.make_jaxpr(apply)(score, tuple(vectors), *arrays)
-    traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
-    if traced:
-        names = " or ".join(sorted({kind.__name__ for kind in own}))
-        raise TypeError(
-            f"a function of {names} must be given traced arrays as its args, got one that closes "
-            f"over {checks.describe(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
-        )
-
-
-def _is_own(kind: type) -> bool:
-    """Whether a mask or score computes what a user wrote."""
-    return kind in (Predicate, Score) or kind.__module__.partition(".")[0] != "flax_mha"
-
-
-def _scale(scale: Any) -> float | jax.Array:
-    """What scores are multiplied by: a number, or an array of one, which may be traced."""
-    if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
-        return checks.number("scale", scale)
-    checks.floating("scale", scale)
-    if scale.shape:
-        raise ValueError(
-            f"scale must be one number, got an array of shape {scale.shape}; scale the queries of "
-            f"each head themselves"
-        )
-    return scale
-
-
-def _positions(
-    name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
-    axes: tuple[int, int],
-) -> ScoreArray | None:  # fmt: skip
-    """Positions [length] or [*B, length], or the first of them, over the scores."""
-    positions = shapes.positions(name, positions, tokens, letter)
-    if positions is None:
-        return None
-    xp = np if isinstance(positions, np.ndarray) else jnp
-    return ScoreArray(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))
+def _is_of_user(cls: type) -> bool:
+    """Return True if a mask or score computes what a user wrote."""
+    return cls in (Predicate, Score) or cls.__module__.partition(".")[0] != "flax_mha"

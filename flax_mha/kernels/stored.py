@@ -35,7 +35,7 @@ class Stored(struct.PyTreeNode):
 
 
 def dequantize(x: jax.Array | Stored) -> jax.Array:
-    """What is stored as one array of floats."""
+    """Return stored keys or values as one array of floats."""
     if not isinstance(x, Stored):
         return x
     if x.scale is None:

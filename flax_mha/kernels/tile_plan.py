@@ -16,7 +16,7 @@ from flax_mha.masks import EMPTY, FULL, PARTIAL, Mask
 from flax_mha.masks.tiles import is_static
 
 
-class Stripe(NamedTuple):
+class KeyRange(NamedTuple):
     """Consecutive blocks of queries, each of which sees the keys of one product.
 
     Attributes:
@@ -33,13 +33,13 @@ class Stripe(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a call is divided. Hashable: all of it is known before tracing.
+    """The division of a call into tiles. Hashable: all of it is known before tracing.
 
     Attributes:
       dims: of the call.
       block_q: queries of a tile.
       block_k: keys of a tile.
-      stripes: which keys each block of queries visits, if it is known and they lie together;
+      key_ranges: which keys each block of queries visits, if it is known and they lie together;
         empty where `VisitLists` tell.
       full: of the tables, whether there may be tiles that need no mask.
       partial: whether there may be tiles that do.
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     dims: Dims
     block_q: int
     block_k: int
-    stripes: tuple[Stripe, ...] = ()
+    key_ranges: tuple[KeyRange, ...] = ()
     full: bool = True
     partial: bool = True
 
@@ -58,9 +58,9 @@ class Plan(NamedTuple):
         return cls(dims, _even(dims.T, most_q), _even(dims.S, most_k))
 
     @property
-    def parts(self) -> tuple[Stripe, ...]:
-        """The stripes; one, of single tiles, where tables tell what is visited."""
-        return self.stripes or (Stripe(0, (), 1, True),)
+    def parts(self) -> tuple[KeyRange, ...]:
+        """Ranges of keys: one, of single tiles, where tables tell what is visited."""
+        return self.key_ranges or (KeyRange(0, (), 1, True),)
 
     @property
     def nq(self) -> int:
@@ -81,18 +81,18 @@ class Plan(NamedTuple):
     def rows_together(self) -> int:
         """How many rows and key/value heads should be in one product."""
         R = math.prod(self.dims.B) * self.dims.K
-        if not self.stripes:
+        if not self.key_ranges:
             return 1
         if symbols.is_symbolic(R):
             return 1
-        scores = self.block_q * self.block_k * max(stripe.width for stripe in self.stripes)
+        scores = self.block_q * self.block_k * max(part.width for part in self.key_ranges)
         if R * scores <= _ALL:
             return R
         return max(n for n in range(1, R + 1) if R % n == 0 and (n == 1 or n * scores <= _SOME))
 
 
 class VisitLists(NamedTuple):
-    """Which tiles each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
+    """The tiles that each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
 
     Attributes:
       order: tiles of keys [nk], the full ones first, then the partial, then the empty.
@@ -120,9 +120,19 @@ MOST = 2**21
 # of at least _SHARED, and those of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
 # Each is compiled by itself.
-_STRIPES = 4
+_KEY_RANGES = 4
 # Queries and keys of a tile where lengths are symbols: short calls fill one, long ones have many.
 _SYMBOLIC = (128, 512)
+
+
+def computes_in_bfloat16(dtype: jnp.dtype, T: int, S: int) -> bool:
+    """Return True if matmuls on a CPU stay in bfloat16: of at least 64 queries and keys.
+
+    They are faster then, measured on a CPU with AMX, and what weights lose by rounding averages out
+    over enough of them.
+    """
+    short = any(symbols.at_most(length, 63) for length in (T, S))
+    return dtype == jnp.bfloat16 and not short
 
 
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:
@@ -139,22 +149,26 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
         fine = Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S))
         plans.insert(0, fine)
     for plan in plans:
-        verdict = tile_states(spec, at, plan)
-        if not isinstance(verdict, np.ndarray):
+        states = tile_states(spec, at, plan)
+        if not isinstance(states, np.ndarray):
             # What will be visited is not known yet.
-            return plan, tables_of(verdict)
-        stripes = _stripes(plan, verdict)
+            return plan, tables_of(states)
+        key_ranges = _key_ranges(plan, states)
         choices.append(
-            (_cost_of_stripes(plan, stripes, most), plan._replace(stripes=stripes), verdict)
+            (
+                _cost_of_key_ranges(plan, key_ranges, most),
+                plan._replace(key_ranges=key_ranges),
+                states,
+            )
         )
         # Beside its scores, a small tile costs less to visit than a large one.
         visit = min(_VISIT, 2 * plan.block_q * plan.block_k) if plan is fine else _VISIT
-        choices.append((_cost_of_tiles(plan, verdict, visit), plan, verdict))
-    _, plan, verdict = min(choices, key=lambda choice: choice[0])
-    if plan.stripes:
+        choices.append((_cost_of_tiles(plan, states, visit), plan, states))
+    _, plan, states = min(choices, key=lambda choice: choice[0])
+    if plan.key_ranges:
         return plan, None
-    full, partial = (bool((verdict == kind).any()) for kind in (FULL, PARTIAL))
-    return plan._replace(full=full, partial=partial), tables_of(verdict)
+    full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
+    return plan._replace(full=full, partial=partial), tables_of(states)
 
 
 def _even(length: int, most: int) -> int:
@@ -176,69 +190,69 @@ def _fitting(block: int, length: int) -> int:
 
 
 def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
-    """What the mask says of each tile, [rows|1, N|1, nq, nk]."""
+    """Return what the mask shows of each tile, int8 [rows|1, N|1, nq, nk]: EMPTY, PARTIAL, FULL."""
     table = (1, 1, plan.nq, plan.nk)
     if spec.mask is None:
         xp = jnp if symbols.is_symbolic(*table) else np
-        verdict: Array = xp.full(table, FULL, np.int8)
+        states: Array = xp.full(table, FULL, np.int8)
     else:
         tiles = tiles_of(at.q, at.k, plan.block_q, plan.block_k)
-        if spec.heads is not None:
-            tiles = tiles._replace(heads=spec.heads.array)
-        verdict = spec.mask.tiles(tiles)
-        shape = jnp.broadcast_shapes(verdict.shape, table)
-        xp = np if is_static(verdict) and not symbols.is_symbolic(*shape) else jnp
-        verdict = xp.broadcast_to(verdict, shape)
-        verdict = flat_batch(verdict, plan.dims)
+        if spec.head_ids is not None:
+            tiles = tiles._replace(heads=spec.head_ids.array)
+        states = spec.mask.tiles(tiles)
+        shape = jnp.broadcast_shapes(states.shape, table)
+        xp = np if is_static(states) and not symbols.is_symbolic(*shape) else jnp
+        states = xp.broadcast_to(states, shape)
+        states = flat_batch(states, plan.dims)
     if plan.dims.S % plan.block_k != 0:
         # The last tile of keys reaches beyond the last key.
-        last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (verdict == FULL)
-        verdict = (np if is_static(verdict) else jnp).where(last, np.int8(PARTIAL), verdict)
-    return verdict
+        last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (states == FULL)
+        states = (np if is_static(states) else jnp).where(last, np.int8(PARTIAL), states)
+    return states
 
 
-def tables_of(verdict: Array) -> VisitLists:
+def tables_of(states: Array) -> VisitLists:
     """The tables of what the mask says of each tile [rows|1, N|1, nq, nk]."""
-    xp = np if is_static(verdict) else jnp
-    order = xp.argsort(-verdict.astype(np.int32), axis=-1, stable=True)
-    tables = (order, (verdict == FULL).sum(-1), (verdict > EMPTY).sum(-1))
+    xp = np if is_static(states) else jnp
+    order = xp.argsort(-states.astype(np.int32), axis=-1, stable=True)
+    tables = (order, (states == FULL).sum(-1), (states > EMPTY).sum(-1))
     return VisitLists(*(x.astype(np.int32) for x in tables))
 
 
-def _stripes(plan: Plan, verdict: np.ndarray) -> tuple[Stripe, ...]:
+def _key_ranges(plan: Plan, states: np.ndarray) -> tuple[KeyRange, ...]:
     """Each block's keys from the first to the last that any row or head sees."""
-    seen = verdict.max((0, 1)) > EMPTY
+    seen = states.max((0, 1)) > EMPTY
     first = np.where(seen.any(-1), seen.argmax(-1), 0)
     last = np.where(seen.any(-1), plan.nk - seen[:, ::-1].argmax(-1), 1)
     runs = [(int(width), len(list(blocks))) for width, blocks in itertools.groupby(last - first)]
-    while len(runs) > _STRIPES:
+    while len(runs) > _KEY_RANGES:
         # Neighbours join where it adds the fewest scores.
         pairs = list(itertools.pairwise(runs))
         added = [abs(a[0] - b[0]) * (a if a[0] < b[0] else b)[1] for a, b in pairs]
         i = int(np.argmin(added))
         a, b = pairs[i]
         runs[i : i + 2] = [(max(a[0], b[0]), a[1] + b[1])]
-    full = verdict.min((0, 1)) == FULL
-    stripes, block = [], 0
+    full = states.min((0, 1)) == FULL
+    key_ranges, block = [], 0
     for width, count in runs:
         starts = np.minimum(first[block : block + count], plan.nk - width)
         visited = full[np.arange(block, block + count)[:, None], starts[:, None] + np.arange(width)]
-        stripes.append(Stripe(block, tuple(starts.tolist()), width, not visited.all()))
+        key_ranges.append(KeyRange(block, tuple(starts.tolist()), width, not visited.all()))
         block += count
-    return tuple(stripes)
+    return tuple(key_ranges)
 
 
-def _cost_of_stripes(plan: Plan, stripes: tuple[Stripe, ...], most: int) -> float:
+def _cost_of_key_ranges(plan: Plan, key_ranges: tuple[KeyRange, ...], most: int) -> float:
     cost = 0.0
-    for stripe in stripes:
-        scores = plan.block_q * plan.block_k * stripe.width
+    for part in key_ranges:
+        scores = plan.block_q * plan.block_k * part.width
         if scores > most:
             return np.inf
-        cost += len(stripe.starts) * (scores * (_MASKED if stripe.masked else 1) + _PRODUCT)
+        cost += len(part.starts) * (scores * (_MASKED if part.masked else 1) + _PRODUCT)
     return cost
 
 
-def _cost_of_tiles(plan: Plan, verdict: np.ndarray, visit: int) -> float:
-    full, partial = ((verdict == kind).mean() * plan.nq * plan.nk for kind in (FULL, PARTIAL))
+def _cost_of_tiles(plan: Plan, states: np.ndarray, visit: int) -> float:
+    full, partial = ((states == state).mean() * plan.nq * plan.nk for state in (FULL, PARTIAL))
     scores = plan.block_q * plan.block_k * (full + partial * _MASKED)
     return scores + (full + partial) * visit

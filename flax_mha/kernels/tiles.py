@@ -22,14 +22,14 @@ from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import softmax
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import AttentionSpec
-from flax_mha.kernels.tile_plan import Plan, Stripe
+from flax_mha.kernels.tile_plan import KeyRange, Plan
 from flax_mha.scores import Vectors
 
 Tree = Any
 
 
-class Place(NamedTuple):
-    """Where a block of queries, and some consecutive tiles of its keys, are."""
+class TileIndex(NamedTuple):
+    """The indices of a block of queries and of some consecutive tiles of its keys."""
 
     row: jax.Array
     head: jax.Array
@@ -38,15 +38,15 @@ class Place(NamedTuple):
     width: int = 1
 
     @classmethod
-    def of(cls, plan: Plan, stripe: Stripe, r: jax.Array, j: jax.Array) -> "Place":
-        """The place of job j of a stripe for row-and-key/value-head r, see `rows`."""
-        G, K, starts = plan.dims.G, plan.dims.K, stripe.starts
+    def of(cls, plan: Plan, part: KeyRange, r: jax.Array, j: jax.Array) -> "TileIndex":
+        """Return the tiles of job j of a part, for row and key/value head r of `fold_heads`."""
+        G, K, starts = plan.dims.G, plan.dims.K, part.starts
         count = len(starts) or plan.nq
         block = 0 if count == 1 else j % count
         tile: Any = 0  # Tables say which, where there are no starts.
         if starts:
             tile = starts[0] if count == 1 else jnp.asarray(starts, jnp.int32)[block]
-        return cls(r // K, (r % K) * G + j // count, stripe.first + block, tile, stripe.width)
+        return cls(r // K, (r % K) * G + j // count, part.first + block, tile, part.width)
 
     def entry(self, x: Array) -> jax.Array:
         """Look up the block of queries in one of `VisitLists`, [rows|1, N|1, nq, ...]."""
@@ -85,7 +85,7 @@ class Place(NamedTuple):
         return [jnp.int32(0 if n == 1 else start) for start, n in zip(at, x.shape, strict=True)]
 
 
-def by_rows(x: jax.Array, block: int, K: int) -> jax.Array:
+def fold_heads(x: jax.Array, block: int, K: int) -> jax.Array:
     """[*B, L, K·g, F] as [rows·K, g·blocks·block, F]; the last block filled with 0.
 
     Not of more axes: XLA:CPU copies once more where some of them are 1.
@@ -107,12 +107,12 @@ def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
 
 
 def key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
-    """Zeros for sums over the tiles x [nk, bk, F], as `Place.add_keys` takes them.
+    """Zeros for sums over the tiles x [nk, bk, F], as `TileIndex.add_keys` takes them.
 
     Those that are visited one by one lie each by itself: in one array of all keys the parts of a
     tile would be far from each other, and displace each other in caches.
     """
-    tiles = 1 if plan.stripes else plan.nk
+    tiles = 1 if plan.key_ranges else plan.nk
     return jnp.zeros((tiles, x.shape[-1], plan.nk * plan.block_k // tiles), dtype)
 
 
@@ -138,23 +138,23 @@ def with_sinks(
 
 
 def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> jax.Array | None:
-    """That of the sinks [N], from those of each row [R, G·nq·bq]."""
+    """Return the gradient of the sinks [N], from statistics of each row [R, G·nq·bq]."""
     if sink is None:
         return None
     by_row = softmax.sink_gradient(sink, *of_rows)
     return by_row.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
 
 
-def cut(x: jax.Array, stripe: Stripe) -> jax.Array:
-    """A stripe of x [G, nq, ...], as one axis of jobs."""
-    if stripe.starts:
-        x = x[:, stripe.first : stripe.first + len(stripe.starts)]
+def cut(x: jax.Array, part: KeyRange) -> jax.Array:
+    """Return a part of x [G, nq, ...], as one axis of jobs."""
+    if part.starts:
+        x = x[:, part.first : part.first + len(part.starts)]
     return lax.collapse(x, 0, 2)
 
 
-def join(stripes: Sequence[jax.Array], plan: Plan) -> jax.Array:
-    """The jobs [·, bq, ...] of all stripes as [G·nq·bq, ...]."""
-    parts = [x.reshape(plan.dims.G, -1, *x.shape[1:]) for x in stripes]
+def join(parts: Sequence[jax.Array], plan: Plan) -> jax.Array:
+    """The jobs [·, bq, ...] of all parts as [G·nq·bq, ...]."""
+    parts = [x.reshape(plan.dims.G, -1, *x.shape[1:]) for x in parts]
     x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
     return x.reshape(-1, *x.shape[3:])
 
@@ -169,38 +169,38 @@ def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
     return map_score_arrays(divide, spec)
 
 
-def tile_of(plan: Plan, spec: AttentionSpec, place: Place) -> tuple[AttentionSpec, At]:
-    """The spec and the coordinates of one place, all of rank 2."""
-    spec = map_score_arrays(place.take, spec)
-    q = (place.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
-    k = keys_of(plan, place)[None]
+def tile_of(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[AttentionSpec, At]:
+    """Return the spec and the coordinates of those tiles, all of rank 2."""
+    spec = map_score_arrays(index.take, spec)
+    q = (index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
+    k = keys_of(plan, index)[None]
     q = q if spec.q_pos is None else spec.q_pos.array
     k = k if spec.k_pos is None else spec.k_pos.array
-    row = place.row.reshape(1, 1) if spec.rows is None else spec.rows.array
-    head = place.head.reshape(1, 1) if spec.heads is None else spec.heads.array
+    row = index.row.reshape(1, 1) if spec.row_ids is None else spec.row_ids.array
+    head = index.head.reshape(1, 1) if spec.head_ids is None else spec.head_ids.array
     return spec, At(row, head, q, k)
 
 
-def keys_of(plan: Plan, place: Place) -> Array:
+def keys_of(plan: Plan, index: TileIndex) -> Array:
     """Indices of the keys [width·bk]."""
-    return place.tile * plan.block_k + np.arange(place.width * plan.block_k, dtype=np.int32)
+    return index.tile * plan.block_k + np.arange(index.width * plan.block_k, dtype=np.int32)
 
 
 def score_of(
-    plan: Plan, masked: bool, place: Place, spec: AttentionSpec, at: At, s: jax.Array,
+    plan: Plan, masked: bool, index: TileIndex, spec: AttentionSpec, at: At, s: jax.Array,
     vectors: Vectors | None,
 ) -> jax.Array:  # fmt: skip
     """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
     s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at, vectors=vectors)
     if masked and plan.dims.S % plan.block_k != 0:
-        s = jnp.where(keys_of(plan, place)[None] < plan.dims.S, s, -jnp.inf)
+        s = jnp.where(keys_of(plan, index)[None] < plan.dims.S, s, -jnp.inf)
     return s
 
 
-def nothing(
+def empty_result(
     dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What there is to say where there is no query or no key."""
+    """Return out and lse of a call with no query or no key: 0, and −∞ or the sinks."""
     B, T, _, N, _, _, Hv = dims
     lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
     if sinks is not None:
@@ -209,7 +209,7 @@ def nothing(
 
 
 class TiledCall(NamedTuple):
-    """What of a call is known before tracing.
+    """The static part of a call in tiles.
 
     Attributes:
       plan: the division.
@@ -228,8 +228,8 @@ class TiledCall(NamedTuple):
         """That of a spec in tiles."""
         nodes = jax.tree.leaves(spec, is_leaf=is_score_array)
         # Grids of each row or head would become gathers, so these are not batched.
-        own = any(is_score_array(x) and x.array.shape[:2] != (1, 1) for x in nodes)
-        return cls(plan, scale, 1 if own else plan.rows_together, pure=not spec.own())
+        varies = any(is_score_array(x) and x.array.shape[:2] != (1, 1) for x in nodes)
+        return cls(plan, scale, 1 if varies else plan.rows_together, pure=not spec.user_types())
 
     def vectors(
         self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
@@ -242,28 +242,28 @@ class TiledCall(NamedTuple):
         return self.scale * q.astype(dtype), k.astype(dtype)
 
 
-def accumulate(place: Place, grads: Tree, tile: Tree) -> Tree:
+def add_grads(index: TileIndex, grads: Tree, tile: Tree) -> Tree:
     """The gradients of learned leaves with those of a tile added, if there are any."""
     if tile is None:
         return grads
 
     def add(g: Any, d: Any) -> Any:
-        fn = place.add if is_score_array(g) else jnp.add
+        fn = index.add if is_score_array(g) else jnp.add
         return jax.tree.map(lambda x, y: fn(x, y.astype(x.dtype)), g, d)
 
     return jax.tree.map(add, grads, tile, is_leaf=is_score_array)
 
 
 def tile_gradient(
-    static: TiledCall, masked: bool, place: Place, spec: AttentionSpec, q: jax.Array, k: jax.Array,
-    v: jax.Array, dout: jax.Array, of_rows: jax.Array,
+    static: TiledCall, masked: bool, index: TileIndex, spec: AttentionSpec, q: jax.Array,
+    k: jax.Array, v: jax.Array, dout: jax.Array, of_rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Tree, Vectors | None]:  # fmt: skip
     """A tile's kept weights, and the gradients of q·kᵀ, the learned leaves, and what scores saw."""
-    tile, at = tile_of(static.plan, spec, place)
+    tile, at = tile_of(static.plan, spec, index)
     leaves, others = partition(tile, is_inexact)
 
     def score(s: jax.Array, leaves: Tree, vectors: Vectors | None) -> jax.Array:
-        return score_of(static.plan, masked, place, combine(leaves, others), at, s, vectors)
+        return score_of(static.plan, masked, index, combine(leaves, others), at, s, vectors)
 
     acc = of_rows.dtype
     top, share, delta = jnp.split(of_rows, 3, -1)
@@ -271,13 +271,13 @@ def tile_gradient(
     args = product, leaves, static.vectors(spec, q, k, acc)
     s, pull = jax.vjp(score, *args) if spec.scores else (score(*args), None)
     p = softmax.weights(s, top, share)
-    dp = spec.gain(tile.drop(dot(dout, v, 1, 1, spec, acc), at))
+    dp = spec.scale_kept(tile.apply_dropout(dot(dout, v, 1, 1, spec, acc), at))
     ds = softmax.gradient(p, dp, delta, masked)
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
     ds, dleaves, dvectors = (ds, None, None) if pull is None else pull(ds)
     if dvectors is not None:
         dvectors = static.scale * dvectors[0], dvectors[1]
-    return tile.drop(p, at), static.scale * ds, dleaves, dvectors
+    return tile.apply_dropout(p, at), static.scale * ds, dleaves, dvectors
 
 
 def dot(
@@ -290,7 +290,7 @@ def dot(
     )  # fmt: skip
 
 
-def over(group: Callable[[Tree, Tree], Any], sums: Tree, xs: Tree, together: int) -> Any:
+def scan_or_map(group: Callable[[Tree, Tree], Any], sums: Tree, xs: Tree, together: int) -> Any:
     """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
     if jax.tree.leaves(sums) or together == 1:
         return lax.scan(group, sums, xs)

@@ -18,7 +18,7 @@ from flax.typing import Dtype, PrecisionLike
 from flax_mha import masks
 from flax_mha.base import checks, shapes
 from flax_mha.kernels import dot_product_attention
-from flax_mha.kernels.spec import prepare
+from flax_mha.kernels.bind import bind_call
 
 Function = Callable[..., Any]
 
@@ -160,11 +160,11 @@ def dot_product_attention_weights(
         module.sow(_intermediates(module), "attention_weights", weights)
     if deterministic:
         return weights
-    spec = prepare(
+    spec = bind_call(
         query, key, values, dropout_rng=dropout_rng, dropout_rate=dropout_rate,
         broadcast_dropout=broadcast_dropout,
     )[-1]  # fmt: skip
-    return spec.gain(spec.drop(weights, spec.at(shapes.Dims.of(query, key, values))))
+    return spec.scale_kept(spec.apply_dropout(weights, spec.at(shapes.Dims.of(query, key, values))))
 
 
 def _refuse(remedy: str, **einsums: Function | None) -> None:

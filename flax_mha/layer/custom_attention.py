@@ -13,8 +13,8 @@ from flax.typing import Dtype, PrecisionLike
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import Array
+from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.stored import dequantize
 from flax_mha.masks.base import evaluate
 
@@ -76,7 +76,9 @@ def run(
                 f"{name} needs a kernel of flax_mha, got it with attention_fn, which has no way to "
                 f"take it; leave out one of them"
             )
-    q, k, v, spec = prepare(q, k, v, mask=mask, q_positions=q_positions, kv_positions=kv_positions)
+    q, k, v, spec = bind_call(
+        q, k, v, mask=mask, q_positions=q_positions, kv_positions=kv_positions
+    )
     k, v = dequantize(k), dequantize(v)
     dims = shapes.attention_dims(q, k, v)
     if dims.G > 1:
@@ -103,7 +105,7 @@ def run(
             f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
             f"{checks.describe(out)}; its queries are [*B, T, N, H]"
         )
-    return (spec.spoil(out),)
+    return (spec.nan_where_invalid(out),)
 
 
 def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, Any]:

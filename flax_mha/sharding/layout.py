@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mha.base import checks
+from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules
 from flax_mha.sharding.shard_map import over
 
@@ -164,42 +165,35 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     if not mesh.explicit_axes:
         return run(*args)
     whole = initializing.value or not nn.get_logical_axis_rules()
-    arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    if whole and any(any(spec_of(x)) for x in arrays):
+    # What are no arrays of JAX pass by themselves.
+    arrays, static = partition(args, is_array)
+    if whole and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
         raise ValueError(
             f"arrays divided over the Explicit mesh axes {mesh.explicit_axes} need rules that say "
             f"what is; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
         )
 
-    # What are no arrays of JAX pass by themselves.
-    leaves, tree = jax.tree.flatten(args)
-    array_indices = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
         if whole:
             return PartitionSpec()
-        first = leaves[array_indices[0]]
+        first = jax.tree.leaves(arrays)[0]
         alike = zip(spec_of(first), first.shape, x.shape, strict=False)
-        as_first = [axes if size == wished else None for axes, size, wished in alike]
+        kept = [axes if before == after else None for axes, before, after in alike]
         spec = rules.only(rules.checked(x.shape, n, mesh), mesh.explicit_axes)
-        return rules.filled(spec, as_first)
-
-    def of_arrays(arrays: Sequence[Any], call: Callable[..., Any]) -> Any:
-        filled = dict(zip(array_indices, arrays, strict=True))
-        return call(*jax.tree.unflatten(tree, [filled.get(i, x) for i, x in enumerate(leaves)]))
+        return rules.filled(spec, kept)
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        plain = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in array_indices]
-        shapes = jax.eval_shape(lambda *x: of_arrays(x, fn), *plain)
+        plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+        shapes = jax.eval_shape(lambda x: fn(*combine(x, static)), plain)
     specs = jax.tree.map(spec, names, shapes, is_leaf=_is_names)
     inside = jax.sharding.auto_axes(
-        lambda *x: of_arrays(x, run), axes=mesh.explicit_axes, out_sharding=specs
+        lambda x: run(*combine(x, static)), axes=mesh.explicit_axes, out_sharding=specs
     )
     if mesh.manual_axes:
         # Inside `jax.shard_map` over other axes, JAX refuses residuals of what is Auto in it; and
         # does not run it outside jit.
         inside = jax.checkpoint(jax.jit(inside))
-    return inside(*(leaves[i] for i in array_indices))
+    return inside(arrays)
 
 
 def _is_names(x: Any) -> bool:

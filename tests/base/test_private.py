@@ -14,8 +14,8 @@ import pytest
 
 from flax_mha import dot_product_attention, explain, kernels, sharding
 from flax_mha.base import private_jax
+from flax_mha.kernels.choose import KERNELS
 from flax_mha.kernels.cudnn import primitives
-from flax_mha.kernels.registry import KERNELS
 
 ROOT = Path(__file__).parent.parent.parent
 # Each stands in one file, which only its own kernel loads.

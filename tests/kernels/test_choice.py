@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import dot_product_attention, explain, sharding
-from flax_mha.kernels import Platform, choice
-from flax_mha.kernels.spec import prepare
+from flax_mha.kernels import Platform, choose
+from flax_mha.kernels.bind import bind_call
 from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
 from tests.support.meshes import KINDS
@@ -77,11 +77,11 @@ def test_a_layer_on_a_mesh_lowers_once(tpu, counts) -> None:
 
 def test_auto_asks_no_further_than_it_must() -> None:
     x = np.ones((1, 512, 2, 8), np.float32)
-    call = prepare(x, x, x, mask=Causal())
-    found = choice.decide("auto", *call, Platform("cpu"))
-    assert found.kernel == "blockwise"
+    call = bind_call(x, x, x, mask=Causal())
+    found, _ = choose.decide("auto", *call, Platform("cpu"))
+    assert found.chosen == "blockwise"
     assert list(found.refused) == ["cudnn", "splash", "flex"]
-    assert set(choice.decide("auto", *call, Platform("cpu"), ask_all=True).refused) == {
+    assert set(choose.decide("auto", *call, Platform("cpu"), ask_all=True)[0].refused) == {
         "cudnn", "splash", "flex", "decode",
     }  # fmt: skip
 
@@ -106,8 +106,8 @@ def test_on_a_cpu_short_calls_take_plain_einsums(
 
     def call(x: jax.Array, keys: jax.Array) -> jax.Array:
         mask = Lengths(keys) if traced else Causal()
-        choice_of = choice.decide("auto", *prepare(x, x, x, mask=mask), Platform("cpu"))
-        found.append(choice_of.kernel)
+        explanation, _ = choose.decide("auto", *bind_call(x, x, x, mask=mask), Platform("cpu"))
+        found.append(explanation.chosen)
         return x
 
     jax.eval_shape(call, x, jax.ShapeDtypeStruct((rows,), jnp.int32))

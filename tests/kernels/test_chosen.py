@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from flax_mha import dot_product_attention, explain
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels import tpu as blocks_of_tpu
+from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.decode import QUERIES
 from flax_mha.kernels.flex import trace
-from flax_mha.kernels.spec import prepare
 from flax_mha.kernels.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check
@@ -71,7 +71,7 @@ def test_against_the_oracle(kernel: str, sizes: Any) -> None:
 def planned(mask: Mask, T: int, kernel: Any = plan_call) -> Any:
     """What a traced call of N heads and one row is divided into."""
     q = jnp.zeros((1, T, N, 8))
-    *qkv, spec = prepare(q, q, q, mask=mask)
+    *qkv, spec = bind_call(q, q, q, mask=mask)
     return kernel(spec, attention_dims(*qkv))
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.cudnn import primitives
-from flax_mha.kernels.mesh import devices
+from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Lengths, Window
 from flax_mha.scores import SoftCap
 from tests.kernels.near import run
@@ -120,7 +120,7 @@ def test_on_a_gpu(name: str, dtype: str, t: int, s: int) -> None:
 @pytest.mark.parametrize("mask", [None, Causal(), LENGTHS], ids=["full", "causal", "lengths"])
 @pytest.mark.parametrize("name", ["sinks", "cap"])
 def test_sinks_and_soft_caps_on_a_gpu(name: str, mask) -> None:
-    if name == "cap" and not primitives.takes_caps(primitives.gpu(devices.here())):
+    if name == "cap" and not primitives.takes_caps(primitives.gpu(shards.current_platform())):
         pytest.skip("this JAX, cuDNN or GPU has no soft caps")
     learned = {"sinks": jnp.array([-1.0, 0.0, 1.0, 9.0])} if name == "sinks" else {}
     scores = {} if name == "sinks" else {"scores": (SoftCap(1.5),)}
@@ -161,7 +161,7 @@ def test_empty_rows_and_poison_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_auto_takes_it_on_a_gpu() -> None:
-    assert not isinstance(primitives.gpu(devices.here()), str)
+    assert not isinstance(primitives.gpu(shards.current_platform()), str)
     x = jnp.ones((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, mask=Causal()).chosen == "cudnn"
     assert np.isfinite(dot_product_attention(x, x, x, mask=Causal())).all()

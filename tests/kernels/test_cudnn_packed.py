@@ -17,7 +17,7 @@ from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Runs
-from flax_mha.kernels.mesh import devices
+from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
@@ -64,7 +64,7 @@ def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
 @pytest.mark.parametrize("name", MASKS)
 def test_on_a_gpu(name: str) -> None:
     """Of the sizes that documents have there; below Hopper it is refused."""
-    capability = primitives.gpu(devices.here()).capability
+    capability = primitives.gpu(shards.current_platform()).capability
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}

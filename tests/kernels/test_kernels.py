@@ -11,7 +11,7 @@ import pytest
 from flax_mha import dot_product_attention, explain, kernels
 from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels import tile_plan
-from flax_mha.kernels.spec import prepare
+from flax_mha.kernels.bind import bind_call
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
 from flax_mha.scores import Score
 from tests.kernels.cases import KERNELS
@@ -146,8 +146,8 @@ def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.Mon
 def test_how_many_are_computed_together() -> None:
     def together(b: int, t: int) -> int:
         q = jnp.zeros((b, t, 6, 8))
-        *_, spec = prepare(q, q, q, mask=Causal())
-        return tile_plan.plan_call(spec, attention_dims(q, q, q))[0].together
+        *_, spec = bind_call(q, q, q, mask=Causal())
+        return tile_plan.plan_call(spec, attention_dims(q, q, q))[0].rows_together
 
     # Small ones all, then as many as divide them evenly.
     assert together(1, 256) == 6

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels.registry import KERNELS
+from flax_mha.kernels.choose import KERNELS
+from flax_mha.kernels.mesh.ring import schedule
 from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
 from tests.kernels.near import close as near
@@ -24,11 +25,11 @@ from tests.support import oracle
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # What computes attention forward: its module, and its name.
 FORWARD = {
-    "flex": ("flex.core", "_attend"),
+    "flex": ("flex.kernels", "_attend"),
     "blockwise": ("blockwise", "_loops"),
-    "cudnn": ("cudnn.fused", "forward"),
+    "cudnn": ("cudnn.primitives", "forward"),
 }
-BACKWARD = ("cudnn.fused", "backward")
+BACKWARD = ("cudnn.primitives", "backward")
 
 
 @pytest.mark.slow
@@ -92,7 +93,7 @@ def test_the_backward_pass_computes_no_attention_again(
     blocks = n * (n + 1) // 2
     assert passes(FORWARD[kernel], kernel, n, monkeypatch) == blocks
     # A kernel that can't go on from what is known computes it again.
-    monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(recalls=False))
+    monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(takes_result=False))
     assert passes(FORWARD[kernel], kernel, n, monkeypatch) == 2 * blocks
 
 
@@ -104,8 +105,28 @@ def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
     with_lse = {"return_residuals": True}
     assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch, **with_lse) == blocks
     assert passes(BACKWARD, "cudnn", n, monkeypatch, **with_lse) == 2 * blocks
-    monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(recalls=False))
+    monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(takes_result=False))
     assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == 2 * blocks
+
+
+@pytest.mark.parametrize(
+    ("steps", "legs"),
+    [
+        ([], []),
+        ([0], [((0,), 0, 0)]),
+        ([3], [((3,), 3, 0)]),
+        # Blocks come from each device in turn: the first two steps and the last are no loop's.
+        (
+            [0, 1, 2, 3, 4, 5, 6, 7],
+            [((0,), 0, 1), ((1,), 1, 1), ((2, 3, 4, 5, 6), 1, 1), ((7,), 1, 0)],
+        ),
+        ([0, 7, 6, 5, 4], [((0,), 0, 7), ((7,), 7, 7), ((6, 5), 7, 7), ((4,), 7, 0)]),
+        # Of a window that looks back: what no device sees is passed over.
+        ([1, 2, 3, 6, 7], [((1,), 1, 1), ((2,), 1, 1), ((3,), 1, 3), ((6,), 3, 1), ((7,), 1, 0)]),
+    ],
+)
+def test_the_way_round_is_planned(steps: list[int], legs: list[tuple[Any, ...]]) -> None:
+    assert schedule(steps, 8) == legs
 
 
 def halves() -> list[jax.Array]:

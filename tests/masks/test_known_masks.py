@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flax_mha.base.shapes import Dims
-from flax_mha.kernels.spec import prepare
+from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.tile_plan import plan_call
 from flax_mha.masks import Causal, Dense, Lengths, Prefix, Segments
 
@@ -34,7 +34,7 @@ def test_constants_of_jax_are_known_before_tracing(name: str) -> None:
 
     @jax.jit
     def plan_it(x: jax.Array) -> jax.Array:
-        *_, spec = prepare(x, x, x, mask=mask, q_positions=positions, kv_positions=positions)
+        *_, spec = bind_call(x, x, x, mask=mask, q_positions=positions, kv_positions=positions)
         tables.append(plan_call(spec, dims))
         return x
 

@@ -94,7 +94,7 @@ def test_kernels_see_no_mesh(path: Path) -> None:
     name = name_of(path)
     if name.startswith("kernels.") and not name.startswith("kernels.mesh"):
         assert "sharding" not in imported(path) or name in ("kernels.spec", "kernels.observe")
-        assert name == "kernels.spec" or "abstract_mesh" not in path.read_text()
+        assert name == "kernels.bind" or "abstract_mesh" not in path.read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

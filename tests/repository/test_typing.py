@@ -15,17 +15,17 @@ from typing import get_args
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, kernels, linen, nnx
-from flax_mha.kernels import KERNELS, options
-from flax_mha.kernels.mesh.shards import WAYS
+from flax_mha.kernels import KERNELS, bind, choose
+from flax_mha.kernels.choose import STRATEGIES
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / "tests" / "typed"
+FOLDER = Path(__file__).parent / "typed"
 RETURNS = {"return_weights", "return_residuals", "capture"}
 
 
 def test_the_options_are_the_arguments() -> None:
     function = set(inspect.signature(dot_product_attention).parameters)
-    assert {*options.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
+    assert {*bind.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
     inputs = {"self", "inputs_q", "inputs_k", "inputs_v"}
     assert {*linen.LayerOptions.__annotations__, *inputs, "return_weights", "return_kv"} == call
@@ -35,8 +35,13 @@ def test_the_options_are_the_arguments() -> None:
 
 
 def test_the_names_of_kernels_are_in_their_type() -> None:
-    names = {"auto", *KERNELS, *WAYS, *(f"{way}:{name}" for way in WAYS for name in KERNELS)}
-    assert {*get_args(options.KernelName)} == names
+    names = {
+        "auto",
+        *KERNELS,
+        *STRATEGIES,
+        *(f"{way}:{name}" for way in STRATEGIES for name in KERNELS),
+    }
+    assert {*get_args(choose.KernelName)} == names
 
 
 def faults(said: str) -> set[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""The way of one input through the layer, counted: what a reader has to follow."""
+"""The way of one input through the layer, counted: the functions that a reader has to follow."""
 
 import ast
 import contextlib
@@ -17,6 +17,7 @@ from jax.sharding import AxisType
 
 import flax_mha
 from flax_mha import MultiHeadAttention, masks, sharding
+from flax_mha.kernels.reference import multiplied
 
 ROOT = Path(flax_mha.__file__).parent
 
@@ -31,10 +32,38 @@ def test_an_input_seldom_comes_back_to_a_file_it_has_left() -> None:
     jax.make_jaxpr(call)(x[:, 1:])  # What is imported on the way is now there.
     stays = _stays(call, x)
     assert stays[0] == "linen.py"
-    assert {"layer/core.py", "layer/linear.py", "kernels/choice.py", "kernels/reference.py"} <= set(
+    assert {"layer/core.py", "layer/linear.py", "kernels/choose.py", "kernels/reference.py"} <= set(
         stays
     )
     assert len(stays) - len(set(stays)) <= 10, "\n".join(stays)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_few_functions_stand_between_a_call_and_its_product(devices: int) -> None:
+    q = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.float32)
+    mesh = jax.make_mesh((1, devices), ("data", "model"), devices=jax.devices()[:devices])
+    way: list[str] = []
+
+    def look(frame: FrameType | None, event: str, _: Any) -> None:
+        if frame and event == "call" and frame.f_code is multiplied.__code__ and not way:
+            while frame:
+                if frame.f_code.co_filename.startswith(str(ROOT)):
+                    way.insert(0, frame.f_code.co_name)
+                frame = frame.f_back
+
+    def call(q: jax.Array) -> jax.Array:
+        return flax_mha.dot_product_attention(q, q, q, mask=masks.Causal(), kernel="reference")
+
+    ambient = jax.set_mesh(mesh) if devices > 1 else contextlib.nullcontext()
+    with ambient, nn.logical_axis_rules(sharding.RULES):
+        sys.setprofile(look)
+        try:
+            jax.eval_shape(call, q)
+        finally:
+            sys.setprofile(None)
+    on_mesh = ["run", "over", "inside"] if devices > 1 else []
+    product = ["run", "attend", "scores", "isolated", "multiplied"]
+    assert way == ["dot_product_attention", *on_mesh, *product]
 
 
 def _stays(call: Any, x: jax.Array) -> list[str]:
@@ -84,8 +113,9 @@ OPTIONS = (
     "broadcast_dropout", "capture", "dropout_rate", "head_mask", "normalizer", "param_dtype",
     "partitioned", "project_out", "qk_norm", "rotary", "sinks", "use_bias",
 )  # fmt: skip
-# Which give options to layers, as users do.
+# Which give options to layers, as users do; and functions of Flax's signatures.
 CALLERS = ("interop", "kernels", "models")
+FLAX = "attention_fn.py"
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -93,7 +123,8 @@ def test_an_option_is_known_to_few_files(option: str) -> None:
     files = [
         path
         for path in sorted(ROOT.rglob("*.py"))
-        if path.relative_to(ROOT).parts[0] not in CALLERS and option in _names(path)
+        if path.relative_to(ROOT).parts[0] not in CALLERS
+        if path.name != FLAX and option in _names(path)
     ]
     assert 1 <= len(files) <= 5, files
 

@@ -18,7 +18,7 @@ from flax_mha import (
     scores,
     sharding,
 )
-from flax_mha.kernels import shards
+from flax_mha.kernels.choose import STRATEGIES
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
 from tests.support.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
@@ -92,7 +92,7 @@ def test_as_one_device(way: str, kind: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", shards.WAYS)
+@pytest.mark.parametrize("way", STRATEGIES)
 def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
     """What a mask knows of each token lies where the token does."""
 
@@ -115,7 +115,7 @@ def test_explicit_results_stay_where_the_queries_are() -> None:
     mesh, leave = on("Explicit", FOUR)
     try:
         q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, P(None, "model", "data")))
-        for way in shards.WAYS:
+        for way in STRATEGIES:
             out = jax.jit(lambda q, way=way: dot_product_attention(q, q, q, kernel=way))(q)
             assert out.sharding.spec == P(None, "model", "data", None), way
     finally:

@@ -33,8 +33,7 @@ from flax_mha.kernels.cudnn import edge_cases, primitives
 from flax_mha.kernels.cudnn import mask as bands
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
-from flax_mha.kernels.options import Platform
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
 from flax_mha.scores import Bias, SoftCap
 from flax_mha.sharding.shard_map import varying
 
@@ -59,10 +58,10 @@ def lower(
         return Refusal(band)
     reason = _refuses_scores(q, spec, dims, device)
     if band.runs is not None:
-        reason = reason or _refuses_runs(spec, dims, device, platform.spread)
+        reason = reason or _refuses_runs(spec, dims, device, platform.auto_partitioned)
     if reason:
         return Refusal(reason)
-    return functools.partial(_attend, q, k, v, spec, band, platform.spread)
+    return functools.partial(_attend, q, k, v, spec, band, platform.auto_partitioned)
 
 
 def _lacks(
@@ -83,7 +82,7 @@ def _lacks(
         return f"has no precision setting, got {spec.precision}"
     if varying(q):
         return "inside jax.shard_map it needs check_vma=False"
-    return None if platform.spread else platform.undivided
+    return None if platform.auto_partitioned else platform.not_partitionable
 
 
 def _refuses_scores(

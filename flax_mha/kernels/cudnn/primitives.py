@@ -13,7 +13,7 @@ import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha.base import private_jax
-from flax_mha.kernels.options import Platform
+from flax_mha.kernels.spec import Platform
 
 # Private; `private.NAMES` says what is expected of it.
 fused: Any = fused_attention_stablehlo

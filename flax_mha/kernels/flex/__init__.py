@@ -30,9 +30,8 @@ from flax_mha.kernels.flex.kernels import Arrays, core
 from flax_mha.kernels.flex.mosaic import DTYPES, Function
 from flax_mha.kernels.flex.tile import FlexCall
 from flax_mha.kernels.flex.tile_order import Operand
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
 from flax_mha.kernels.tile_plan import Plan, smallest_blocks, tile_states
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import evaluate
@@ -55,8 +54,8 @@ def lower(
     traced = trace(spec, shapes.Dims.of(q, k, v))
     if isinstance(traced, str):
         return Refusal(traced)
-    if platform.undivided:
-        return Refusal(platform.undivided)
+    if platform.not_partitionable:
+        return Refusal(platform.not_partitionable)
     return functools.partial(_attend, q, k, v, spec, traced)
 
 
@@ -143,7 +142,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     plan = _plan(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
-    spec = spec.replace(sinks=None, rows=None, heads=None)
+    spec = spec.replace(sinks=None, row_ids=None, head_ids=None)
     if spec.dropout is not None:
         seed = spec.dropout.seed
         spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))

@@ -53,8 +53,8 @@ class FlexCall(NamedTuple):
         return jax.tree.unflatten(self.tree, leaves)
 
     def gain(self, x: jax.Array) -> jax.Array:
-        """See `AttentionSpec.gain`."""
-        return self.spec(self.leaves).gain(x)
+        """See `AttentionSpec.scale_kept`."""
+        return self.spec(self.leaves).scale_kept(x)
 
     def dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
         """Multiply in float32, over these axes."""

@@ -1,4 +1,4 @@
-"""What a call will run on: asked of the mesh once, and told to all below."""
+"""The platform that a call will run on: asked of the mesh once, and told to all below."""
 
 from collections.abc import Collection
 
@@ -6,11 +6,11 @@ import jax
 from jax.sharding import AbstractMesh
 
 from flax_mha import sharding
-from flax_mha.kernels.options import Platform
+from flax_mha.kernels.spec import Platform
 
 
-def here(manual: Collection[str] = ()) -> Platform:
-    """What is traced here will run on: the devices of the ambient mesh, or those at hand.
+def current_platform(manual: Collection[str] = ()) -> Platform:
+    """Return the platform of what is traced here: the ambient mesh's devices, or those at hand.
 
     The devices of a mesh need not be at hand: a program can be compiled for chips elsewhere.
 
@@ -18,13 +18,14 @@ def here(manual: Collection[str] = ()) -> Platform:
       manual: mesh axes that each device will run its own shard of, inside `jax.shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    meant = mesh.abstract_device
-    kind = (jax.local_devices()[0] if meant is None else meant).device_kind
-    spread = mesh.empty and jax.device_count() > 1
-    return Platform(sharding.platform(), kind, None, _undivided(mesh, manual), spread)
+    device = mesh.abstract_device
+    device = jax.local_devices()[0] if device is None else device
+    reason = _not_partitionable(mesh, manual)
+    automatic = mesh.empty and jax.device_count() > 1
+    return Platform(sharding.platform(), device.device_kind, None, reason, automatic)
 
 
-def _undivided(mesh: AbstractMesh, manual: Collection[str]) -> str | None:
+def _not_partitionable(mesh: AbstractMesh, manual: Collection[str]) -> str | None:
     if mesh.empty:
         if jax.device_count() == 1:
             return None

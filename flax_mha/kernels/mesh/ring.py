@@ -17,7 +17,6 @@ that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 201
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +28,12 @@ from jax import lax
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import Array, map_score_arrays
 from flax_mha.base.shapes import Dims
-from flax_mha.base.trees import combine, is_inexact, partition
+from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
-from flax_mha.kernels.options import Platform
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.choose import Explanation
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.kernels.tile_plan import Plan, tile_states
-from flax_mha.kernels.tiles import nothing
+from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import EMPTY, Causal
 
 # (q, k, v, spec, known) -> (out, lse): what a device does. Given a result that is known, of these
@@ -102,8 +101,8 @@ class Ring(NamedTuple):
         """The spec of a step's keys, without a mask where everything is seen."""
         if not self.plain:
             return spec
-        own = isinstance(step, int) and step == 0
-        return spec.replace(mask=spec.mask if own else None, q_pos=None, k_pos=None)
+        is_home = isinstance(step, int) and step == 0
+        return spec.replace(mask=spec.mask if is_home else None, q_pos=None, k_pos=None)
 
     def where_seen(self, step: Any, fn: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
         """fn(*args) on the devices that see something in a step, `otherwise` on the others."""
@@ -115,47 +114,67 @@ class Ring(NamedTuple):
     def go(
         self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
     ) -> tuple[Any, Any]:
-        """Goes round: state, found = visit(step, state, blocks) in each of the steps.
+        """Go round: state, sums = visit(step, state, blocks) in each of the steps.
 
-        Returns the last state, and the sum of what was found of each device's blocks, if any.
+        Returns the last state, and the sum of each device's blocks' sums over the steps, if any.
         """
-        m, hops = len(steps), (np.diff([0, *steps]) % len(self.seen)).tolist()
         add = functools.partial(jax.tree.map, jnp.add)
-        if not m:
-            return state, None
 
-        def turn(
-            t: int, step: Any, state: Any, blocks: Result, behind: Any
-        ) -> tuple[Any, Any, Any]:
+        def turn(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
+            state, blocks, behind = carry
             # Sent before anything is computed, so that both can happen at once.
-            following = self.send(blocks, hops[t + 1]) if t + 1 < m else blocks
-            behind = None if behind is None else self.send(behind, hops[t])
-            state, found = visit(step, state, blocks)
-            return state, following, found if behind is None else add(found, behind)
+            following = self.send(blocks, leg.following)
+            behind = self.send(behind, leg.hop)
+            state, sums = visit(step, state, blocks)
+            return (state, following, sums if behind is None else add(sums, behind)), None
 
         home: Any = None
         behind: Any = None
-        blocks, t = self.send(blocks, hops[0]), 0
-        if steps[0] == 0:
-            state, blocks, home = turn(0, 0, state, blocks, None)
-            t = 1
-        while t < m:
-            alike = len(list(next(itertools.groupby(hops[t:]))[1])) - 1
-            if behind is None or alike < 2:
-                state, blocks, behind = turn(t, steps[t], state, blocks, behind)
-                t += 1
-                continue
-
-            def body(carry: Any, step: jax.Array, t: int) -> tuple[Any, None]:
-                return turn(t, step, *carry), None
-
-            some, carry = np.array(steps[t : t + alike]), (state, blocks, behind)
-            (state, blocks, behind), _ = lax.scan(functools.partial(body, t=t), carry, some)
-            t += alike
+        blocks = self.send(blocks, steps[0] if steps else 0)
+        for leg in schedule(steps, len(self.seen)):
+            carry = state, blocks, behind
+            if len(leg.steps) > 1:
+                carry, _ = lax.scan(functools.partial(turn, leg), carry, np.array(leg.steps))
+            else:
+                carry, _ = turn(leg, carry, leg.steps[0])
+            state, blocks, behind = carry
+            if leg.steps[0] == 0:
+                # The sums of a device's own blocks, which need not travel.
+                home, behind = behind, None
         if behind is not None:
             behind = self.send(behind, -steps[-1])
             home = behind if home is None else add(home, behind)
         return state, home
+
+
+class Leg(NamedTuple):
+    """Steps in a row between which the blocks travel equally far: one, or those of a loop.
+
+    Attributes:
+      steps: see `Ring`.
+      hop: how many devices forward the sums of a step travel from the step before.
+      following: how many devices forward the blocks of a step travel to the one after it.
+    """
+
+    steps: tuple[int, ...]
+    hop: int
+    following: int
+
+
+def schedule(steps: Sequence[int], n: int) -> list[Leg]:
+    """Return the legs of a way round n devices, in order; only the first step may be 0.
+
+    A loop has the same arrays from its first step: it begins where sums travel already.
+    """
+    hops = (np.diff([0, *steps, *steps[-1:]]) % n).tolist()
+    travelling = 2 if 0 in steps else 1
+    legs: list[Leg] = []
+    for t, step in enumerate(steps):
+        leg = Leg((step,), hops[t], hops[t + 1])
+        if t > travelling and legs[-1][1:] == leg[1:]:
+            leg = leg._replace(steps=(*legs.pop().steps, step))
+        legs.append(leg)
+    return legs
 
 
 def attend(
@@ -174,7 +193,7 @@ def attend(
     Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
     """
     q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
-    arrays, known = partition(spec.replace(sinks=None), lambda x: isinstance(x, jax.Array))
+    arrays, known = partition(spec.replace(sinks=None), is_array)
     out, lse = _core(ring, local, known, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
@@ -183,11 +202,13 @@ def attend(
     return out, lse
 
 
-def first_block(ring: Ring, k: jax.Array, spec: AttentionSpec) -> AttentionSpec:
-    """The spec of what this device computes first."""
-    step = ring.steps[0] if ring.steps else 0
-    S = k.shape[-3]
-    return ring.of_step(ring.cut(spec.replace(sinks=None), S, ring.source(step) * S), step)
+def explain(
+    ring: Ring, local: Callable[..., Explanation], q: jax.Array, k: Any, v: Any, spec: AttentionSpec
+) -> Explanation:
+    """Tell what `local` does with the block of keys that this device attends to first."""
+    step, S = ring.steps[0] if ring.steps else 0, k.shape[-3]
+    spec = ring.cut(spec.replace(sinks=None), S, ring.source(step) * S)
+    return local(q, k, v, ring.of_step(spec, step))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -205,7 +226,7 @@ def _core(
         return ring.where_seen(step, see, merged, *blocks), ()
 
     dims = shapes.Dims.of(q, k, v)
-    out, lse = nothing(dims, shapes.wide(q.dtype), None)
+    out, lse = empty_result(dims, shapes.wide(q.dtype), None)
     (out, lse), _ = ring.go(ring.steps, visit, (out, lse), (k, v))
     return out.astype(q.dtype), lse
 
@@ -230,14 +251,14 @@ def _backward(
     dout = _unless_empty(lse, cotangents[0]) if asked[0] else jnp.zeros_like(out)
     douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if asked[1] else (dout,)
     S, acc = k.shape[-3], lse.dtype
-    leaves, rest = partition(arrays, is_inexact)
+    leaves, others = partition(arrays, is_inexact)
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
         start = ring.source(step) * S
-        mine, others = (ring.cut(x, S, start) for x in (leaves, combine(rest, known)))
+        mine, static = (ring.cut(x, S, start) for x in (leaves, combine(others, known)))
 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, mine: Any) -> Any:
-            spec = ring.of_step(combine(mine, others), step)
+            spec = ring.of_step(combine(mine, static), step)
             return local(q, k, v, spec, (out, lse))[: len(douts)]
 
         def see(k: jax.Array, v: jax.Array) -> Any:
@@ -249,15 +270,15 @@ def _backward(
             return jnp.zeros_like(x, acc)
 
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, mine)), jax.tree.map(wide, blocks)
-        (dq, dmine), found = ring.where_seen(step, see, zeros, *blocks)
+        (dq, dmine), dkv = ring.where_seen(step, see, zeros, *blocks)
         add = functools.partial(_add, start=start)
-        return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), found
+        return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
     # The other way round: XLA would see that the same was sent before, and keep it all till now.
     steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
-    (dq, dleaves), found = ring.go(steps, visit, zeros, (k, v))
-    dk, dv = found or (jnp.zeros_like(k), jnp.zeros_like(v))
+    (dq, dleaves), dkv = ring.go(steps, visit, zeros, (k, v))
+    dk, dv = dkv or (jnp.zeros_like(k), jnp.zeros_like(v))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dleaves
 
 

@@ -2,7 +2,7 @@
 
 Rows of the batch and heads are divided as the rules say (see `flax_mha.sharding`), and every device
 runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a mesh. Where `length`
-is divided too, a call goes one of three `WAYS`.
+is divided too, a call takes one of three `STRATEGIES`.
 """
 
 import functools
@@ -16,20 +16,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import sharding
-from flax_mha.base import shapes
 from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
 from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import combine, is_array, partition
+from flax_mha.kernels import choose, derivatives
+from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring
-from flax_mha.kernels.mesh.devices import here
+from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.options import Platform
-from flax_mha.kernels.spec import AttentionSpec, Result
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.rules import each
-
-# How the devices that a sequence is divided over come by the keys: each takes all tokens of some
-# heads; the keys go round; or each gathers all of them.
-WAYS = ("ulysses", "ring", "all_gather")
 
 _LSE = ("batch", "heads", "length")
 
@@ -100,11 +97,11 @@ def _devices(axes: Any) -> int:
     return math.prod(sizes[axis] for axis in each(axes))
 
 
-def refusals(
-    division: Division, dims: Dims, normalizer: str, every_derivative: bool
-) -> dict[str, str]:
-    """The reasons why a call can't go some of the `WAYS`."""
+def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
+    """Return the reasons why a call can't take some of the `STRATEGIES`, if any."""
     n, refused = division.devices, {}
+    if n == 1:
+        return {}
     several = _devices(division.heads) * n
     if dims.N % several or dims.K % several:
         refused["ulysses"] = (
@@ -115,112 +112,124 @@ def refusals(
         refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
     if normalizer != SOFTMAX:
         refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
-    if every_derivative:
+    if derivatives.all_asked() or kernel == "checkpointed":
         refused["ring"] = "it has not every derivative, which this call asks for"
     return refused
 
 
-def preference(division: Division, dims: Dims) -> list[str]:
-    """The ways, best first.
+def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
+    """Return the strategy that is named, or the best; None if no sequence is divided.
 
     1. `ulysses`: every device has the same to compute under any mask, in any order of the tokens.
     2. `all_gather`, where all keys and values take no more memory than a device's queries. There it
        sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
     3. `ring`, whose memory is divided by n too.
+
+    Raises:
+      ValueError: if the strategy that was named refuses.
     """
+    if division.devices == 1:
+        return None
+    refused = refusals(kernel, normalizer, division, dims)
+    strategy, _ = choose.parse_kernel(kernel)
+    if strategy in refused:
+        raise choose.refusal(strategy, refused[strategy])
     small = dims.S * dims.K * division.devices <= dims.T * dims.N
-    return ["ulysses", "all_gather", "ring"] if small else ["ulysses", "ring", "all_gather"]
+    names = ("ulysses", "all_gather", "ring") if small else ("ulysses", "ring", "all_gather")
+    return strategy or next(name for name in names if name not in refused)
 
 
 def run(
-    attend: Callable[..., Result], q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
-    choose: Callable[[Division, Dims], str],
-) -> Result:  # fmt: skip
-    """attend(platform, q, k, v, spec), each device on its own shard.
+    kernel: str, division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec
+) -> Result:
+    """Compute a call by a kernel, each device on its own shard.
 
     Args:
-      attend: what every device does. In a spec of a shard `rows` and `heads` tell which they are.
+      kernel: its name, "auto", or a strategy, see `choose.parse_kernel`.
+      division: of the call.
       q: [*B, T, N, H].
       k: [*B, S, K, H].
       v: [*B, S, K, Hv].
       spec: the rest of the call.
-      choose: gives one of `WAYS` for a sequence that is divided.
     """
-    division = Division.of(q, k)
-    if division is None:
-        return attend(here(), q, k, v, spec)
-    if 0 in q.shape or not k.shape[-3]:
+    _, name = choose.parse_kernel(kernel)
+    if _is_empty(q, k):
         # There is nothing to divide, and XLA takes no shards of nothing.
-        whole = functools.partial(attend, here())
+        whole = functools.partial(choose.run, name, current_platform())
         return sharding.auto(whole, (sharding.HEADS, _LSE), q, k, v, spec)
-    way = choose(division, shapes.Dims.of(q, k, v)) if division.devices > 1 else None
-    platform = here(division.manual)
-    shard = functools.partial(attend, platform)
-
-    def local(circle: ring.Ring | None, *call: Any) -> Result:
-        return shard(*call) if circle is None else ring.attend(circle, shard, *call)
-
-    divided = division.by_heads() if way == "ulysses" else division
+    strategy = pick_strategy(kernel, spec.normalizer, division, Dims.of(q, k, v))
+    platform = current_platform(division.manual)
+    attend = functools.partial(choose.run, name, platform)
+    divided = division.by_heads() if strategy == "ulysses" else division
+    inside, ins, args = _shards(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
-    out, lse = _on_shards(local, outs, divided, way == "ring", platform, q, k, v, spec)
-    out, lse = (
-        layout.reshard(out, division.over_queries()),
-        layout.reshard(lse, division.over_lse()),
-    )
+    out, lse = shard_map.over(inside, divided.manual, ins, outs, *args)
+    out = layout.reshard(out, division.over_queries())
+    lse = layout.reshard(lse, division.over_lse())
     return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
 
 
-def ask(
-    look: Callable[..., Any], q: jax.Array, k: Any, v: Any, spec: AttentionSpec, way: str | None,
-    meant: Platform | None,
-) -> Any:  # fmt: skip
-    """What look(platform, q, k, v, spec) says of a device's shard: a tree without arrays.
+def explain(
+    kernel: str, division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
+    platform: Platform | None,
+) -> Explanation:  # fmt: skip
+    """Tell what `run` takes on a device: the one of that platform, or the one at hand.
 
-    Of a ring it is asked of the first block of keys that is visited. The platform is the one that
-    is meant, or the one at hand.
+    Of a ring it is told of the first block of keys that is visited.
     """
-    division = Division.of(q, k)
-    if division is None or 0 in q.shape or 0 in k.shape:
-        return look(meant or here(), q, k, v, spec)
-    platform = meant or here(division.manual)
+    named, name = choose.parse_kernel(kernel)
+    dims = Dims.of(q, k, v)
+    refused = refusals(kernel, spec.normalizer, division, dims)
+    if named in refused:
+        return Explanation(None, refused)
+    strategy = pick_strategy(kernel, spec.normalizer, division, dims)
+    platform = platform or current_platform(() if _is_empty(q, k) else division.manual)
+    explain_shard = functools.partial(choose.explain, name, platform)
+    if _is_empty(q, k):
+        explanation = explain_shard(q, k, v, spec)
+    else:
+        divided = division.by_heads() if strategy == "ulysses" else division
+        inside, ins, args = _shards(
+            explain_shard, ring.explain, strategy, divided, platform, q, k, v, spec
+        )
+        explanation = shard_map.over(inside, divided.manual, ins, P(), *args)
+    return explanation._replace(refused=explanation.refused | refused, strategy=strategy)
 
-    def local(circle: ring.Ring | None, q: Any, k: Any, v: Any, spec: AttentionSpec) -> Any:
-        spec = spec if circle is None else ring.first_block(circle, k, spec)
-        return look(platform, q, k, v, spec)
 
-    division = division.by_heads() if way == "ulysses" else division
-    return _on_shards(local, P(), division, way == "ring", platform, q, k, v, spec)
+def _is_empty(q: jax.Array, k: Any) -> bool:
+    return 0 in q.shape or k.shape[-3] == 0
 
 
-def _on_shards(
-    local: Callable[..., Any], outs: Any, division: Division, by_ring: bool, platform: Platform,
-    q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
-) -> Any:  # fmt: skip
-    """local(ring or None, q, k, v, spec), each device on its own shard."""
-    dims = shapes.Dims.of(q, k, v)
-    over_keys = division.length if by_ring else None
-    circle = None
+def _shards(
+    attend: Callable[..., Any], of_ring: Callable[..., Any], strategy: str | None,
+    division: Division, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
+) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """Return attend(q, k, v, spec) as a function of shards, their PartitionSpecs, and the arrays.
+
+    On a ring of devices it is of_ring(ring, attend, q, k, v, spec).
+    """
+    dims, by_ring = Dims.of(q, k, v), strategy == "ring"
     if by_ring:
-        circle = ring.Ring.of(over_keys, division.devices, spec, dims, platform)
+        devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
+        attend = functools.partial(of_ring, devices, attend)
     sinks = spec.sinks
-    rest = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, specs, join = _split(_with_positions(rest, dims, division, by_ring), division)
+    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
+    arrays, axes, static = _split(_with_positions(spec, dims, division, by_ring), division)
 
-    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: list[Any]) -> Any:
-        spec = join(arrays).replace(sinks=sinks)
-        if spec.heads is not None and division.kv_heads is None:
-            k, v = _own_heads(k, v, spec.heads.array.reshape(-1), dims.G)
-        return local(circle, q, k, v, spec)
+    def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
+        spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
+        if spec.head_ids is not None and division.kv_heads is None:
+            k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
+        return attend(q, k, v, spec)
 
     over_q = division.over_queries()
-    over_k = P(*division.batch, over_keys, division.kv_heads, None)
+    over_k = P(*division.batch, division.length if by_ring else None, division.kv_heads, None)
     q = layout.reshard(q, over_q)
     # Stored keys and values have scales, which lie as they do.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
-    ins = (over_q, over_k, over_k, by_head, specs)
-    return shard_map.over(inside, division.manual, ins, outs, q, k, v, sinks, arrays)
+    return inside, (over_q, over_k, over_k, by_head, axes), (q, k, v, sinks, arrays)
 
 
 def _with_positions(
@@ -229,9 +238,9 @@ def _with_positions(
     """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
     at = whole(dims)
     if any(axes is not None for axes in division.batch):
-        spec = spec.replace(rows=ScoreArray(at.row))
+        spec = spec.replace(row_ids=ScoreArray(at.row))
     if division.heads is not None:
-        spec = spec.replace(heads=ScoreArray(at.head))
+        spec = spec.replace(head_ids=ScoreArray(at.head))
     if division.length is not None and spec.q_pos is None:
         spec = spec.replace(q_pos=ScoreArray(at.q))
     if by_key and spec.k_pos is None:
@@ -239,41 +248,28 @@ def _with_positions(
     return spec
 
 
-def _split(
-    spec: AttentionSpec, division: Division
-) -> tuple[list[Any], list[P], Callable[[list[Any]], AttentionSpec]]:
-    """The arrays of a spec without sinks, their PartitionSpecs, and a function that rebuilds it.
+def _split(spec: AttentionSpec, division: Division) -> tuple[Any, Any, AttentionSpec]:
+    """Return the arrays of a spec without sinks, their PartitionSpecs, and its static part.
 
-    What is known before tracing and is the same for all stays known.
+    NumPy arrays that are the same for all shards are of the static part.
     """
-    leaves, tree = jax.tree.flatten(spec, is_leaf=is_score_array)
 
     def layout_of(x: Any) -> P | None:
-        if isinstance(x, ScoreArray):
-            over = division.over_scores(x.array.shape)
-            known = isinstance(x.array, np.ndarray) and all(axis is None for axis in over)
-            return None if known else over
-        return P() if isinstance(x, jax.Array) else None
+        if not is_score_array(x):
+            return P() if is_array(x) else None
+        axes = division.over_scores(x.array.shape)
+        alike = isinstance(x.array, np.ndarray) and all(axis is None for axis in axes)
+        return None if alike else axes
 
-    specs = [layout_of(x) for x in leaves]
-    divided = [(x, s) for x, s in zip(leaves, specs, strict=True) if s is not None]
-    given = [
-        layout.reshard(jnp.asarray(x.array if isinstance(x, ScoreArray) else x), s)
-        for x, s in divided
-    ]
+    def lay_out(x: Any, axes: P) -> Any:
+        return jax.tree.map(lambda x: layout.reshard(jnp.asarray(x), axes), x)
 
-    def join(arrays: list[Any]) -> AttentionSpec:
-        rest = iter(arrays)
-        new = []
-        for x, s in zip(leaves, specs, strict=True):
-            array = x if s is None else next(rest)
-            new.append(ScoreArray(array) if s is not None and isinstance(x, ScoreArray) else array)
-        return jax.tree.unflatten(tree, new)
-
-    return given, [s for _, s in divided], join
+    arrays, known = partition(spec, lambda x: layout_of(x) is not None, is_score_array)
+    axes = jax.tree.map(layout_of, arrays, is_leaf=is_score_array)
+    return jax.tree.map(lay_out, arrays, axes, is_leaf=is_score_array), axes, known
 
 
-def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
+def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     """The key/value heads that so many query heads of one device read, of all of them."""
     n = len(heads)
     if n % G == 0:
@@ -281,5 +277,5 @@ def _own_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
     elif G % n == 0:
         heads = heads[:1]
     # Else groups are cut by the ends of the shards: a copy for each query head.
-    own = heads // G
-    return jax.tree.map(lambda x: jnp.take(x, own, axis=-2), (k, v))
+    kv_heads = heads // G
+    return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))

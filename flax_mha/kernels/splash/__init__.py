@@ -23,9 +23,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import tpu
-from flax_mha.kernels.options import Platform
 from flax_mha.kernels.softmax import finite, nan_flag
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Refusal
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal
 from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
@@ -50,10 +49,10 @@ def lower(
     masks = mask.lower(spec, dims, blocks)
     if isinstance(masks, str):
         return Refusal(masks)
-    if spec.heads is not None and masks.by_head:
+    if spec.head_ids is not None and masks.by_head:
         return Refusal("heads with masks of their own can't be divided over a mesh")
-    if platform.undivided:
-        return Refusal(platform.undivided)
+    if platform.not_partitionable:
+        return Refusal(platform.not_partitionable)
     return functools.partial(_attend, q, k, v, spec, masks, blocks)
 
 
@@ -93,7 +92,7 @@ def _attend(
             for x, to in zip(masks.ids, (T, S), strict=True)
         ))  # fmt: skip
     cap = next((mod.cap for mod in spec.scores if isinstance(mod, SoftCap)), None)
-    guarded, pure = spec.mask is not None, not spec.own()
+    guarded, pure = spec.mask is not None, not spec.user_types()
     calls = [SplashCall(mask, blocks, cap, guarded, pure) for mask in masks.masks]
     out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)

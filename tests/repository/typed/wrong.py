@@ -15,7 +15,6 @@ dot_product_attention(q, q, q, kernel="flash")  # error
 MultiHeadAttention(4, kernel="ring:flash")  # error
 masks.Causal(3)  # error
 shape = dot_product_attention(q, q, q).shap  # error
-shape = dot_product_attention(q, q, q, return_weights=True).shape  # error
 flax_mha.explain(q, q, q, scales=0.5)  # error
 MultiHeadAttention(num_heads="4")  # error
 MultiHeadAttention(num_head=4)  # error

@@ -1,0 +1,177 @@
+"""The arguments of one attention call, checked and brought into an `AttentionSpec`."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+from jax.sharding import AbstractMesh
+
+from flax_mha import masks
+from flax_mha.base import checks, shapes
+from flax_mha.base.coordinates import Array, ScoreArray
+from flax_mha.base.shapes import Dims
+from flax_mha.base.trees import combine, is_array, partition
+from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
+from flax_mha.kernels.spec import AttentionSpec, nan_where
+from flax_mha.kernels.stored import Stored
+from flax_mha.masks.base import resolve, split_invalid
+from flax_mha.scores import Bias, ScoreMod, Vectors, as_scores
+
+Keyed: TypeAlias = Array | Stored
+
+
+class Options(TypedDict, total=False):
+    """The arguments of `bind_call` by name, for type checkers."""
+
+    mask: masks.MaskLike | None
+    bias: Array | None
+    scores: Sequence[ScoreMod]
+    sinks: Array | None
+    scale: float | Array | None
+    dropout_rate: float
+    dropout_rng: jax.Array | None
+    broadcast_dropout: bool
+    q_positions: Array | int | None
+    kv_positions: Array | int | None
+    precision: jax.lax.PrecisionLike
+    normalizer: str
+
+
+def bind_call(
+    q: Array,
+    k: Keyed,
+    v: Keyed,
+    *,
+    mask: masks.MaskLike | None = None,
+    bias: Array | None = None,
+    scores: Sequence[ScoreMod] = (),
+    sinks: Array | None = None,
+    scale: float | Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: jax.Array | None = None,
+    broadcast_dropout: bool = False,
+    q_positions: Array | int | None = None,
+    kv_positions: Array | int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    normalizer: str = SOFTMAX,
+) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
+    """Check a call, and bring it into the one form that kernels read."""
+    q = jnp.asarray(checks.floating("q", q))
+    if isinstance(k, Stored) and isinstance(v, Stored):
+        k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
+        dims = shapes.attention_dims(q, k, v)
+    else:
+        k, v = (jnp.asarray(checks.floating(name, x)) for name, x in (("k", k), ("v", v)))
+        dims = shapes.attention_dims(q, k, v)
+        promoted: list[jax.Array] = promote_dtype(q, k, v, dtype=None)
+        q, k, v = promoted
+    scores = as_scores(scores)
+    if bias is not None:
+        scores = (*scores, Bias(bias))
+    if sinks is not None:
+        checks.floating("sinks", sinks)
+        if sinks.shape != (dims.N,):
+            raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
+        sinks = jnp.asarray(sinks)
+    if precision is not None:
+        checks.precision("precision", precision)
+    checks.choice("normalizer", normalizer, {SOFTMAX: None, **OTHERS})
+    if sinks is not None and normalizer != SOFTMAX:
+        raise ValueError(f"sinks take weight in a softmax, got normalizer={normalizer!r}; drop one")
+    bound, invalid = split_invalid(None if mask is None else masks.as_mask(mask).bind(dims))
+    if invalid is not None:
+        q = nan_where(jnp.swapaxes(jnp.asarray(invalid), -3, -2), q)
+    spec = AttentionSpec(
+        mask=bound,
+        scores=tuple(mod.bind(dims) for mod in scores),
+        sinks=sinks,
+        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
+        q_pos=_positions("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
+        k_pos=_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
+        scale=dims.H**-0.5 if scale is None else _scale(scale),
+        precision=precision,
+        normalizer=normalizer,
+        invalid=invalid,
+    )
+    if bound is not None:
+        spec = spec.replace(mask=resolve(bound, spec.at(dims)))
+    _trace_user_functions(spec, dims, q.dtype)
+    return q, k, v, spec
+
+
+def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
+    """The dropout of a call, None if there is none."""
+    checks.rate("dropout_rate", rate)
+    checks.flag("broadcast_dropout", broadcast)
+    if not rate:
+        return None
+    if rng is None:
+        raise ValueError(
+            f"dropout_rate={rate} needs a dropout_rng, got None; "
+            f"give a jax.random.key, or dropout_rate=0"
+        )
+    return WeightDropout.from_key(checks.key("dropout_rng", rng), rate, broadcast)
+
+
+def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
+    """Trace the masks and scores that a user wrote, to find their mistakes at any length.
+
+    Raises:
+      TypeError: if one of them closes over traced arrays, whose gradients would be lost.
+    """
+    if not (types := spec.user_types()):
+        return
+    arrays, static = partition((spec, spec.at(dims)), is_array)
+
+    def apply(score: jax.Array, vectors: Vectors, arrays: Any) -> jax.Array:
+        spec, at = combine(arrays, static)
+        return spec.apply(score, at, vectors=vectors)[0]
+
+    def struct_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+        # The type of x without its mesh.
+        aval = jax.typeof(x)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    score, *vectors = (
+        jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), shapes.wide(dtype))
+        for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
+    )
+    # No mesh: a function knows nothing of one.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        program = jax.make_jaxpr(apply)(score, tuple(vectors), jax.tree.map(struct_of, arrays))
+    traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
+    if traced:
+        names = " or ".join(sorted({cls.__name__ for cls in types}))
+        raise TypeError(
+            f"a function of {names} must be given traced arrays as its args, got one that closes "
+            f"over {checks.describe(traced[0])}; write Score(fn, (x,)) or Predicate(fn, (x,))"
+        )
+
+
+def _scale(scale: Any) -> float | jax.Array:
+    """Return the factor of the scores: a number, or an array of one, which may be traced."""
+    if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
+        return checks.number("scale", scale)
+    checks.floating("scale", scale)
+    if scale.shape:
+        raise ValueError(
+            f"scale must be one number, got an array of shape {scale.shape}; scale the queries of "
+            f"each head themselves"
+        )
+    return scale
+
+
+def _positions(
+    name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
+    axes: tuple[int, int],
+) -> ScoreArray | None:  # fmt: skip
+    """Positions [length] or [*B, length], or the first of them, over the scores."""
+    positions = shapes.positions(name, positions, tokens, letter)
+    if positions is None:
+        return None
+    xp = np if isinstance(positions, np.ndarray) else jnp
+    return ScoreArray(xp.expand_dims(shapes.lead(positions, len(tokens)), axes))
