@@ -26,9 +26,9 @@ RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", Non
 FORWARD = {
     "flex": ("flex.core", "_attend"),
     "blockwise": ("blockwise", "_loops"),
-    "cudnn": ("cudnn.fused", "forward"),
+    "cudnn": ("cudnn.primitives", "forward"),
 }
-BACKWARD = ("cudnn.fused", "backward")
+BACKWARD = ("cudnn.primitives", "backward")
 
 
 @pytest.mark.slow
