@@ -54,12 +54,12 @@ class Mask(Node):
         return self.grain()
 
     def reach(self) -> int | None:
-        """Return the default of `max_lookback`, which had this name in 0.3."""
-        return None
+        """Return `max_lookback`, by its name in 0.3."""
+        return None if type(self).max_lookback is Mask.max_lookback else self.max_lookback()
 
     def grain(self) -> tuple[int, int] | None:
-        """Return the default of `block_shape`, which had this name in 0.3."""
-        return None
+        """Return `block_shape`, by its name in 0.3."""
+        return None if type(self).block_shape is Mask.block_shape else self.block_shape()
 
     def dense(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
