@@ -12,7 +12,7 @@ import numpy as np
 from experiments.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import safetensors
-from flax_mha.interop.settings import Settings, shown
+from flax_mha.interop.settings import FileSettings, shown
 from flax_mha.models import LanguageModel, Translator
 
 _TOKENIZER = "tokenizer.json"
@@ -35,7 +35,7 @@ def respond(
       ValueError: if the folder or the prompt is not what it must be.
     """
     folder = Path(folder).expanduser()
-    config = Settings(safetensors.read_json(folder / "config.json"))
+    config = FileSettings(safetensors.read_json(folder / "config.json"))
     encode, decode = _tokenizer(folder)
     model, variables = interop.load(folder)
     said_there = interop.generation(folder)

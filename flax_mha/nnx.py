@@ -26,7 +26,7 @@ from flax_mha.layer.settings import Call, CallOptions, captured
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
-from flax_mha.variants.block_sparse import BlockSparse
+from flax_mha.variants.block_sparse import ChosenBlocks
 from flax_mha.variants.differential import Differential
 from flax_mha.variants.forgetting import Forgetting
 from flax_mha.variants.latent import Latent
@@ -471,5 +471,5 @@ class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class ChosenBlocksAttention(BlockSparse, MultiHeadAttention):
+class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
     """`flax_mha.variants.ChosenBlocksAttention` in nnx."""

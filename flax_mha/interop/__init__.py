@@ -29,7 +29,7 @@ from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
-from flax_mha.interop.settings import Config, Settings, shown
+from flax_mha.interop.settings import Config, FileSettings, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
@@ -70,7 +70,7 @@ def family(config: Config) -> Family:
     Raises:
       ValueError: if there is no such family, or its table lacks what the config asks for.
     """
-    settings = Settings(config)
+    settings = FileSettings(config)
     model_type = settings.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(

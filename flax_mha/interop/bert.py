@@ -26,7 +26,7 @@ HEADS = (
 )  # fmt: skip
 
 
-class Kind(NamedTuple):
+class BertTraits(NamedTuple):
     """The record of a model type.
 
     Attributes:
@@ -45,13 +45,13 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "bert": Kind("bert.", dense="bert.pooler.dense", head="classifier"),
-    "ernie": Kind("ernie.", dense="ernie.pooler.dense", head="classifier"),
-    "electra": Kind("electra.", by=ACTIVATIONS["gelu_exact"]),
-    "roberta": Kind("roberta.", is_padded=True),
-    "xlm-roberta": Kind("roberta.", is_padded=True),
-    "camembert": Kind("roberta.", is_padded=True),
-    "data2vec-text": Kind("data2vec_text.", is_padded=True),
+    "bert": BertTraits("bert.", dense="bert.pooler.dense", head="classifier"),
+    "ernie": BertTraits("ernie.", dense="ernie.pooler.dense", head="classifier"),
+    "electra": BertTraits("electra.", by=ACTIVATIONS["gelu_exact"]),
+    "roberta": BertTraits("roberta.", is_padded=True),
+    "xlm-roberta": BertTraits("roberta.", is_padded=True),
+    "camembert": BertTraits("roberta.", is_padded=True),
+    "data2vec-text": BertTraits("data2vec_text.", is_padded=True),
 }
 
 

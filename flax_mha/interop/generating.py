@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from flax_mha.interop import neutral, safetensors
-from flax_mha.interop.settings import Settings
+from flax_mha.interop.settings import FileSettings
 
 _FILE = "generation_config.json"
 # Lengths, which a call says, and tokens and tables of Whisper by their names.
@@ -40,8 +40,8 @@ def generation(path: str | Path) -> dict[str, Any]:
       FileNotFoundError: if there is no `config.json`.
     """
     folder = Path(path).expanduser()
-    config = Settings(safetensors.read_json(folder / "config.json"))
-    said = Settings(safetensors.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
+    config = FileSettings(safetensors.read_json(folder / "config.json"))
+    said = FileSettings(safetensors.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
     arguments: dict[str, Any] = {}
     ends = said.get("eos_token_id", config.get("eos_token_id", []))
     # Small models keep the end of a large vocabulary, which they can't write.

@@ -48,7 +48,7 @@ def _late(config: Config, i: int) -> bool:
     return i >= config.get("max_window_layers", 28)
 
 
-class Kind(NamedTuple):
+class LlamaTraits(NamedTuple):
     """The record of a model type.
 
     Attributes:
@@ -86,17 +86,19 @@ _GEMMA: dict[str, Any] = {
     "listed": True, "branch_norm": True, "offset": 1.0, "tied": True, "is_gemma": True,
 }  # fmt: skip
 KINDS = {
-    "llama": Kind(),
-    "mistral": Kind(_all),
-    "ministral": Kind(_all, listed=True),
-    "qwen2": Kind(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
-    "qwen3": Kind(_late, listed=True, switched=True, qk_norm=True),
-    "smollm3": Kind(_unturned, listed=True, switched=True, tied=True, theta=2e6, has_unturned=True),
-    "gemma2": Kind(_each(2), **_GEMMA),
-    "gemma3_text": Kind(_each(6), **_GEMMA, qk_norm=True, theta=1e6, is_local=True),
-    "gpt_oss": Kind(_each(2), listed=True, is_biased=True, theta=1.5e5),
-    "mixtral": Kind(_all, theta=1e6),
-    "qwen3_moe": Kind(_all, switched=True, qk_norm=True),
+    "llama": LlamaTraits(),
+    "mistral": LlamaTraits(_all),
+    "ministral": LlamaTraits(_all, listed=True),
+    "qwen2": LlamaTraits(_late, listed=True, switched=True, biases=table.PROJECTIONS[:3]),
+    "qwen3": LlamaTraits(_late, listed=True, switched=True, qk_norm=True),
+    "smollm3": LlamaTraits(
+        _unturned, listed=True, switched=True, tied=True, theta=2e6, has_unturned=True
+    ),
+    "gemma2": LlamaTraits(_each(2), **_GEMMA),
+    "gemma3_text": LlamaTraits(_each(6), **_GEMMA, qk_norm=True, theta=1e6, is_local=True),
+    "gpt_oss": LlamaTraits(_each(2), listed=True, is_biased=True, theta=1.5e5),
+    "mixtral": LlamaTraits(_all, theta=1e6),
+    "qwen3_moe": LlamaTraits(_all, switched=True, qk_norm=True),
 }
 
 
@@ -141,7 +143,7 @@ def llama(
     )  # fmt: skip
 
 
-def _layers(config: Config, record: Kind) -> list[Layer]:
+def _layers(config: Config, record: LlamaTraits) -> list[Layer]:
     """Return the parts in which layers differ."""
     count = config["num_hidden_layers"]
     # Both are made, so that no setting of either is passed over.
@@ -190,7 +192,7 @@ def _turned(config: Config) -> list[bool]:
 
 
 def _block(
-    config: Config, record: Kind, part: Layer, mlp: Experts | None, sinks: bool
+    config: Config, record: LlamaTraits, part: Layer, mlp: Experts | None, sinks: bool
 ) -> DecoderBlock:  # fmt: skip
     epsilon, gemma = config["rms_norm_eps"], record.is_gemma
     scalar = config.get("query_pre_attn_scalar") if gemma else None
@@ -215,7 +217,7 @@ def _block(
     )  # fmt: skip
 
 
-def _rows(config: Config, record: Kind, plain: list[bool]) -> list[table.TensorRule]:
+def _rows(config: Config, record: LlamaTraits, plain: list[bool]) -> list[table.TensorRule]:
     """Return the rows of all layers, with an MLP in those that have a plain one."""
     theirs, ours = "model.layers.{}", "decoder/layers_{}"
     scale: dict[str, Any] = {"bias": False, "offset": record.offset}
@@ -238,7 +240,7 @@ def _rows(config: Config, record: Kind, plain: list[bool]) -> list[table.TensorR
     return [*rows, table.TensorRule("model.embed_tokens.weight", "embedding/table/embedding")]
 
 
-def _biased(config: Config, record: Kind) -> tuple[str, ...]:
+def _biased(config: Config, record: LlamaTraits) -> tuple[str, ...]:
     if record.biases is not None:
         return record.biases
     return table.PROJECTIONS if config.get("attention_bias", record.is_biased) else ()

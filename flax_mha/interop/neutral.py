@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from flax_mha.interop.settings import Config, Made, Settings, several
+from flax_mha.interop.settings import Config, FileSettings, Made, several
 
 # Names, and the value at which each is neutral; `...` for any.
 Neutral: TypeAlias = dict[str, Any]
@@ -129,7 +129,7 @@ def checked(make: Callable[[Config], Made], neutral: Neutral) -> Callable[[Confi
 
     @functools.wraps(make)
     def read(config: Config) -> Made:
-        settings = Settings(config)
+        settings = FileSettings(config)
         made = make(settings)
         if unread := settings.unread(is_neutral):
             raise ValueError(

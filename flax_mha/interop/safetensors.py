@@ -127,7 +127,7 @@ def _entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int, ...]
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write a file of those tensors, arrays or `table.Stored`, aside and then renamed."""
+    """Write a file of those tensors, arrays or `table.StoredTensor`, aside and then renamed."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, x in tensors.items():

@@ -139,7 +139,7 @@ _BY_RULE: dict[Rule, str] = {
 RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 
 
-class Settings(UserDict[str, Any]):
+class FileSettings(UserDict[str, Any]):
     """A config, of which each setting that has a rule is checked when it is read.
 
     What a family does not read is not checked, but counted: `refuse_unread` names it. Null is as if
@@ -181,7 +181,7 @@ class Settings(UserDict[str, Any]):
                 f"the config's {paths[0]} must be {rule.words}, got {shown(value)}; {REMEDY}"
             )
         if rule is _TABLE:
-            return Settings(value, f"{paths[0]}.", self.seen)
+            return FileSettings(value, f"{paths[0]}.", self.seen)
         return bool(value) if rule is _FLAG else value
 
     def unread(self, neutral: Callable[[str, Any], bool]) -> list[str]:
@@ -194,18 +194,18 @@ class Settings(UserDict[str, Any]):
             if path not in self.seen:
                 lines.append(f"{path}={shown(x)}")
             elif RULES.get(name) is _TABLE:
-                lines += Settings(x, f"{path}.", self.seen).unread(neutral)
+                lines += FileSettings(x, f"{path}.", self.seen).unread(neutral)
         return lines
 
 
-def filled(config: Config, *others: Config, **defaults: Any) -> Settings:
+def filled(config: Config, *others: Config, **defaults: Any) -> FileSettings:
     """Return a config with settings where neither it nor those before it have them."""
-    parts = [x for x in (config, *others) if isinstance(x, Settings)]
-    merged = Settings(defaults, parts[0].at, parts[0].seen) if parts else Settings(defaults)
+    parts = [x for x in (config, *others) if isinstance(x, FileSettings)]
+    merged = FileSettings(defaults, parts[0].at, parts[0].seen) if parts else FileSettings(defaults)
     merged.paths = {}
     # What is copied is not read yet, and so not checked.
     for each in (*reversed(others), config):
-        merged.data |= each.data if isinstance(each, Settings) else each
+        merged.data |= each.data if isinstance(each, FileSettings) else each
     for each in parts:
         for name, paths in each.paths.items():
             merged.paths[name] = merged.paths.get(name, ()) + paths

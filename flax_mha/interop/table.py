@@ -130,7 +130,7 @@ def from_tensors(
     return {"params": unflatten_dict(whole, sep="/")}
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of a checkpoint that is made when it is asked for, as one array of NumPy.
 
     Attributes:
@@ -154,7 +154,7 @@ def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.nda
     return {name: x.make() for name, x in stored(family, variables).items()}
 
 
-def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, Stored]:
+def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return these tensors, each to be made when it is asked for."""
     params = flatten_dict(variables["params"], sep="/")
     differing = {path for row in family.rows for path in row.paths} ^ params.keys()
@@ -170,7 +170,7 @@ def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, Stored]:
         arrays = [params[path] for path in row.paths]
         shape = _shape(row, [row.shape(x.shape) for x in arrays])
         dtype = np.result_type(*(x.dtype for x in arrays))
-        tensors[row.theirs] = Stored(shape, dtype, functools.partial(make, row))
+        tensors[row.theirs] = StoredTensor(shape, dtype, functools.partial(make, row))
     return tensors
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax_mha import masks
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.config import activation, grid, refuse
-from flax_mha.interop.settings import Config, Settings, filled
+from flax_mha.interop.settings import Config, FileSettings, filled
 from flax_mha.interop.table import (
     FLAT,
     PROJECTIONS,
@@ -222,9 +222,9 @@ def texts(config: Config) -> Family:
     return Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
-def _part(config: Config, name: str, defaults: dict[str, Any]) -> Settings:
+def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
     """Return the settings of a tower."""
-    part: Settings = config[f"{name}_config"]
+    part: FileSettings = config[f"{name}_config"]
     # The first configs had a second part, which counts.
     other: Config = config.get(f"{name}_config_dict") or {}
     for setting in other:

@@ -88,7 +88,7 @@ _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
 
-class Division(NamedTuple):
+class ExpertDivision(NamedTuple):
     """The mesh axes over which devices divide the weights of experts, and sum their outputs.
 
     Attributes:
@@ -105,12 +105,12 @@ class Division(NamedTuple):
         return tuple(n if axes.get(str(n), n) else None for n in gathered(("experts", *names)))
 
 
-def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> Division:
+def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
     """Return the division of experts and hidden features beside tokens of that shape."""
     of_tokens = {axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.each(part)}
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
     # Where tokens are divided, kernels are brought together, as under FSDP.
-    return Division(*(() if of_tokens & {*axes} else axes for axes in map(rules.each, spec)))
+    return ExpertDivision(*(() if of_tokens & {*axes} else axes for axes in map(rules.each, spec)))
 
 
 class Experts(nn.Module):

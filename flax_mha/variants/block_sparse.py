@@ -28,7 +28,7 @@ _SCORES = 2**21
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class BlockSparse(Attention):
+class ChosenBlocks(Attention):
     """Attention to chosen blocks of keys, see `ChosenBlocksAttention`."""
 
     block: int = 64
@@ -162,7 +162,7 @@ class BlockSparse(Attention):
                 )
 
 
-class ChosenBlocksAttention(BlockSparse, MultiHeadAttention):
+class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
     """Causal self-attention of each query to a few blocks of keys, which it chooses by their means.
 
         score of block c = q · mean of the keys of block c that the mask lets it see

@@ -13,7 +13,7 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import safetensors
-from flax_mha.interop.settings import RULES, Settings
+from flax_mha.interop.settings import RULES, FileSettings
 from tests.interop.odd import CONFIGS, LAYERS, odd
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_published import written
@@ -110,7 +110,7 @@ def test_what_is_not_read_is_not_checked() -> None:
     finally:
         del interop.FAMILIES["mine"]
     assert mine == [{"model_type": "mine", **kept}]
-    assert Settings(kept)["more"] is None
+    assert FileSettings(kept)["more"] is None
 
 
 def test_more_layers_than_the_file_has(tmp_path: Path) -> None:

@@ -97,6 +97,18 @@ def test_kernels_see_no_mesh(path: Path) -> None:
         assert name == "kernels.bind" or "abstract_mesh" not in path.read_text()
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """But for the layers of nnx, which have those of linen, and their submodules."""
+    names = [
+        node.name
+        for path in FILES
+        if name_of(path) != "nnx"
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_library_knows_nothing_of_the_experiments(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):

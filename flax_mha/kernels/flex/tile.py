@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from flax_mha.base.coordinates import At
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.mosaic import Function
-from flax_mha.kernels.flex.tile_order import Operand, TileIndex
+from flax_mha.kernels.flex.tile_order import FlexTile, Operand
 from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.kernels.tile_plan import Plan
 from flax_mha.masks import FULL, PARTIAL
@@ -79,7 +79,7 @@ class GridStep(NamedTuple):
     """
 
     call: FlexCall
-    tile: TileIndex
+    tile: FlexTile
     first: jax.Array
     last: jax.Array
     row: jax.Array

@@ -27,7 +27,7 @@ from flax_mha.kernels.tile_plan import Plan, tables_of
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 
 
-class TileIndex(NamedTuple):
+class FlexTile(NamedTuple):
     """The row, heads and blocks of a tile, and its state under the mask, all scalars."""
 
     r: jax.Array
@@ -84,7 +84,7 @@ class TileOrder(NamedTuple):
         # Of one axis, for scalar memory fills the last up to 128.
         return order, [jnp.asarray(x, jnp.int32).reshape(-1) for x in tables]
 
-    def index_at(self, ids: Sequence[Any], tables: Sequence[Any]) -> TileIndex:
+    def index_at(self, ids: Sequence[Any], tables: Sequence[Any]) -> FlexTile:
         """Return the tile at indices of the grid."""
         at = dict(zip(self.axes, ids, strict=True))
         sizes = dict(zip(self.axes, self.sizes, strict=True))
@@ -105,9 +105,9 @@ class TileOrder(NamedTuple):
             i, j = (at["i"], other) if by_query else (other, at["j"])
             state = jnp.where(at["t"] < full[entry], FULL, PARTIAL)
             state = jnp.where(at["t"] < some[entry], state, EMPTY)
-        return TileIndex(r, n, lax.div(n, jnp.int32(self.group)), i, j, state)
+        return FlexTile(r, n, lax.div(n, jnp.int32(self.group)), i, j, state)
 
-    def current(self, tables: Sequence[Any]) -> tuple[TileIndex, jax.Array, jax.Array]:
+    def current(self, tables: Sequence[Any]) -> tuple[FlexTile, jax.Array, jax.Array]:
         """Return a running kernel's tile, and whether a sum begins and whether it ends."""
         ids = [pl.program_id(axis) for axis in range(len(self.axes))]
         first, last = jnp.bool_(True), jnp.bool_(True)
