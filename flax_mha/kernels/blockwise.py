@@ -82,14 +82,14 @@ def attend(
             # Converted once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
-    sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
+    sinks = spec.sinks
     spec = tiles.tiled(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     args = (
         fold_heads(q, plan.block_q, K),
         fold_heads(k, plan.block_k, K),
         fold_heads(v, plan.block_k, K),
-        *partition(spec, is_inexact), sinks, tables,
+        *partition(spec, is_inexact), tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
@@ -99,6 +99,8 @@ def attend(
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     lse = softmax.minus_infinity(lse)
+    if sinks is not None:
+        out, lse = softmax.with_sinks(out, lse, sinks)
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
 
 
@@ -171,7 +173,7 @@ def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
 @trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
-    sinks: jax.Array | None, tables: VisitLists | None,
+    tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
 
@@ -182,12 +184,11 @@ def _loops(
       v: [R, nk·bk, Hv].
       leaves: those of the spec that are learned.
       others: those that are not.
-      sinks: [N] or None.
       tables: the tiles to visit, or None for the plan's ranges of keys.
 
     Returns:
-      out [R, G·nq·bq, Hv]; of the keys, without sinks, the greatest score and the sum of the
-      exponentials of the others' distance to it [R, G·nq·bq].
+      out [R, G·nq·bq, Hv]; the greatest score, and the sum of the exponentials of the others'
+      distance to it, [R, G·nq·bq].
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
@@ -210,11 +211,7 @@ def _loops(
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
-        of_all = total
-        if sinks is not None:
-            new, of_all = softmax.sunk(sinks[index.head], top, total)
-            out = out * jnp.exp(top - new)
-        out = spec.scale_kept(out) / softmax.finish(top, of_all)[0]
+        out = spec.scale_kept(out) / softmax.finish(top, total)[0]
         return out, top[:, 0], total[:, 0]
 
     return map_blocks(static, spec, attend_block, q, k, v)
@@ -224,17 +221,15 @@ def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Resu
     if result is not None:
         return result, (args, result[0], *softmax.of_lse(result[1]))
     out, top, total = _loops(static, *args)
-    lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
+    lse = softmax.finish(top, total)[1]
     return (out, lse), (args, out, top, total)
 
 
 @trees.trace_once
 def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
+    (q, k, v, leaves, others, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
-    seen = total != 0
-    sink, top, total = tiles.with_sinks(plan, sinks, top, total)
-    dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
+    dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
     of_rows = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
@@ -287,8 +282,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
     grads, (dq, dk, dv) = tiles.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
-    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
-    return None, dq, dk, dv, grads, None, dsinks, None
+    return None, dq, dk, dv, grads, None, None
 
 
 _core.defvjp(_forward, _backward)

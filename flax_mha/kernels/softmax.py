@@ -93,12 +93,6 @@ def step(
     return new, total * old + p.sum(-1, keepdims=True), p, old
 
 
-def sunk(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The greatest score and the sum of exponentials with one more, that gives nothing: a sink."""
-    new = jnp.maximum(top, sink)
-    return new, total * jnp.exp(top - new) + jnp.exp(sink - new)
-
-
 def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the divisor of out, and the lse: the least number where no key is seen.
 
@@ -118,6 +112,20 @@ def of_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A greatest score and a sum of exponentials that have this lse, to go on from."""
     seen = lse != -jnp.inf
     return jnp.where(seen, lse, finfo_min(lse.dtype)), seen.astype(lse.dtype)
+
+
+def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
+    """Add one more score a head, which takes weight and gives nothing.
+
+    Args:
+      out: of the keys alone [..., N, T, Hv].
+      lse: likewise [..., N, T], −∞ where no key is seen.
+      sinks: [N].
+    """
+    total = jnp.logaddexp(lse, shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim))
+    share = jnp.exp(lse - total)[..., None]
+    # A cotangent of NaN must not meet the share of 0 of a query that sees no key.
+    return jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(lse.dtype) * share), total
 
 
 def merge(one: Result, other: Result) -> Result:
