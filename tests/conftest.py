@@ -1,5 +1,6 @@
 """One strict JAX for all tests: 8 CPU devices, no silent promotion, our warnings are errors."""
 
+import gc
 import importlib.util
 import math
 import os
@@ -67,6 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {needed.upper()}"))
     if jax.device_count() < 8:
         jax.make_mesh = _mesh_or_skip
+
+
+def pytest_collection_finish() -> None:
+    """Leaves all that imports and collection made out of the collections of garbage to come."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ import pytest
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, masks, sharding
 from flax_mha.positions import Rotary
 from tests import layer_model, oracle
+from tests.decoded import cache_of
 from tests.kernels.cases import covering
 from tests.layer_model import Model
 from tests.layer_parts import BASE, PARTS, H, N, T, angles
@@ -105,7 +106,7 @@ def moved(tree: Any, along: Any, step: float) -> Any:
 def stepwise(stack: nn.Module, params: Any, pair: Pair) -> tuple[jax.Array, list[np.ndarray]]:
     """The outputs of 7 tokens at once, of which not all are real, and of the others one by one."""
     filled = REAL["steps"] if pair.lengths == "lengths" else (7, 7)
-    cache = jax.jit(stack.init)(KEY, X)["cache"]
+    cache = cache_of(stack, X)
 
     @jax.jit
     def step(cache: Any, x: Any, lengths: Any) -> tuple[jax.Array, Any]:

@@ -15,6 +15,7 @@ from experiments import pretrained
 from experiments.convert import convert
 from experiments.failures import RunError
 from flax_mha import generate, interop
+from tests.oracle import random_like
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -39,7 +40,7 @@ BERT: dict[str, Any] = SIZES | {
 def folder_of(config: dict[str, Any], path: Path) -> Path:
     """With random weights."""
     family = interop.family(config)
-    variables = jax.jit(family.module.init)(jax.random.key(0), *family.example)
+    variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(config, variables, path)
     return path
 
