@@ -1,5 +1,6 @@
 """Every page of the documentation runs from top to bottom; figures say how they were got."""
 
+import functools
 import importlib
 import math
 import os
@@ -16,6 +17,7 @@ import pytest
 
 from flax_mha import interop, masks
 from tests import pages
+from tests.decoded import cache_of
 
 ROOT = pages.ROOT
 Scope = dict[str, Any]
@@ -57,8 +59,8 @@ def variants(scope: Scope) -> None:
     own, variables, x = scope["own"], scope["variables_of_own"], scope["x"]
     assert variables["params"]["value_norm"]["scale"].shape == (16,)
     cached = own.clone(decode=True)
-    cache = cached.init(jax.random.key(0), x)["cache"]
-    found, _ = cached.apply({**variables, "cache": cache}, x, mutable="cache")
+    step = jax.jit(functools.partial(cached.apply, mutable="cache"))
+    found, _ = step({**variables, "cache": cache_of(cached, x)}, x)
     wanted = own.apply(variables, x, mask=masks.Causal())
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
