@@ -23,6 +23,8 @@ from hypothesis import settings
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.kernels import decode
 
+# Nothing that collection makes is garbage: to look for some takes a second.
+gc.disable()
 if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").exists():
     # The compiler for NVIDIA's GPUs alone: JAX would look for the rest of CUDA.
     jax.config.update("jax_platforms", "cpu")
@@ -71,10 +73,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leaves all that imports and collection made out of the collections of garbage to come."""
-    gc.collect()
+    """Collects garbage from now on, seldom, and leaves out what is there already."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
