@@ -1,5 +1,6 @@
 """One strict JAX for all tests: 8 CPU devices, no silent promotion, our warnings are errors."""
 
+import gc
 import importlib.util
 import math
 import os
@@ -22,6 +23,8 @@ from hypothesis import settings
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.kernels import decode
 
+# Nothing that collection makes is garbage: to look for some takes a second.
+gc.disable()
 if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").exists():
     # The compiler for NVIDIA's GPUs alone: JAX would look for the rest of CUDA.
     jax.config.update("jax_platforms", "cpu")
@@ -67,6 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs a {needed.upper()}"))
     if jax.device_count() < 8:
         jax.make_mesh = _mesh_or_skip
+
+
+def pytest_collection_finish() -> None:
+    """Collects garbage from now on, seldom, and leaves out what is there already."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

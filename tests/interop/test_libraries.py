@@ -1,5 +1,6 @@
 """Attention layers of other libraries: the same numbers, and arrays that come back to the bit."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,11 +120,16 @@ def test_gradients_and_the_way_back(library: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@functools.cache
+def layer(use_bias: bool) -> tuple[MultiHeadAttention, Any]:
+    """A layer, and variables of it."""
+    module = MultiHeadAttention(N, use_bias=use_bias)
+    return module, random_like(jax.eval_shape(module.init, jax.random.key(0), X))
+
+
 def made(library: str, **changed: Any) -> dict[str, Any]:
     """Arrays of a layer in a library, some of them changed; None is left out."""
-    module = MultiHeadAttention(N, use_bias=library != "x-transformers")
-    variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
-    tensors = interop.to_layer(module, variables, library) | changed
+    tensors = interop.to_layer(*layer(library != "x-transformers"), library) | changed
     return {name: x for name, x in tensors.items() if x is not None}
 
 

@@ -1,5 +1,6 @@
 """Kernels under masks that nobody chose: random combinations, lengths and places."""
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from flax_mha import dot_product_attention
 from flax_mha.masks import Documents
 from tests.kernels.cases import KERNELS, Case
-from tests.kernels.problems import pose
+from tests.kernels.problems import Problem, pose
 from tests.kernels.scenes import MASKS, Scene
 from tests.kernels.test_contract import bounds, errors, run
 from tests.support.algebra import Expression, evaluate, expressions
@@ -49,14 +50,20 @@ def _whole(at: Scene, name: str) -> tuple:
     return mask, at.table(allowed)
 
 
+@functools.cache
+def _posed(name: str) -> tuple[Problem, dict[str, float]]:
+    """A mask's problem, which is the same known and traced, and the errors allowed."""
+    case = Case(name, "", "bias", "soft", "gqa", "float32", "no_dropout", "from_0", "known")
+    at = Scene((2,), 257, 300, "from_0", 5)
+    problem = pose(at, *_whole(at, name), case)
+    return problem, bounds(problem)
+
+
 @pytest.mark.parametrize("given_as", ["known", "traced"])
 @pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents", "chosen"])
 def test_masks_on_lattices(name: str, given_as: str) -> None:
     """Skipping tiles that they exclude, and in all that is left."""
-    case = Case(name, "", "bias", "soft", "gqa", "float32", "no_dropout", "from_0", given_as)
-    at = Scene((2,), 257, 300, "from_0", 5)
-    problem = pose(at, *_whole(at, name), case)
-    allowed = bounds(problem)
+    problem, allowed = _posed(name)
     for kernel in KERNELS:
         for part, error in errors(problem, run(kernel, problem, given_as == "traced")).items():
             assert error <= allowed[part], (kernel, part, error)

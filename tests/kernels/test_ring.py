@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -57,17 +57,21 @@ def test_on_a_ring(tpu) -> None:
 
 
 def passes(
-    of: tuple[str, str], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch, **call: Any
-) -> int:
-    """How often n devices run a function, for out, or all that is returned, and its gradients."""
-    runs = []
-    place, name = of
-    module = importlib.import_module(f"flax_mha.kernels.{place}")
-    computed = getattr(module, name)
+    of: Sequence[tuple[str, str]], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch, **call: Any
+) -> list[int]:
+    """How often n devices run each function, for out (or all results) and its gradients."""
+    runs = [0] * len(of)
+    places = [(importlib.import_module(f"flax_mha.kernels.{place}"), name) for place, name in of]
 
-    def counted(*args: Any) -> Any:
-        jax.debug.callback(lambda: runs.append(1))
-        return computed(*args)
+    def counting(i: int, computed: Any) -> Any:
+        def add() -> None:
+            runs[i] += 1
+
+        def counted(*args: Any) -> Any:
+            jax.debug.callback(add)
+            return computed(*args)
+
+        return counted
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
@@ -77,11 +81,12 @@ def passes(
 
     mesh = jax.make_mesh((1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES), monkeypatch.context() as patch:
-        patch.setattr(module, name, counted)
+        for i, (module, name) in enumerate(places):
+            patch.setattr(module, name, counting(i, getattr(module, name)))
         dtype = jnp.bfloat16 if kernel == "cudnn" else jnp.float32
         jax.block_until_ready(pull(*[jnp.ones((1, 16 * n, 1, 8), dtype)] * 3))
         jax.effects_barrier()
-    return len(runs)
+    return runs
 
 
 @pytest.mark.slow
@@ -91,22 +96,21 @@ def test_the_backward_pass_computes_no_attention_again(
 ) -> None:
     """Under a causal mask each device has a block for itself and each before it, once."""
     blocks = n * (n + 1) // 2
-    assert passes(FORWARD[kernel], kernel, n, monkeypatch) == blocks
+    assert passes([FORWARD[kernel]], kernel, n, monkeypatch) == [blocks]
     # A kernel that can't go on from what is known computes it again.
     monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(takes_result=False))
-    assert passes(FORWARD[kernel], kernel, n, monkeypatch) == 2 * blocks
+    assert passes([FORWARD[kernel]], kernel, n, monkeypatch) == [2 * blocks]
 
 
 def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its pass for the gradient of the lse is made only where that is asked for."""
     n, blocks = 4, 10
-    assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == blocks
-    assert passes(BACKWARD, "cudnn", n, monkeypatch) == blocks
+    both = (FORWARD["cudnn"], BACKWARD)
+    assert passes(both, "cudnn", n, monkeypatch) == [blocks, blocks]
     with_lse = {"return_residuals": True}
-    assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch, **with_lse) == blocks
-    assert passes(BACKWARD, "cudnn", n, monkeypatch, **with_lse) == 2 * blocks
+    assert passes(both, "cudnn", n, monkeypatch, **with_lse) == [blocks, 2 * blocks]
     monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(takes_result=False))
-    assert passes(FORWARD["cudnn"], "cudnn", n, monkeypatch) == 2 * blocks
+    assert passes([FORWARD["cudnn"]], "cudnn", n, monkeypatch) == [2 * blocks]
 
 
 @pytest.mark.parametrize(

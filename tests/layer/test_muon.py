@@ -19,12 +19,11 @@ from flax_mha import (
     LanguageModel,
     MultiHeadAttention,
     muon_dimensions,
-    sharding,
 )
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention
-from tests.support.meshes import KINDS, collectives, on
+from tests.support.meshes import KINDS, collectives, described, on
 from tests.support.oracle import error, float64, random_like
 
 KEY = jax.random.key(0)
@@ -120,8 +119,8 @@ def test_heads_over_devices_need_no_collectives(optimized: None, kind: str) -> N
     optimizer = muon(1.0, muon_weight_dimension_numbers=muon_dimensions)
     _, leave = on(kind, shape=(1, 8))
     try:
-        params = sharding.init(layer, KEY, X)["params"]
-        state = jax.jit(optimizer.init)(params)
+        params = described(layer, X)["params"]
+        state = jax.eval_shape(optimizer.init, params)
         update = jax.jit(optimizer.update).lower(params, state, params).compile()
     finally:
         leave()

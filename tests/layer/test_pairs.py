@@ -18,6 +18,7 @@ from flax_mha.positions import Rotary
 from tests.kernels.cases import covering
 from tests.positions.test_rope_scaling import theta
 from tests.support import layer_model, oracle
+from tests.support.decoded import cache_of
 from tests.support.layer_model import Model
 from tests.support.layer_parts import BASE, PARTS, H, N, T, angles
 from tests.support.oracle import float64, random_like
@@ -105,7 +106,7 @@ def moved(tree: Any, along: Any, step: float) -> Any:
 def stepwise(stack: nn.Module, params: Any, pair: Pair) -> tuple[jax.Array, list[np.ndarray]]:
     """The outputs of 7 tokens at once, of which not all are real, and of the others one by one."""
     filled = REAL["steps"] if pair.lengths == "lengths" else (7, 7)
-    cache = jax.jit(stack.init)(KEY, X)["cache"]
+    cache = cache_of(stack, X)
 
     @jax.jit
     def step(cache: Any, x: Any, lengths: Any) -> tuple[jax.Array, Any]:

@@ -128,7 +128,7 @@ def test_in_a_scanned_stack_with_padding(dtype: str) -> None:
     pull = jax.jit(jax.grad(loss, (0, 1)))
     # Flax's norms promote their statistics implicitly.
     with jax.numpy_dtype_promotion("standard"):
-        params = stack.init(KEY, X.astype(dtype))
+        params = random_like(jax.eval_shape(stack.init, KEY, X.astype(dtype)))
         (found, dx), (wanted, _) = (pull(params, jnp.asarray(x, dtype)) for x in (bad, X))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert np.isfinite(dx).all()

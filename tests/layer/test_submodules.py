@@ -15,9 +15,9 @@ from flax.traverse_util import flatten_dict
 
 import flax_mha
 import flax_mha.nnx
-from flax_mha import QKNorm, interop, sharding, variants
+from flax_mha import QKNorm, interop, variants
 from flax_mha.positions import Rotary
-from tests.support.meshes import B, collectives, on
+from tests.support.meshes import B, collectives, described, on
 from tests.support.oracle import random_like
 
 D, N = 16, 4
@@ -139,7 +139,7 @@ def test_changed_calls_send_no_more_over_a_mesh(optimized, kind: str) -> None:
 
     _, leave = on(kind, shape=(1, 8))
     try:
-        params = sharding.init(layer, jax.random.key(0), x)
+        params = described(layer, x)
         plain = text(contextlib.nullcontext())
         assert sum(size for _, size in plain) == 2 * 4 * x.size
         assert text(changing("value", looked_at)) == plain

@@ -1,5 +1,6 @@
 """Experts against a loop over tokens, on one device and on meshes."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -194,14 +195,20 @@ RULES = {
 }
 
 
+@functools.cache
+def on_one_device(method: str) -> Any:
+    """Parameters, and what that method makes of them."""
+    params = jax.jit(CLIPPED.init)(KEY, X)
+    bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
+    params = {"params": params["params"] | bias}
+    return jax.device_get((params, run(CLIPPED, params, X)))
+
+
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULES)
 def test_on_meshes(name: str, kind: str, method: str) -> None:
-    params = jax.jit(CLIPPED.init)(KEY, X)
-    bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
-    params = {"params": params["params"] | bias}
-    wanted = run(CLIPPED, params, X)
+    params, wanted = on_one_device(method)
     mesh, leave = on(kind, RULES[name])
     try:
         places = sharding.of(CLIPPED.init, KEY, X)

@@ -12,6 +12,7 @@ from flax import nnx
 import flax_mha
 from flax_mha import KVCache, MultiHeadAttention, generate
 from tests.support.decoded import cache_of, greedy
+from tests.support.oracle import random_like
 
 V, D, N, NEW = 7, 8, 2, 5
 KEY = jax.random.key(0)
@@ -37,7 +38,7 @@ def linen() -> tuple[Any, Any, Any]:
     """The model's step, its variables, and a function of tokens without a cache."""
     plain, cached = Foreign(), Foreign(decode=True)
     room = jnp.zeros((2, len(PROMPT[0]) + NEW), jnp.int32)
-    params = {"params": jax.jit(plain.init)(KEY, room, room)["params"]}
+    params = random_like(jax.eval_shape(plain.init, KEY, room, room))
     cache = cache_of(cached, room, room)
 
     def step(variables, cache, tokens, positions, lengths=None):

@@ -24,7 +24,8 @@ from flax_mha.variants import (
     MultiHeadLatentAttention,
     TalkingHeadsAttention,
 )
-from tests.support.meshes import EIGHT, KEY, KINDS, RNG, B, H, N, X, changed, collectives, on
+from tests.support.arrays import zeros
+from tests.support.meshes import EIGHT, KINDS, RNG, B, H, N, X, changed, collectives, described, on
 
 T = 64
 
@@ -43,7 +44,7 @@ def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind
 
     _, leave = on(kind, shape=(1, 8))
     try:
-        params = sharding.init(layer, KEY, X)
+        params = described(layer, X)
         forward = jax.jit(layer.apply).lower(params, X).compile().as_text()
         both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:
@@ -95,7 +96,7 @@ def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kin
 
     _, leave = on(kind, shape=(1, 8))
     try:
-        params = sharding.init(layer, KEY, X)
+        params = described(layer, X)
         text = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:
         leave()
@@ -128,7 +129,7 @@ def test_steps_send_nothing_that_grows_with_the_cache(optimized, layer) -> None:
     try:
         sent = []
         for slots in (16, 64):
-            variables = sharding.init(cached, KEY, jnp.zeros((B, slots, X.shape[-1])))
+            variables = described(cached, zeros((B, slots, X.shape[-1])))
             text = jax.jit(step).lower(variables, X[:, :1]).compile().as_text()
             sent.append(collectives(text))
     finally:
@@ -147,7 +148,7 @@ def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None
 
     _, leave = on(kind, changed(norm_length="model"), shape=(1, 8))
     try:
-        params = sharding.init(block, KEY, X)
+        params = described(block, X)
         forward = jax.jit(block.apply).lower(params, X).compile().as_text()
         both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:

@@ -44,6 +44,14 @@ def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) 
     return mesh, leave
 
 
+def described(model: nn.Module, *inputs: Any) -> Any:
+    """The variables of a model as they lie on this mesh, for programs that are only compiled."""
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        jax.eval_shape(model.init, KEY, *inputs), sharding.of(model.init, KEY, *inputs),
+    )  # fmt: skip
+
+
 def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
 

@@ -1,12 +1,16 @@
 """The code in the documentation."""
 
 import ast
+import contextlib
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
+import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
 # Pages show how these meet ours, and are run without them where they are not installed.
@@ -25,13 +29,46 @@ def blocks(language: str, text: str) -> list[str]:
 
 
 def run(page: str) -> dict[str, Any]:
-    """Runs a page's Python from top to bottom, as a user does, and gives its variables."""
+    """Runs a page's Python from top to bottom, as a user does, and gives its variables.
+
+    But for the numbers that parameters begin with: see `_drawn`.
+    """
     scope: dict[str, Any] = {"__name__": Path(page).stem}
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), _drawn():
         for code in blocks("python", read(page)):
             if not _lacks(code):
                 exec(compile(code, page, "exec"), scope)
     return scope
+
+
+@contextlib.contextmanager
+def _drawn() -> Iterator[None]:
+    """Lets Flax's `init` trace a model, and draws its parameters with NumPy, all of them random.
+
+    Op by op, as JAX draws them, each op and shape would be compiled for itself: half of the time.
+    """
+    init = nn.Module.init
+
+    def draw(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rngs, args, kwargs))):
+            return init(module, rngs, *args, **kwargs)
+        shapes = jax.eval_shape(lambda: init(module, rngs, *args, **kwargs))
+        if set(shapes) != {"params"}:
+            return init(module, rngs, *args, **kwargs)
+        rng = np.random.default_rng(0)
+
+        def fill(x: Any) -> jax.Array:
+            # Scales and biases near 1, kernels of some hundred rows in proportion.
+            values = (x.ndim < 2) + 0.1 * rng.normal(size=x.shape)
+            return jax.device_put(values.astype(x.dtype))
+
+        return jax.tree.map(fill, shapes)
+
+    nn.Module.init = draw
+    try:
+        yield
+    finally:
+        nn.Module.init = init
 
 
 def _lacks(code: str) -> bool:

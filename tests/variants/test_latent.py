@@ -1,5 +1,6 @@
 """Latent attention against its formula, and decoding from latents alone."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.support import oracle
-from tests.support.decoded import decoded
+from tests.support.decoded import cache_of, decoded
 from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
 from tests.support.oracle import error, float64
 
@@ -81,14 +82,16 @@ def test_gradients_and_options(cache: str) -> None:
     params = drawn(module, X)
     lengths, head_mask = np.array([T, 6]), np.array([1.0, 0.0, 0.5, 2.0], np.float32)
     call = {"lengths": lengths, "head_mask": head_mask}
-    out, weights = module.apply(params, X, **call, return_weights=True)
+    apply = jax.jit(functools.partial(module.apply, return_weights=True))
+    out, weights = apply(params, X, **call)
     assert weights.shape == (2, N, T, T)
     # Padding attends to nothing: the bias alone is left.
     bias = params["params"]["out"]["bias"]
     np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     cached = module.clone(decode=True, cache=CacheConfig(dtype=cache))
-    held = cached.init(KEY, X)["cache"]
-    found, _ = cached.apply({**params, "cache": held}, X, **call, mutable="cache")
+    held = cache_of(cached, X)
+    step = jax.jit(functools.partial(cached.apply, mutable="cache"))
+    found, _ = step({**params, "cache": held}, X, **call)
     assert error(found, out) < {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.03}[cache]
 
 
