@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collects garbage from now on, seldom, and leaves out what is there already."""
+    """Collect garbage seldom, and none of the modules that are loaded already."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()

@@ -73,7 +73,7 @@ def test_equal_masks_are_equal() -> None:
 
 @pytest.mark.parametrize("shift", [0, 1000])
 def test_one_entry_stands_for_a_block(shift: int) -> None:
-    """Splash reads from a mask what it reads from a table; where no key is seen, of one block."""
+    """A mask and a table answer splash alike; where no key is seen, of one block."""
     dims, blocks = Dims((), 500, 600, 1, 1, 8, 8), splash_mask.Blocks(128, 256)
     i, j = np.arange(500)[:, None] - shift, np.arange(768)
     call = spec.AttentionSpec(

@@ -197,7 +197,7 @@ RULES = {
 
 @functools.cache
 def on_one_device(method: str) -> Any:
-    """Parameters, and what that method makes of them."""
+    """Return parameters, and the output of that method with them."""
     params = jax.jit(CLIPPED.init)(KEY, X)
     bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
     params = {"params": params["params"] | bias}

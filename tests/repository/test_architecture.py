@@ -98,7 +98,7 @@ def test_kernels_see_no_mesh(path: Path) -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    """But for the layers of nnx, which have those of linen, and their submodules."""
+    """Layers of nnx and their submodules have the names of the linen ones."""
     names = [
         node.name
         for path in FILES
