@@ -77,8 +77,8 @@ def made() -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The calls of our layer."""
     seen: list[Any] = []
-    attention = core.attention
-    monkeypatch.setattr(core, "attention", lambda *a, **k: (seen.append(a), attention(*a, **k))[1])
+    attend = core.attend
+    monkeypatch.setattr(core, "attend", lambda *a, **k: (seen.append(a), attend(*a, **k))[1])
     return seen
 
 

@@ -63,8 +63,7 @@ def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (1, 65), (65, 1), (33, 129), (130, 7)])
 def test_sizes(nvidia, t: int, s: int) -> None:
     for mask in (Causal(), Window(5, 0), None):
-        known = {"allowed": table(mask, t, s)}
-        call = {"mask": mask}
+        known, call = {"allowed": table(mask, t, s)}, {"mask": mask}
         check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
 
 

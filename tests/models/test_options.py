@@ -71,13 +71,13 @@ KINDS = [
 def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What the core is given, call by call."""
     found: list[dict[str, Any]] = []
-    real = core.attention
+    real = core.attend
 
-    def attention(weights, settings, x_q, x_k, x_v, call, cache=None):
+    def attend(p, settings, heads, call, cache):
         found.append(vars(call) | {"kv": cache})
-        return real(weights, settings, x_q, x_k, x_v, call, cache)
+        return real(p, settings, heads, call, cache)
 
-    monkeypatch.setattr(core, "attention", attention)
+    monkeypatch.setattr(core, "attend", attend)
     return found
 
 
