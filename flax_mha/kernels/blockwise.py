@@ -24,17 +24,10 @@ from jax import lax
 
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels import softmax, tiles
+from flax_mha.kernels import derivatives, softmax, tile_plan, tiles
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
-from flax_mha.kernels.tile_plan import (
-    MOST,
-    KeyRange,
-    Plan,
-    VisitLists,
-    computes_in_bfloat16,
-    plan_call,
-)
+from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
 from flax_mha.kernels.tiles import (
     TiledCall,
     TileIndex,
@@ -60,19 +53,20 @@ def lower(
 
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
-    result: Result | None = None, core: Callable[..., Result] | None = None, most: int = MOST,
+    result: Result | None = None, core: Callable[..., Result] | None = None,
+    most: int = tile_plan.MOST,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`; of a result that is given only the gradients are computed.
 
-    No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
-    JAX can't reverse loops of unknown length. `checkpointed` gives a `core` without these limits,
-    and another bound of the scores of one product.
+    Forward mode only over gradients; gradients of gradients only where no tables tell what is
+    visited (see `plan`): JAX can't reverse loops of unknown length. `checkpointed` gives a `core`
+    without these limits, and another bound of the scores of one product.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
         return tiles.empty_result(dims, dtype, spec.sinks)
-    plan, tables = plan_call(spec, dims, most)
+    plan, tables = tile_plan.plan_call(spec, dims, most)
     scale = 1.0
     if isinstance(spec.scale, float) and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
         # Scaled, q would be rounded once more.
@@ -225,11 +219,22 @@ def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Resu
         return result, (args, result[0], *softmax.of_lse(result[1]))
     out, top, total = _loops(static, *args)
     lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
-    return (out, lse), (args, out, top, total)
+    return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
+
+
+def _mark_irreversible(tables: VisitLists | None, results: Tree) -> Tree:
+    """Return the results as they are; to reverse loops whose length tables tell is an error."""
+    return results if tables is None else derivatives.limit("forward", "blockwise", results)
+
+
+def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    *_, tables = residuals[0]
+    return _mark_irreversible(tables, _compute_gradients(static, residuals, cotangents))
 
 
 @trees.trace_once
-def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Compute the gradients of all arguments of `_core` but the first. See `_loops`."""
     (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
     seen = total != 0
