@@ -24,7 +24,7 @@ from jax import lax
 
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels import derivatives, softmax, tile_plan, tiles
+from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
@@ -32,7 +32,6 @@ from flax_mha.kernels.tiles import (
     TiledCall,
     TileIndex,
     Tree,
-    cut,
     dot,
     fold_heads,
     in_blocks,
@@ -129,7 +128,7 @@ def map_blocks(
       q: [R, G·nq·bq, H].
       k: [R, nk·bk, H].
       v: [R, nk·bk, Hv].
-      wrap: changes the function of (k, v, block) that is mapped, such as `jax.checkpoint`.
+      wrap: changes the function of (k, v, carry, block) that is mapped, such as `jax.checkpoint`.
     """
     plan = static.plan
 
@@ -138,21 +137,21 @@ def map_blocks(
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
         q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
+        row = TileIndex.of_row(plan, r)
 
-        def job(part: KeyRange, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Any:
+        def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
             j, q = x
-            return attend_block(part, TileIndex.of(plan, part, r, j), q, k, v)
+            return carry, attend_block(part, row.of_job(plan, part, j), q, k, v)
 
         parts = []
         for part in plan.parts:
-            block = cut(q, part)
-            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
-            run = wrap(functools.partial(job, part))
-            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
-        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
+            run = functools.partial(wrap(functools.partial(job, part)), k, v)
+            count = part.count_blocks(plan.nq)
+            parts.append(loops.scan_blocks(run, [], [q], part.first, count)[1])
+        return [], tuple(tiles.join(x) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    results: tuple[jax.Array, ...] = tiles.scan_or_map(group, [], xs, static.together)[1]
+    results: tuple[jax.Array, ...] = loops.scan_or_map(group, [], xs, static.together)[1]
     return results
 
 
@@ -193,12 +192,13 @@ def _loops(
             top, total, out = carry
             tile, at = tile_of(plan, spec, index)
             keys = index.keys(k)
-            s = static.scale * dot(q, keys, 1, 1, spec, acc)
+            s = static.apply_scale(dot(q, keys, 1, 1, spec, acc))
             vectors = static.vectors(spec, q, keys, acc)
             s = score_of(static.plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at).astype(v.dtype)
-            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, acc)
+            more = dot(p, index.keys(v), 1, 0, spec, acc)
+            return top, total, lax.add(lax.mul(out, old), more)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = softmax.begin(total)
@@ -208,8 +208,8 @@ def _loops(
         if sinks is not None:
             new, of_all = softmax.sunk(sinks[index.head], top, total)
             out = out * jnp.exp(top - new)
-        out = spec.scale_kept(out) / softmax.finish(top, of_all)[0]
-        return out, top[:, 0], total[:, 0]
+        out = spec.scale_kept(out) / softmax.divisor(of_all)
+        return out, *(lax.squeeze(x, (1,)) for x in (top, total))
 
     return map_blocks(static, spec, attend_block, q, k, v)
 
@@ -247,6 +247,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
         (q, dout, of_rows), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
+        row = TileIndex.of_row(plan, r)
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
@@ -260,7 +261,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = dq + dot(ds, index.keys(factor_k), 1, 0, spec, acc)
+                dq = lax.add(dq, dot(ds, index.keys(factor_k), 1, 0, spec, acc))
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
                 dkT = index.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
                 dvT = index.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
@@ -268,29 +269,27 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
                     dq, dkT = dq + dvectors[0], index.add_keys(dkT, dvectors[1].T)
                 return tiles.add_grads(index, grads, dleaves), dq, dkT, dvT
 
-            grads, dkT, dvT = carry
-            carry = (grads, vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
-            index = TileIndex.of(plan, part, r, j)
+            carry = (carry[0], vary(jnp.zeros(q.shape, acc), q), *carry[1:])
+            index = row.of_job(plan, part, j)
             grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
-        qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
+        blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), of_rows
         carry: Tree = (grads, *(vary(tiles.key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for part in reversed(plan.parts):
-            block = [cut(x, part) for x in (q, qT, dout, doutT, of_rows)]
-            jobs = jnp.arange(block[0].shape[0], dtype=jnp.int32)
-            carry, dq = lax.scan(functools.partial(job, part), carry, (jobs, *block))
+            run, count = functools.partial(job, part), part.count_blocks(plan.nq)
+            carry, dq = loops.scan_blocks(run, carry, blocks, part.first, count)
             parts.insert(0, dq)
         grads, dkT, dvT = carry
         dk = tiles.by_key(dkT).astype(k.dtype)
         dv = tiles.by_key(spec.scale_kept(dvT)).astype(v.dtype)
-        return grads, (tiles.join(parts, plan), dk, dv)
+        return grads, (tiles.join(parts), dk, dv)
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
-    grads, (dq, dk, dv) = tiles.scan_or_map(group, zeros, xs, static.together)
+    grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
     dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
     return None, dq, dk, dv, grads, None, dsinks, None
