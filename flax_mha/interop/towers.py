@@ -99,9 +99,8 @@ class Towers(nn.Module):
           Features of images [B, features] and of texts [C, features], of length 1; and logits
           [B, C] of their products.
         """
-        x, y = self.image(images), self.text(tokens)
-        x = x[..., 0, :] if self.pool is None else self.pool(x)
-        y = _at(y, at)
+        x = _pool_tokens(self.image(images), self.pool, None)
+        y = _pool_tokens(self.text(tokens), None, at)
         if self.features is None:
             y = Projection(y.shape[-1:], ("embed", None), name="text_projection")(y)
         else:
@@ -116,46 +115,38 @@ class Towers(nn.Module):
         return x, y, logits
 
 
-class ImageTower(nn.Module):
-    """An encoder of images, to features of tokens and to one vector.
+class Tower(nn.Module):
+    """One of the two encoders alone, to features of tokens and to one vector.
 
     Attributes:
-      image: the encoder.
-      pool: makes one vector of the tokens (default: the first token).
-    """
-
-    image: Classifier
-    pool: "AttentionPool | None" = None
-
-    @nn.compact
-    def __call__(self, images: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Maps [*B, height, width, channels] to [*B, T, D], normed, and [*B, D]."""
-        x = self.image(images)
-        return x, x[..., 0, :] if self.pool is None else self.pool(x)
-
-
-class TextTower(nn.Module):
-    """Texts to features of tokens, and to one vector.
-
-    Attributes:
-      text: the encoder.
+      encoder: of images or of texts.
+      pool: makes one vector of the tokens (default: one of them).
       projected: whether a linear layer follows for the one vector.
     """
 
-    text: Bert
-    projected: bool
+    encoder: Classifier | Bert
+    pool: "AttentionPool | None" = None
+    projected: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, at: Any) -> tuple[jax.Array, jax.Array]:
-        """Maps tokens int [C, T], of which that `at`, int [C], stands for all, to features."""
-        x = self.text(tokens)
-        y = _at(x, at)
+    def __call__(self, inputs: jax.Array, at: Any = None) -> tuple[jax.Array, jax.Array]:
+        """Map images or texts to features of tokens [*B, T, D], normed, and to [*B, D].
+
+        Args:
+          inputs: images [*B, height, width, channels], or tokens int [*B, T].
+          at: int [*B], the token that stands for all; None for the first.
+        """
+        x = self.encoder(inputs)
+        y = _pool_tokens(x, self.pool, at)
         if self.projected:
-            y = Projection(y.shape[-1:], ("embed", None), name="text_projection")(y)
+            y = Projection(y.shape[-1:], ("embed", None), name="projection")(y)
         return x, y
 
 
-def _at(x: jax.Array, at: Any) -> jax.Array:
+def _pool_tokens(x: jax.Array, pool: Any, at: Any) -> jax.Array:
+    """Return one vector [*B, D] for tokens [*B, T, D]: that of the pool, or of a token."""
+    if pool is not None or at is None:
+        return x[..., 0, :] if pool is None else pool(x)
     return jnp.take_along_axis(x, jnp.asarray(at)[..., None, None], -2)[..., 0, :]
 
 
@@ -190,7 +181,7 @@ def towers(config: Config) -> Family:
         _image(vision, kind), _text(text, kind), features, _pool(vision, kind),
         biased=not kind.class_token,
     )  # fmt: skip
-    rows = [*_images(vision, kind), *_texts(text)]
+    rows = [*_images(vision, kind, "image"), *_texts(text, "text")]
     if kind.class_token:
         rows += [
             *linear("visual_projection", "image_projection", bias=False),
@@ -207,8 +198,8 @@ def images(config: Config) -> Family:
     """Return the family of `CLIPVisionModel` and `SiglipVisionModel`; a projection is left out."""
     kind = KINDS[config["model_type"].removesuffix("_vision_model")]
     vision = filled(config, **kind.vision)
-    module = ImageTower(_image(vision, kind), _pool(vision, kind))
-    rows, heads = _images(vision, kind), ("visual_projection.*", "classifier.*")
+    module = Tower(_image(vision, kind), _pool(vision, kind))
+    rows, heads = _images(vision, kind, "encoder"), ("visual_projection.*", "classifier.*")
     return Family(module, (example(vision),), rows, BUFFERS, heads, "vision_model.")
 
 
@@ -216,9 +207,9 @@ def texts(config: Config) -> Family:
     """Return the family of `CLIPTextModel` and `SiglipTextModel`; a projection is left out."""
     kind = KINDS[config["model_type"].removesuffix("_text_model")]
     text = filled(config, **kind.text)
-    module = TextTower(_text(text, kind), projected=not kind.class_token)
-    rows = _texts(text)
-    rows += [] if kind.class_token else linear("text_model.head", "text_projection")
+    module = Tower(_text(text, kind), projected=not kind.class_token)
+    rows = _texts(text, "encoder")
+    rows += [] if kind.class_token else linear("text_model.head", "projection")
     return Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
@@ -255,18 +246,18 @@ def _pool(config: Config, kind: Kind) -> AttentionPool | None:
     return AttentionPool(layer, mlp, config["layer_norm_eps"])
 
 
-def _images(config: Config, kind: Kind) -> list[Row]:
+def _images(config: Config, kind: Kind, ours: str) -> list[Row]:
     at, kernel = "vision_model.embeddings", patches(*grid(config)[2:])
     token = kind.class_token
     rows = [
-        *linear(f"{at}.patch_embedding", "image/embedding/patches", not token, axes=kernel),
-        Row(f"{at}.position_embedding.weight", "image/positions/embedding"),
-        *_layers("vision_model.encoder.layers", "image/encoder", config),
-        *norm("vision_model.post_layernorm", "image/encoder/norm"),
+        *linear(f"{at}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel),
+        Row(f"{at}.position_embedding.weight", f"{ours}/positions/embedding"),
+        *_layers("vision_model", f"{ours}/encoder", config),
+        *norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
     ]
     if token:
-        rows.append(Row(f"{at}.class_embedding", "image/class_tokens", FLAT))
-        return rows + norm("vision_model.pre_layrnorm", "image/encoder/input_norm")
+        rows.append(Row(f"{at}.class_embedding", f"{ours}/class_tokens", FLAT))
+        return rows + norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
     head, own = "vision_model.head", "pool"
     fused = tuple(f"{own}/attention/{name}" for name in PROJECTIONS[:3])
     return [
@@ -280,17 +271,17 @@ def _images(config: Config, kind: Kind) -> list[Row]:
     ]
 
 
-def _texts(config: Config) -> list[Row]:
+def _texts(config: Config, ours: str) -> list[Row]:
     return [
-        Row("text_model.embeddings.token_embedding.weight", "text/embedding/table/embedding"),
-        Row("text_model.embeddings.position_embedding.weight", "text/positions/embedding"),
-        *_layers("text_model.encoder.layers", "text/encoder", config),
-        *norm("text_model.final_layer_norm", "text/encoder/norm"),
+        Row("text_model.embeddings.token_embedding.weight", f"{ours}/embedding/table/embedding"),
+        Row("text_model.embeddings.position_embedding.weight", f"{ours}/positions/embedding"),
+        *_layers("text_model", f"{ours}/encoder", config),
+        *norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
     ]
 
 
 def _layers(theirs: str, ours: str, config: Config) -> list[Row]:
-    at, own = f"{theirs}.{{}}", f"{ours}/layers_{{}}"
+    at, own = f"{theirs}.encoder.layers.{{}}", f"{ours}/layers_{{}}"
     return each(config["num_hidden_layers"], [
         *attention(f"{at}.self_attn", f"{own}/attention", HEADS),
         *norm(f"{at}.layer_norm1", f"{own}/attention_norm"),

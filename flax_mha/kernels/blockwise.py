@@ -24,22 +24,14 @@ from jax import lax
 
 from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
-from flax_mha.kernels import softmax, tiles
+from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
-from flax_mha.kernels.tile_plan import (
-    MOST,
-    KeyRange,
-    Plan,
-    VisitLists,
-    computes_in_bfloat16,
-    plan_call,
-)
+from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
 from flax_mha.kernels.tiles import (
     TiledCall,
     TileIndex,
     Tree,
-    cut,
     dot,
     fold_heads,
     in_blocks,
@@ -60,19 +52,20 @@ def lower(
 
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform,
-    result: Result | None = None, core: Callable[..., Result] | None = None, most: int = MOST,
+    result: Result | None = None, core: Callable[..., Result] | None = None,
+    most: int = tile_plan.MOST,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """See `reference.attend`; of a result that is given only the gradients are computed.
 
-    No forward mode; gradients of gradients only where no tables tell what is visited (see `plan`):
-    JAX can't reverse loops of unknown length. `checkpointed` gives a `core` without these limits,
-    and another bound of the scores of one product.
+    Forward mode only over gradients; gradients of gradients only where no tables tell what is
+    visited (see `plan`): JAX can't reverse loops of unknown length. `checkpointed` gives a `core`
+    without these limits, and another bound of the scores of one product.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
     if 0 in q.shape or S == 0:
         return tiles.empty_result(dims, dtype, spec.sinks)
-    plan, tables = plan_call(spec, dims, most)
+    plan, tables = tile_plan.plan_call(spec, dims, most)
     scale = 1.0
     if isinstance(spec.scale, float) and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
         # Scaled, q would be rounded once more.
@@ -137,7 +130,7 @@ def map_blocks(
       q: [R, G·nq·bq, H].
       k: [R, nk·bk, H].
       v: [R, nk·bk, Hv].
-      wrap: changes the function of (k, v, block) that is mapped, such as `jax.checkpoint`.
+      wrap: changes the function of (k, v, carry, block) that is mapped, such as `jax.checkpoint`.
     """
     plan = static.plan
 
@@ -146,21 +139,21 @@ def map_blocks(
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
         q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
+        row = TileIndex.of_row(plan, r)
 
-        def job(part: KeyRange, k: jax.Array, v: jax.Array, x: tuple[jax.Array, ...]) -> Any:
+        def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
             j, q = x
-            return attend_block(part, TileIndex.of(plan, part, r, j), q, k, v)
+            return carry, attend_block(part, row.of_job(plan, part, j), q, k, v)
 
         parts = []
         for part in plan.parts:
-            block = cut(q, part)
-            jobs = jnp.arange(block.shape[0], dtype=jnp.int32)
-            run = wrap(functools.partial(job, part))
-            parts.append(lax.map(functools.partial(run, k, v), (jobs, block)))
-        return [], tuple(tiles.join(x, plan) for x in zip(*parts, strict=True))
+            run = functools.partial(wrap(functools.partial(job, part)), k, v)
+            count = part.count_blocks(plan.nq)
+            parts.append(loops.scan_blocks(run, [], [q], part.first, count)[1])
+        return [], tuple(tiles.join(x) for x in zip(*parts, strict=True))
 
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, k, v)
-    results: tuple[jax.Array, ...] = tiles.scan_or_map(group, [], xs, static.together)[1]
+    results: tuple[jax.Array, ...] = loops.scan_or_map(group, [], xs, static.together)[1]
     return results
 
 
@@ -200,19 +193,20 @@ def _loops(
             top, total, out = carry
             tile, at = tile_of(plan, spec, index)
             keys = index.keys(k)
-            s = static.scale * dot(q, keys, 1, 1, spec, acc)
+            s = static.apply_scale(dot(q, keys, 1, 1, spec, acc))
             vectors = static.vectors(spec, q, keys, acc)
             s = score_of(static.plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at).astype(v.dtype)
-            return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, acc)
+            more = dot(p, index.keys(v), 1, 0, spec, acc)
+            return top, total, lax.add(lax.mul(out, old), more)
 
         total = vary(jnp.zeros((plan.block_q, 1), acc), q)
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
-        out = spec.scale_kept(out) / softmax.finish(top, total)[0]
-        return out, top[:, 0], total[:, 0]
+        out = spec.scale_kept(out) / softmax.divisor(total)
+        return out, *(lax.squeeze(x, (1,)) for x in (top, total))
 
     return map_blocks(static, spec, attend_block, q, k, v)
 
@@ -222,11 +216,22 @@ def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Resu
         return result, (args, result[0], *softmax.of_lse(result[1]))
     out, top, total = _loops(static, *args)
     lse = softmax.finish(top, total)[1]
-    return (out, lse), (args, out, top, total)
+    return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
+
+
+def _mark_irreversible(tables: VisitLists | None, results: Tree) -> Tree:
+    """Return the results as they are; to reverse loops whose length tables tell is an error."""
+    return results if tables is None else derivatives.limit("forward", "blockwise", results)
+
+
+def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    *_, tables = residuals[0]
+    return _mark_irreversible(tables, _compute_gradients(static, residuals, cotangents))
 
 
 @trees.trace_once
-def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Compute the gradients of all arguments of `_core` but the first. See `_loops`."""
     (q, k, v, leaves, others, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
     dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
@@ -237,6 +242,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
         (q, dout, of_rows), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
+        row = TileIndex.of_row(plan, r)
         # Keys and queries as factors of a gradient that is 0 where masked must be finite.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
@@ -250,7 +256,7 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
                 )  # fmt: skip
                 # Without the barrier XLA:CPU computes p and ds anew for each product.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
-                dq = dq + dot(ds, index.keys(factor_k), 1, 0, spec, acc)
+                dq = lax.add(dq, dot(ds, index.keys(factor_k), 1, 0, spec, acc))
                 # The small factor is the transposed one: XLA:CPU is slow at the other.
                 dkT = index.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
                 dvT = index.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
@@ -258,29 +264,27 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
                     dq, dkT = dq + dvectors[0], index.add_keys(dkT, dvectors[1].T)
                 return tiles.add_grads(index, grads, dleaves), dq, dkT, dvT
 
-            grads, dkT, dvT = carry
-            carry = (grads, vary(jnp.zeros(q.shape, acc), q), dkT, dvT)
-            index = TileIndex.of(plan, part, r, j)
+            carry = (carry[0], vary(jnp.zeros(q.shape, acc), q), *carry[1:])
+            index = row.of_job(plan, part, j)
             grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
-        qT, doutT = jnp.swapaxes(factor_q, -1, -2), jnp.swapaxes(dout, -1, -2)
+        blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), of_rows
         carry: Tree = (grads, *(vary(tiles.key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
         for part in reversed(plan.parts):
-            block = [cut(x, part) for x in (q, qT, dout, doutT, of_rows)]
-            jobs = jnp.arange(block[0].shape[0], dtype=jnp.int32)
-            carry, dq = lax.scan(functools.partial(job, part), carry, (jobs, *block))
+            run, count = functools.partial(job, part), part.count_blocks(plan.nq)
+            carry, dq = loops.scan_blocks(run, carry, blocks, part.first, count)
             parts.insert(0, dq)
         grads, dkT, dvT = carry
         dk = tiles.by_key(dkT).astype(k.dtype)
         dv = tiles.by_key(spec.scale_kept(dvT)).astype(v.dtype)
-        return grads, (tiles.join(parts, plan), dk, dv)
+        return grads, (tiles.join(parts), dk, dv)
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
-    grads, (dq, dk, dv) = tiles.scan_or_map(group, zeros, xs, static.together)
+    grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
     return None, dq, dk, dv, grads, None, None
 

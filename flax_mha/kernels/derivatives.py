@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax_mha.base import private_jax
 
 T = TypeVar("T")
-# Which derivatives of a rule there are: one, in reverse mode; any number in reverse mode; or any,
-# of which the innermost is in reverse mode.
-Limit: TypeAlias = Literal["first", "reverse", "inner"]
+# Which derivatives there are: one, in reverse mode; any number in reverse mode; any, of which the
+# innermost is in reverse mode; or any number in forward mode.
+Limit: TypeAlias = Literal["first", "reverse", "inner", "forward"]
 
 _asked = contextvars.ContextVar("flax_mha_any_derivative", default=False)
 
@@ -65,7 +65,7 @@ def limit(allowed: Limit, kernel: str, tree: T) -> T:
     Args:
       allowed: the derivatives that the kernel has.
       kernel: its name, for the error.
-      tree: its inputs.
+      tree: its inputs; for "forward" its results, for reverse mode begins there.
     """
     if private_jax.missing("limits"):
         return tree

@@ -19,6 +19,9 @@ def _refuse(*_: Any, kernel: str, asked: str = "forward mode (jax.jvp)", **__: A
 def _differentiate(primals: Any, tangents: Any, allowed: str, kernel: str) -> tuple[Any, Any]:
     """Return x under the next limit, and a tangent that refuses forward mode."""
     (x,), (tangent,) = primals, tangents
+    if allowed == "forward":
+        x = limited.bind(x, allowed=allowed, kernel=kernel)
+        return x, _pass_tangent(tangent, kernel)
     if allowed == "none":
         _refuse(kernel=kernel, asked="derivatives of derivatives")
     left = _LEFT[allowed]
@@ -26,6 +29,15 @@ def _differentiate(primals: Any, tangents: Any, allowed: str, kernel: str) -> tu
     if isinstance(tangent, ad.Zero):
         return x, tangent
     return x, transposed.bind(tangent, kernel=kernel)
+
+
+def _pass_tangent(tangent: Any, kernel: str) -> Any:
+    """Return the tangent as it is; its transposition raises."""
+    return tangent if isinstance(tangent, ad.Zero) else forward.bind(tangent, kernel=kernel)
+
+
+def _refuse_reverse(*_: Any, kernel: str) -> Any:
+    _refuse(kernel=kernel, asked="gradients of gradients where the mask is traced or irregular")
 
 
 # Binds x [...]; parameters `allowed` and `kernel`.
@@ -44,3 +56,15 @@ ad.primitive_transposes[transposed] = lambda cotangent, *_, **__: [cotangent]
 ad.primitive_jvps[transposed] = _refuse
 batching.primitive_batchers[transposed] = _refuse
 mlir.register_lowering(transposed, _refuse)
+
+# Forward mode takes it as it is; to transpose it, as reverse mode does, raises.
+forward = Primitive("forward_mode_only")
+forward.def_impl(lambda x, **_: x)
+forward.def_abstract_eval(lambda x, **_: x)
+ad.primitive_transposes[forward] = _refuse_reverse
+ad.primitive_jvps[forward] = lambda primals, tangents, kernel: (
+    forward.bind(primals[0], kernel=kernel),
+    _pass_tangent(tangents[0], kernel),
+)
+batching.defvectorized(forward)
+mlir.register_lowering(forward, lambda _, x, **__: [x])

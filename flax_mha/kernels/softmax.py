@@ -19,8 +19,10 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from flax_mha.base import shapes
+from flax_mha.kernels.loops import select
 from flax_mha.kernels.spec import Result
 
 
@@ -30,7 +32,7 @@ def finite(x: jax.Array) -> jax.Array:
 
     Where a mask forbids what is not finite the derivative is 0 already, elsewhere it is NaN.
     """
-    return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+    return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
 
 
 @finite.defjvp
@@ -40,9 +42,10 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 
 def nan_flag(x: jax.Array) -> jax.Array:
     """0 for each vector of x [..., F] that is finite, NaN for the others, [...]."""
-    zeros = jax.lax.stop_gradient(x) * 0
+    zeros = lax.mul(lax.stop_gradient(x), lax.full_like(x, 0))
     # A product, for XLA:CPU is far slower at sums, and at `all`, over a short last axis.
-    return jnp.matmul(zeros, jnp.ones(x.shape[-1], x.dtype))
+    ones = lax.full((x.shape[-1],), 1, x.dtype)
+    return lax.dot_general(zeros, ones, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +53,7 @@ def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     In the values themselves it would meet weights of 0.
     """
-    return k + nan_flag(v)[..., None], finite(v)
+    return lax.add(k, lax.expand_dims(nan_flag(v), (v.ndim - 1,))), finite(v)
 
 
 def finfo_min(dtype: jnp.dtype) -> float:
@@ -64,12 +67,12 @@ def finfo_min(dtype: jnp.dtype) -> float:
 
 # Of the sums over one query's features that gradients subtract. They cost little, and must not be
 # less exact than the products, whatever precision the call asks for.
-_EXACT = jax.lax.Precision.HIGHEST
+_EXACT = lax.Precision.HIGHEST
 
 
 def begin(total: jax.Array) -> jax.Array:
     """The greatest score where nothing has been seen: finite, so that it can be subtracted."""
-    return total + finfo_min(total.dtype)
+    return lax.add(total, finfo_min(total.dtype))
 
 
 def step(
@@ -87,10 +90,18 @@ def step(
       top and total, the exponentials of s, and what those before are to be multiplied by.
     """
     # Any shift gives the same weights, so its derivatives are left out.
-    new = jax.lax.stop_gradient(jnp.maximum(top, s.max(-1, keepdims=True)))
-    p, old = jnp.exp(s - new), jnp.exp(top - new)
-    p = p if allowed is None else jnp.where(allowed, p, 0.0)
-    return new, total * old + p.sum(-1, keepdims=True), p, old
+    last = s.ndim - 1
+    greatest = lax.expand_dims(lax.reduce_max(s, (last,)), (last,))
+    new = lax.stop_gradient(lax.max(top, greatest))
+    p, old = lax.exp(lax.sub(s, new)), lax.exp(lax.sub(top, new))
+    p = p if allowed is None else select(allowed, p, 0.0)
+    more = lax.expand_dims(lax.reduce_sum(p, (last,)), (last,))
+    return new, lax.add(lax.mul(total, old), more), p, old
+
+
+def divisor(total: jax.Array) -> jax.Array:
+    """Return the divisor of out: the sum of the exponentials, 1 where nothing is seen."""
+    return select(lax.eq(total, 0.0), 1.0, total)
 
 
 def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -98,14 +109,13 @@ def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     That is not −∞, which `jax_debug_infs` would find in rows that only fill a block.
     """
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    return total, jnp.where(empty, finfo_min(top.dtype), top + jnp.log(total))
+    whole = divisor(total)
+    return whole, select(lax.eq(total, 0.0), finfo_min(top.dtype), lax.add(top, lax.log(whole)))
 
 
 def minus_infinity(lse: jax.Array) -> jax.Array:
     """The lse as users know it: −∞ where nothing is seen."""
-    return jnp.where(lse == finfo_min(lse.dtype), -jnp.inf, lse)
+    return select(lax.eq(lse, finfo_min(lse.dtype)), -jnp.inf, lse)
 
 
 def of_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -195,15 +205,15 @@ def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = Fals
 
     Not exp(s − lse), which would lose the last digits of large scores.
     """
-    p = jnp.exp(s - top) * share
+    p = lax.mul(lax.exp(lax.sub(s, top)), share)
     # Where it is not needed it is left out: it costs XLA:CPU time in every tile.
-    return jnp.where(s == -jnp.inf, 0.0, p) if guarded else p
+    return select(s == -jnp.inf, 0.0, p) if guarded else p
 
 
 def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True) -> jax.Array:
     """The gradient of a tile of scores: 0 where masked, for dp may be infinite there."""
-    ds = p * (dp - delta)
-    return jnp.where(p == 0, 0.0, ds) if masked else ds
+    ds = lax.mul(p, lax.sub(dp, delta))
+    return select(lax.eq(p, 0.0), 0.0, ds) if masked else ds
 
 
 def sink_gradient(

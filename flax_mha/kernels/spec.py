@@ -13,6 +13,7 @@ from flax_mha.base.coordinates import Array, At, ScoreArray, whole
 from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import tree_nodes
 from flax_mha.kernels.dropout import WeightDropout
+from flax_mha.kernels.loops import select
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.masks import Mask, Predicate
 from flax_mha.masks.base import evaluate
@@ -125,7 +126,7 @@ class AttentionSpec(struct.PyTreeNode):
         with _precise(self.precision if vectors else None):
             for mod in self.scores:
                 score = changed(mod, score, at, vectors)
-        return score if allowed is None else jnp.where(allowed, score, forbidden), allowed
+        return score if allowed is None else select(allowed, score, forbidden), allowed
 
     def nan_where_invalid(self, out: jax.Array) -> jax.Array:
         """Make outputs [*B, T, N, ·] of invalid queries NaN: an empty row would hide it."""

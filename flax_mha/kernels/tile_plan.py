@@ -31,6 +31,10 @@ class KeyRange(NamedTuple):
     width: int
     masked: bool
 
+    def count_blocks(self, nq: int) -> int:
+        """Return the number of its blocks of queries, of nq in all."""
+        return len(self.starts) or nq
+
 
 class Plan(NamedTuple):
     """The division of a call into tiles. Hashable: all of it is known before tracing.

@@ -1,7 +1,7 @@
 """The arrays of a call laid out in tiles, and where each of them is."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mha.base import shapes
+from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import (
     Array,
     At,
@@ -38,15 +38,20 @@ class TileIndex(NamedTuple):
     width: int = 1
 
     @classmethod
-    def of(cls, plan: Plan, part: KeyRange, r: jax.Array, j: jax.Array) -> "TileIndex":
-        """Return the tiles of job j of a part, for row and key/value head r of `fold_heads`."""
-        G, K, starts = plan.dims.G, plan.dims.K, part.starts
-        count = len(starts) or plan.nq
-        block = 0 if count == 1 else j % count
+    def of_row(cls, plan: Plan, r: jax.Array) -> "TileIndex":
+        """Return the first tile of row and key/value head r of `fold_heads`."""
+        row, head = symbols.divide(r, plan.dims.K)
+        return cls(row, head if plan.dims.G == 1 else head * plan.dims.G, 0, 0)
+
+    def of_job(self, plan: Plan, part: KeyRange, j: Any) -> "TileIndex":
+        """Return the tiles of job j of a part, for this row and key/value head."""
+        starts = part.starts
+        member, block = symbols.divide(j, part.count_blocks(plan.nq))
+        head = self.head if plan.dims.G == 1 else self.head + member
         tile: Any = 0  # Tables say which, where there are no starts.
         if starts:
-            tile = starts[0] if count == 1 else jnp.asarray(starts, jnp.int32)[block]
-        return cls(r // K, (r % K) * G + j // count, part.first + block, tile, part.width)
+            tile = starts[0] if len({*starts}) == 1 else jnp.asarray(starts, jnp.int32)[block]
+        return TileIndex(self.row, head, part.first + block, tile, part.width)
 
     def entry(self, x: Array) -> jax.Array:
         """Look up the block of queries in one of `VisitLists`, [rows|1, N|1, nq, ...]."""
@@ -55,15 +60,16 @@ class TileIndex(NamedTuple):
 
     def keys(self, x: jax.Array) -> jax.Array:
         """The tiles [width·bk, F] of x [nk, bk, F]."""
-        x = lax.dynamic_slice_in_dim(x, self.tile, self.width)
-        return x.reshape(-1, x.shape[-1])
+        if self.width != x.shape[0]:
+            x = lax.dynamic_slice_in_dim(x, self.tile, self.width)
+        return lax.collapse(x, 0, 2)
 
     def add_keys(self, x: jax.Array, block: jax.Array) -> jax.Array:
         """Gives x, [nk, F, bk] or all tiles as one, with the block [F, width·bk] added."""
-        block, axis, start = block[None], 0, self.tile
+        block, axis, start = lax.expand_dims(block, (0,)), 0, self.tile
         if x.shape[0] == 1:
             axis, start = 2, self.tile * (block.shape[2] // self.width)
-        block = block + lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis)
+        block = lax.add(block, lax.dynamic_slice_in_dim(x, start, block.shape[axis], axis))
         return lax.dynamic_update_slice_in_dim(x, block, start, axis)
 
     def take(self, x: jax.Array) -> jax.Array:
@@ -92,7 +98,8 @@ def fold_heads(x: jax.Array, block: int, K: int) -> jax.Array:
     """
     *B, L, _, F = x.shape
     x, full = jnp.swapaxes(x, -3, -2), -(-L // block) * block
-    x = jnp.pad(x, ((0, 0),) * (len(B) + 1) + ((0, full - L), (0, 0)))
+    if full != L:
+        x = jnp.pad(x, ((0, 0),) * (len(B) + 1) + ((0, full - L), (0, 0)))
     return x.reshape(math.prod(B) * K, x.shape[-3] // K * full, F)
 
 
@@ -121,18 +128,10 @@ def by_key(sums: jax.Array) -> jax.Array:
     return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
-def cut(x: jax.Array, part: KeyRange) -> jax.Array:
-    """Return a part of x [G, nq, ...], as one axis of jobs."""
-    if part.starts:
-        x = x[:, part.first : part.first + len(part.starts)]
-    return lax.collapse(x, 0, 2)
-
-
-def join(parts: Sequence[jax.Array], plan: Plan) -> jax.Array:
-    """The jobs [·, bq, ...] of all parts as [G·nq·bq, ...]."""
-    parts = [x.reshape(plan.dims.G, -1, *x.shape[1:]) for x in parts]
-    x = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    return x.reshape(-1, *x.shape[3:])
+def join(parts: Sequence[jax.Array]) -> jax.Array:
+    """Return the blocks [G, ·, bq, ...] of all parts as [G·nq·bq, ...]."""
+    x = parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+    return lax.collapse(x, 0, 3)
 
 
 def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
@@ -148,7 +147,7 @@ def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
 def tile_of(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[AttentionSpec, At]:
     """Return the spec and the coordinates of those tiles, all of rank 2."""
     spec = map_score_arrays(index.take, spec)
-    q = (index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32))[:, None]
+    q = index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32)[:, None]
     k = keys_of(plan, index)[None]
     q = q if spec.q_pos is None else spec.q_pos.array
     k = k if spec.k_pos is None else spec.k_pos.array
@@ -207,6 +206,10 @@ class TiledCall(NamedTuple):
         varies = any(is_score_array(x) and x.array.shape[:2] != (1, 1) for x in nodes)
         return cls(plan, scale, 1 if varies else plan.rows_together, pure=not spec.user_types())
 
+    def apply_scale(self, x: jax.Array) -> jax.Array:
+        """Return x times the scale."""
+        return x if self.scale == 1 else x * self.scale
+
     def vectors(
         self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
     ) -> Vectors | None:
@@ -243,7 +246,7 @@ def tile_gradient(
 
     acc = of_rows.dtype
     top, share, delta = jnp.split(of_rows, 3, -1)
-    product = static.scale * dot(q, k, 1, 1, spec, acc)
+    product = static.apply_scale(dot(q, k, 1, 1, spec, acc))
     args = product, leaves, static.vectors(spec, q, k, acc)
     s, pull = jax.vjp(score, *args) if spec.scores else (score(*args), None)
     p = softmax.weights(s, top, share)
@@ -252,8 +255,8 @@ def tile_gradient(
     # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
     ds, dleaves, dvectors = (ds, None, None) if pull is None else pull(ds)
     if dvectors is not None:
-        dvectors = static.scale * dvectors[0], dvectors[1]
-    return tile.apply_dropout(p, at), static.scale * ds, dleaves, dvectors
+        dvectors = static.apply_scale(dvectors[0]), dvectors[1]
+    return tile.apply_dropout(p, at), static.apply_scale(ds), dleaves, dvectors
 
 
 def dot(
@@ -264,10 +267,3 @@ def dot(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
         precision=spec.precision, preferred_element_type=dtype,
     )  # fmt: skip
-
-
-def scan_or_map(group: Callable[[Tree, Tree], Any], sums: Tree, xs: Tree, together: int) -> Any:
-    """sums, results = group(sums, x) over the first axis of xs; so many at once if none sums."""
-    if jax.tree.leaves(sums) or together == 1:
-        return lax.scan(group, sums, xs)
-    return sums, lax.map(lambda x: group(sums, x)[1], xs, batch_size=together)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from tests.support.oracle import random_like
 
 from experiments import pretrained
 from experiments.convert import convert
 from experiments.failures import RunError
 from flax_mha import generate, interop
+from tests.support.oracle import random_like
 
 SIZES = {
     "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flax_mha import MultiHeadAttention, dot_product_attention, explain, kernels
-from flax_mha.masks import Causal, Lengths
+from flax_mha.masks import BlockSparse, Causal, Lengths, Segments
 from tests.support import oracle
 from tests.support.meshes import changed
 
@@ -66,6 +66,59 @@ def test_other_kernels_name_the_one_that_can(kernel: str) -> None:
     if kernel == "decode":
         with pytest.raises(TypeError, match=r"'checkpointed' .* forward mode .*'decode'"):
             jax.jvp(jax.grad(loss), (q,), (q,))
+
+
+def twice(attend: Any, q: jax.Array) -> dict[str, Any]:
+    """Ways to reverse mode over gradients, by which JAX meets the loops in different places."""
+
+    def loss(q: jax.Array, w: jax.Array) -> jax.Array:
+        return (attend(q) ** 2 * w).sum()
+
+    def slope(q: jax.Array, loss: Any = loss) -> jax.Array:
+        return (jax.grad(loss)(q, q) ** 2).sum()
+
+    def along(q: jax.Array) -> jax.Array:
+        return jax.jvp(lambda x: jax.grad(loss)(x, q), (q,), (q,))[1].sum()
+
+    return {
+        "plain": jax.grad(slope),
+        "rematerialised": jax.grad(lambda q: slope(q, jax.checkpoint(loss))),
+        "mapped": lambda q: jax.vmap(jax.grad(slope))(q[None]),
+        "of other arguments": jax.grad(lambda q: jax.grad(loss, (0, 1))(q, q)[1].sum()),
+        "third": jax.grad(along),
+    }
+
+
+SCATTERED = BlockSparse(np.tile(np.array([[0, 5]], np.int32), (1, 1, 25, 1)), 8, 8)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Segments(jnp.zeros((1, 200), jnp.int32)), Lengths(jnp.array([5])), SCATTERED],
+    ids=["segments", "lengths", "known, scattered"],
+)
+def test_masks_whose_tiles_are_visited_one_by_one(mask: Any) -> None:
+    """`blockwise` has forward mode over gradients; reverse mode over them is a clear error."""
+    q = jnp.ones((1, 200, 1, 4))
+
+    def attend(q: jax.Array, mask: Any) -> jax.Array:
+        return dot_product_attention(q, q, q, mask=mask, kernel="blockwise")
+
+    def trace(differentiate: Any) -> Any:
+        # The arrays of the mask are arguments.
+        leaves, tree = jax.tree.flatten(mask)
+        known = [isinstance(x, np.ndarray) for x in leaves]
+
+        def run(q: jax.Array, given: Any) -> Any:
+            given = [x if k else g for x, g, k in zip(leaves, given, known, strict=True)]
+            return differentiate(lambda q: attend(q, jax.tree.unflatten(tree, given)))(q)
+
+        return jax.make_jaxpr(run)(q, leaves)
+
+    trace(lambda f: lambda q: jax.jvp(jax.grad(lambda q: f(q).sum()), (q,), (q,)))
+    for name in twice(None, q):
+        with pytest.raises(TypeError, match=r"'checkpointed' .* gradients of .*, got 'blockwise'"):
+            trace(lambda f, name=name: twice(f, q)[name])
 
 
 @pytest.mark.parametrize("kernel", ["flex", "splash"])

@@ -49,6 +49,26 @@ def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool) -
     assert one == three > 0
 
 
+def operations(program: Any) -> int:
+    """The number of operations of a program, those of loops and functions counted once."""
+    inside = 0
+    for eqn in program.eqns:
+        nodes = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+        inside += sum(operations(getattr(x, "jaxpr", x)) for x in nodes if hasattr(x, "eqns"))
+    return len(program.eqns) + inside
+
+
+@pytest.mark.parametrize(("mask", "most"), [(None, 200), (masks.Causal(), 500)])
+def test_few_operations_are_traced(mask: Any, most: int) -> None:
+    """The time of tracing goes with their number: with twice as many it is twice as long."""
+    q = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
+
+    def attend(q: jax.Array) -> jax.Array:
+        return dot_product_attention(q, q, q, mask=mask, kernel="blockwise").sum()
+
+    assert operations(jax.make_jaxpr(jax.grad(attend))(q).jaxpr) < most
+
+
 def test_what_a_function_reads_may_change() -> None:
     """Functions of a user's are traced each time."""
     rng = np.random.default_rng(0)

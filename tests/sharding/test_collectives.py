@@ -227,7 +227,7 @@ def test_rings_send_each_block_once_round(optimized: None) -> None:
 
 
 def test_gathering_sends_all_keys_and_values(optimized: None) -> None:
-    """Each device ends with all of them; their gradients are summed as they came."""
+    """Each device ends with all of them; their gradients are summed in float32."""
     K = 2
     whole = 2 * 4 * (B // 2) * T * K * 8
     assert sent(program("all_gather", masks.Causal(), K, grad=False), "all-gather") == whole
@@ -236,6 +236,9 @@ def test_gathering_sends_all_keys_and_values(optimized: None) -> None:
     assert sum(size for _, size in both) == 2 * whole
     # XLA:CPU keeps the sum whole: it makes no reduce-scatter of it.
     assert sent(back, "all-reduce") == whole
+    halves = program("all_gather", masks.Causal(), K, grad=True, dtype="float16")
+    assert sent([found for found in halves if found[0] == "all-gather"], "all-gather") == whole // 2
+    assert sent([found for found in halves if found[0] != "all-gather"], "all-reduce") == whole
 
 
 def test_ulysses_sends_what_changes_hands(optimized: None) -> None:

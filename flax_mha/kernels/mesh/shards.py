@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
-from flax_mha.base.shapes import Dims
+from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose, derivatives
 from flax_mha.kernels.choose import Explanation
@@ -216,8 +216,11 @@ def _shards(
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
     arrays, axes, static = _split(_with_positions(spec, dims, division, by_ring), division)
 
+    dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
+
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
         spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
+        k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
         if spec.head_ids is not None and division.kv_heads is None:
             k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
@@ -227,6 +230,10 @@ def _shards(
     q = layout.reshard(q, over_q)
     # Stored keys and values have scales, which lie as they do.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
+    if division.manual - {axis for axes in over_k for axis in each(axes)}:
+        # Devices that read the same keys sum their gradients: in float32, for in half precision
+        # each device would round the sum once more. What is gathered above is as narrow as ever.
+        k, v = (x.astype(wide(x.dtype)) if is_array(x) else x for x in (k, v))
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
     return inside, (over_q, over_k, over_k, by_head, axes), (q, k, v, sinks, arrays)
