@@ -39,7 +39,7 @@ nb_merge_streams = True
 
 autodoc_default_options = {"members": True, "special-members": "__call__"}
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+autodoc_preserve_defaults = False  # Signatures that are given say more than the source.
 autodoc_typehints = "none"  # Docstrings say shapes and dtypes, which types do not.
 maximum_signature_line_length = 88
 napoleon_attr_annotations = False
