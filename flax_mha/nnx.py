@@ -173,15 +173,18 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
                 )  # fmt: skip
                 setattr(self, name, made)
 
-        def make(name: str, shape: Shape, _: Any, init: Initializer = INIT, /) -> jax.Array:
-            setattr(self, name, nnx.Param(init(rngs.params(), shape, self.param_dtype)))
+        def make(
+            name: str, shape: Shape, _: Any, init: Initializer = INIT, is_random: bool = True, /
+        ) -> jax.Array:
+            key: Any = rngs.params() if is_random else None
+            setattr(self, name, nnx.Param(init(key, shape, self.param_dtype)))
             return getattr(self, name).get_value()
 
         learned(self.scores, N, H, make)
         # Arrays come after those of the scores, as in linen.
         for name, entry in self._entries:
             if isinstance(entry, ArrayEntry):
-                make(name, entry.shape, entry.names, entry.init)
+                make(name, entry.shape, entry.names, entry.init, entry.is_random)
         # The name of Flax's layer, which is an argument of this one too.
         kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
         self.rngs = kept  # type: ignore[attr-defined]

@@ -47,11 +47,14 @@ class ArrayEntry:
       shape: of the array.
       names: logical names of its axes.
       init: gives it, of a key, the shape and the dtype.
+      is_random: whether init reads its key; else nnx draws none, and layers that are made of the
+        same `rngs` after this one begin as they would without it.
     """
 
     shape: Shape
     names: LogicalNames
     init: Initializer
+    is_random: bool = True
 
 
 Entry: TypeAlias = LinearEntry | NormEntry | ArrayEntry

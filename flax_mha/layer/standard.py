@@ -72,10 +72,12 @@ class Attention(Fields):
         """Return sinks and scales of the scores, if they are learned."""
         entries: Table = {}
         if self.sinks:
-            entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS)
+            entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS, is_random=False)
         if learns_scale(self.scale):
             init = nn.initializers.constant(H**-0.5)
-            entries["score_scale"] = ArrayEntry((self.num_heads,), ("heads",), init)
+            entries["score_scale"] = ArrayEntry(
+                (self.num_heads,), ("heads",), init, is_random=False
+            )
         return entries
 
     def compute(

@@ -80,7 +80,7 @@ class Forgetting(Attention):
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
             "forget_gate": LinearEntry((D,), (N,), ("embed", "heads"), has_bias=False),
-            "forget_bias": ArrayEntry((N,), ("heads",), ZEROS),
+            "forget_bias": ArrayEntry((N,), ("heads",), ZEROS, is_random=False),
         }
 
 

@@ -50,7 +50,9 @@ class TalkingHeads(Attention):
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
         common.check("talking-heads attention", self, ("attention_fn",))
-        mixing = ArrayEntry((self.num_heads, self.num_heads), (None, "heads"), _identity)
+        mixing = ArrayEntry(
+            (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
+        )
         return super().table(D, Dk, Dv) | {"mix_scores": mixing, "mix_weights": mixing}
 
 

@@ -96,6 +96,16 @@ def test_it_is_the_linen_layer(name: str) -> None:
     np.testing.assert_array_equal(nnx.jit(lambda m: m(X, **call))(ours), expected)
 
 
+def test_parameters_of_scores_draw_nothing() -> None:
+    """Layers that are made after this one begin as they would without sinks and a scale."""
+    counts = []
+    for more in ({}, {"sinks": True, "scale": "learned"}):
+        rngs = nnx.Rngs(0)
+        MultiHeadAttention(4, D, rngs=rngs, **more)
+        counts.append(int(rngs.params.count[...]))
+    assert counts[0] == counts[1]
+
+
 def test_decoding_is_the_causal_forward() -> None:
     layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
     whole = nnx.jit(lambda layer: layer(X, decode=False, is_causal=True))(layer)
