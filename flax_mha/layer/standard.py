@@ -1,6 +1,7 @@
 """Multi-head attention: its table of parameters, and what it computes, for linen and nnx alike."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ from flax_mha.layer import core
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Fields, gate_features, has_bias, learns_scale
+
+
+# One function for equal values, so that the definitions of equal layers of nnx are equal.
+_constant = functools.cache(nn.initializers.constant)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -74,7 +79,7 @@ class Attention(Fields):
         if self.sinks:
             entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS, is_random=False)
         if learns_scale(self.scale):
-            init = nn.initializers.constant(H**-0.5)
+            init = _constant(H**-0.5)
             entries["score_scale"] = ArrayEntry(
                 (self.num_heads,), ("heads",), init, is_random=False
             )

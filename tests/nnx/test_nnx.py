@@ -96,6 +96,15 @@ def test_it_is_the_linen_layer(name: str) -> None:
     np.testing.assert_array_equal(nnx.jit(lambda m: m(X, **call))(ours), expected)
 
 
+def test_layers_alike_have_one_definition() -> None:
+    """So that what is compiled for one serves the other."""
+    fields = {"scale": "learned", "sinks": True, "normalize_qk": True, "gate": "head"}
+    layers = (MultiHeadAttention(4, D, rngs=nnx.Rngs(n), **fields) for n in range(2))
+    one, other = (nnx.graphdef(layer) for layer in layers)
+    assert one == other
+    assert hash(one) == hash(other)
+
+
 def test_parameters_of_scores_draw_nothing() -> None:
     """Layers that are made after this one begin as they would without sinks and a scale."""
     counts = []
