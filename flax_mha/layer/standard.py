@@ -14,7 +14,6 @@ from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import ZEROS, Call, Fields, gate_features, has_bias, learns_scale
 
-
 # One function for equal values, so that the definitions of equal layers of nnx are equal.
 _constant = functools.cache(nn.initializers.constant)
 
