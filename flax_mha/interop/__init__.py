@@ -23,7 +23,7 @@ import numpy as np
 from flax.typing import Dtype
 
 from flax_mha.base import checks
-from flax_mha.interop import bert, gpt, llama, moe, neutral, safetensors, t5, towers, vit, whisper
+from flax_mha.interop import bert, clip, gpt, llama, moe, neutral, safetensors, t5, vision, whisper
 from flax_mha.interop.device_put import Joined, place
 from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
@@ -49,13 +49,13 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("mixtral", moe.mixtral, neutral.EXPERTS),
     ("qwen3_moe", moe.qwen3_moe, neutral.QWEN3_MOE),
     ("t5", t5.t5, neutral.T5),
-    ("vit deit vit_msn", vit.vit, neutral.VIT),
-    ("dinov3_vit", vit.dinov3, neutral.DINO),
-    ("timm_vit", vit.timm_vit, neutral.TIMM),
-    ("vit_pytorch", vit.vit_pytorch, neutral.VIT_PYTORCH),
-    ("clip siglip", towers.towers, neutral.TOWERS),
-    ("clip_vision_model siglip_vision_model", towers.images, neutral.TOWERS),
-    ("clip_text_model siglip_text_model", towers.texts, neutral.TOWERS),
+    ("vit deit vit_msn", vision.vit, neutral.VIT),
+    ("dinov3_vit", vision.dinov3, neutral.DINO),
+    ("timm_vit", vision.timm_vit, neutral.TIMM),
+    ("vit_pytorch", vision.vit_pytorch, neutral.VIT_PYTORCH),
+    ("clip siglip", clip.towers, neutral.TOWERS),
+    ("clip_vision_model siglip_vision_model", clip.images, neutral.TOWERS),
+    ("clip_text_model siglip_text_model", clip.texts, neutral.TOWERS),
     ("whisper", whisper.whisper, neutral.WHISPER),
 )
 # By `model_type` of a config.

@@ -23,7 +23,7 @@ from flax_mha.interop.table import (
     patches,
     wrapped,
 )  # fmt: skip
-from flax_mha.interop.vit import block, example, image
+from flax_mha.interop.vision import block, example, image
 from flax_mha.layer.linear import Projection
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Classifier
