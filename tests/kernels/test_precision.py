@@ -29,7 +29,7 @@ SAID = {None: "DEFAULT", "highest": "HIGHEST", "high": "HIGH"}
 def products(function, *args) -> list[str]:
     """The precision of each product of matrices, as lowered.
 
-    A factor that is a vector is the one of ones in `finite.poison`, and the other is 0 or NaN:
+    A factor that is a vector is the one of ones in `softmax.nan_flag`, and the other is 0 or NaN:
     exact in any precision.
     """
     text = jax.jit(function).lower(*args).as_text()
