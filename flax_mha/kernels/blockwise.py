@@ -75,14 +75,14 @@ def attend(
             # Converted once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
-    sinks = spec.sinks
+    sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
     spec = tiles.tiled(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     args = (
         fold_heads(q, plan.block_q, K),
         fold_heads(k, plan.block_k, K),
         fold_heads(v, plan.block_k, K),
-        *partition(spec, is_inexact), tables,
+        *partition(spec, is_inexact), sinks, tables,
     )  # fmt: skip
     args = jax.tree.map(lambda x: vary(x, args), args)
     if result is not None:
@@ -92,8 +92,6 @@ def attend(
     out = out.reshape(*B, N, plan.nq * plan.block_q, Hv)[..., :T, :]
     lse = lse.reshape(*B, N, plan.nq * plan.block_q)[..., :T]
     lse = softmax.minus_infinity(lse)
-    if sinks is not None:
-        out, lse = softmax.with_sinks(out, lse, sinks)
     return jnp.swapaxes(out, -3, -2).astype(dtype), lse
 
 
@@ -166,7 +164,7 @@ def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
 @trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
-    tables: VisitLists | None,
+    sinks: jax.Array | None, tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The loops.
 
@@ -177,11 +175,12 @@ def _loops(
       v: [R, nk·bk, Hv].
       leaves: those of the spec that are learned.
       others: those that are not.
+      sinks: [N] or None.
       tables: the tiles to visit, or None for the plan's ranges of keys.
 
     Returns:
-      out [R, G·nq·bq, Hv]; the greatest score, and the sum of the exponentials of the others'
-      distance to it, [R, G·nq·bq].
+      out [R, G·nq·bq, Hv]; of the keys, without sinks, the greatest score and the sum of the
+      exponentials of the others' distance to it [R, G·nq·bq].
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
@@ -205,7 +204,11 @@ def _loops(
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
-        out = spec.scale_kept(out) / softmax.divisor(total)
+        of_all = total
+        if sinks is not None:
+            new, of_all = softmax.sunk(sinks[index.head], top, total)
+            out = out * jnp.exp(top - new)
+        out = spec.scale_kept(out) / softmax.divisor(of_all)
         return out, *(lax.squeeze(x, (1,)) for x in (top, total))
 
     return map_blocks(static, spec, attend_block, q, k, v)
@@ -215,7 +218,7 @@ def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Resu
     if result is not None:
         return result, (args, result[0], *softmax.of_lse(result[1]))
     out, top, total = _loops(static, *args)
-    lse = softmax.finish(top, total)[1]
+    lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
     return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
 
 
@@ -232,9 +235,11 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 @trees.trace_once
 def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     """Compute the gradients of all arguments of `_core` but the first. See `_loops`."""
-    (q, k, v, leaves, others, tables), out, top, total = residuals
+    (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
-    dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
+    seen = total != 0
+    sink, top, total = tiles.with_sinks(plan, sinks, top, total)
+    dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
     of_rows = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
@@ -286,7 +291,8 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
     grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
-    return None, dq, dk, dv, grads, None, None
+    dsinks = tiles.sink_gradient(plan, sink, top, share, delta)
+    return None, dq, dk, dv, grads, None, dsinks, None
 
 
 _core.defvjp(_forward, _backward)

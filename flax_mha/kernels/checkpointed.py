@@ -64,7 +64,7 @@ def _core(static: TiledCall, result: None, *args: Any) -> Result:
 @trees.trace_once
 def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
-    tables: VisitLists | None,
+    sinks: jax.Array | None, tables: VisitLists | None,
 ) -> Result:  # fmt: skip
     """Loop over rows and heads, blocks of queries, and tiles of keys. See `blockwise._loops`."""
     plan, spec, dtype = static.plan, combine(leaves, others), q.dtype
@@ -88,7 +88,11 @@ def _loops(
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
         carry = softmax.begin(total), total, out
         top, total, out = _visit(part, plan, tables, index, visit, carry)
-        divisor, lse = softmax.finish(top, total)
+        of_all = total
+        if sinks is not None:
+            new, of_all = softmax.sunk(sinks[index.head], top, total)
+            out, top = out * jnp.exp(top - new), new
+        divisor, lse = softmax.finish(top, of_all)
         # A cotangent of NaN must not meet the weights of 0 of a query that sees no key.
         out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
         return out, lse[:, 0]

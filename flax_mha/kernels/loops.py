@@ -16,7 +16,8 @@ from jax import lax
 def select(where: jax.Array, one: jax.Array | float, other: jax.Array | float) -> jax.Array:
     """Return `jnp.where(where, one, other)` for arrays of floats, or one and a number."""
     like = other if isinstance(one, float) else one
-    if isinstance(like, float) or where.shape != like.shape:
+    # Outside of a trace an array of −∞ would be what `jax_debug_infs` looks for.
+    if not isinstance(like, jax.core.Tracer) or where.shape != like.shape:
         return jnp.where(where, one, other)
     one, other = (lax.full_like(like, x) if isinstance(x, float) else x for x in (one, other))
     return lax.select(where, one, other)

@@ -99,6 +99,12 @@ def step(
     return new, lax.add(lax.mul(total, old), more), p, old
 
 
+def sunk(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The greatest score and the sum of exponentials with one more, that gives nothing: a sink."""
+    new = jnp.maximum(top, sink)
+    return new, total * jnp.exp(top - new) + jnp.exp(sink - new)
+
+
 def divisor(total: jax.Array) -> jax.Array:
     """Return the divisor of out: the sum of the exponentials, 1 where nothing is seen."""
     return select(lax.eq(total, 0.0), 1.0, total)
@@ -115,27 +121,13 @@ def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def minus_infinity(lse: jax.Array) -> jax.Array:
     """The lse as users know it: −∞ where nothing is seen."""
-    return select(lax.eq(lse, finfo_min(lse.dtype)), -jnp.inf, lse)
+    return jnp.where(lse == finfo_min(lse.dtype), -jnp.inf, lse)
 
 
 def of_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A greatest score and a sum of exponentials that have this lse, to go on from."""
     seen = lse != -jnp.inf
     return jnp.where(seen, lse, finfo_min(lse.dtype)), seen.astype(lse.dtype)
-
-
-def with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
-    """Add one more score a head, which takes weight and gives nothing.
-
-    Args:
-      out: of the keys alone [..., N, T, Hv].
-      lse: likewise [..., N, T], −∞ where no key is seen.
-      sinks: [N].
-    """
-    total = jnp.logaddexp(lse, shapes.lead(sinks.astype(lse.dtype)[:, None], lse.ndim))
-    share = jnp.exp(lse - total)[..., None]
-    # A cotangent of NaN must not meet the share of 0 of a query that sees no key.
-    return jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(lse.dtype) * share), total
 
 
 def merge(one: Result, other: Result) -> Result:

@@ -128,6 +128,30 @@ def by_key(sums: jax.Array) -> jax.Array:
     return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
+def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
+    """A number of each head [N] as [R, G·nq·bq], one for each query."""
+    x = jnp.repeat(by_head, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
+    return jnp.tile(x, (R // plan.dims.K, 1))
+
+
+def with_sinks(
+    plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """The sink of each row, and its greatest score and sum of exponentials with that."""
+    if sinks is None:
+        return None, top, total
+    by_row = per_row(plan, sinks, top.shape[0])
+    return by_row, *softmax.sunk(by_row, top, total)
+
+
+def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> jax.Array | None:
+    """Return the gradient of the sinks [N], from statistics of each row [R, G·nq·bq]."""
+    if sink is None:
+        return None
+    by_row = softmax.sink_gradient(sink, *of_rows)
+    return by_row.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
+
+
 def join(parts: Sequence[jax.Array]) -> jax.Array:
     """Return the blocks [G, ·, bq, ...] of all parts as [G·nq·bq, ...]."""
     x = parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)

@@ -126,7 +126,7 @@ def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
 @pytest.mark.parametrize("together", [1, 2, 4])
 def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with the mask, the sink and the dropout of its own row and head."""
-    monkeypatch.setattr(tile_plan.Plan, "together", together)
+    monkeypatch.setattr(tile_plan.Plan, "rows_together", together)
     q, k, v, _ = arrays()
     call = {
         "mask": PerHead([Causal(), Window(20, 9), ~Causal(), Causal()]),

@@ -196,8 +196,9 @@ def attend(
     arrays, known = partition(spec.replace(sinks=None), is_array)
     out, lse = _core(ring, local, known, q, k, v, arrays)
     if spec.sinks is not None:
-        whole, lse = softmax.with_sinks(jnp.swapaxes(out, -3, -2), lse, spec.sinks)
-        out = jnp.swapaxes(whole, -3, -2).astype(out.dtype)
+        total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
+        whole = out.astype(lse.dtype) * shapes.by_query(jnp.exp(lse - total))
+        out, lse = _unless_empty(lse, whole.astype(out.dtype)), total
     return out, lse
 
 
