@@ -74,7 +74,7 @@ def as_source(kv: Given, k: Any, v: Any) -> Shared:
 
 
 def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
-    """Those of another layer must fit queries [*B, T, N, H], and what this layer does with them."""
+    """Check that keys and values of another layer fit this one's queries [*B, T, N, H] and mask."""
     *B, _, N, H = q.shape
     k, v = kv.key.shape, kv.value.shape
     fits = len(k) > 2 and k[:-3] == tuple(B) and k[:-1] == v[:-1] and k[-1] == H and not N % k[-2]

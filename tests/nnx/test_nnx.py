@@ -97,7 +97,7 @@ def test_it_is_the_linen_layer(name: str) -> None:
 
 
 def test_layers_alike_have_one_definition() -> None:
-    """So that what is compiled for one serves the other."""
+    """Equal layers share one compiled program."""
     fields = {"scale": "learned", "sinks": True, "normalize_qk": True, "gate": "head"}
     layers = (MultiHeadAttention(4, D, rngs=nnx.Rngs(n), **fields) for n in range(2))
     one, other = (nnx.graphdef(layer) for layer in layers)
