@@ -237,7 +237,7 @@ def _aborted(_: int) -> None:
     One of Python's would run in the main thread, which waits for them for ever.
     """
     end(
-        "this process lost the others: one ended, or sent no sign for --heartbeat_timeout seconds; "
+        "this process lost another one: it ended, or sent no sign for --heartbeat_timeout seconds; "
         "to go on from the last checkpoint, start all with the same --workdir"
     )
 
