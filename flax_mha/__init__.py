@@ -39,6 +39,7 @@ __all__ = [
     "masks",
     "models",
     "muon_dimensions",
+    "plots",
     "positions",
     "qk_clip",
     "sampling",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from flax_mha.kernels import Platform as Platform
     from flax_mha.kernels import dot_product_attention as dot_product_attention
     from flax_mha.kernels import explain as explain
+    from flax_mha.layer import plots as plots
     from flax_mha.layer.attention_fn import attention_fn as attention_fn
     from flax_mha.layer.attention_fn import (
         dot_product_attention_weights as dot_product_attention_weights,
@@ -91,6 +93,7 @@ else:  # A type checker would believe that this function knows every name.
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
+        "layer": ("plots",),
         "models.experts": ("Experts",),
         "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
         "layer.muon": ("muon_dimensions",),

@@ -1,0 +1,101 @@
+"""Pictures of attention weights. They need Matplotlib, which flax_mha does not install."""
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COLUMNS = 8  # panels side by side
+_LABELS = 40  # tokens whose names still fit along a panel
+
+
+def heads(
+    weights: Any, tokens: Sequence[str] | None = None, kv_tokens: Sequence[str] | None = None
+) -> "Figure":
+    """Draw the attention weights of every head, a panel each: a row is a query, a column a key.
+
+    White is 0 and dark blue is 1. A notebook shows the figure; `figure.savefig("heads.png")`
+    writes it.
+
+    Args:
+      weights: the weights of one example as `Capture` sows them, [*B, N, T, S] with every B = 1; or
+        a tree of such arrays, such as all `intermediates`, whose `attention_weights` are drawn
+        layer by layer.
+      tokens: T names for the queries, and for the keys where `kv_tokens` is None and S = T.
+      kv_tokens: S names for the keys.
+
+    Raises:
+      ValueError: if there are no weights, they are of several examples, or the number of names
+        is not that of the tokens.
+      ImportError: if Matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need Matplotlib; pip install matplotlib") from error
+    layers = _find_layers(weights)
+    panels = [(layer, i, head) for layer, each in layers.items() for i, head in enumerate(each)]
+    columns = min(_COLUMNS, max(len(each) for each in layers.values()))
+    rows = -(-len(panels) // columns)
+    size = 3.2 if tokens is not None else 2.2
+    figure: Any = Figure(figsize=(size * columns, size * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis, (layer, i, head) in zip(axes, panels, strict=False):
+        axis.imshow(head, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+        axis.set_title(f"{layer}head {i}", fontsize=9)
+        keys = tokens if kv_tokens is None and head.shape[0] == head.shape[1] else kv_tokens
+        _name_tokens(axis.set_yticks, tokens, head.shape[0], "tokens", "queries")
+        _name_tokens(axis.set_xticks, keys, head.shape[1], "kv_tokens", "keys")
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    figure._repr_png_ = lambda: _as_png(figure)  # Shows it in a notebook that never used pyplot.
+    return figure
+
+
+def _as_png(figure: "Figure") -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _find_layers(tree: Any) -> dict[str, np.ndarray]:
+    """Return the weights [N, T, S] of each layer, by the beginning of its panels' titles."""
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    if len(leaves) > 1:
+        leaves = [(path, leaf) for path, leaf in leaves if "attention_weights" in path]
+    if not leaves:
+        raise ValueError(
+            'weights must hold an array "attention_weights", got none; give the layer '
+            'capture=Capture(("weights",))'
+        )
+    layers = {}
+    for path, leaf in leaves:
+        if leaf.ndim < 3 or leaf.size != np.prod(leaf.shape[-3:]):
+            raise ValueError(
+                f"weights must be [heads, queries, keys] of one example, got {leaf.shape}; choose "
+                f"an example, such as weights[:1]"
+            )
+        layer = path.partition("attention_weights")[0].removeprefix("intermediates/").rstrip("/")
+        each = np.asarray(leaf, np.float32).reshape(leaf.shape[-3:])
+        layers[f"{layer}, " if layer else ""] = each
+    return layers
+
+
+def _name_tokens(
+    set_ticks: Any, names: Sequence[str] | None, count: int, argument: str, role: str
+) -> None:
+    """Set the ticks of an axis to its tokens' names, or to none."""
+    if names is not None and len(names) != count:
+        raise ValueError(f"{argument} must name the {count} {role}, got {len(names)} names")
+    if names is None or count > _LABELS:
+        set_ticks([])
+    else:
+        set_ticks(range(count), names)

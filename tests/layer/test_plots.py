@@ -1,0 +1,65 @@
+"""Pictures of attention weights, and what they refuse."""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, plots
+
+WEIGHTS = np.random.default_rng(0).dirichlet(np.ones(6), (1, 3, 4)).astype(np.float32)
+
+
+def test_each_head_is_a_panel_of_its_weights() -> None:
+    figure = plots.heads(WEIGHTS, "abcd", "uvwxyz")
+    assert len(figure.axes) == 3
+    for axis, weights in zip(figure.axes, WEIGHTS[0], strict=True):
+        (image,) = axis.images
+        np.testing.assert_array_equal(image.get_array(), weights)
+        assert image.get_clim() == (0, 1)
+        assert [tick.get_text() for tick in axis.get_yticklabels()] == list("abcd")
+        assert [tick.get_text() for tick in axis.get_xticklabels()] == list("uvwxyz")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_the_intermediates_of_a_model_are_drawn_layer_by_layer() -> None:
+    layer = MultiHeadAttention(2, capture=Capture(("weights", "entropy")))
+    model = Encoder(2, EncoderBlock(layer, mlp_dim=8))
+    x = jax.random.normal(jax.random.key(0), (1, 5, 8))
+    variables = model.init(jax.random.key(1), x)
+    _, sown = model.apply(variables, x, mutable="intermediates")
+    figure = plots.heads(sown, ["tokens"] * 5)
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == [f"layers_{i}/attention, head {head}" for i in range(2) for head in range(2)]
+    last = sown["intermediates"]["layers_1"]["attention"]["attention_weights"][0]
+    np.testing.assert_array_equal(figure.axes[3].images[0].get_array(), last[0, 1])
+
+
+def test_many_heads_take_several_rows() -> None:
+    figure = plots.heads(jnp.full((11, 50, 50), 0.02), ["x"] * 50)
+    assert [axis.get_title() for axis in figure.axes if axis.axison][-1] == "head 10"
+    assert not figure.axes[0].get_xticks().size, "50 names would not fit"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((np.ones((2, 3, 4, 6)),), r"one example, got \(2, 3, 4, 6\); choose an example"),
+        ((np.ones((4, 6)),), r"must be \[heads, queries, keys\] of one example, got \(4, 6\)"),
+        (({},), r'an array "attention_weights", got none; give the layer capture=Capture'),
+        ((WEIGHTS, "abc"), "tokens must name the 4 queries, got 3 names"),
+        ((WEIGHTS, "abcd", "abcd"), "kv_tokens must name the 6 keys, got 4 names"),
+    ],
+)
+def test_weights_that_are_no_heads_of_one_example_are_refused(args: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plots.heads(*args)
+
+
+def test_matplotlib_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plots.heads(WEIGHTS)
