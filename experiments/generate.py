@@ -18,11 +18,12 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import command, data, pretrained
-from experiments.data.task import Speaker
-from experiments.failures import RunError
+from experiments import command, pretrained, tasks
 from experiments.phases import Phase
-from experiments.training import checkpoints, log, loop, program, runs
+from experiments.runs import log, rundir
+from experiments.runs.failures import RunError
+from experiments.tasks.task import Speaker
+from experiments.trainer import checkpoints, loop, mesh
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
@@ -72,10 +73,10 @@ def speak(workdir: str | Path, prompt: str, path: str | None = None, **options: 
     Raises:
       ValueError: if there is no such run, or it can't do that.
     """
-    run = runs.find_run(workdir, {"data.path": path})
-    for axis in program.AXES:
+    run = rundir.find_run(workdir, {"data.path": path})
+    for axis in mesh.AXES:
         run.config.mesh[axis] = 1
-    task = data.make(run.config)
+    task = tasks.make(run.config)
     run.check_data(task.fingerprint())
     if not isinstance(task, Speaker):
         raise RunError(

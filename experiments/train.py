@@ -24,23 +24,22 @@ import jax
 from absl import app, flags
 from jax.experimental import multihost_utils
 
-from experiments import data, failures, phases, plots
-from experiments.failures import RunError
+from experiments import phases, plots, tasks
 from experiments.phases import Phase
-from experiments.training import (
-    checkpoints,
+from experiments.runs import (
+    failures,
     hosts,
     log,
-    loop,
     profile,
-    program,
-    runs,
+    rundir,
     settings,
     signals,
     speedup,
     writers,
     written,
 )
+from experiments.runs.failures import RunError
+from experiments.trainer import checkpoints, loop, mesh
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
@@ -100,7 +99,7 @@ def _run(asked: settings.Asked) -> None:
     try:
         hosts.agree({"config": run.config.to_dict(), "--workdir": str(run.path)})
         run.begin(built.task.fingerprint())
-        for name in (runs.MARK, checkpoints.FOLDER):
+        for name in (rundir.MARK, checkpoints.FOLDER):
             failures.needs(run.path / name)
         _say(f"{'resuming' if run.resumed else 'training'} {run.path}")
         result = loop.train(built, run.path, PROFILE.value)
@@ -113,14 +112,14 @@ def _run(asked: settings.Asked) -> None:
     report(built, run.path, result)
 
 
-def _prepare(asked: settings.Asked) -> tuple[runs.Run, program.Program]:
-    run = runs.open_run(WORKDIR.value, asked.config, asked.overrides)
+def _prepare(asked: settings.Asked) -> tuple[rundir.Run, mesh.Program]:
+    run = rundir.open_run(WORKDIR.value, asked.config, asked.overrides)
     if PROFILE.value is not None:
         profile.parse(PROFILE.value, 0)
     writers.check(run.config)
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
     try:
-        built = loop.build(run.config, data.make(run.config))
+        built = loop.build(run.config, tasks.make(run.config))
         built.check()
     except Exception as error:
         if not run.resumed or isinstance(error, ValueError):
@@ -133,7 +132,7 @@ def _prepare(asked: settings.Asked) -> tuple[runs.Run, program.Program]:
     return run, built
 
 
-def report(built: program.Program, workdir: Path, result: loop.Result) -> None:
+def report(built: mesh.Program, workdir: Path, result: loop.Result) -> None:
     """Prints what came out, beside the baselines, and leaves the pictures."""
     config, task = built.config, built.task
     params = multihost_utils.process_allgather(result.state.params, tiled=True)

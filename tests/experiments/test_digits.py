@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data
-from experiments.data import digits
-from experiments.data.task import shuffled
+from experiments import tasks
+from experiments.tasks import digits
+from experiments.tasks.task import shuffled
 
 
 def as_set(images: np.ndarray) -> set[bytes]:
@@ -95,7 +95,7 @@ def test_the_legend_says_how_training_was_measured(
     [("masked", "training"), ("text", "training: any context"), ("translation", "training")],
 )
 def test_no_legend_tells_of_dropout_that_is_not_there(task: str, training: str) -> None:
-    config = data.EXAMPLES[task]()
-    assert data.make(config).training == training
+    config = tasks.EXAMPLES[task]()
+    assert tasks.make(config).training == training
     config.model.dropout_rate = 0.1
-    assert data.make(config).training.removeprefix(training).strip(":, ") == "with dropout"
+    assert tasks.make(config).training.removeprefix(training).strip(":, ") == "with dropout"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from configs import pydoc_lm
-from experiments.data import text
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
+from experiments.tasks import text
 
 
 @pytest.fixture

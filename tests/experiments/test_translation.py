@@ -18,10 +18,11 @@ from ml_collections import ConfigDict
 
 from configs import dates as dates_config
 from configs import digits, pydoc_lm
-from experiments import data, generate
-from experiments.data import dates, translation
-from experiments.failures import RunError
-from experiments.training import loop, runs
+from experiments import generate, tasks
+from experiments.runs import rundir
+from experiments.runs.failures import RunError
+from experiments.tasks import dates, translation
+from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,8 +94,8 @@ def trained(config: ConfigDict, folder: Path) -> tuple[Any, loop.Result]:
     config.steps, config.batch_size = 2, 4
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 2, 2
     config.mesh.data = 1
-    run = runs.open_run(folder, config, {})
-    task = data.make(run.config)
+    run = rundir.open_run(folder, config, {})
+    task = tasks.make(run.config)
     run.begin(task.fingerprint())
     return task, loop.train(loop.build(run.config, task), folder)
 
@@ -170,7 +171,7 @@ def test_mistakes_of_the_command_are_answered_plainly(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"must be the folder of a run, and there is none in"):
         generate.speak(tmp_path / "none", "text")
     config = digits.get_config()
-    runs.open_run(tmp_path / "digits", config, {}).begin(data.make(config).fingerprint())
+    rundir.open_run(tmp_path / "digits", config, {}).begin(tasks.make(config).fingerprint())
     done = subprocess.run(
         [sys.executable, "-m", "experiments.generate", f"--workdir={tmp_path / 'digits'}",
          "--prompt=text"],

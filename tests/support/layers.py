@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.training import program
 from flax_mha import MultiHeadAttention, sharding
 
 
@@ -49,4 +48,4 @@ def traced(layer: MultiHeadAttention, mesh: Mesh, shape: tuple[int, ...], dtype:
         with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
             return jax.jit(layer.apply).lower(variables, x)
 
-    return Traced(gradient, forward, program.shard_bytes(variables))
+    return Traced(gradient, forward, mesh.shard_bytes(variables))

@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
-from experiments.training.checkpoints import FOLDER
-from experiments.training.runs import METRICS
+from experiments.runs.rundir import METRICS
+from experiments.trainer.checkpoints import FOLDER
 
 EVENTS, TRACE = "tensorboard", "profile"
 

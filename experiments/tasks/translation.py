@@ -14,10 +14,10 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data import dates
-from experiments.data.dates import Pair, Split
-from experiments.data.task import Batch, Params, contents, measured, shuffled
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
+from experiments.tasks import dates
+from experiments.tasks.dates import Pair, Split
+from experiments.tasks.task import Batch, Params, contents, measured, shuffled
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.generation import Generated, generate

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from experiments import files, folders
-from experiments.failures import RunError
-from experiments.training import checkpoints, fields, hosts, lock
-from experiments.training.integrity import digest
-from experiments.training.keys import flatten
+from experiments.runs import fields, files, folders, hosts, lock
+from experiments.runs.failures import RunError
+from experiments.runs.integrity import digest
+from experiments.runs.keys import flatten
+from experiments.trainer import checkpoints
 
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"

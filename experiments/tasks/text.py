@@ -18,8 +18,8 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data.task import Batch, Params, contents, measured, shuffled
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
+from experiments.tasks.task import Batch, Params, contents, measured, shuffled
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.models.generation import generate

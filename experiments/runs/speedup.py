@@ -5,8 +5,8 @@ import time
 import jax
 import numpy as np
 
-from experiments.training.loop import build
-from experiments.training.program import Program
+from experiments.trainer.loop import build
+from experiments.trainer.mesh import Program
 
 
 def speedup(program: Program, compiling: float, rounds: int = 5, steps: int = 5) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 
 _WARM = 3  # the first step that a number of steps counts from: before it compiles
 

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from experiments import failures
-from experiments.failures import RunError
-from experiments.training.keys import flatten
+from experiments.runs import failures
+from experiments.runs.failures import RunError
+from experiments.runs.keys import flatten
 
 # Of these all processes need the same version: another one compiles another program.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")

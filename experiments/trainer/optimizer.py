@@ -4,7 +4,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from experiments.data.task import Params
+from experiments.tasks.task import Params
 
 _NEVER = 2**31 - 1
 

@@ -17,12 +17,11 @@ import numpy as np
 from absl import logging as absl_logging
 from ml_collections import ConfigDict
 
-from experiments import failures, files
-from experiments.failures import RunError
-from experiments.training import hosts, writers
-from experiments.training.checkpoints import Saved
-from experiments.training.program import Metrics
-from experiments.training.runs import METRICS
+from experiments.runs import failures, files, hosts, writers
+from experiments.runs.failures import RunError
+from experiments.runs.rundir import METRICS
+from experiments.trainer.checkpoints import Saved
+from experiments.trainer.mesh import Metrics
 
 Row = dict[str, Any]
 MOST = 2**28  # bytes of a log that is read

@@ -10,7 +10,7 @@ import numpy as np
 from grain.experimental import RebatchIterDataset
 from ml_collections import ConfigDict
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 
 Params = Any
 Batch = Mapping[str, Any]  # arrays whose first axis counts the rows

@@ -12,9 +12,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import command
-from experiments.failures import RunError
-from experiments.training import fields
-from experiments.training.keys import check_key, flatten
+from experiments.runs import fields
+from experiments.runs.failures import RunError
+from experiments.runs.keys import check_key, flatten
 
 
 class Asked(NamedTuple):

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.failures import RunError
-from experiments.training import hosts
-from experiments.training.integrity import checksums, descriptions, digest
-from experiments.training.program import Program
+from experiments.runs import hosts
+from experiments.runs.failures import RunError
+from experiments.runs.integrity import checksums, descriptions, digest
+from experiments.trainer.mesh import Program
 
 FOLDER, DAMAGED = "checkpoints", "checkpoints.damaged"
 

@@ -7,7 +7,7 @@ import re
 import socket
 from pathlib import Path
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 
 NAME = "lock"
 _held: dict[Path, int] = {}  # Open as long as the process lives: closing the file would unlock it.

@@ -14,9 +14,9 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data import text
-from experiments.data.task import Batch, Params, measured, shuffled
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
+from experiments.tasks import text
+from experiments.tasks.task import Batch, Params, measured, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.layer.linear import Projection
 from flax_mha.models import Encoder, TokenEmbedding

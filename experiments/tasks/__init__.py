@@ -8,9 +8,9 @@ import configs.dates
 import configs.digits
 import configs.masked
 import configs.pydoc_lm
-from experiments.data import digits, masked, text, translation
-from experiments.data.task import Task
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
+from experiments.tasks import digits, masked, text, translation
+from experiments.tasks.task import Task
 
 # By `config.task`. A new task is one file here and one in configs/.
 TASKS: dict[str, Callable[[ConfigDict], Task]] = {

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 
-from experiments.failures import RunError
-from experiments.training.integrity import digest
+from experiments.runs.failures import RunError
+from experiments.runs.integrity import digest
 
 NAME = "flax_mha"  # of the project, or experiment, there
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
 from experiments import phases
-from experiments.plan import work
-from experiments.plan.hlo import Module
-from experiments.training.program import Program
+from experiments.counts import work
+from experiments.counts.chips import CHIPS, GPUS
+from experiments.counts.hlo import Module
+from experiments.trainer.mesh import Program
 
 
 @contextlib.contextmanager
@@ -66,7 +68,7 @@ class Speed:
     """Says how fast steps are, and for how long they will go on.
 
     The share of the chips' peak (MFU) counts the operations of matrix products in the compiled
-    step, as `experiments.plan` does, recomputation included. It is left out where the table of
+    step, as the planner does, recomputation included. It is left out where the table of
     chips lacks the devices, such as on CPUs.
 
     Args:
@@ -99,11 +101,14 @@ class Speed:
 
 
 def peak(program: Program) -> float:
-    """Operations a second that a device of the mesh can do; 0 for unknown."""
-    from experiments.plan import roofline  # which itself compiles the loop's step
-
-    links = roofline.network(list(program.mesh.devices.flat))
-    return links.chip.flops / links.cores if links else 0.0
+    """Return the operations a second that a device of the mesh can do; 0 for unknown."""
+    devices = list(program.mesh.devices.flat)
+    chip = CHIPS.get(devices[0].device_kind) or GPUS.get(devices[0].device_kind)
+    if chip is None:
+        return 0.0
+    # Devices with the same coordinates are the cores of one chip.
+    places = Counter(tuple(getattr(device, "coords", None) or (device.id,)) for device in devices)
+    return chip.flops / max(places.values())
 
 
 def flops(program: Program, state: Any, batch: Any) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 
 ASIDE = ".aside-"  # in front of a name: not whole yet
 MOST = 2**20  # bytes of a JSON file that is read: ours have a few thousand

@@ -14,7 +14,7 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments import plots
-from experiments.data.task import Batch, Params, measured, shuffled
+from experiments.tasks.task import Batch, Params, measured, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
 

@@ -17,8 +17,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from experiments.data.task import Batch, Params, Task
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
+from experiments.tasks.task import Batch, Params, Task
 from flax_mha import sharding
 
 AXES = ("data", "fsdp", "model", "context")  # of the mesh

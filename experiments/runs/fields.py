@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.data import EXAMPLES, text
-from experiments.failures import RunError
-from experiments.training import writers
-from experiments.training.keys import flatten
+from experiments.runs import writers
+from experiments.runs.failures import RunError
+from experiments.runs.keys import flatten
+from experiments.tasks import EXAMPLES, text
 from flax_mha.kernels import choose
 from flax_mha.models import blocks, feed_forward
 from flax_mha.positions import embedding

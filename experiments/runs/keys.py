@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 
 
 def check_key(key: str, config: ConfigDict) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend import core
 
-from experiments.plan.hlo import Array, Instruction, Module, arrays
+from experiments.counts.hlo import Array, Instruction, Module, arrays
 
 # These move nothing, or what others are counted for.
 _FREE = (

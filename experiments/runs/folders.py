@@ -4,7 +4,7 @@ import datetime
 import re
 from pathlib import Path
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 
 
 def new_folder(task: str) -> Path:

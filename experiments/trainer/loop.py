@@ -16,16 +16,17 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.data.task import Batch, Params, Task
 from experiments.phases import Phase
-from experiments.training import program, signals
-from experiments.training.checkpoints import Checkpoints, Saved
-from experiments.training.clock import Clock
-from experiments.training.log import Log, Row
-from experiments.training.optimizer import make_optimizer
-from experiments.training.profile import tracing
-from experiments.training.program import Metrics, Program
-from experiments.training.progress import Speed, shown
+from experiments.runs import signals
+from experiments.runs.clock import Clock
+from experiments.runs.log import Log, Row
+from experiments.runs.profile import tracing
+from experiments.runs.progress import Speed, shown
+from experiments.tasks.task import Batch, Params, Task
+from experiments.trainer import mesh
+from experiments.trainer.checkpoints import Checkpoints, Saved
+from experiments.trainer.mesh import Metrics, Program
+from experiments.trainer.optimizer import make_optimizer
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -78,7 +79,7 @@ def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Calla
 
 def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None) -> Program:
     """The program of a run on a mesh of those devices (default: all there are)."""
-    return program.build(config, task, *one_model(config, task), devices)
+    return mesh.build(config, task, *one_model(config, task), devices)
 
 
 def train(program: Program, workdir: Path, profile: str | None = None) -> Result:
