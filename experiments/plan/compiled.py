@@ -15,6 +15,8 @@ from experiments.counts import work
 from experiments.counts.hlo import Module
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
+from experiments.runs.checks import shard_bytes
+from experiments.runs.placement import abstract_batch
 from experiments.trainer import loop, mesh
 
 # How libtpu says it: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or
@@ -82,14 +84,14 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     """
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)
-    state, batch = built.abstract_state(), built.abstract_batch()
+    state, batch = built.abstract_state(), abstract_batch(built)
     with mesh.on(built.mesh):
         traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())
     module = Module(text)
     stats: Any = found.memory_analysis()
     held = stats.argument_size_in_bytes
-    parameters, optimizer = map(mesh.shard_bytes, (state.params, state.opt_state))
+    parameters, optimizer = map(shard_bytes, (state.params, state.opt_state))
     produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
     memory = Memory(
         parameters, optimizer, held - parameters - optimizer, stats.temp_size_in_bytes,

@@ -10,16 +10,27 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 
+import configs.dates
+import configs.digits
+import configs.masked
+import configs.pydoc_lm
 from experiments.runs import writers
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
-from experiments.tasks import EXAMPLES, text
 from flax_mha.kernels import choose
 from flax_mha.models import blocks, feed_forward
 from flax_mha.positions import embedding
 
-MOST = 2**31 - 1  # what JAX counts to
+# The config of each task: its keys, and values that they take.
+EXAMPLES: dict[str, Callable[[], ConfigDict]] = {
+    "digits": configs.digits.get_config,
+    "masked": configs.masked.get_config,
+    "text": configs.pydoc_lm.get_config,
+    "translation": configs.dates.get_config,
+}
+MOST = 2**31 - 1  # the largest integer that JAX has by default
 SEEDS = 2**32  # how many seeds there are
 DEVICES = 512  # as which a CPU may serve: beyond, the threads of XLA run out
 _LARGEST = float(np.finfo(np.float32).max)
@@ -133,7 +144,7 @@ TABLE = {
         "on a CPU: as how many devices each process's cores serve; 0: as they are", 0, DEVICES
     ),
     "data.path": Field("a file of your own; empty: the task's data", "a file, or empty", str),
-    "data.split": one_of("what is held out", *text.SPLITS),
+    "data.split": one_of("the part that is held out", "test", "validation"),
     "data.stride": whole("bytes between two windows over the held-out text", 1, 2**30),
     "model.patch_size": one_of("pixels along the side of a patch", 1, 2, 4, 8),
     "model.features": whole("of each token", 1, 2**20),

@@ -129,3 +129,18 @@ def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
 
 def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
+
+
+def read_data(path: str) -> bytes:
+    """Return the bytes of the file that config.data.path names.
+
+    Raises:
+      RunError: if it can't be read, or is no regular file: a device or a pipe may have no end.
+    """
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            raise OSError("it is no regular file")
+        return Path(path).read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"config.data.path must be a file, got {path:.300}: {reason}") from None

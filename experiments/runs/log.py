@@ -1,7 +1,6 @@
-"""What a run says of itself: metrics in files.
+"""The files of a run's metrics.
 
-Metrics of steps are gathered, and written as means at certain steps. What was written and what is
-still gathered is part of each checkpoint: a run that was cut off has the log of one that was not.
+All rows are part of each checkpoint too: a run that was cut off has the log of one that was not.
 """
 
 import contextlib
@@ -10,7 +9,7 @@ import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -19,46 +18,41 @@ from ml_collections import ConfigDict
 
 from experiments.runs import failures, files, hosts, writers
 from experiments.runs.failures import RunError
+from experiments.runs.record import Saved
 from experiments.runs.rundir import METRICS
-from experiments.trainer.checkpoints import Saved
-from experiments.trainer.mesh import Metrics
 
 Row = dict[str, Any]
 MOST = 2**28  # bytes of a log that is read
 
 
 def hush() -> None:
-    """Keeps Orbax from telling much, and from a traceback for what ends the run with one line."""
+    """Silence Orbax, and the tracebacks of errors that end the run with one line."""
     absl_logging.set_verbosity(absl_logging.ERROR)
     logging.getLogger("absl").addFilter(failures.said_later)
     # Of reads that fail at once Orbax awaits one.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
-class Log:
-    """Metrics of a run as JSON lines and TensorBoard events, written by process 0.
+class LogFile:
+    """The rows of a run as JSON lines and TensorBoard events, written by process 0.
 
     Args:
       path: the run's folder.
-      config: of the run.
+      config: the run's config.
       saved: the checkpoint that it starts from, if any; rows beyond it, left by a run that was cut
         off, are dropped.
 
+    Attributes:
+      rows: the rows.
+
     Raises:
       RunError: if there is no checkpoint, and the file shows that there was one; or if
-        config.report_to names what is not there.
+        config.report_to names a tracker that is not there.
     """
 
     def __init__(self, path: Path, config: ConfigDict, saved: Saved | None) -> None:
-        self._file, self._config = path / METRICS, config
-        step, log = (saved.step, saved.log) if saved else (0, {"rows": [], "pending": []})
-        self.rows: list[Row] = list(log["rows"])
-        self.skipping = False  # Whether a seed's last step was left out.
-        # Of each step [seeds], as they come from the device, and as float64.
-        self._pending: list[Metrics] = []
-        self._fetched: list[dict[str, np.ndarray]] = [
-            {name: np.asarray(x, np.float64) for name, x in each.items()} for each in log["pending"]
-        ]
+        self._file, self.config = path / METRICS, config
+        self.rows: list[Row] = list(saved.log["rows"]) if saved else []
         self._events: writers.TensorBoard | None = None
         self._others: list[writers.Writer] = []
         refused = None
@@ -72,55 +66,17 @@ class Log:
         hosts.all_begin(refused)
         if jax.process_index() == 0:
             files.write(self._file, text)
-            self._events = writers.TensorBoard(path / "tensorboard", step)
+            self._events = writers.TensorBoard(path / "tensorboard", saved.step if saved else 0)
 
-    def __enter__(self) -> "Log":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for writer in self._writers:
             writer.close()
 
-    def add(self, metrics: Metrics) -> None:
-        """Gathers those of a step, without waiting for the device."""
-        self._pending.append(metrics)
-
-    def means(self, step: int) -> Metrics:
-        """Means [seeds] over the steps since the last row, as a row for training.
-
-        Raises:
-          RunError: if too many in a row were left out.
-        """
-        series = self._series(step)  # [steps, seeds]
-        self._fetched = []
-        taken = series.pop("skipped") == 0
-        found = {
-            name: np.divide(
-                np.where(taken, x, 0).sum(0), taken.sum(0),
-                out=np.full(taken.shape[1], np.nan), where=taken.any(0),
-            )
-            for name, x in series.items()
-        }  # fmt: skip
-        found["skipped"] = (~taken).sum(0).astype(np.float64)
-        self.write(step, "train", found)
-        return found
-
-    def saved(self, step: int) -> Mapping[str, Any]:
-        """What a checkpoint keeps of the log, which is on the disk afterwards.
-
-        Raises:
-          RunError: if too many steps in a row were left out.
-        """
-        if self._pending or self._fetched:
-            self._series(step)
-        if self._events is not None:
-            self._events.flush()
-            self._append("")
-        pending = [{name: x.tolist() for name, x in each.items()} for each in self._fetched]
-        return {"rows": list(self.rows), "pending": pending}
-
     def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
-        """Adds a row; values have shape [seeds], and a single seed's is written as a number."""
+        """Add a row; values have shape [seeds], and a single seed's is written as a number."""
         values = {name: _plain(x) for name, x in metrics.items()}
         row = {"step": step, "split": split, **values}
         self.rows.append(row)
@@ -132,6 +88,12 @@ class Log:
             for event, value in [(name, x.mean()), *each]:
                 for writer in self._writers:
                     writer.log_scalar(f"{split}/{event}", float(value), step=step)
+
+    def flush(self) -> None:
+        """Wait until all rows are on the disk."""
+        if self._events is not None:
+            self._events.flush()
+            self._append("")
 
     @property
     def _writers(self) -> list[writers.Writer]:
@@ -147,32 +109,31 @@ class Log:
                 f"last checkpoint, if that is still there"
             ) from None
 
-    def _series(self, step: int) -> dict[str, np.ndarray]:
-        """All that is gathered, [steps, seeds]."""
-        for each in jax.device_get(self._pending):
-            self._fetched.append(
-                {name: np.atleast_1d(x).astype(np.float64) for name, x in each.items()}
-            )
-        self._pending = []
-        series = {name: np.stack([e[name] for e in self._fetched]) for name in self._fetched[0]}
-        self._check(series, step)
-        self.skipping = bool(series["skipped"][-1].any())
-        return series
 
-    def _check(self, series: Mapping[str, np.ndarray], step: int) -> None:
-        bad = np.argwhere(series["skipped"] >= self._config.max_skipped)
-        if not len(bad):
-            return
-        at, seed = bad[0]
-        count = int(series["skipped"][at, seed])
-        first = step - len(series["skipped"]) + 1 + at - count + 1
-        raise RunError(
-            f"not finite at step {first} of seed {self._config.seed + seed}, nor at any of the "
-            f"{count} steps from there (config.max_skipped), which were left out: loss "
-            f"{series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
-            f"nothing of them was saved; try a smaller config.optimizer.learning_rate or a longer "
-            f"config.optimizer.warmup"
-        )
+def check_skipped(series: Mapping[str, np.ndarray], step: int, config: ConfigDict) -> None:
+    """Check that no seed left out too many steps in a row.
+
+    Args:
+      series: the metrics [steps, seeds] of the steps up to this one.
+      step: the last step.
+      config: the run's config, with the limit `max_skipped`.
+
+    Raises:
+      RunError: if one did.
+    """
+    bad = np.argwhere(series["skipped"] >= config.max_skipped)
+    if not len(bad):
+        return
+    at, seed = bad[0]
+    count = int(series["skipped"][at, seed])
+    first = step - len(series["skipped"]) + 1 + at - count + 1
+    raise RunError(
+        f"not finite at step {first} of seed {config.seed + seed}, nor at any of the "
+        f"{count} steps from there (config.max_skipped), which were left out: loss "
+        f"{series['loss'][at, seed]}, gradient norm {series['gradient_norm'][at, seed]}; "
+        f"nothing of them was saved; try a smaller config.optimizer.learning_rate or a longer "
+        f"config.optimizer.warmup"
+    )
 
 
 def _line(row: Row) -> str:
@@ -180,18 +141,18 @@ def _line(row: Row) -> str:
 
 
 def _plain(x: np.ndarray) -> Any:
-    """Numbers for JSON, which has none that are not finite."""
+    """Return numbers for JSON, with None for those that are not finite."""
     values = [float(v) if math.isfinite(v) else None for v in x]
     return values[0] if len(values) == 1 else values
 
 
 def _differs(path: Path, text: str, first: int) -> str | None:
-    """Why a log that is there forbids to go on; says where it only differs from what it should be.
+    """Return the reason why a log that is there forbids to go on, or None; print other differences.
 
     Args:
-      path: of the log.
-      text: what the checkpoint knows of it; more may have come after.
-      first: if there is no checkpoint, the step of the first.
+      path: the path of the log.
+      text: the rows that the checkpoint has; more may have come after.
+      first: the step of the first checkpoint, if there is none; or else 0.
     """
     try:
         found = files.read(path, MOST)
@@ -217,7 +178,7 @@ def _differs(path: Path, text: str, first: int) -> str | None:
 
 
 def _rows(found: bytes) -> list[Row]:
-    """Those of a log in any state that can be read."""
+    """Return the rows of a log in any state that can be read."""
     rows = []
     for line in found.splitlines():
         with contextlib.suppress(ValueError, RecursionError):

@@ -16,7 +16,6 @@ from experiments import phases
 from experiments.counts import work
 from experiments.counts.chips import CHIPS, GPUS
 from experiments.counts.hlo import Module
-from experiments.trainer.mesh import Program
 
 
 @contextlib.contextmanager
@@ -77,7 +76,7 @@ class Speed:
       batch: for it.
     """
 
-    def __init__(self, program: Program, state: Any, batch: Any) -> None:
+    def __init__(self, program: Any, state: Any, batch: Any) -> None:
         self._program = program
         self._peak = peak(program) if jax.process_index() == 0 else 0.0
         self._flops = flops(program, state, batch) if self._peak else 0
@@ -100,7 +99,7 @@ class Speed:
         return ", ".join(["", *parts])
 
 
-def peak(program: Program) -> float:
+def peak(program: Any) -> float:
     """Return the operations a second that a device of the mesh can do; 0 for unknown."""
     devices = list(program.mesh.devices.flat)
     chip = CHIPS.get(devices[0].device_kind) or GPUS.get(devices[0].device_kind)
@@ -111,9 +110,9 @@ def peak(program: Program) -> float:
     return chip.flops / max(places.values())
 
 
-def flops(program: Program, state: Any, batch: Any) -> int:
+def flops(program: Any, state: Any, batch: Any) -> int:
     """Operations of a step's matrix products on one device."""
-    traced = program.step.trace(state, batch)  # type: ignore[attr-defined]
+    traced = program.step.trace(state, batch)
     text = traced.lower().compile().as_text()
     return work.flops(Module(text)) + work.pallas_flops(traced.jaxpr.jaxpr)
 

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from experiments.runs import fields, files, folders, hosts, lock
+from experiments.runs import fields, files, folders, hosts, lock, record
 from experiments.runs.failures import RunError
 from experiments.runs.integrity import digest
 from experiments.runs.keys import flatten
-from experiments.trainer import checkpoints
 
 PROGRAM = "experiments.train"
 CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
@@ -42,7 +41,7 @@ class Run:
                 self.check_data(data)
             if jax.process_index() == 0:
                 self._claim(data)
-                (self.path / checkpoints.FOLDER).mkdir(exist_ok=True)
+                (self.path / record.FOLDER).mkdir(exist_ok=True)
         except RunError as error:
             refused = str(error)
         hosts.all_begin(refused)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from babel import Locale, UnknownLocaleError
-from babel.dates import format_date, parse_date
+from babel import Locale
+from babel.dates import format_date
 
 # Latin, Cyrillic, Greek, Han, Hangul, Arabic, Devanagari.
 LOCALES = ("en_US", "de", "fr", "es", "it", "pl", "ru", "el", "ja", "ko", "ar_EG", "hi")
@@ -107,18 +107,3 @@ def load() -> Split:
         test=Written(held, seen).some(TESTED, rng),
         unseen=Written(held, [UNSEEN]).some(TESTED_UNSEEN, rng),
     )
-
-
-def parsed_by_babel(pairs: Sequence[Pair]) -> float:
-    """The share of sources that Babel's own parser reads right in any of the locales' styles."""
-
-    def readings(source: str) -> set[str]:
-        found = set()
-        for style in STYLES:
-            try:
-                found.add(parse_date(source, style.locale, style.length).isoformat())
-            except (ValueError, IndexError, UnknownLocaleError):
-                continue
-        return found
-
-    return float(np.mean([target in readings(source) for source, target in pairs]))

@@ -1,10 +1,10 @@
 """The training loop: the latest checkpoint or a fresh state → steps → test metrics.
 
-Read `one_model` for what a step is and `train` for what happens around it. How a step is spread
-over seeds and devices is in `program`, what is kept on disk in `checkpoints` and `log`.
+`one_model` is a step, and `train` is everything around it. `mesh` spreads a step over seeds and
+devices, `checkpoints` and `metrics` are the state and the log of a run, and `experiments.runs`
+keeps it safe.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,25 +12,21 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from experiments.phases import Phase
-from experiments.runs import signals
-from experiments.runs.clock import Clock
-from experiments.runs.log import Log, Row
-from experiments.runs.profile import tracing
-from experiments.runs.progress import Speed, shown
+from experiments.runs.watch import watching
 from experiments.tasks.task import Batch, Params, Task
 from experiments.trainer import mesh
-from experiments.trainer.checkpoints import Checkpoints, Saved
+from experiments.trainer.checkpoints import Checkpoints
 from experiments.trainer.mesh import Metrics, Program
+from experiments.trainer.metrics import Log, evaluate
 from experiments.trainer.optimizer import make_optimizer
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """What a step reads and writes; with several seeds, all of it has a leading axis [seeds]."""
+    """The state of training; with several seeds, all of it has a leading axis [seeds]."""
 
     step: jax.Array
     params: Params
@@ -39,18 +35,18 @@ class TrainState(flax.struct.PyTreeNode):
 
 
 class Result(NamedTuple):
-    """What `train` leaves."""
+    """The result of `train`."""
 
     state: TrainState
     metrics: Metrics  # of the test data, [seeds], at the last step
-    rows: list[Row]  # the log
+    rows: list[dict[str, Any]]  # the log
     start: int  # the step that training went on from
     compiling: float  # seconds of the first step
     running: float  # seconds of the other steps
 
 
 def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`create` and `step` for a single seed, not yet jitted."""
+    """Return `create` and `step` for a single seed, not yet jitted."""
     optimizer, schedule = make_optimizer(config)
 
     def create(seed: jax.Array) -> TrainState:
@@ -78,84 +74,53 @@ def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Calla
 
 
 def build(config: ConfigDict, task: Task, devices: Sequence[jax.Device] | None = None) -> Program:
-    """The program of a run on a mesh of those devices (default: all there are)."""
+    """Return the program of a run on a mesh of these devices (default: all there are)."""
     return mesh.build(config, task, *one_model(config, task), devices)
 
 
 def train(program: Program, workdir: Path, profile: str | None = None) -> Result:
-    """Trains from the folder's latest checkpoint, or from the start, to config.steps.
+    """Train from the folder's latest checkpoint, or from the start, to config.steps.
 
     Args:
-      program: of the run.
-      workdir: its folder.
-      profile: of which steps to leave a trace, see `tracing`.
+      program: the run's program.
+      workdir: the run's folder.
+      profile: the steps to leave a trace of: FIRST:LAST, or how many; None for none.
 
     Raises:
       RunError: if too many steps in a row are not finite, or no checkpoint is whole.
       Stopped: after a checkpoint, if SIGINT or SIGTERM asks to stop.
     """
-    config, task = program.config, program.task
-    data = program.batches()
-    keep = (workdir, config.keep_last, config.keep_best)
-    with program.on_mesh(), Checkpoints(*keep) as checkpoints:
-        saved, state, tests = _begin(program, checkpoints, data)
+    config, data = program.config, program.batches()
+    with program.on_mesh(), Checkpoints(workdir, config.keep_last, config.keep_best) as checkpoints:
+        with Phase("making the model, or reading its checkpoint"):
+            saved = checkpoints.restore(program, data)
+            state = saved.state if saved else program.create(program.seeds)
+            tests = [program.put_test(batch) for batch in program.task.test_batches()]
         start = saved.step if saved else 0
-        with (
-            Log(workdir, config, saved) as log,
-            shown(config.steps, start) as show,
-            signals.stoppable() as stop,
-            tracing(workdir / "profile", profile, start) as trace,
-        ):
-            clock, text, speed = Clock(start), "", None
+        with Log(workdir, config, saved) as log, watching(program, workdir, start, profile) as run:
             for step in range(start + 1, config.steps + 1):
-                trace(step)
-                batch = program.put(next(data))
-                with contextlib.nullcontext() if speed else Phase("compiling the step"):
-                    speed = speed or Speed(program, state, batch)
-                    state, metrics = program.step(state, batch)
-                    if step == start + 1:
-                        clock.first(step, metrics)
+                state, metrics = run.step(step, state, program.put(next(data)))
                 log.add(metrics)
-                last, stopping = step == config.steps, stop(step) and step < config.steps
+                last = step == config.steps
+                stop = run.is_stopped(step) and not last
                 test = last or step % config.evaluate_every == 0
                 save = last or step % config.checkpoint_every == 0
                 if test or save or step % config.log_every == 0:
-                    found = log.means(step)
-                    rate = speed.text(clock.lap(step), config.steps - step)
-                    text = f"loss {found['loss'].mean():.4f}{rate}"
-                with clock.aside():
+                    run.note(step, log.means(step))
+                with run.aside():
                     if test:
                         tested = evaluate(program, state.params, tests)
                         log.write(step, "test", tested)
-                        text += f", {task.headline(tested)}"
+                        run.note_test(tested)
                     # While steps are left out, the last good checkpoint stays.
-                    if stopping or last or (save and not log.skipping):
+                    if stop or last or (save and not log.skipping):
                         checkpoints.save(step, state, data, log.saved(step))
-                show(step, text, f"step {step}/{config.steps}: {text}" if test else "")
-                if stopping:
+                run.show(step, test)
+                if stop:
                     checkpoints.wait()
-                    raise signals.Stopped(f"stopped at step {step}; to go on: --workdir={workdir}")
-            seconds = clock.stop(state)
-            trace(config.steps + 1)
+                    run.stop(step)
+            seconds = run.finish(state)
             with Phase("evaluating, and writing the last checkpoint"):
                 tested = evaluate(program, state.params, tests)
                 checkpoints.wait()
             return Result(state, tested, log.rows, start, *seconds)
-
-
-def _begin(
-    program: Program, checkpoints: Checkpoints, data: Any
-) -> tuple[Saved | None, TrainState, list[Batch]]:
-    """Return the latest checkpoint, if any, the state to begin with, and the test data in place."""
-    with Phase("making the model, or reading its checkpoint"):
-        saved = checkpoints.restore(program, data)
-        state = saved.state if saved else program.create(program.seeds)
-        return saved, state, [program.put_test(batch) for batch in program.task.test_batches()]
-
-
-def evaluate(program: Program, params: Params, batches: Sequence[Batch]) -> Metrics:
-    """The test metrics [seeds]: means over all rows that are not padding."""
-    each = jax.device_get([program.evaluate(params, batch) for batch in batches])
-    total = jax.tree.map(lambda *x: np.atleast_1d(np.sum(x, axis=0)), *each)
-    count = total.pop("count")
-    return {name: x / count for name, x in total.items()}

@@ -6,20 +6,18 @@ from ml_collections import ConfigDict
 
 from experiments.tasks.task import Params
 
-_NEVER = 2**31 - 1
-
 
 def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients; the learning rate warms up linearly, then falls as a cosine.
+    """Return AdamW with clipped gradients, and its schedule: linear warm-up, then a cosine.
 
     A gradient that is not finite changes neither parameters nor moments; the state counts them.
     """
     o = config.optimizer
     warmup = min(round(o.warmup * config.steps), config.steps - 1)
+    start = 0.0 if warmup else o.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else o.learning_rate, o.learning_rate, warmup, config.steps,
-        o.final * o.learning_rate,
-    )  # fmt: skip
+        start, o.learning_rate, warmup, config.steps, o.final * o.learning_rate
+    )
 
     def kernels(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(
@@ -28,5 +26,5 @@ def make_optimizer(config: ConfigDict) -> tuple[optax.GradientTransformation, op
 
     adamw = optax.adamw(schedule, b1=o.b1, b2=o.b2, weight_decay=o.weight_decay, mask=kernels)
     chain = optax.chain(optax.clip_by_global_norm(o.clip_norm), adamw)
-    # Optax would take them after so many in a row; the log ends the run long before.
-    return optax.apply_if_finite(chain, _NEVER), schedule
+    # Optax would take such gradients after so many in a row; the log ends the run long before.
+    return optax.apply_if_finite(chain, max_consecutive_errors=2**31 - 1), schedule

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from experiments import tasks
 from experiments.runs import hosts, lock, rundir, signals
 from experiments.runs.failures import RunError
+from experiments.runs.fingerprint import fingerprint
 from experiments.trainer import loop, mesh
 from tests.experiments.checked import flat, restored
 from tests.experiments.launch import settings, together
@@ -26,7 +27,7 @@ def alone(config: ConfigDict, workdir: Path) -> loop.Result:
     """The run in this process, as the command does it."""
     run = rundir.open_run(workdir, config, {})
     task = tasks.make(config)
-    run.begin(task.fingerprint())
+    run.begin(fingerprint(task))
     try:
         return loop.train(loop.build(config, task), run.path)
     finally:

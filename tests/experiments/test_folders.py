@@ -13,8 +13,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs import files, folders, integrity, keys, lock, rundir
+from experiments.runs import fields, files, folders, integrity, keys, lock, rundir
 from experiments.runs.failures import RunError
+from experiments.runs.fingerprint import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -173,9 +174,9 @@ def test_a_key_that_is_missing_is_named(config: ConfigDict, run: Path) -> None:
 def test_a_file_that_only_the_folder_names_is_not_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("something long enough to train on " * 100)
-    config = tasks.EXAMPLES["text"]()
+    config = fields.EXAMPLES["text"]()
     run = tmp_path / "run"
-    rundir.open_run(run, config, {}).begin(tasks.make(config).fingerprint())
+    rundir.open_run(run, config, {}).begin(fingerprint(tasks.make(config)))
     lock.release(run)
     forge(run, lambda found: found["data"].update(path=str(secret)))
     assert "only its owner can say that it be read" in refused(run, config)

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.runs import integrity
 from experiments.runs.failures import RunError
-from experiments.trainer.checkpoints import Checkpoints, Saved
+from experiments.runs.record import Saved
+from experiments.trainer.checkpoints import Checkpoints
 from tests.experiments.checked import flat
 
 # Reads that fail leave others of theirs, which nobody awaits.

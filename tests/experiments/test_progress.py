@@ -10,7 +10,8 @@ from rich.console import Console
 
 from experiments import tasks
 from experiments.plan import compiled
-from experiments.runs import progress, written
+from experiments.reports import written
+from experiments.runs import progress
 from experiments.trainer import loop
 
 

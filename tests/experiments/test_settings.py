@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.runs import fields, settings
+from experiments.runs import checks, fields, settings
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
 from experiments.trainer import loop
@@ -256,7 +256,7 @@ def _config(code: str) -> str:
 
 
 def _checked(config: ConfigDict) -> None:
-    loop.build(config, tasks.make(config)).check()
+    checks.check_fits(loop.build(config, tasks.make(config)))
 
 
 def _call(command: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

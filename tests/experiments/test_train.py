@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import tasks
+from experiments import reports, tasks
 from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
@@ -98,7 +98,7 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     for sharded, row in zip(rows, alone.rows, strict=True):
         assert sharded.pop("split") == row.pop("split")
         assert sharded == pytest.approx(row, rel=1e-4, abs=1e-5)
-    assert done.stdout.splitlines()[-1] == tasks.make(config).headline(alone.metrics)
+    assert done.stdout.splitlines()[-1] == reports.make(tasks.make(config)).headline(alone.metrics)
 
 
 @pytest.mark.slow

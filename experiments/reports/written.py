@@ -3,8 +3,8 @@
 import shlex
 from pathlib import Path
 
+from experiments.runs.record import FOLDER
 from experiments.runs.rundir import METRICS
-from experiments.trainer.checkpoints import FOLDER
 
 EVENTS, TRACE = "tensorboard", "profile"
 

@@ -1,4 +1,4 @@
-"""What training several seeds in one step saves."""
+"""The time that training several seeds in one step saves."""
 
 import time
 
@@ -10,16 +10,16 @@ from experiments.trainer.mesh import Program
 
 
 def speedup(program: Program, compiling: float, rounds: int = 5, steps: int = 5) -> float:
-    """How much longer the seeds would take one after another, compilation included.
+    """Return how many times longer the seeds would take one by one, compilation included.
 
-    Steps of all seeds and of one are timed in turn, so that whatever else the machine does slows
+    Steps of all seeds and of one are timed in turn, so that any other load of the machine slows
     both alike.
 
     Args:
-      program: of several seeds.
-      compiling: the seconds that took.
-      rounds: how many times each is timed; the median counts.
-      steps: how many steps at a time.
+      program: the program of several seeds.
+      compiling: the seconds that compiling it took.
+      rounds: the number of times that each is timed; the median counts.
+      steps: the steps at a time.
     """
     alone = program.config.copy_and_resolve_references()
     alone.seeds = 1
