@@ -17,13 +17,11 @@ a checkpoint, to be resumed by the same command, and another of one that failed.
 from pathlib import Path
 
 from absl import app, flags
-from ml_collections import ConfigDict
 
 from experiments import tasks
 from experiments.reports import summary
 from experiments.runs import hosts, settings, start
 from experiments.trainer import loop
-from experiments.trainer.mesh import Program
 
 DEFAULT = Path(__file__).parent.parent / "configs" / "digits.py"
 WORKDIR = flags.DEFINE_string("workdir", None, "Where results go; a run's own folder resumes it.")
@@ -40,14 +38,9 @@ def main(asked: settings.Asked) -> None:
     """Train, then report; the last line is the score."""
     cluster = (ADDRESS.value, PROCESSES.value, PROCESS.value, START.value, HEARTBEAT.value)
     with start.joined(asked, DISTRIBUTED.value, hosts.Cluster(*cluster)):
-        run, program = start.begin(asked, WORKDIR.value, PROFILE.value, build)
+        run, program = start.begin(asked, WORKDIR.value, PROFILE.value, tasks.make, loop.build)
         result = loop.train(program, run.path, PROFILE.value)
         summary.finish(program, run.path, result)
-
-
-def build(config: ConfigDict) -> Program:
-    """Return the program of a config."""
-    return loop.build(config, tasks.make(config))
 
 
 def _parse(argv: list[str]) -> settings.Asked:

@@ -16,7 +16,6 @@ from experiments.counts.hlo import Module
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
 from experiments.runs.checks import shard_bytes
-from experiments.runs.placement import abstract_batch
 from experiments.trainer import loop, mesh
 
 # How libtpu says it: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or
@@ -84,7 +83,7 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     """
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)
-    state, batch = built.abstract_state(), abstract_batch(built)
+    state, batch = built.abstract_state(), built.abstract_batch()
     with mesh.on(built.mesh):
         traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())

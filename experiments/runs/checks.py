@@ -9,7 +9,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.runs.failures import RunError
-from experiments.runs.placement import abstract_batch
 
 
 def mesh_sizes(config: ConfigDict, have: int) -> tuple[int, int, int, int]:
@@ -61,7 +60,7 @@ def check_fits(program: Any) -> None:
     Raises:
       ValueError: if they do not.
     """
-    state, batch = program.abstract_state(), abstract_batch(program)
+    state, batch = program.abstract_state(), program.abstract_batch()
     here = program.mesh.local_devices
     needed = shard_bytes((state.params, state.opt_state, batch))
     available = (here[0].memory_stats() or {}).get("bytes_limit")
@@ -76,6 +75,24 @@ def check_fits(program: Any) -> None:
         )
     with program.on_mesh():
         jax.eval_shape(program.step, state, batch)
+
+
+def check_stride(stride: int, length: int) -> None:
+    """Check that windows of a length, a stride apart, leave out no byte of a text."""
+    if not 1 <= stride <= length:
+        raise RunError(
+            f"config.data.stride must be in 1 … config.length={length}, got {stride}; try "
+            f"{max(1, length // 4)}"
+        )
+
+
+def check_length(length: int, size: int) -> None:
+    """Check that a training text of a size has more bytes than the model sees at once."""
+    if size <= length:
+        raise RunError(
+            f"the training text must be longer than config.length={length} bytes, got "
+            f"{size}; give more text, or a shorter length"
+        )
 
 
 def shard_bytes(tree: Any) -> int:

@@ -131,16 +131,46 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")
 
 
-def read_data(path: str) -> bytes:
+def read_data(path: str, at_least: int = 0) -> bytes:
     """Return the bytes of the file that config.data.path names.
 
+    Args:
+      path: the file.
+      at_least: the fewest bytes that it may have.
+
     Raises:
-      RunError: if it can't be read, or is no regular file: a device or a pipe may have no end.
+      RunError: if it can't be read, has fewer bytes, or is no regular file: a device or a pipe may
+        have no end.
     """
     try:
         if Path(path).exists() and not Path(path).is_file():
             raise OSError("it is no regular file")
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"config.data.path must be a file, got {path:.300}: {reason}") from None
+    if len(data) < at_least:
+        raise RunError(f"{path} must hold at least {at_least} bytes, got {len(data)}; give more")
+    return data
+
+
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Return the pairs in the file that config.data.path names: a source, a tab and a target.
+
+    Raises:
+      RunError: if it can't be read, or a line is something else.
+    """
+    try:
+        lines = read_data(path).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise RunError(f"config.data.path must be a text file of pairs: {error}") from None
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        source, tab, target = line.partition("\t")
+        if not (source and tab and target) or "\t" in target:
+            raise RunError(
+                f"each line of {path} must be a source, a tab and a target, got {line!r} in line "
+                f"{number}"
+            )
+        pairs.append((source, target))
+    return pairs

@@ -1,6 +1,6 @@
-"""The files of a run's metrics.
+"""The log of a run: metrics of steps, and rows of them in files.
 
-All rows are part of each checkpoint too: a run that was cut off has the log of one that was not.
+All of it is part of each checkpoint too: a run that was cut off has the log of one that was not.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ def hush() -> None:
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 
-class LogFile:
-    """The rows of a run as JSON lines and TensorBoard events, written by process 0.
+class Log:
+    """The metrics of a run: JSON lines and TensorBoard events, written by process 0.
 
     Args:
       path: the run's folder.
@@ -44,6 +44,7 @@ class LogFile:
 
     Attributes:
       rows: the rows.
+      skipping: True if the last step of a seed was left out, as not finite.
 
     Raises:
       RunError: if there is no checkpoint, and the file shows that there was one; or if
@@ -51,8 +52,14 @@ class LogFile:
     """
 
     def __init__(self, path: Path, config: ConfigDict, saved: Saved | None) -> None:
-        self._file, self.config = path / METRICS, config
-        self.rows: list[Row] = list(saved.log["rows"]) if saved else []
+        self._file, self._config, self.skipping = path / METRICS, config, False
+        log = saved.log if saved else {"rows": [], "pending": []}
+        self.rows: list[Row] = list(log["rows"])
+        # The metrics of each step since the last row: as they come from the device, and fetched.
+        self._pending: list[Any] = []
+        self._fetched: list[dict[str, np.ndarray]] = [
+            {name: np.asarray(x, np.float64) for name, x in each.items()} for each in log["pending"]
+        ]
         self._events: writers.TensorBoard | None = None
         self._others: list[writers.Writer] = []
         refused = None
@@ -75,6 +82,20 @@ class LogFile:
         for writer in self._writers:
             writer.close()
 
+    def add(self, metrics: Any) -> None:
+        """Take the metrics of a step, without waiting for the device."""
+        self._pending.append(metrics)
+
+    def take(self, step: int) -> dict[str, np.ndarray]:
+        """Return the metrics [steps, seeds] since the last call, up to this step.
+
+        Raises:
+          RunError: if too many steps in a row were left out.
+        """
+        series = self._series(step)
+        self._fetched = []
+        return series
+
     def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
         """Add a row; values have shape [seeds], and a single seed's is written as a number."""
         values = {name: _plain(x) for name, x in metrics.items()}
@@ -89,11 +110,19 @@ class LogFile:
                 for writer in self._writers:
                     writer.log_scalar(f"{split}/{event}", float(value), step=step)
 
-    def flush(self) -> None:
-        """Wait until all rows are on the disk."""
+    def saved(self, step: int) -> Mapping[str, Any]:
+        """Return the part of a checkpoint: the rows, then on the disk, and steps that are in none.
+
+        Raises:
+          RunError: if too many steps in a row were left out.
+        """
+        if self._pending or self._fetched:
+            self._series(step)
         if self._events is not None:
             self._events.flush()
             self._append("")
+        pending = [{name: x.tolist() for name, x in each.items()} for each in self._fetched]
+        return {"rows": list(self.rows), "pending": pending}
 
     @property
     def _writers(self) -> list[writers.Writer]:
@@ -109,8 +138,18 @@ class LogFile:
                 f"last checkpoint, if that is still there"
             ) from None
 
+    def _series(self, step: int) -> dict[str, np.ndarray]:
+        """Return the metrics [steps, seeds] since the last row."""
+        for each in jax.device_get(self._pending):
+            self._fetched.append({n: np.atleast_1d(x).astype(np.float64) for n, x in each.items()})
+        self._pending = []
+        series = {name: np.stack([e[name] for e in self._fetched]) for name in self._fetched[0]}
+        _check_skipped(series, step, self._config)
+        self.skipping = bool(series["skipped"][-1].any())
+        return series
 
-def check_skipped(series: Mapping[str, np.ndarray], step: int, config: ConfigDict) -> None:
+
+def _check_skipped(series: Mapping[str, np.ndarray], step: int, config: ConfigDict) -> None:
     """Check that no seed left out too many steps in a row.
 
     Args:

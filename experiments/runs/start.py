@@ -72,7 +72,8 @@ def begin(
     asked: settings.Asked,
     workdir: str | None,
     steps: str | None,
-    build: Callable[[ConfigDict], Any],
+    make: Callable[[ConfigDict], Any],
+    build: Callable[[ConfigDict, Any], Any],
 ) -> tuple[rundir.Run, Any]:
     """Return the run of a folder, new or resumed, and its program, which all processes agree on.
 
@@ -80,11 +81,12 @@ def begin(
       asked: the command line.
       workdir: the folder; None for a new one.
       steps: the steps to trace, as --profile names them; None for none.
-      build: a function from a config to an `experiments.trainer.mesh.Program`.
+      make: a function from a config to its task.
+      build: a function from a config and its task to an `experiments.trainer.mesh.Program`.
     """
     try:
         with Phase("reading the data"):
-            run, program = _prepare(asked, workdir, steps, build)
+            run, program = _prepare(asked, workdir, steps, make, build)
     except ValueError as error:
         hosts.agree(None)
         sys.exit(f"error: {error}")
@@ -101,7 +103,8 @@ def _prepare(
     asked: settings.Asked,
     workdir: str | None,
     steps: str | None,
-    build: Callable[[ConfigDict], Any],
+    make: Callable[[ConfigDict], Any],
+    build: Callable[[ConfigDict, Any], Any],
 ) -> tuple[rundir.Run, Any]:
     run = rundir.open_run(workdir, asked.config, asked.overrides)
     if steps is not None:
@@ -109,7 +112,7 @@ def _prepare(
     writers.check(run.config)
     forced = hosts.force_host_devices(run.config.mesh.force_host_devices)
     try:
-        program = build(run.config)
+        program = build(run.config, make(run.config))
         checks.check_fits(program)
     except Exception as error:
         if not run.resumed or isinstance(error, ValueError):

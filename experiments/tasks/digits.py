@@ -10,11 +10,9 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.tasks.task import Batch, Params, shuffled
+from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.models import Classifier, Encoder, PatchEmbedding
-
-CLASSES = 10
 
 
 def load() -> tuple[Batch, Batch]:
@@ -25,9 +23,8 @@ def load() -> tuple[Batch, Batch]:
     digits = load_digits()
     data = {"image": (digits.images / 16).astype(np.float32), "label": digits.target.astype("i4")}
     # A constant seed, so that every run, resumed or new, holds out the same fifth of the images.
-    splits = train_test_split(
-        np.arange(len(data["label"])), test_size=0.2, random_state=0, stratify=data["label"]
-    )
+    everything, label = np.arange(len(digits.target)), data["label"]
+    splits = train_test_split(everything, test_size=0.2, random_state=0, stratify=label)
     train, test = ({name: x[split] for name, x in data.items()} for split in splits)
     return train, test
 
@@ -35,7 +32,7 @@ def load() -> tuple[Batch, Batch]:
 def augment(
     images: jax.Array, key: jax.Array, *, shift: float, rotate: float, scale: float
 ) -> jax.Array:
-    """Move each image [B, height, width] a little, so that a digit stays the same digit.
+    """Move images [B, height, width] at random, each a little; beyond the border they are 0.
 
     Args:
       images: the images.
@@ -43,9 +40,6 @@ def augment(
       shift: the most pixels that an image moves by, along each axis.
       rotate: the most degrees that it turns by, either way.
       scale: the largest relative change of its size.
-
-    Returns:
-      The images [B, height, width], interpolated linearly, 0 beyond the border.
     """
     B, height, width = images.shape
     draws = jax.random.uniform(key, (4, B, 1), images.dtype, -1.0, 1.0)
@@ -66,20 +60,19 @@ def augment(
     return moved.reshape(images.shape)
 
 
-def vision_encoder(config: ConfigDict) -> Classifier:
-    """Return a small vision transformer: patches, pre-norm blocks, mean pooling."""
+def vision_encoder(m: ConfigDict) -> Classifier:
+    """Return the small vision transformer of `config.model`: pre-norm blocks, mean pooling."""
     attention = MultiHeadAttention(
-        config.num_heads, num_kv_heads=config.num_kv_heads,
-        dropout_rate=config.attention_dropout_rate, kernel=config.kernel,
+        m.num_heads, num_kv_heads=m.num_kv_heads, dropout_rate=m.attention_dropout_rate,
+        kernel=m.kernel,
     )  # fmt: skip
     block = EncoderBlock(
-        attention, config.mlp_dim, norm=config.norm, activation=config.activation,
-        dropout_rate=config.dropout_rate,
-    )  # fmt: skip
+        attention, m.mlp_dim, norm=m.norm, activation=m.activation, dropout_rate=m.dropout_rate
+    )
+    patches, encoder = PatchEmbedding(m.patch_size, m.features), Encoder(m.num_layers, block)
     return Classifier(
-        PatchEmbedding(config.patch_size, config.features), Encoder(config.num_layers, block),
-        num_classes=CLASSES, positions=config.positions, dropout_rate=config.dropout_rate,
-    )  # fmt: skip
+        patches, encoder, num_classes=10, positions=m.positions, dropout_rate=m.dropout_rate
+    )
 
 
 class Digits:
@@ -103,26 +96,24 @@ class Digits:
         """Return the test split in one batch."""
         return [{**self.test, "weight": np.ones(len(self.test["label"]), np.float32)}]
 
-    def loss(
-        self, params: Params, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """Return the cross entropy against smoothed labels, over augmented images."""
         augment_key, dropout_key = jax.random.split(key)
         images = augment(batch["image"], augment_key, **self.config.augment)
         logits = self.apply(params, images, deterministic=False, rngs={"dropout": dropout_key})
-        one_hot = jax.nn.one_hot(batch["label"], CLASSES, dtype=logits.dtype)
-        targets = optax.smooth_labels(one_hot, self.config.label_smoothing)
+        targets = jax.nn.one_hot(batch["label"], 10, dtype=logits.dtype)
+        targets = optax.smooth_labels(targets, self.config.label_smoothing)
         loss = optax.softmax_cross_entropy(logits, targets).mean()
-        correct = logits.argmax(-1) == batch["label"]
-        return loss, {"accuracy": correct.astype(jnp.float32).mean()}
+        accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32).mean()
+        return loss, {"accuracy": accuracy}
 
-    def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
         """Return the cross entropy and the accuracy on images as they are."""
         logits, weight = self.apply(params, batch["image"]), batch["weight"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         correct = (logits.argmax(-1) == batch["label"]).astype(weight.dtype)
-        sums = {"loss": jnp.sum(losses * weight), "accuracy": jnp.sum(correct * weight)}
-        return {**sums, "count": weight.sum()}
+        loss, accuracy = jnp.sum(losses * weight), jnp.sum(correct * weight)
+        return {"loss": loss, "accuracy": accuracy, "count": weight.sum()}
 
     def apply(self, params: Params, images: jax.Array, **call: Any) -> Any:
         """Return the logits [B, 10] of images [B, height, width]."""

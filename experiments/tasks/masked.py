@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from experiments.runs.failures import RunError
 from experiments.tasks import text
-from experiments.tasks.task import Batch, Params, shuffled
+from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
 from flax_mha.layer.linear import Projection
 from flax_mha.models import Encoder, TokenEmbedding
@@ -23,15 +23,10 @@ HIDDEN = 255  # the token of a hidden byte: no byte of UTF-8
 
 
 class MaskedModel(nn.Module):
-    """A model that guesses each token's byte from all tokens of its row.
+    """A model that guesses each token's byte from all tokens of its row."""
 
-    Attributes:
-      encoder: the stack; its attention knows positions by rotation.
-      features: D.
-    """
-
-    encoder: Encoder
-    features: int
+    encoder: Encoder  # whose attention knows positions by rotation
+    features: int  # D
 
     @nn.compact
     def __call__(self, tokens: jax.Array, **call: Any) -> jax.Array:
@@ -45,17 +40,17 @@ class MaskedModel(nn.Module):
         return head(x)
 
 
-def masked_model(config: ConfigDict) -> MaskedModel:
-    """Return a small encoder with rotary positions."""
+def masked_model(m: ConfigDict) -> MaskedModel:
+    """Return the small encoder of `config.model`, with rotary positions."""
     attention = MultiHeadAttention(
-        config.num_heads, num_kv_heads=config.num_kv_heads, kernel=config.kernel,
-        dtype=jnp.dtype(config.dtype), rotary=Rotary(),
+        m.num_heads, num_kv_heads=m.num_kv_heads, kernel=m.kernel, dtype=jnp.dtype(m.dtype),
+        rotary=Rotary(),
     )  # fmt: skip
     block = EncoderBlock(
-        attention, config.mlp_dim, norm=config.norm, activation=config.activation,
-        dropout_rate=config.dropout_rate, remat=config.remat,
+        attention, m.mlp_dim, norm=m.norm, activation=m.activation, dropout_rate=m.dropout_rate,
+        remat=m.remat,
     )  # fmt: skip
-    return MaskedModel(Encoder(config.num_layers, block, scan=config.scan), config.features)
+    return MaskedModel(Encoder(m.num_layers, block, scan=m.scan), m.features)
 
 
 class Masked:
@@ -90,9 +85,7 @@ class Masked:
         hidden = np.random.default_rng(0).random(values.shape) < self.config.hidden
         return [{"bytes": values, "hidden": hidden, "weight": np.ones(count, np.float32)}]
 
-    def loss(
-        self, params: Params, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """Return the cross entropy of the hidden bytes, in nats."""
         hide_key, dropout_key = jax.random.split(key)
         hidden = jax.random.bernoulli(hide_key, self.config.hidden, batch["bytes"].shape)
@@ -101,7 +94,7 @@ class Masked:
         count = jnp.maximum(hidden.sum(), 1)
         return losses.sum() / count, {"accuracy": correct.sum() / count}
 
-    def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
         """Return the cross entropy and the accuracy of the hidden bytes."""
         losses, correct = self._judge(params, batch["bytes"], batch["hidden"], deterministic=True)
         weight = batch["weight"][:, None]

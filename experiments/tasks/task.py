@@ -10,6 +10,7 @@ from grain.experimental import RebatchIterDataset
 
 Params = Any
 Batch = Mapping[str, Any]  # arrays whose first axis counts the rows
+Metrics = dict[str, Any]  # numbers by name, each of shape [seeds] outside of a task
 _FOREVER = 2**31  # epochs
 
 
@@ -25,12 +26,10 @@ class Task(Protocol):
     def test_batches(self) -> list[Batch]:
         """Return the held-out data, with an array `weight` that is 0 where a row is padding."""
 
-    def loss(
-        self, params: Params, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """Return the loss to minimize and further metrics, means over the batch. Traced."""
 
-    def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
         """Return weighted sums over a test batch, and `count`, the sum of weights. Traced."""
 
 

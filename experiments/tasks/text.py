@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.runs import files
+from experiments.runs import checks, files
 from experiments.runs.failures import RunError
-from experiments.tasks.task import Batch, Params, shuffled
+from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
@@ -32,49 +32,37 @@ def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
     Args:
       path: a file of text; "" for the topics.
       split: "test"; or "validation", to choose settings by: the training text split once more.
-
-    Raises:
-      RunError: if there is no such file or split, or too little text.
     """
     from pydoc_data.topics import topics
 
     if split not in SPLITS:
         raise RunError(f"config.data.split must be one of {SPLITS}, got {split!r}")
-    first, parts = 0, [topics[name].encode() for name in sorted(topics)]
+    first, joint, parts = 0, b"\n", [topics[name].encode() for name in sorted(topics)]
     if path:
-        text = files.read_data(path)
-        if len(text) < EVERY**2:  # So that a tenth of a tenth is left.
-            raise RunError(
-                f"{path} must hold at least {EVERY**2} bytes, got {len(text)}; give more"
-            )
+        text = files.read_data(path, at_least=EVERY**2)  # So that a tenth of a tenth is left.
         size = -(-len(text) // EVERY)
-        first, parts = EVERY - 1, [text[i : i + size] for i in range(0, len(text), size)]
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        first, joint = EVERY - 1, b""
     held = parts[first::EVERY]
     parts = [part for i, part in enumerate(parts) if i % EVERY != first]
     if split == "validation":
         held, parts = parts[::EVERY], [part for i, part in enumerate(parts) if i % EVERY]
-    joint = b"" if path else b"\n"
     return joint.join(parts), joint.join(held)
 
 
 def windows(text: bytes, length: int, stride: int) -> Batch:
     """Return stretches of a text in which each of its bytes is predicted once.
 
+    They are `tokens` uint8 [windows, T + 1], whose last T are predicted, and their `weight` float32
+    [windows, T]: 1 where a byte is predicted that no window before predicts.
+
     Args:
       text: n bytes.
       length: T, the bytes that the model sees.
       stride: the bytes from one window to the next; each byte is predicted from at least
         T − stride bytes before it, where the text has as many.
-
-    Returns:
-      `tokens` uint8 [windows, T + 1], whose last T are predicted, and their `weight` float32
-      [windows, T]: 1 where a byte is predicted that no window before predicts.
     """
-    if not 1 <= stride <= length:
-        raise RunError(
-            f"config.data.stride must be in 1 … config.length={length}, got {stride}; try "
-            f"{max(1, length // 4)}"
-        )
+    checks.check_stride(stride, length)
     n = len(text)
     starts = range(0, max(1, n - length + stride), stride)
     padded = np.frombuffer(START + text + bytes(length + stride), np.uint8)
@@ -85,20 +73,18 @@ def windows(text: bytes, length: int, stride: int) -> Batch:
     return {"tokens": tokens, "weight": (new & there).astype(np.float32)}
 
 
-def language_model(config: ConfigDict) -> LanguageModel:
-    """Return a model from bytes to logits of the next: pre-norm, rotary positions, shared keys."""
+def language_model(m: ConfigDict) -> LanguageModel:
+    """Return the decoder of `config.model`: pre-norm blocks, rotary positions, grouped heads."""
     attention = MultiHeadAttention(
-        config.num_heads, num_kv_heads=config.num_kv_heads, rotary=Rotary(), use_bias=False,
-        dropout_rate=config.attention_dropout_rate, kernel=config.kernel,
+        m.num_heads, num_kv_heads=m.num_kv_heads, rotary=Rotary(), use_bias=False,
+        dropout_rate=m.attention_dropout_rate, kernel=m.kernel,
     )  # fmt: skip
     block = DecoderBlock(
-        attention, config.mlp_dim, norm=config.norm, activation=config.activation,
-        gated=config.gated, dropout_rate=config.dropout_rate,
+        attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
+        dropout_rate=m.dropout_rate,
     )  # fmt: skip
-    return LanguageModel(
-        TokenEmbedding(256, config.features), Decoder(config.num_layers, block),
-        tied=config.tied, dropout_rate=config.dropout_rate,
-    )  # fmt: skip
+    embedding, decoder = TokenEmbedding(256, m.features), Decoder(m.num_layers, block)
+    return LanguageModel(embedding, decoder, tied=m.tied, dropout_rate=m.dropout_rate)
 
 
 class Text:
@@ -107,11 +93,7 @@ class Text:
     def __init__(self, config: ConfigDict) -> None:
         self.config, self.model = config, language_model(config.model)
         self.train, self.test = load(config.data.path, config.data.split)
-        if len(self.train) <= config.length:
-            raise RunError(
-                f"the training text must be longer than config.length={config.length} bytes, got "
-                f"{len(self.train)}; give more text, or a shorter length"
-            )
+        checks.check_length(config.length, len(self.train))
         self.windows = windows(self.test, config.length, config.data.stride)
 
     def init(self, key: jax.Array) -> Params:
@@ -133,17 +115,14 @@ class Text:
         parts = {name: np.split(np.pad(x, pad), count) for name, x in self.windows.items()}
         return [{name: x[i] for name, x in parts.items()} for i in range(count)]
 
-    def loss(
-        self, params: Params, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """Return the cross entropy of each next byte, in nats and in bits."""
         loss = self.losses(params, batch, deterministic=False, rngs={"dropout": key}).mean()
         return loss, {"bits_per_byte": loss / math.log(2)}
 
-    def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
         """Return the cross entropy of the bytes that a window is to predict."""
-        loss = jnp.sum(self.losses(params, batch) * batch["weight"])
-        count = batch["weight"].sum()
+        loss, count = jnp.sum(self.losses(params, batch) * batch["weight"]), batch["weight"].sum()
         return {"loss": loss, "bits_per_byte": loss / math.log(2), "count": count}
 
     def losses(self, params: Params, batch: Batch, **call: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from experiments.runs import files
 from experiments.runs.failures import RunError
 from experiments.tasks import dates
 from experiments.tasks.dates import Pair, Split
-from experiments.tasks.task import Batch, Params, shuffled
+from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.generation import Generated, generate
@@ -50,51 +50,27 @@ class Vocabulary:
 
 
 def read(path: str) -> Split:
-    """Return the pairs of a file, every tenth of them held out.
-
-    Args:
-      path: a file whose lines are a source, a tab and a target.
-
-    Raises:
-      RunError: if there is no such file, or a line is something else.
-    """
-    try:
-        lines = files.read_data(path).decode().splitlines()
-    except UnicodeDecodeError as error:
-        raise RunError(f"config.data.path must be a text file of pairs: {error}") from None
-    pairs = []
-    for number, line in enumerate(lines, 1):
-        source, tab, target = line.partition("\t")
-        if not (source and tab and target) or "\t" in target:
-            raise RunError(
-                f"each line of {path} must be a source, a tab and a target, got {line!r} in line "
-                f"{number}"
-            )
-        pairs.append((source, target))
+    """Return the pairs of a file with a source, a tab and a target a line, every tenth held out."""
     # A pair that is there twice must not be both learnt from and asked.
-    pairs = list(dict.fromkeys(pairs))
+    pairs = list(dict.fromkeys(files.read_pairs(path)))
     if len(pairs) < EVERY:
         raise RunError(f"{path} must hold at least {EVERY} different pairs, got {len(pairs)}")
     train = [pair for i, pair in enumerate(pairs) if i % EVERY]
     return Split(train, train, pairs[::EVERY], [])
 
 
-def translator(config: ConfigDict, vocab_size: int) -> Translator:
-    """Return a small encoder-decoder: pre-norm blocks, rotary positions, one table for all."""
+def translator(m: ConfigDict, vocab_size: int) -> Translator:
+    """Return the encoder-decoder of `config.model`: pre-norm, rotary positions, one table."""
 
     def attention(rotary: Rotary | None = None) -> MultiHeadAttention:
-        return MultiHeadAttention(config.num_heads, rotary=rotary, kernel=config.kernel)
+        return MultiHeadAttention(m.num_heads, rotary=rotary, kernel=m.kernel)
 
-    fields = {name: config[name] for name in ("mlp_dim", "norm", "activation", "dropout_rate")}
-    encoder = EncoderBlock(attention(Rotary()), **fields)
-    decoder = DecoderBlock(attention(Rotary()), cross_attention=attention(), **fields)
-    return Translator(
-        Encoder(config.encoder_layers, encoder),
-        LanguageModel(
-            TokenEmbedding(vocab_size, config.features), Decoder(config.decoder_layers, decoder),
-            dropout_rate=config.dropout_rate,
-        ),
-    )  # fmt: skip
+    fields = {name: m[name] for name in ("mlp_dim", "norm", "activation", "dropout_rate")}
+    block = EncoderBlock(attention(Rotary()), **fields)
+    cross = DecoderBlock(attention(Rotary()), cross_attention=attention(), **fields)
+    embedding, decoder = TokenEmbedding(vocab_size, m.features), Decoder(m.decoder_layers, cross)
+    model = LanguageModel(embedding, decoder, dropout_rate=m.dropout_rate)
+    return Translator(Encoder(m.encoder_layers, block), model)
 
 
 class Translation:
@@ -144,24 +120,20 @@ class Translation:
             "target": np.stack([encode(target, self.target_length) for _, target in pairs]),
         }
 
-    def loss(
-        self, params: Params, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """Return the cross entropy of each character of the target, and of its end."""
         logits = self.logits(params, batch, deterministic=False, rngs={"dropout": key})
         losses, real = _losses(logits, batch["target"])
         return losses.sum() / real.sum(), {}
 
-    def evaluate(self, params: Params, batch: Batch) -> dict[str, jax.Array]:
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
         """Return the cross entropy, and the share of targets that greedy decoding gives exactly."""
         losses, real = _losses(self.logits(params, batch), batch["target"])
         found = self.translate(params, batch["source"], batch["length"])
         exact = jnp.all(found.tokens == batch["target"], axis=-1).astype(jnp.float32)
-        metrics = {
-            "loss": jnp.sum(losses.sum(-1) / real.sum(-1) * batch["test"]),
-            "exact": jnp.sum(exact * batch["test"]),
-            "count": batch["weight"].sum(),
-        }
+        loss = jnp.sum(losses.sum(-1) / real.sum(-1) * batch["test"])
+        metrics = {"loss": loss, "exact": jnp.sum(exact * batch["test"])}
+        metrics["count"] = batch["weight"].sum()
         if self.split.unseen:
             metrics["exact_unseen"] = jnp.sum(exact * batch["unseen"])
         return metrics

@@ -34,16 +34,14 @@ class Checkpoints:
         self._open()
 
     def _open(self) -> None:
+        write = not self._read_only
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._keep, create=not self._read_only,
-            cleanup_tmp_directories=not self._read_only,
-        )  # fmt: skip
+            preservation_policy=self._keep, create=write, cleanup_tmp_directories=write
+        )
+        handlers = {"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(
-            self._folder / FOLDER, options=options, item_names=("state", "run"),
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler(),
-            },
-        )  # fmt: skip
+            self._folder / FOLDER, options=options, item_names=(*handlers,), item_handlers=handlers
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -63,15 +61,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def restore(self, program: Program, data: Any) -> Saved | None:
-        """Return the latest whole checkpoint, or None if the run has none yet.
-
-        Args:
-          program: the program whose state it is.
-          data: the iterator of the data, which is moved to its place at that step.
-
-        Raises:
-          RunError: if all are damaged, or of another model.
-        """
+        """Return the latest whole checkpoint, or None, and move the data's iterator there."""
         damaged: list[int] = []
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:

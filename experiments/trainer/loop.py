@@ -1,8 +1,7 @@
 """The training loop: the latest checkpoint or a fresh state → steps → test metrics.
 
-`one_model` is a step, and `train` is everything around it. `mesh` spreads a step over seeds and
-devices, `checkpoints` and `metrics` are the state and the log of a run, and `experiments.runs`
-keeps it safe.
+`one_model` is a step, `train` is everything around it. `mesh` spreads a step over seeds and
+devices; `experiments.runs` keeps the run safe.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +15,13 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.phases import Phase
+from experiments.runs.log import Log, Row
 from experiments.runs.watch import watching
-from experiments.tasks.task import Batch, Params, Task
+from experiments.tasks.task import Batch, Metrics, Params, Task
 from experiments.trainer import mesh
 from experiments.trainer.checkpoints import Checkpoints
-from experiments.trainer.mesh import Metrics, Program
-from experiments.trainer.metrics import Log, evaluate
+from experiments.trainer.mesh import Program
+from experiments.trainer.metrics import evaluate, means
 from experiments.trainer.optimizer import make_optimizer
 
 
@@ -39,7 +39,7 @@ class Result(NamedTuple):
 
     state: TrainState
     metrics: Metrics  # of the test data, [seeds], at the last step
-    rows: list[dict[str, Any]]  # the log
+    rows: list[Row]  # the log
     start: int  # the step that training went on from
     compiling: float  # seconds of the first step
     running: float  # seconds of the other steps
@@ -58,7 +58,7 @@ def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Calla
         key = jax.random.fold_in(state.key, state.step)
         gradient = jax.value_and_grad(task.loss, has_aux=True)
         (loss, metrics), grads = gradient(state.params, batch, key)
-        norm = optax.tree.norm(grads)
+        metrics |= {"loss": loss, "gradient_norm": optax.tree.norm(grads)}
         # A loss that is not finite may have a gradient that is.
         grads = jax.tree.map(lambda g: jnp.where(jnp.isfinite(loss), g, jnp.nan), grads)
         # Optax raises floats to integer powers, which strict promotion forbids.
@@ -66,8 +66,8 @@ def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Calla
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             rate = jnp.asarray(schedule(state.step), jnp.float32)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
-        metrics["skipped"] = opt_state.notfinite_count  # steps in a row, up to this one
+        # The steps that were left out in a row, up to this one.
+        metrics |= {"learning_rate": rate, "skipped": opt_state.notfinite_count}
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     return create, step
@@ -85,10 +85,6 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
       program: the run's program.
       workdir: the run's folder.
       profile: the steps to leave a trace of: FIRST:LAST, or how many; None for none.
-
-    Raises:
-      RunError: if too many steps in a row are not finite, or no checkpoint is whole.
-      Stopped: after a checkpoint, if SIGINT or SIGTERM asks to stop.
     """
     config, data = program.config, program.batches()
     with program.on_mesh(), Checkpoints(workdir, config.keep_last, config.keep_best) as checkpoints:
@@ -101,12 +97,13 @@ def train(program: Program, workdir: Path, profile: str | None = None) -> Result
             for step in range(start + 1, config.steps + 1):
                 state, metrics = run.step(step, state, program.put(next(data)))
                 log.add(metrics)
-                last = step == config.steps
-                stop = run.is_stopped(step) and not last
+                last, stop = step == config.steps, run.is_stopped(step) and step < config.steps
                 test = last or step % config.evaluate_every == 0
                 save = last or step % config.checkpoint_every == 0
                 if test or save or step % config.log_every == 0:
-                    run.note(step, log.means(step))
+                    found = means(log.take(step))
+                    log.write(step, "train", found)
+                    run.note(step, found)
                 with run.aside():
                     if test:
                         tested = evaluate(program, state.params, tests)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +13,12 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from experiments.runs import checks, placement
-from experiments.tasks.task import Batch, Params, Task
+from experiments.runs import checks
+from experiments.runs.placement import Placement
+from experiments.tasks.task import Batch, Metrics, Params, Task
 from flax_mha import sharding
 
 AXES = ("data", "fsdp", "model", "context")  # of the mesh
-Metrics = dict[str, Any]  # each of shape [seeds]
 
 
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -27,9 +26,8 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     devices = jax.devices() if devices is None else devices
     sizes = checks.mesh_sizes(config, len(devices))
     # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
-    placed = mesh_utils.create_device_mesh(
-        sizes, devices[: int(np.prod(sizes))], allow_split_physical_axes=True
-    )
+    used = devices[: int(np.prod(sizes))]
+    placed = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
     return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -38,8 +36,7 @@ def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
 
     Rows of the batch go over data and fsdp. The features of each parameter, and so of its gradient
     and moments, go over fsdp too: XLA gathers a layer's parameters where it needs them. The
-    positions of every row go over context: attention alone needs those of other devices, as keys
-    and values.
+    positions of every row go over context: attention alone needs the keys and values of others.
     """
     over: tuple[tuple[str, Any], ...] = ()
     if mesh.shape["fsdp"] > 1:
@@ -57,63 +54,21 @@ def on(mesh: Mesh) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The jitted functions of a run, for its mesh."""
+class Program(Placement):
+    """The jitted functions of a run, beside the placement of its arrays on the mesh."""
 
-    config: ConfigDict
-    task: Task
-    mesh: Mesh
-    shardings: Any
-    create: Callable[[jax.Array], Any]
     step: Callable[[Any, Batch], tuple[Any, Metrics]]
     evaluate: Callable[[Params, Batch], Metrics]
 
     def on_mesh(self) -> contextlib.AbstractContextManager[None]:
-        """Make its mesh and the sharding rules ambient."""
+        """Make the mesh and the sharding rules ambient."""
         return on(self.mesh)
-
-    @property
-    def seeds(self) -> jax.Array:
-        """The argument of `create`: a seed, or [seeds] of them."""
-        first, count = self.config.seed, self.config.seeds
-        return jnp.uint32(first) if count == 1 else jnp.arange(first, first + count, dtype="uint32")
-
-    def abstract_state(self) -> Any:
-        """Return shapes, dtypes and shardings of the state."""
-        shapes = jax.eval_shape(self.create, self.seeds)
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self.shardings
-        )
-
-    def batches(self) -> grain.DatasetIterator:
-        """Return an endless iterator over this process's rows of the training batches."""
-        return placement.batches(self)
-
-    def put(self, local: Batch) -> Batch:
-        """Return a training batch as global arrays, from the rows of each process."""
-        return placement.put(self, local)
-
-    def put_test(self, batch: Batch) -> Batch:
-        """Return a test batch as global arrays, padded (with weight 0) to split evenly."""
-        return placement.put_test(self, batch)
 
 
 def build(
-    config: ConfigDict, task: Task, create: Callable[..., Any], step: Callable[..., Any],
-    devices: Sequence[jax.Device] | None = None,
-) -> Program:  # fmt: skip
-    """Return the program of a run, its functions jitted for the mesh of these devices.
-
-    Args:
-      config: the run's config.
-      task: the task that it names.
-      create: a function from a seed to a state.
-      step: a function from a state and a batch to a state and metrics, for a single seed.
-      devices: the devices of the mesh (default: all there are).
-
-    Raises:
-      ValueError: if the config does not fit itself, the devices or the model.
-    """
+    config: ConfigDict, task: Task, create: Any, step: Any, devices: Sequence[jax.Device] | None
+) -> Program:
+    """Return the program of a run: `create` and `step` of a single seed, jitted for its mesh."""
     mesh, several = make_mesh(config, devices), config.seeds > 1
     over_seeds: Callable[..., Any] = jax.vmap if several else lambda f, **_: f
     with on(mesh):
@@ -124,7 +79,7 @@ def build(
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
     return Program(
-        config, task, mesh, shardings,
+        config, task, mesh, rules(mesh), shardings,
         create=jax.jit(over_seeds(create), out_shardings=shardings),
         step=jax.jit(over_seeds(step), donate_argnums=0, out_shardings=(shardings, everywhere)),
         evaluate=jax.jit(over_seeds(task.evaluate, in_axes=(0, None)), out_shardings=everywhere),

@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 
 from experiments.runs import keys, rundir, signals
 from experiments.runs.failures import RunError
+from experiments.runs.log import Log
 from experiments.runs.progress import shown
 from experiments.runs.record import Saved
-from experiments.trainer.metrics import Log
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from experiments.runs import writers
 from experiments.runs.failures import RunError
+from experiments.runs.log import Log
 from experiments.runs.record import Saved
-from experiments.trainer.metrics import Log
 
 
 @pytest.fixture
