@@ -2,7 +2,8 @@
 
 import sys
 
-from experiments import failures, libtpu, phases
+from experiments import libtpu, phases
+from experiments.runs import failures
 
 if sys.argv[0] == "-m":  # So it is while Python looks for the module of `python -m`.
     failures.install()

@@ -18,9 +18,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import app, flags
 
-from experiments import command, folders
-from experiments.failures import RunError
-from experiments.training import log
+from experiments import command
+from experiments.runs import folders, log
+from experiments.runs.failures import RunError
 from flax_mha import interop
 from flax_mha.base import checks
 from flax_mha.interop import safetensors

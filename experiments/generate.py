@@ -1,4 +1,4 @@
-"""Lets a trained run or a published model speak: goes on with a text, or translates it.
+"""Ask a trained run or a published model: it goes on with a text, or translates it.
 
     python -m experiments.generate --workdir=runs/text-… --prompt="The import statement"
     python -m experiments.generate --workdir=runs/translation-… --prompt="samedi 3 mars 2012"
@@ -18,11 +18,9 @@ from typing import Any
 import jax
 from absl import app, flags
 
-from experiments import command, data, pretrained
-from experiments.data.task import Speaker
-from experiments.failures import RunError
-from experiments.phases import Phase
-from experiments.training import checkpoints, log, loop, program, runs
+from experiments import command, finished, pretrained, responses
+from experiments.runs import log
+from experiments.runs.failures import RunError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
@@ -37,7 +35,7 @@ BEAMS = flags.DEFINE_integer("beams", 1, "Candidates that a beam search follows.
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints what the model says, piece by piece."""
+    """Print the answer of the model, piece by piece."""
     log.hush()
     try:
         if argv[1:]:
@@ -61,32 +59,29 @@ def main(argv: Sequence[str]) -> None:
 
 
 def speak(workdir: str | Path, prompt: str, path: str | None = None, **options: Any) -> None:
-    """Restores the run in a folder, and prints what it makes of the prompt.
+    """Restore the run in a folder, and print its answer to a prompt.
 
     Args:
       workdir: the folder.
       prompt: a text.
-      path: of the file that it was trained on, if it was one.
-      **options: of `flax_mha.generate`; None for the task's own.
+      path: the file that the run was trained on, if it was one.
+      **options: options of `flax_mha.generate`; None for the task's own.
 
     Raises:
       ValueError: if there is no such run, or it can't do that.
     """
-    run = runs.find_run(workdir, {"data.path": path})
-    for axis in program.AXES:
-        run.config.mesh[axis] = 1
-    task = data.make(run.config)
-    run.check_data(task.fingerprint())
-    if not isinstance(task, Speaker):
+    run, task = finished.open_run(workdir, path)
+    respond = responses.RESPOND.get(run.config.task)
+    if respond is None:
         raise RunError(
             f"{run.path} was trained on {run.config.task!r}, which makes no text; give a run of "
             f"configs/pydoc_lm.py or configs/dates.py"
         )
-    with Phase("reading the checkpoint"):
-        params = checkpoints.load(loop.build(run.config, task), run.path).params
+    params = finished.load(run, task).params
     if run.config.seeds > 1:
         params = jax.tree.map(lambda x: x[0], params)
-    task.respond(params, prompt, _say, **options)
+    options = {name: value for name, value in options.items() if value is not None}
+    respond(task, params, prompt, _say, options)
     print(flush=True)
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.failures import RunError
 from experiments.plan import gpus
+from experiments.runs.failures import RunError
 from flax_mha import dot_product_attention, explain, masks
 from flax_mha.kernels import KernelName, Platform
 

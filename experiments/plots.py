@@ -19,7 +19,7 @@ from matplotlib.ticker import (
     StrMethodFormatter,
 )
 
-from experiments import files
+from experiments.runs import files
 
 COLORS = {"train": "tab:blue", "test": "tab:orange"}
 SHARES = ("accuracy", "exact", "exact_unseen")  # metrics from 0 to 1

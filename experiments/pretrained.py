@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 from flax_mha import generate, interop
 from flax_mha.interop import safetensors
 from flax_mha.interop.settings import FileSettings, shown

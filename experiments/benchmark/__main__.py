@@ -25,7 +25,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 from rich.console import Console
 
-from experiments import folders
 from experiments.benchmark import (
     cases,
     contestants,
@@ -38,8 +37,9 @@ from experiments.benchmark import (
     timing,
     torch_peers,
 )
-from experiments.failures import RunError
 from experiments.phases import Phase
+from experiments.runs import folders
+from experiments.runs.failures import RunError
 
 PROGRAM = "experiments.benchmark"
 QUICK = {

@@ -27,11 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import files, folders
-from experiments.failures import RunError
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
 from experiments.phases import Phase
+from experiments.runs import files, folders
+from experiments.runs.failures import RunError
 
 TOTAL = 25 * 60.0
 GRACE = 20.0  # seconds in which a step that is told to end may write what it has

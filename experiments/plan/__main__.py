@@ -24,11 +24,11 @@ os.environ.setdefault("NPROC", "32")
 import jax
 from absl import app, flags
 
-from experiments import folders, libtpu, phases
-from experiments.failures import RunError
+from experiments import libtpu, phases
 from experiments.phases import Phase
 from experiments.plan import devices, picture, report, scaling, search
-from experiments.training import settings
+from experiments.runs import folders, settings
+from experiments.runs.failures import RunError
 
 PROGRAM = "experiments.plan"
 DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.plan.hlo import Instruction, Module, Run, arrays, parts
+from experiments.counts.hlo import Instruction, Module, Run, arrays, parts
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all",

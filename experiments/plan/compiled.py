@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from experiments import data
-from experiments.plan import collectives, work
+from experiments import tasks
+from experiments.counts import work
+from experiments.counts.hlo import Module
+from experiments.plan import collectives
 from experiments.plan.collectives import Collective
-from experiments.plan.hlo import Module
-from experiments.training import loop, program
+from experiments.runs.checks import shard_bytes
+from experiments.trainer import loop, mesh
 
 # How libtpu says it: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or
 # in older ones "Used 27.97G of 15.75G hbm".
@@ -80,15 +82,15 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
       ValueError: if the config does not fit itself, the devices or the model.
     """
     start = time.perf_counter()
-    built = loop.build(config, data.make(config), devices)
+    built = loop.build(config, tasks.make(config), devices)
     state, batch = built.abstract_state(), built.abstract_batch()
-    with program.on(built.mesh):
+    with mesh.on(built.mesh):
         traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
         text, found = dumped(traced.lower())
     module = Module(text)
     stats: Any = found.memory_analysis()
     held = stats.argument_size_in_bytes
-    parameters, optimizer = map(program.shard_bytes, (state.params, state.opt_state))
+    parameters, optimizer = map(shard_bytes, (state.params, state.opt_state))
     produced = stats.output_size_in_bytes - stats.alias_size_in_bytes
     memory = Memory(
         parameters, optimizer, held - parameters - optimizer, stats.temp_size_in_bytes,

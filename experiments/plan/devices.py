@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import topologies
 
-from experiments.failures import RunError
 from experiments.plan import gpus
-from experiments.training import fields, hosts
+from experiments.runs import fields, hosts
+from experiments.runs.failures import RunError
 
 TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # as libtpu calls them
 

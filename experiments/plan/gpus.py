@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from experiments.failures import RunError
-from experiments.plan.chips import GPUS, Gpu
+from experiments.counts.chips import GPUS, Gpu
 from experiments.plan.collectives import Collective
+from experiments.runs.failures import RunError
 
 MOST = 2**14  # devices of any topology: more than a pod has
 HOST = 8  # GPUs with NVLink to each other: those of one machine

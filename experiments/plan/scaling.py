@@ -19,10 +19,11 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from configs import long_encoder, masked
-from experiments import data
+from experiments import tasks
 from experiments.phases import Phase
 from experiments.plan import devices, report, search
-from experiments.training import hosts, loop, program
+from experiments.runs import hosts
+from experiments.trainer import loop, mesh
 
 Row = dict[str, Any]
 HERE = (1, 2, 4, 8)
@@ -111,8 +112,8 @@ def _measured(law: str, where: str, config: ConfigDict, found: Sequence[jax.Devi
 
 def _timed(config: ConfigDict, found: Sequence[jax.Device]) -> tuple[float, float]:
     """Seconds of a step: the median of the clock's, and the mean of all processor cores'."""
-    built = loop.build(config, data.make(config), found)
-    with program.on(built.mesh):
+    built = loop.build(config, tasks.make(config), found)
+    with mesh.on(built.mesh):
         state = built.create(built.seeds)
         batch = built.put(next(built.batches()))
         state, _ = jax.block_until_ready(built.step(state, batch))  # compiles

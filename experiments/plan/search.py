@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax
 from ml_collections import ConfigDict
 
-from experiments import data
+from experiments import tasks
 from experiments.plan import compiled, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
 from experiments.plan.roofline import Times, network
-from experiments.training import program
-from experiments.training.optimizer import make_optimizer
+from experiments.trainer import mesh
+from experiments.trainer.optimizer import make_optimizer
 
 
 class Layout(NamedTuple):
@@ -43,7 +43,7 @@ def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
     try:
         found = compiled.step(config, devices)
     except TooLargeError as error:
-        sizes = dict(program.make_mesh(config, devices).shape)
+        sizes = dict(mesh.make_mesh(config, devices).shape)
         return Layout(sizes, reason=f"does not fit: {error}")
     links, peak, reason = network(found.devices), found.memory.peak, ""
     if links is not None and peak > links.memory:
@@ -62,7 +62,7 @@ def splits(count: int) -> Iterator[dict[str, int]]:
             for rest in divide(n // size, axes[1:]):
                 yield {axes[0]: size, **rest}
 
-    return divide(count, program.AXES)
+    return divide(count, mesh.AXES)
 
 
 class Facts(NamedTuple):
@@ -83,7 +83,7 @@ class Facts(NamedTuple):
     @classmethod
     def of(cls, config: ConfigDict) -> "Facts":
         """Those of a run."""
-        task = data.make(config)
+        task = tasks.make(config)
         params = jax.eval_shape(lambda: task.init(jax.random.key(0)))
         optimizer, _ = make_optimizer(config)
         held = jax.tree.leaves((params, jax.eval_shape(optimizer.init, params)))

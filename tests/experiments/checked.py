@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from absl import app
 
-from experiments.training import loop, program
-from experiments.training.checkpoints import Checkpoints
+from experiments.trainer import loop, mesh
+from experiments.trainer.checkpoints import Checkpoints
 
 
 def flat(state: Any) -> dict[str, jax.Array]:
@@ -25,7 +25,7 @@ def flat(state: Any) -> dict[str, jax.Array]:
     }
 
 
-def restored(built: program.Program, folder: Path) -> tuple[loop.TrainState, Any]:
+def restored(built: mesh.Program, folder: Path) -> tuple[loop.TrainState, Any]:
     """State and data of a run's latest checkpoint."""
     stream = built.batches()
     with built.on_mesh(), Checkpoints(folder, read_only=True) as checkpoints:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments.training import keys
+from experiments.runs import keys
 
 ROOT = Path(__file__).parent.parent.parent
 DEVICES = 2  # of each process

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data
-from experiments.data import digits
-from experiments.data.task import shuffled
+from experiments import reports, tasks
+from experiments.runs import fields
+from experiments.tasks import digits
+from experiments.tasks.task import shuffled
 
 
 def as_set(images: np.ndarray) -> set[bytes]:
@@ -68,7 +69,7 @@ def test_augmentation_moves_by_at_most_the_shift(shift: float) -> None:
 
 
 def test_the_baselines_do_what_they_are_known_for(config: ConfigDict) -> None:
-    scores = digits.Digits(config).baselines()
+    scores = reports.make(digits.Digits(config)).baselines()
     assert 0.95 < scores["logistic regression"] < scores["RBF SVM"] < 1.0
 
 
@@ -86,8 +87,8 @@ def test_the_legend_says_how_training_was_measured(
     config: ConfigDict, settings: dict[str, float], training: str, objective: bool
 ) -> None:
     config.update_from_flattened_dict(settings)
-    task = digits.Digits(config)
-    assert (task.training, bool(task.objective)) == (training, objective)
+    report = reports.make(digits.Digits(config))
+    assert (report.training, bool(report.objective)) == (training, objective)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,10 @@ def test_the_legend_says_how_training_was_measured(
     [("masked", "training"), ("text", "training: any context"), ("translation", "training")],
 )
 def test_no_legend_tells_of_dropout_that_is_not_there(task: str, training: str) -> None:
-    config = data.EXAMPLES[task]()
-    assert data.make(config).training == training
+    config = fields.EXAMPLES[task]()
+    assert reports.make(tasks.make(config)).training == training
     config.model.dropout_rate = 0.1
-    assert data.make(config).training.removeprefix(training).strip(":, ") == "with dropout"
+    assert (
+        reports.make(tasks.make(config)).training.removeprefix(training).strip(":, ")
+        == "with dropout"
+    )

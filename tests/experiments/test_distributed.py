@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data
-from experiments.failures import RunError
-from experiments.training import hosts, lock, loop, program, runs, signals
+from experiments import tasks
+from experiments.runs import hosts, lock, rundir, signals
+from experiments.runs.failures import RunError
+from experiments.runs.fingerprint import fingerprint
+from experiments.trainer import loop, mesh
 from tests.experiments.checked import flat, restored
 from tests.experiments.launch import settings, together
 
@@ -23,9 +25,9 @@ HEARTBEAT = 10
 
 def alone(config: ConfigDict, workdir: Path) -> loop.Result:
     """The run in this process, as the command does it."""
-    run = runs.open_run(workdir, config, {})
-    task = data.make(config)
-    run.begin(task.fingerprint())
+    run = rundir.open_run(workdir, config, {})
+    task = tasks.make(config)
+    run.begin(fingerprint(task))
     try:
         return loop.train(loop.build(config, task), run.path)
     finally:
@@ -73,7 +75,7 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
         assert "resuming" in processes.said(0)
     assert rows(parts) == whole
-    built = loop.build(config, data.make(config))
+    built = loop.build(config, tasks.make(config))
     ends = [flat(restored(built, path)[0]) for path in (parts, tmp_path / "whole")]
     assert ends[0][".step"] == config.steps
     jax.tree.map(np.testing.assert_array_equal, *ends)
@@ -92,7 +94,7 @@ def test_four_processes_go_on_where_eight_devices_stopped(
         patch.setattr(signals, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
         with pytest.raises(SystemExit, match="stopped at step 3"):
             alone(config, half)
-    built = loop.build(config, data.make(config))
+    built = loop.build(config, tasks.make(config))
     np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
 
     monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
@@ -185,17 +187,17 @@ def test_a_failed_process_does_not_wait(
 def test_a_mesh_leaves_no_process_out(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
-        program.make_mesh(config)
+        mesh.make_mesh(config)
     config.mesh.data, config.batch_size = -1, 12
     with pytest.raises(RunError, match=r"a multiple of config.mesh.data=8 .* got 12; try 16"):
-        program.make_mesh(config)
+        mesh.make_mesh(config)
 
 
 def test_rows_of_a_process_need_not_be_neighbours(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.mesh.data = 8
-    built = loop.build(config, data.make(config))
+    built = loop.build(config, tasks.make(config))
     asked = {}
     monkeypatch.setattr(
         built.task, "batches", lambda seed, size, rows: asked.setdefault("rows", rows)[None]

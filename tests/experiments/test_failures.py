@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import failures
+from experiments.runs import failures
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (

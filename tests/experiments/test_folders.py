@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data, files, folders
-from experiments.failures import RunError
-from experiments.training import integrity, keys, lock, runs
+from experiments import tasks
+from experiments.runs import fields, files, folders, integrity, keys, lock, rundir
+from experiments.runs.failures import RunError
+from experiments.runs.fingerprint import fingerprint
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def run(config: ConfigDict, tmp_path: Path) -> Iterator[Path]:
     """A run that has begun."""
-    runs.open_run(tmp_path / "run", config, {}).begin("hash")
+    rundir.open_run(tmp_path / "run", config, {}).begin("hash")
     yield tmp_path / "run"
     lock.release(tmp_path / "run")
 
@@ -31,7 +32,7 @@ def refused(path: Path, config: ConfigDict, overrides: dict[str, Any] | None = N
     """The one line that refuses a folder, in which nothing has changed."""
     before = {p.name: os.lstat(p).st_mtime_ns for p in path.iterdir()}
     with pytest.raises(RunError) as caught:
-        runs.open_run(path, config, overrides or {})
+        rundir.open_run(path, config, overrides or {})
     assert before == {p.name: os.lstat(p).st_mtime_ns for p in path.iterdir()}
     (line,) = str(caught.value).splitlines()
     assert len(line) < 1000
@@ -105,7 +106,7 @@ def test_links_and_special_files_are_named_and_not_touched(
     assert repr(place) in line
     assert "nothing was read" in line
     with pytest.raises(RunError, match="must hold files and folders alone"):
-        runs.find_run(run)
+        rundir.find_run(run)
     assert mine.read_text() == "of the user"
 
 
@@ -173,17 +174,17 @@ def test_a_key_that_is_missing_is_named(config: ConfigDict, run: Path) -> None:
 def test_a_file_that_only_the_folder_names_is_not_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("something long enough to train on " * 100)
-    config = data.EXAMPLES["text"]()
+    config = fields.EXAMPLES["text"]()
     run = tmp_path / "run"
-    runs.open_run(run, config, {}).begin(data.make(config).fingerprint())
+    rundir.open_run(run, config, {}).begin(fingerprint(tasks.make(config)))
     lock.release(run)
     forge(run, lambda found: found["data"].update(path=str(secret)))
     assert "only its owner can say that it be read" in refused(run, config)
     with pytest.raises(RunError, match="only its owner"):
-        runs.find_run(run)
+        rundir.find_run(run)
     named = {"data.path": str(secret)}
-    assert runs.open_run(run, config, named).config.data.path == str(secret)
-    assert runs.find_run(run, named).resumed
+    assert rundir.open_run(run, config, named).config.data.path == str(secret)
+    assert rundir.find_run(run, named).resumed
 
 
 def test_a_start_that_was_cut_off_starts_anew(
@@ -192,11 +193,11 @@ def test_a_start_that_was_cut_off_starts_anew(
     (run / "run.json").unlink()
     (run / "checkpoints").rmdir()  # It comes last.
     (run / (files.ASIDE + "run.json")).write_text("{")
-    found = runs.open_run(run, config, {})
+    found = rundir.open_run(run, config, {})
     assert not found.resumed
     assert "the start of" in capsys.readouterr().out
     found.begin("hash")
-    assert runs.open_run(run, config, {}).resumed
+    assert rundir.open_run(run, config, {}).resumed
 
 
 def half(path: Path) -> None:
@@ -223,7 +224,7 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
 )
 def test_a_bucket_is_no_folder(config: ConfigDict, name: str) -> None:
     with pytest.raises(RunError, match=r"must be a folder of a file system, and \w+:// is none"):
-        runs.open_run(name, config, {})
+        rundir.open_run(name, config, {})
     with pytest.raises(RunError, match="is none"):
         folders.result_folder(name, "plan")
 
@@ -239,7 +240,7 @@ def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 HOLDER = """
 import sys
 from pathlib import Path
-from experiments.training import lock
+from experiments.runs import lock
 assert lock.hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -254,7 +255,7 @@ def test_a_folder_has_one_run_and_is_free_when_it_dies(config: ConfigDict, run: 
     )  # fmt: skip
     try:
         assert holder.stdout.readline() == "held\n"
-        found = runs.open_run(run, config, {})
+        found = rundir.open_run(run, config, {})
         with pytest.raises(RunError, match=f"is being trained by process {holder.pid} on .*; wait"):
             found.begin("hash")
     finally:
@@ -264,7 +265,7 @@ def test_a_folder_has_one_run_and_is_free_when_it_dies(config: ConfigDict, run: 
 
 
 def test_of_two_starts_in_a_new_folder_one_is_refused(config: ConfigDict, tmp_path: Path) -> None:
-    first, second = (runs.open_run(tmp_path / "run", config, {}) for _ in range(2))
+    first, second = (rundir.open_run(tmp_path / "run", config, {}) for _ in range(2))
     first.begin("hash")
     with pytest.raises(RunError, match="another run has just begun in"):
         second.begin("hash")

@@ -13,7 +13,7 @@ from experiments.benchmark import races
 from experiments.gpu_day import __main__ as day
 from experiments.gpu_day import results, steps
 from experiments.gpu_day.steps import Step
-from experiments.training import settings
+from experiments.runs import settings
 
 ROOT = Path(__file__).parent.parent.parent
 MACHINE = {"platform": "gpu", "device": "a GPU", "cpu": "a CPU", "python": "3", "versions": {}}

@@ -16,9 +16,10 @@ import pytest
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.failures import RunError
-from experiments.training import integrity
-from experiments.training.checkpoints import Checkpoints, Saved
+from experiments.runs import integrity
+from experiments.runs.failures import RunError
+from experiments.runs.record import Saved
+from experiments.trainer.checkpoints import Checkpoints
 from tests.experiments.checked import flat
 
 # Reads that fail leave others of theirs, which nobody awaits.

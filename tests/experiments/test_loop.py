@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 from tensorboardX.proto.event_pb2 import Event
 
-from experiments import data
-from experiments.failures import RunError
-from experiments.training import loop, program, signals
+from experiments import tasks
+from experiments.runs import signals
+from experiments.runs.failures import RunError
+from experiments.trainer import loop, mesh
 
 
 def train(config: ConfigDict, workdir: Path) -> loop.Result:
-    return loop.train(loop.build(config, data.make(config)), workdir)
+    return loop.train(loop.build(config, tasks.make(config)), workdir)
 
 
 def losses(result: loop.Result) -> np.ndarray:
@@ -85,7 +86,7 @@ def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
     config.model.dropout_rate = 0.1
     one = train(config, tmp_path / "one")
-    config.mesh.update(dict(zip(program.AXES, sizes, strict=True)))
+    config.mesh.update(dict(zip(mesh.AXES, sizes, strict=True)))
     eight = train(config, tmp_path / "eight")
     assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
     np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
@@ -95,8 +96,8 @@ def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_
 @pytest.mark.parametrize("seeds", [1, 2])
 def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
-    built = loop.build(config, data.make(config))
-    with program.on(built.mesh):
+    built = loop.build(config, tasks.make(config))
+    with mesh.on(built.mesh):
         state = built.create(built.seeds)
         batch = built.put(next(built.batches()))
         hlo = built.step.lower(state, batch).compile().as_text()
@@ -124,8 +125,8 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
-    built = loop.build(config, data.make(config))
-    with program.on(built.mesh):
+    built = loop.build(config, tasks.make(config))
+    with mesh.on(built.mesh):
         state = built.create(built.seeds)
         batch = built.put(next(built.batches()))
         hlo = built.step.lower(state, batch).compile().as_text()
@@ -171,19 +172,19 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
-        loop.build(config, data.make(config))
+        loop.build(config, tasks.make(config))
 
 
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
 def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
     config.mesh.data, config.batch_size = -1, batch
-    assert program.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
+    assert mesh.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
 
 
 def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
     config.batch_size, config.mesh.data = 7, 7
-    built = loop.build(config, data.make(config))
-    with program.on(built.mesh):
+    built = loop.build(config, tasks.make(config))
+    with mesh.on(built.mesh):
         batch = built.put_test(built.task.test_batches()[0])
     assert batch["image"].shape == (364, 8, 8)
     assert batch["weight"].sum() == 360
@@ -240,7 +241,7 @@ def test_the_log_of_a_run_in_pieces_is_that_of_a_whole_one(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.steps, config.log_every, config.evaluate_every, config.checkpoint_every = 40, 7, 10, 6
-    built = loop.build(config, data.make(config))
+    built = loop.build(config, tasks.make(config))
     whole = loop.train(built, tmp_path / "whole")
     parts = tmp_path / "parts"
     ends = {2: None, 5: None, 9: Killed, 13: Killed, 17: None, 18: None, 26: None, 33: Killed}
@@ -263,7 +264,7 @@ def test_a_step_that_is_not_finite_is_left_out(
     config: ConfigDict, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.seeds, config.max_skipped, config.checkpoint_every = seeds, 2, 1
-    task = data.make(config)
+    task = tasks.make(config)
     loss = task.loss
 
     def spoiled(params: Any, batch: Any, key: jax.Array) -> Any:

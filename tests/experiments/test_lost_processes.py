@@ -8,8 +8,8 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from experiments.failures import RunError
-from experiments.training import hosts
+from experiments.runs import hosts
+from experiments.runs.failures import RunError
 from tests.experiments.launch import settings, together
 from tests.experiments.test_distributed import alone
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from experiments import pretrained
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 from tests.experiments.test_pretrained import QWEN, T5, folder_of, said
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data, phases
+from experiments import phases, tasks
 from experiments.phases import Phase
-from experiments.training import loop
+from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -120,7 +120,7 @@ def test_the_command_speaks_before_it_loads_jax() -> None:
 def test_a_run_says_what_it_is_at(
     config: ConfigDict, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    loop.train(loop.build(config, data.make(config)), tmp_path)
+    loop.train(loop.build(config, tasks.make(config)), tmp_path)
     out, err = capfd.readouterr()
     begun = [line.removesuffix(" …") for line in err.splitlines() if line.endswith(" …")]
     assert begun == [

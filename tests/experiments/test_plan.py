@@ -13,24 +13,15 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from configs import long_encoder, masked
-from experiments import data
-from experiments.failures import RunError
-from experiments.plan import (
-    collectives,
-    compiled,
-    devices,
-    gpus,
-    hlo,
-    picture,
-    report,
-    search,
-    work,
-)
-from experiments.plan.chips import CHIPS
-from experiments.plan.chips import GPUS as GPU_TABLE
+from experiments import tasks
+from experiments.counts import hlo, work
+from experiments.counts.chips import CHIPS
+from experiments.counts.chips import GPUS as GPU_TABLE
+from experiments.plan import collectives, compiled, devices, gpus, picture, report, search
 from experiments.plan.collectives import Collective
 from experiments.plan.gpus import Machines
 from experiments.plan.roofline import Torus
+from experiments.runs.failures import RunError
 
 
 def test_loops_count_as_often_as_they_run(optimized: None) -> None:
@@ -233,7 +224,7 @@ def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
     """What is not hidden has no loss, and what is hidden leaves no trace in the guesses."""
     config = masked.get_config()
     config.length, config.batch_size, config.model.num_layers = 32, 4, 1
-    task = data.make(config)
+    task = tasks.make(config)
     params = jax.jit(task.init)(jax.random.key(0))
     evaluate = jax.jit(task.evaluate)
     apply = jax.jit(functools.partial(task.model.apply, deterministic=True))

@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from experiments import plots
 from experiments.benchmark import picture as benchmark
-from experiments.data import dates, translation
 from experiments.plan import picture, report
+from experiments.reports import translation
+from experiments.tasks import dates
 
 ROWS = [
     {"step": 10, "split": "train", "loss": 2.30, "accuracy": 0.1},

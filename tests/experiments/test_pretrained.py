@@ -13,7 +13,7 @@ import pytest
 
 from experiments import pretrained
 from experiments.convert import convert
-from experiments.failures import RunError
+from experiments.runs.failures import RunError
 from flax_mha import generate, interop
 from tests.support.oracle import random_like
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from experiments.failures import RunError
-from experiments.training import profile
+from experiments.runs import profile
+from experiments.runs.failures import RunError
 
 ROOT = Path(__file__).parent.parent.parent
 STEPS = """
 import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from experiments.training import profile
+from experiments.runs import profile
 from flax_mha import MultiHeadAttention
 from flax_mha.positions import Rotary
 

@@ -8,9 +8,11 @@ import pytest
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from experiments import data
+from experiments import tasks
 from experiments.plan import compiled
-from experiments.training import loop, progress, written
+from experiments.reports import written
+from experiments.runs import progress
+from experiments.trainer import loop
 
 
 @pytest.mark.slow
@@ -18,7 +20,7 @@ def test_speed_counts_the_operations_of_the_compiled_step(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "peak", lambda program: 1e9)
-    built = loop.build(config, data.make(config))
+    built = loop.build(config, tasks.make(config))
     with built.on_mesh():
         state = built.create(built.seeds)
         speed = progress.Speed(built, state, built.put(next(built.batches())))
@@ -31,7 +33,7 @@ def test_speed_counts_the_operations_of_the_compiled_step(
 
 
 def test_without_a_known_chip_there_is_no_share(config: ConfigDict) -> None:
-    built = loop.build(config, data.make(config))
+    built = loop.build(config, tasks.make(config))
     assert progress.peak(built) == 0
     assert progress.Speed(built, None, None).text(2.0, 1) == ", 0 s left, 32 examples/s"
 

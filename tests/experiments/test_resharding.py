@@ -11,8 +11,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import digits
-from experiments import data
-from experiments.training import loop, program, signals
+from experiments import tasks
+from experiments.runs import signals
+from experiments.trainer import loop, mesh
 from tests.experiments.checked import flat, restored
 
 AT, END = 3, 6
@@ -28,9 +29,9 @@ def configure(data: int, fsdp: int, model: int) -> ConfigDict:
     return config
 
 
-def build(*sizes: int) -> program.Program:
+def build(*sizes: int) -> mesh.Program:
     config = configure(*sizes)
-    return loop.build(config, data.make(config))
+    return loop.build(config, tasks.make(config))
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments.failures import RunError
-from experiments.training import keys, runs, signals
-from experiments.training.checkpoints import Saved
-from experiments.training.log import Log
-from experiments.training.progress import shown
+from experiments.runs import keys, rundir, signals
+from experiments.runs.failures import RunError
+from experiments.runs.log import Log
+from experiments.runs.progress import shown
+from experiments.runs.record import Saved
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_keys_that_exist_pass(config: ConfigDict) -> None:
         keys.check_key(key, config)
 
 
-def begin(*arguments: Any) -> runs.Run:
-    run = runs.open_run(*arguments)
+def begin(*arguments: Any) -> rundir.Run:
+    run = rundir.open_run(*arguments)
     run.begin("hash of the data")
     return run
 
@@ -53,16 +53,16 @@ def test_a_new_folder_gets_the_config(
 
 
 def test_an_empty_folder_becomes_a_run(config: ConfigDict, tmp_path: Path) -> None:
-    assert not runs.open_run(tmp_path, config, {}).resumed
+    assert not rundir.open_run(tmp_path, config, {}).resumed
     assert not begin(tmp_path, config, {}).resumed
-    assert runs.open_run(tmp_path, config, {}).resumed
+    assert rundir.open_run(tmp_path, config, {}).resumed
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "run.json"])
 def test_what_is_not_ours_is_left_alone(config: ConfigDict, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"model_type": "bert"}')
     with pytest.raises(RunError, match=r"not a run of experiments\.train.*new --workdir"):
-        runs.open_run(tmp_path, config, {})
+        rundir.open_run(tmp_path, config, {})
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == '{"model_type": "bert"}'
 
@@ -70,31 +70,31 @@ def test_what_is_not_ours_is_left_alone(config: ConfigDict, tmp_path: Path, name
 def test_a_file_is_no_folder(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="must be a folder"):
-        runs.open_run(tmp_path / "file", config, {})
+        rundir.open_run(tmp_path / "file", config, {})
 
 
 def test_a_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
     other = config.copy_and_resolve_references()
     other.seed = 7  # a default that changed since: the run's own counts
-    run = runs.open_run(tmp_path, other, {"steps": config.steps, "optimizer.b1": 0.9})
+    run = rundir.open_run(tmp_path, other, {"steps": config.steps, "optimizer.b1": 0.9})
     assert run.config.to_dict() == config.to_dict()
     with pytest.raises(RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
-        runs.open_run(tmp_path, config, {"optimizer.b1": 0.5})
+        rundir.open_run(tmp_path, config, {"optimizer.b1": 0.5})
 
 
 def test_a_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
     with pytest.raises(RunError, match=r"have the SHA-256 hash of the data, those found now"):
-        runs.open_run(tmp_path, config, {}).begin("another")
+        rundir.open_run(tmp_path, config, {}).begin("another")
 
 
 def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
     config.mesh.data, config.mesh.model = 2, 4
     begin(tmp_path, config, {})
     config.mesh.data, config.mesh.model = 8, 1
-    assert runs.open_run(tmp_path, config, {}).config.mesh.data == 2
-    run = runs.open_run(tmp_path, config, {"mesh.data": 8})
+    assert rundir.open_run(tmp_path, config, {}).config.mesh.data == 2
+    run = rundir.open_run(tmp_path, config, {"mesh.data": 8})
     assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
 
 
@@ -102,7 +102,7 @@ def test_a_run_of_a_time_when_meshes_had_fewer_axes(config: ConfigDict, tmp_path
     old = config.copy_and_resolve_references()
     del old.mesh["fsdp"]
     begin(tmp_path, old, {})
-    assert runs.open_run(tmp_path, config, {}).config.mesh.fsdp == 1
+    assert rundir.open_run(tmp_path, config, {}).config.mesh.fsdp == 1
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:

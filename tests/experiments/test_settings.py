@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data
-from experiments.failures import RunError
-from experiments.training import fields, loop, settings
-from experiments.training.keys import flatten
+from experiments import tasks
+from experiments.runs import checks, fields, settings
+from experiments.runs.failures import RunError
+from experiments.runs.keys import flatten
+from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
 DIGITS = ROOT / "configs" / "digits.py"
@@ -255,7 +256,7 @@ def _config(code: str) -> str:
 
 
 def _checked(config: ConfigDict) -> None:
-    loop.build(config, data.make(config)).check()
+    checks.check_fits(loop.build(config, tasks.make(config)))
 
 
 def _call(command: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

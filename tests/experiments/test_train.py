@@ -12,8 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 from ml_collections import ConfigDict
 
-from experiments import data
-from experiments.training import loop
+from experiments import reports, tasks
+from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = (
@@ -93,12 +93,12 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
     assert "data=2, fsdp=2, model=2" in done.stdout
     config = ConfigDict(json.loads((tmp_path / "run" / "config.json").read_text()))
     config.mesh.data = config.mesh.fsdp = config.mesh.model = 1
-    alone = loop.train(loop.build(config, data.make(config)), tmp_path / "alone")
+    alone = loop.train(loop.build(config, tasks.make(config)), tmp_path / "alone")
     rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     for sharded, row in zip(rows, alone.rows, strict=True):
         assert sharded.pop("split") == row.pop("split")
         assert sharded == pytest.approx(row, rel=1e-4, abs=1e-5)
-    assert done.stdout.splitlines()[-1] == data.make(config).headline(alone.metrics)
+    assert done.stdout.splitlines()[-1] == reports.make(tasks.make(config)).headline(alone.metrics)
 
 
 @pytest.mark.slow

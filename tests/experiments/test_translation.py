@@ -18,10 +18,12 @@ from ml_collections import ConfigDict
 
 from configs import dates as dates_config
 from configs import digits, pydoc_lm
-from experiments import data, generate
-from experiments.data import dates, translation
-from experiments.failures import RunError
-from experiments.training import loop, runs
+from experiments import generate, reports, tasks
+from experiments.runs import rundir
+from experiments.runs.failures import RunError
+from experiments.runs.fingerprint import fingerprint
+from experiments.tasks import dates, translation
+from experiments.trainer import loop
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,9 +95,9 @@ def trained(config: ConfigDict, folder: Path) -> tuple[Any, loop.Result]:
     config.steps, config.batch_size = 2, 4
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 2, 2
     config.mesh.data = 1
-    run = runs.open_run(folder, config, {})
-    task = data.make(run.config)
-    run.begin(task.fingerprint())
+    run = rundir.open_run(folder, config, {})
+    task = tasks.make(run.config)
+    run.begin(fingerprint(task))
     return task, loop.train(loop.build(run.config, task), folder)
 
 
@@ -115,13 +117,13 @@ def test_a_translator_from_training_to_an_answer(
     # Greedy decoding with a cache gives what is most likely after its own beginning.
     batch = task.arrays(task.split.test)
     found = np.asarray(task.translate(params, batch["source"], batch["length"]).tokens)
-    logits = np.asarray(task._logits(params, {**batch, "target": jnp.asarray(found)}))
+    logits = np.asarray(task.logits(params, {**batch, "target": jnp.asarray(found)}))
     ended = np.cumsum(found == translation.END, axis=1) - (found == translation.END) > 0
     np.testing.assert_array_equal(np.where(ended, translation.END, logits.argmax(-1)), found)
 
-    task.draw(params, tmp_path)
+    reports.make(task).draw(params, tmp_path)
     assert matplotlib.image.imread(tmp_path / "alignment.png").std() > 0.05
-    assert task.headline(result.metrics).startswith("exact match: ")
+    assert reports.make(task).headline(result.metrics).startswith("exact match: ")
 
     capsys.readouterr()
     prompt = task.split.test[1][0]
@@ -149,7 +151,7 @@ def test_a_language_model_from_training_to_a_text(
     config.data.path = str(tmp_path / "text")
     Path(config.data.path).write_text("To be, or not to be, that is the question. " * 9)
     task, result = trained(config, tmp_path / "run")
-    task.draw(result.state.params, tmp_path)
+    reports.make(task).draw(result.state.params, tmp_path)
     assert matplotlib.image.imread(tmp_path / "context.png").std() > 0.05
     capsys.readouterr()
 
@@ -170,7 +172,7 @@ def test_mistakes_of_the_command_are_answered_plainly(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"must be the folder of a run, and there is none in"):
         generate.speak(tmp_path / "none", "text")
     config = digits.get_config()
-    runs.open_run(tmp_path / "digits", config, {}).begin(data.make(config).fingerprint())
+    rundir.open_run(tmp_path / "digits", config, {}).begin(fingerprint(tasks.make(config)))
     done = subprocess.run(
         [sys.executable, "-m", "experiments.generate", f"--workdir={tmp_path / 'digits'}",
          "--prompt=text"],

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from experiments.failures import RunError
-from experiments.training import writers
-from experiments.training.checkpoints import Saved
-from experiments.training.log import Log
+from experiments.runs import writers
+from experiments.runs.failures import RunError
+from experiments.runs.log import Log
+from experiments.runs.record import Saved
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments import kernels_memory
-from experiments.plan import compiled, gpus, roofline, work
+from experiments.counts import work
+from experiments.counts.hlo import Module
+from experiments.plan import compiled, gpus, roofline
 from experiments.plan.collectives import read
-from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
 from flax_mha.scores import SoftCap
 from tests.support import layers

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from configs import digits
-from experiments import data
-from experiments.training import loop, runs
+from experiments import tasks
+from experiments.runs import rundir
+from experiments.trainer import loop
 from flax_mha import interop
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,8 +29,8 @@ ALLOWED = {
     ("flax_mha/kernels/choose.py", "import_module"),  # names of kernels, from a table
     ("flax_mha/__init__.py", "import_module"),  # names of `__all__`
     ("experiments/pretrained.py", "import_module"),  # tokenizers, by that name
-    ("experiments/training/writers.py", "import_module"),  # two names that stand there
-    ("experiments/training/settings.py", "runpy"),  # a config: code, as SECURITY.md says
+    ("experiments/runs/writers.py", "import_module"),  # two names that stand there
+    ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process
     ("experiments/gpu_day/__main__.py", "subprocess"),  # tests, the benchmark and the trainer
 }
@@ -106,21 +107,21 @@ def test_a_runs_folder_is_never_executed(which: int, tmp_path: Path) -> None:
     config = digits.get_config()
     folder = tmp_path / "run"
     with contextlib.chdir(ROOT):
-        runs.open_run(folder, config, {}).begin("hash")
-    saved = json.loads((folder / runs.CONFIG).read_text())
-    started = json.loads((folder / runs.MARK).read_text())
+        rundir.open_run(folder, config, {}).begin("hash")
+    saved = json.loads((folder / rundir.CONFIG).read_text())
+    started = json.loads((folder / rundir.MARK).read_text())
     everywhere = jax.tree.map(lambda leaf: payload, saved)
     for hostile in (everywhere, *({**saved, key: payload} for key in (*saved, "more"))):
-        (folder / runs.CONFIG).write_text(json.dumps(hostile))
-        (folder / runs.MARK).write_text(json.dumps({**started, "data": payload, "jax": payload}))
-        (folder / runs.METRICS).write_text(json.dumps({"step": payload}) + "\n")
+        (folder / rundir.CONFIG).write_text(json.dumps(hostile))
+        (folder / rundir.MARK).write_text(json.dumps({**started, "data": payload, "jax": payload}))
+        (folder / rundir.METRICS).write_text(json.dumps({"step": payload}) + "\n")
         # What is wrong with it is another test's question.
         with contextlib.suppress(Exception):
-            run = runs.open_run(folder, digits.get_config(), {})
+            run = rundir.open_run(folder, digits.get_config(), {})
             run.begin("hash")
         with contextlib.suppress(Exception):
-            found = runs.find_run(folder)
-            loop.build(found.config, data.make(found.config))
+            found = rundir.find_run(folder)
+            loop.build(found.config, tasks.make(found.config))
     assert not (tmp_path / "mark").exists()
 
 

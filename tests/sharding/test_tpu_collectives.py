@@ -11,9 +11,10 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from experiments.plan import compiled, work
+from experiments.counts import work
+from experiments.counts.hlo import Module
+from experiments.plan import compiled
 from experiments.plan.collectives import read
-from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, masks
 from tests.support import layers
 from tests.support.meshes import KINDS

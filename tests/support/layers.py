@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.training import program
+from experiments.runs.checks import shard_bytes
 from flax_mha import MultiHeadAttention, sharding
 
 
@@ -49,4 +49,4 @@ def traced(layer: MultiHeadAttention, mesh: Mesh, shape: tuple[int, ...], dtype:
         with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
             return jax.jit(layer.apply).lower(variables, x)
 
-    return Traced(gradient, forward, program.shard_bytes(variables))
+    return Traced(gradient, forward, shard_bytes(variables))

@@ -1,0 +1,1 @@
+"""Counts over compiled programs: operations, bytes, and the peaks of chips."""

@@ -1,0 +1,186 @@
+"""What one device of a compiled program computes, and what it moves through its memory.
+
+Operations are those of matrix products, two for each multiplication and addition: `dot`,
+`convolution` (as which the compiler for TPUs writes products), the libraries' own on GPUs, and the
+products inside Pallas kernels, which the compiler does not look into. XLA's own count
+(`cost_analysis`) has each loop's body once, and no Pallas kernel.
+"""
+
+import math
+import re
+from typing import Any
+
+from jax.extend import core
+
+from experiments.counts.hlo import Array, Instruction, Module, arrays
+
+# These move nothing, or what others are counted for.
+_FREE = (
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",
+    "conditional", "after-all", "copy-done", "async-update", "async-done", "partition-id",
+)  # fmt: skip
+
+
+def flops(module: Module) -> int:
+    """Operations of the matrix products of a program, save those inside Pallas kernels."""
+    return sum(
+        run.times * _product(module, run.computation, run.instruction) for run in module.runs()
+    )
+
+
+def moved(module: Module) -> int:
+    """Bytes that operands and results of a program's instructions take in the main memory.
+
+    Each is taken to be read and written once, where it is a slice of a larger array only that
+    slice; a Pallas kernel may read its operands again.
+    """
+    return sum(
+        run.times * _traffic(module, run.computation, run.instruction)
+        for run in module.runs()
+        if not run.fused
+    )
+
+
+def pallas_flops(jaxpr: Any) -> int:
+    """Operations of the matrix products in the Pallas kernels of a traced program, on one device.
+
+    For each step of a kernel's grid all of its body counts: blocks that a mask skips are counted
+    where they are steps of the grid.
+    """
+    return _walk(jaxpr, 1, inside=False)
+
+
+def _walk(jaxpr: Any, times: int, inside: bool) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "dot_general" and inside:
+            ((contracted, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+            size = math.prod(left.shape[axis] for axis in contracted)
+            total += 2 * times * size * eqn.outvars[0].aval.size
+        elif name == "cond":
+            total += max(_walk(b.jaxpr, times, inside) for b in eqn.params["branches"])
+        else:
+            n, within = times, inside or name == "pallas_call"
+            if name == "scan":
+                n *= eqn.params["length"]
+            elif name == "pallas_call":
+                # Bounds that are arrays are not known here.
+                grid = eqn.params["grid_mapping"].grid
+                n *= math.prod(size for size in grid if isinstance(size, int))
+            for inner in core.jaxprs_in_params(eqn.params):
+                total += _walk(inner, n, within)
+    return total
+
+
+def _product(module: Module, computation: str, x: Instruction) -> int:
+    if x.opcode == "convolution":
+        return _convolution(module, computation, x)
+    if "__cudnn$fmha" in x.rest:
+        return _attention(module, computation, x)
+    contracted = re.search(
+        r'lhs_contracting_dim(?:ension)?s\\?"?[=:][{\[]\\?"?([\d",\\]*)[}\]]', x.rest
+    )
+    if contracted is None or x.opcode not in ("dot", "custom-call"):
+        return 0
+    (left, *_) = arrays(module.type_of(computation, x.operands[0]))
+    (out, *_) = arrays(x.type)  # what follows is scratch
+    axes = re.findall(r"\d+", contracted[1])
+    return 2 * out.size * math.prod(left.shape[int(axis)] for axis in axes)
+
+
+def _attention(module: Module, computation: str, x: Instruction) -> int:
+    """cuDNN's: two products of all scores forward, five backward, whatever the mask skips."""
+    scores = re.search(
+        r'intermediate_tensor_shape\\?":\{\\?"dimensions\\?":\[([\d",\\]+)\]', x.rest
+    )
+    if scores is None:
+        raise ValueError(f"attention of cuDNN without the shape of its scores: {x.rest[:200]}")
+    count = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    (q,) = arrays(module.type_of(computation, x.operands[0]))
+    return 2 * (5 if "Backward" in x.rest else 2) * count * q.shape[-1]
+
+
+def _convolution(module: Module, computation: str, x: Instruction) -> int:
+    """Multiplications that meet no padding, and as many additions.
+
+    Products with batch axes are convolutions over those, of which most positions are padding.
+    """
+    left, kernel = (arrays(module.type_of(computation, name))[0] for name in x.operands[:2])
+    (out,) = arrays(x.type)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.rest)
+    if labels is None:
+        raise ValueError(f"a convolution without dim_labels: {x.rest[:200]}")
+    of_left, of_kernel, of_out = (labels[i] for i in (1, 2, 3))
+    total = 2 * out.shape[of_out.index("b")] * out.shape[of_out.index("f")]
+    total *= kernel.shape[of_kernel.index("i")]
+    window = _window(x.rest)
+    for axis in sorted(set(of_out) - set("bf")):
+        i = int(axis)
+        total *= _meetings(
+            left.shape[of_left.index(axis)], kernel.shape[of_kernel.index(axis)],
+            out.shape[of_out.index(axis)], {name: value[i] for name, value in window.items()},
+        )  # fmt: skip
+    return total
+
+
+def _window(rest: str) -> dict[str, list[str]]:
+    found = re.search(r"window=\{([^}]*)\}", rest)
+    pairs = [word.split("=") for word in found[1].split()] if found else []
+    return {name: value.split("x") for name, value in pairs}
+
+
+def _meetings(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
+    """Pairs of places of the result and of the kernel along an axis that meet an element."""
+    low = int(window.get("pad", "0_0").split("_")[0])
+    stride, dilation, spread = (
+        int(window.get(name, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
+    )
+    return sum(
+        0 <= place < (size - 1) * spread + 1 and place % spread == 0
+        for o in range(out)
+        for place in range(o * stride - low, o * stride - low + kernel * dilation, dilation)
+    )
+
+
+def _traffic(module: Module, computation: str, x: Instruction) -> int:
+    if x.opcode in _FREE:
+        return 0
+    operands = dict.fromkeys(x.operands)
+    taken = {name: _main(arrays(module.type_of(computation, name))) for name in operands}
+    result = _main(arrays(x.type))
+    if x.opcode in ("copy-start", "slice-start", "async-start"):
+        return sum(taken.values())  # Their results tell of the operands again.
+    if x.opcode in ("dynamic-slice", "gather"):
+        return 2 * result
+    if x.opcode == "dynamic-update-slice":
+        return 2 * taken[x.operands[1]]
+    if x.opcode == "fusion":
+        return _fused_traffic(module, x, taken, result)
+    return sum(taken.values()) + result
+
+
+def _fused_traffic(module: Module, x: Instruction, taken: dict[str, int], result: int) -> int:
+    """That of a fusion: of what it only slices the slices, of what it updates the update."""
+    called = re.search(r"calls=%?([^\s,]+)", x.rest)
+    inside = module.computations[called[1]] if called else []
+    parameters = {y.name: int(y.rest.split(")")[0]) for y in inside if y.opcode == "parameter"}
+    for name, number in parameters.items():
+        users = [y for y in inside if name in y.operands]
+        outer = x.operands[number]
+        sliced = [y for y in users if y.opcode == "dynamic-slice" and y.operands[0] == name]
+        if users and len(sliced) == len(users):
+            taken[outer] = min(taken[outer], sum(_main(arrays(y.type)) for y in sliced))
+        updated = [y for y in users if y.opcode == "dynamic-update-slice" and y.operands[0] == name]
+        if users and len(updated) == len(users):
+            written = sum(
+                array.bytes for y in updated
+                for array in arrays(module.type_of(called[1] if called else "", y.operands[1]))
+            )  # fmt: skip
+            result = max(0, result - taken[outer]) + written
+            taken[outer] = 0
+    return sum(taken.values()) + result
+
+
+def _main(found: list[Array]) -> int:
+    return sum(array.bytes for array in found if array.main)

@@ -1,0 +1,42 @@
+"""Report on a trained run: pictures in its folder, baselines, and the score in words.
+
+    python -m experiments.report runs/digits-…
+    python -m experiments.report runs/text-… --data=FILE
+
+The report is about the latest checkpoint. The file that the run was trained on, if it was one, is
+read if --data names it.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from absl import app, flags
+
+from experiments import command, finished
+from experiments.reports import summary
+from experiments.runs import log
+from experiments.runs.failures import RunError
+
+DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the report; its last line is the score."""
+    log.hush()
+    try:
+        if len(argv) != 2:
+            raise RunError(f"give the folder of one run, got {argv[1:]}")
+        run, task, params, rows = finished.load(*finished.open_run(argv[1], DATA.value))
+        tests = [row for row in rows if row["split"] == "test"]
+        if not tests:
+            raise RunError(f"{run.path} has no test metrics yet; train it further")
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    last = {name: x for name, x in tests[-1].items() if name not in ("step", "split")}
+    metrics = {name: np.atleast_1d(np.asarray(x, np.float64)) for name, x in last.items()}
+    summary.report(task, params, run.path, rows, metrics)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=command.parse)

@@ -1,0 +1,82 @@
+"""The end of a run: pictures in its folder, and lines with its speed, files and scores."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from experiments import plots, reports
+from experiments.phases import Phase
+from experiments.reports import written
+from experiments.reports.speedup import speedup
+from experiments.tasks.task import Params
+from experiments.trainer.loop import Result
+from experiments.trainer.mesh import Program
+
+
+def finish(program: Program, workdir: Path, result: Result) -> None:
+    """Print the speed and the scores of a run that was just trained, and leave its pictures.
+
+    Args:
+      program: the run's program.
+      workdir: the run's folder.
+      result: the result of training; all processes call this together.
+    """
+    config, steps = program.config, program.config.steps - result.start
+    params = multihost_utils.process_allgather(result.state.params, tiled=True)
+    if steps:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in program.mesh.shape.items())
+        count = jax.process_count()
+        processes = f"; {count} processes" if count > 1 else ""
+        _say(
+            f"{steps} steps on {jax.devices()[0].device_kind} ({sizes}{processes}): "
+            f"{result.compiling:.1f} s to compile, {result.running:.1f} s to run"
+        )
+    else:
+        _say(f"finished before, at step {result.start}: evaluating it again")
+    if steps and config.seeds > 1 and jax.process_count() == 1:
+        together = result.compiling + result.running
+        with Phase("timing one model alone"):
+            ratio = speedup(program, result.compiling)
+        _say(
+            f"{config.seeds} models in one step took {together:.1f} s; one after another they "
+            f"would take {ratio * together:.1f} s ({ratio:.2f}×)"
+        )
+    if jax.process_index() == 0:
+        report(program.task, params, workdir, result.rows, result.metrics)
+
+
+def report(
+    task: Any, params: Params, workdir: Path, rows: Sequence[dict[str, Any]],
+    metrics: Mapping[str, np.ndarray],
+) -> None:  # fmt: skip
+    """Draw the pictures of a run, and print its files, the baselines and the score.
+
+    Args:
+      task: the run's task.
+      params: the trained parameters, of all seeds.
+      workdir: the run's folder.
+      rows: the rows of its log.
+      metrics: the test metrics [seeds] of the parameters.
+    """
+    about = reports.make(task)
+    if task.config.seeds > 1:
+        params = jax.tree.map(lambda x: x[0], params)
+    with Phase("drawing the pictures"):
+        plots.curves(workdir / "curves.png", rows, about.training, about.objective)
+        about.draw(params, workdir)
+    with Phase("scoring the baselines"):
+        baselines = about.baselines()
+    for line in written.lines(workdir):
+        _say(line)
+    for name, score in baselines.items():
+        _say(f"{name} {about.score(score)}")
+    _say(about.headline(metrics))
+
+
+def _say(line: str) -> None:
+    if jax.process_index() == 0:
+        print(line, flush=True)

@@ -1,0 +1,91 @@
+"""The answers of trained tasks to a prompt: text that goes on, and translations."""
+
+import codecs
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.runs.failures import RunError
+from experiments.tasks.task import Params
+from experiments.tasks.text import START
+from flax_mha.models.generation import generate
+
+Say = Callable[[str], None]
+
+
+def continue_text(
+    task: Any, params: Params, prompt: str, say: Say, options: dict[str, Any]
+) -> None:
+    """Say how a text goes on, byte by byte, as far as the model's context reaches.
+
+    Args:
+      task: an `experiments.tasks.text.Text`.
+      params: its trained parameters.
+      prompt: the beginning of the text.
+      say: a function that takes each piece.
+      options: options of `flax_mha.generate`.
+
+    Raises:
+      RunError: if the prompt leaves no room for `max_new_tokens`.
+    """
+    length = task.config.length
+    given = (START + prompt.encode())[-length:]
+    room = length - len(given) + 1
+    count = options.pop("max_new_tokens", room)
+    if not 1 <= count <= room:
+        raise RunError(
+            f"--max_new_tokens must be in 1 … {room}: the model has seen {length} "
+            f"bytes at once, of which the prompt takes {len(given)}, got {count}"
+        )
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def show(step: int, tokens: np.ndarray) -> None:
+        say(utf8.decode(tokens.astype(np.uint8).tobytes()))
+
+    if options.get("beams", 1) == 1:
+        options["callback"] = show
+    tokens = jnp.asarray(np.frombuffer(given, np.uint8)[None], jnp.int32)
+    # Prompts of all lengths find the compiled step of one capacity again.
+    options |= {"max_new_tokens": count, "capacity": length}
+    found = generate(task.model, {"params": params}, tokens, **options)
+    if "callback" not in options:
+        show(count, np.asarray(found.tokens[0]))
+
+
+def translate(task: Any, params: Params, prompt: str, say: Say, options: dict[str, Any]) -> None:
+    """Say the target of a source, character by character unless beams are followed.
+
+    Args:
+      task: an `experiments.tasks.translation.Translation`.
+      params: its trained parameters.
+      prompt: the source.
+      say: a function that takes each piece.
+      options: options of `flax_mha.generate`.
+
+    Raises:
+      RunError: if the source is longer than any that the model has seen, or empty.
+    """
+    if not 1 <= len(prompt) <= task.source_length:
+        raise RunError(
+            f"--prompt must have 1 to {task.source_length} characters, as the sources that the "
+            f"model has seen, got {len(prompt)}"
+        )
+    source = jnp.asarray(task.vocabulary.encode(prompt, task.source_length)[None])
+
+    def show(step: int, tokens: np.ndarray) -> None:
+        say(task.vocabulary.decode(tokens))
+
+    if options.get("beams", 1) == 1:
+        options["callback"] = show
+    found = task.translate(params, source, jnp.asarray([len(prompt)]), **options)
+    if "callback" not in options:
+        say(task.vocabulary.decode(np.asarray(found.tokens[0])))
+
+
+# By `config.task`; other tasks make no text.
+RESPOND: dict[str, Callable[[Any, Params, str, Say, dict[str, Any]], None]] = {
+    "text": continue_text,
+    "translation": translate,
+}

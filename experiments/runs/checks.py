@@ -1,0 +1,103 @@
+"""Checks of a run against the machine: the sizes of its mesh, and its memory."""
+
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments.runs.failures import RunError
+
+
+def mesh_sizes(config: ConfigDict, have: int) -> tuple[int, int, int, int]:
+    """Return the sizes of the mesh axes data, fsdp, model and context.
+
+    With data=-1 it takes all devices it can use: all there are, or on one process those that split
+    the batch evenly.
+
+    Args:
+      config: the run's config.
+      have: the number of devices.
+
+    Raises:
+      RunError: if devices, processes, batch and sizes do not fit together.
+    """
+    m, rows, processes = config.mesh, config.batch_size, jax.process_count()
+    data, fsdp, model, context = m.data, m.fsdp, m.model, m.context
+    if data == -1 and min(fsdp, model, context) >= 1:
+        most = max(1, have // (fsdp * model * context))
+        fits = (n for n in range(1, most + 1) if rows % (n * fsdp) == 0)
+        # Every process has to take part, so that there several the batch has to fit.
+        data = most if processes > 1 else max(fits, default=1)
+    sizes = (data, fsdp, model, context)
+    got = f"data={m.data}, fsdp={fsdp}, model={model}, context={context}"
+    if min(sizes) < 1 or math.prod(sizes) > have:
+        raise RunError(
+            f"config.mesh needs data·fsdp·model·context devices, at least 1 and at most the {have} "
+            f"there are, got {got}; on a CPU, config.mesh.force_host_devices=N makes N of them"
+        )
+    if processes > 1 and math.prod(sizes) != have:
+        raise RunError(
+            f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
+            f"try data={have // (fsdp * model * context)}"
+        )
+    if rows % (data * fsdp):
+        raise RunError(
+            f"config.batch_size must be a multiple of config.mesh.data={data} times "
+            f"config.mesh.fsdp={fsdp}, got {rows}; try {-(-rows // (data * fsdp)) * data * fsdp}"
+        )
+    return sizes
+
+
+def check_fits(program: Any) -> None:
+    """Check that state and batch fit the memory, and a step these devices, without running it.
+
+    Args:
+      program: the run's `experiments.trainer.mesh.Program`.
+
+    Raises:
+      ValueError: if they do not.
+    """
+    state, batch = program.abstract_state(), program.abstract_batch()
+    here = program.mesh.local_devices
+    needed = shard_bytes((state.params, state.opt_state, batch))
+    available = (here[0].memory_stats() or {}).get("bytes_limit")
+    if here[0].platform == "cpu":  # All devices share it.
+        needed *= len(here)
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if available is not None and needed > available:
+        raise RunError(
+            f"parameters, optimizer and a batch must fit the memory of {available / 2**30:.1f} "
+            f"GiB, got {needed / 2**30:,.1f} GiB; try smaller sizes of config.model, or a "
+            f"smaller config.batch_size"
+        )
+    with program.on_mesh():
+        jax.eval_shape(program.step, state, batch)
+
+
+def check_stride(stride: int, length: int) -> None:
+    """Check that windows of a length, a stride apart, leave out no byte of a text."""
+    if not 1 <= stride <= length:
+        raise RunError(
+            f"config.data.stride must be in 1 … config.length={length}, got {stride}; try "
+            f"{max(1, length // 4)}"
+        )
+
+
+def check_length(length: int, size: int) -> None:
+    """Check that a training text of a size has more bytes than the model sees at once."""
+    if size <= length:
+        raise RunError(
+            f"the training text must be longer than config.length={length} bytes, got "
+            f"{size}; give more text, or a shorter length"
+        )
+
+
+def shard_bytes(tree: Any) -> int:
+    """Return the bytes of the shards that one device holds of a tree of arrays with shardings."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+        for x in jax.tree.leaves(tree)
+    )

@@ -1,0 +1,126 @@
+"""The progress of a run, as a bar or as lines."""
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column
+
+from experiments import phases
+from experiments.counts import work
+from experiments.counts.chips import CHIPS, GPUS
+from experiments.counts.hlo import Module
+
+
+@contextlib.contextmanager
+def shown(steps: int, start: int) -> Iterator[Callable[[int, str, str], None]]:
+    """Show a live bar on a terminal, and elsewhere lines.
+
+    Yields:
+      A function of the step, of a short text for the bar, and of a line (or "").
+    """
+    if jax.process_index() > 0:
+        yield lambda step, short, line: None
+    elif not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        with phases.Phase("training", aloud=False) as training:
+
+            def tell(step: int, short: str, line: str) -> None:
+                training.detail = f": step {step}/{steps}: {short}"
+                if line:
+                    phases.say(line, sys.stdout)
+
+            yield tell
+    else:
+        with bar(steps, start, Console(stderr=True)) as show:
+            yield show
+
+
+@contextlib.contextmanager
+def bar(steps: int, start: int, console: Console) -> Iterator[Callable[[int, str, str], None]]:
+    """Show a bar from the first step on, as wide as the terminal."""
+    text = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    columns = (
+        SpinnerColumn(), BarColumn(20, table_column=Column(no_wrap=True)),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.description}", table_column=text),
+    )  # fmt: skip
+    progress = Progress(*columns, console=console, expand=True)
+    task = progress.add_task("", total=steps, completed=start)
+
+    def show(step: int, short: str, line: str) -> None:
+        progress.update(task, completed=step, description=short)
+        progress.start()
+
+    try:
+        yield show
+    finally:
+        progress.stop()
+
+
+class Speed:
+    """Says how fast steps are, and for how long they will go on.
+
+    The share of the chips' peak (MFU) counts the operations of matrix products in the compiled
+    step, as the planner does, recomputation included. It is left out where the table of
+    chips lacks the devices, such as on CPUs.
+
+    Args:
+      program: of the run.
+      state: whose step is compiled, which its first call would do otherwise.
+      batch: for it.
+    """
+
+    def __init__(self, program: Any, state: Any, batch: Any) -> None:
+        self._program = program
+        self._peak = peak(program) if jax.process_index() == 0 else 0.0
+        self._flops = flops(program, state, batch) if self._peak else 0
+
+    def text(self, rate: float, left: int) -> str:
+        """In words.
+
+        Args:
+          rate: steps a second; 0 for unknown.
+          left: steps that are left.
+        """
+        if not rate:
+            return ""
+        rows = self._program.config.batch_size * self._program.config.seeds * rate
+        # What has no room is cut off at the end.
+        parts = [f"{duration(left / rate)} left"] if left else []
+        parts.append(f"{rows:,.0f} examples/s")
+        if self._peak:
+            parts.append(f"MFU {self._flops * rate / self._peak:.1%}")
+        return ", ".join(["", *parts])
+
+
+def peak(program: Any) -> float:
+    """Return the operations a second that a device of the mesh can do; 0 for unknown."""
+    devices = list(program.mesh.devices.flat)
+    chip = CHIPS.get(devices[0].device_kind) or GPUS.get(devices[0].device_kind)
+    if chip is None:
+        return 0.0
+    # Devices with the same coordinates are the cores of one chip.
+    places = Counter(tuple(getattr(device, "coords", None) or (device.id,)) for device in devices)
+    return chip.flops / max(places.values())
+
+
+def flops(program: Any, state: Any, batch: Any) -> int:
+    """Operations of a step's matrix products on one device."""
+    traced = program.step.trace(state, batch)
+    text = traced.lower().compile().as_text()
+    return work.flops(Module(text)) + work.pallas_flops(traced.jaxpr.jaxpr)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

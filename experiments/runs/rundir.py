@@ -1,0 +1,221 @@
+"""A run's folder: its config, whose it is, and what may be done with it."""
+
+import dataclasses
+import datetime
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from experiments.runs import fields, files, folders, hosts, lock, record
+from experiments.runs.failures import RunError
+from experiments.runs.integrity import digest
+from experiments.runs.keys import flatten
+
+PROGRAM = "experiments.train"
+CONFIG, METRICS, MARK = "config.json", "metrics.jsonl", "run.json"
+FORMAT = 2  # of the folder; checkpoints of the first had no checksums
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A folder, and the config that is trained in it."""
+
+    path: Path
+    config: ConfigDict
+    resumed: bool
+
+    def begin(self, data: str) -> None:
+        """Locks the folder, and makes a new one ours, with its data's fingerprint.
+
+        Raises:
+          RunError: on all processes, if it is in use, or of other data.
+        """
+        refused = None
+        try:
+            if self.resumed:
+                self.check_data(data)
+            if jax.process_index() == 0:
+                self._claim(data)
+                (self.path / record.FOLDER).mkdir(exist_ok=True)
+        except RunError as error:
+            refused = str(error)
+        hosts.all_begin(refused)
+
+    def check_data(self, data: str) -> None:
+        """Raises a RunError unless the run was begun with the data of this fingerprint."""
+        had = _read_mark(self.path)["data"]
+        if had != data:
+            raise RunError(
+                f"the data of {self.path} have the SHA-256 {had}, those found now {data}; go on "
+                f"with the files and the versions of Python and packages that it was begun with"
+            )
+
+    def _claim(self, data: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not lock.hold(self.path):
+            print(
+                f"the file system of {self.path} has no locks: see to it that no other run uses it",
+                flush=True,
+            )
+        if self.resumed:
+            return
+        if (self.path / MARK).exists():
+            raise RunError(f"another run has just begun in {self.path}; choose another --workdir")
+        config = self.config.to_dict()
+        mark = {
+            "program": PROGRAM,
+            "format": FORMAT,
+            "command": sys.argv,
+            "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "jax": jax.__version__,
+            "devices": [device.device_kind for device in jax.devices()],
+            "data": data,
+            "config": digest(config),
+        }
+        files.write_json(self.path / CONFIG, config)
+        files.write_json(self.path / MARK, mark)  # Last: a folder with this file has a config too.
+
+
+def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
+    """Finds the folder of a run, new or one to come back to.
+
+    Args:
+      workdir: the folder; None for a new one under `runs/`.
+      config: of a new run, overrides included.
+      overrides: what the caller insists on, by dotted key: in a folder that has a run already,
+        that run's own config rules, except for the mesh, which may change with the machine.
+
+    Raises:
+      RunError: if the folder holds something else, or a run with other values.
+    """
+    if workdir is None:
+        if jax.distributed.is_initialized():
+            raise RunError("--distributed needs one folder for all: give each the same --workdir")
+        path = folders.new_folder(config.task)
+    else:
+        path = folders.local(workdir)
+    resumed = _is_ours(path, config)
+    if resumed:
+        named = {key: value for key, value in flatten(overrides).items() if _names_file(key)}
+        saved = find_run(path, named, config).config
+        _check_agrees(path, saved, overrides)
+        asked = {
+            key.removeprefix("mesh."): value
+            for key, value in overrides.items()
+            if key.startswith("mesh.")
+        }
+        saved.mesh = ConfigDict({**config.mesh, **saved.mesh, **asked})
+        config = saved
+    return Run(path, config, resumed)
+
+
+def find_run(
+    workdir: str | Path, named: Mapping[str, Any] | None = None, own: ConfigDict | None = None
+) -> Run:
+    """The run in a folder, whose files are taken for data of strangers.
+
+    Args:
+      workdir: the folder.
+      named: files that the caller names, by dotted key: no others are read.
+      own: a config that may have keys beyond those of the task's own.
+
+    Raises:
+      RunError: if there is none, or it isn't what it was when it began.
+    """
+    path = folders.local(workdir)
+    if not _is_ours(path):
+        raise RunError(f"--workdir must be the folder of a run, and there is none in {path}")
+    mark, found = _read_mark(path), files.read_json(path / CONFIG)
+    if digest(found) != mark["config"]:
+        raise RunError(
+            f"{path / CONFIG} is not what the run began with; restore it, or choose a new --workdir"
+        )
+    task = found.get("task")
+    more = own.to_dict() if own is not None and own.task == task else {}
+    try:
+        schema = fields.schema(task, flatten(more))
+        # A run of a time when meshes had fewer axes has the others' defaults.
+        axes = {key: value for key, value in schema.items() if key.startswith("mesh.")}
+        fields.check(axes | flatten(found), schema)
+    except RunError as error:
+        raise RunError(f"{path / CONFIG} is no config of a run: {error}") from None
+    for key, value in flatten(found).items():
+        if _names_file(key) and value and (named or {}).get(key) != value:
+            raise RunError(
+                f"{path} was trained on the file {value!r:.300}, and only its owner can say that "
+                f"it be read: name it again (--config.{key}, or --data of experiments.generate)"
+            )
+    return Run(path, ConfigDict(found), resumed=True)
+
+
+def _names_file(key: str) -> bool:
+    return key.split(".")[-1] == "path"
+
+
+def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:
+    """Whether there is a run; a folder that is missing or empty can become one.
+
+    Args:
+      path: of the folder.
+      config: that it may have of a start that was cut off, and nothing else.
+    """
+    if not path.exists():
+        return False
+    if not path.is_dir():
+        raise RunError(f"--workdir must be a folder, and {path} is a file; choose another")
+    files.check_tree(path)
+    names = {each.name for each in path.iterdir() if not each.name.startswith(files.ASIDE)}
+    names.discard(lock.NAME)
+    if not names:
+        return False
+    if config is not None and names == {CONFIG}:
+        try:
+            if files.read_json(path / CONFIG) == config.to_dict():
+                print(f"the start of {path} was cut off; it starts anew", flush=True)
+                return False
+        except RunError:
+            pass
+    try:
+        if files.read_json(path / MARK).get("program") == PROGRAM:
+            return True
+        reason = f"{MARK} is not of {PROGRAM}"
+    except RunError as error:
+        reason = str(error)
+    raise RunError(
+        f"{path} is not empty and not a run of {PROGRAM} ({reason}); "
+        f"nothing was touched; choose a new --workdir"
+    )
+
+
+def _read_mark(path: Path) -> dict[str, Any]:
+    """What was written when the run began."""
+    mark = files.read_json(path / MARK)
+    if mark.get("format") != FORMAT:
+        raise RunError(
+            f"{path} is a run of another version of {PROGRAM}, of format {mark.get('format')!r:.50}"
+            f" and not {FORMAT}; go on with that version, or choose a new --workdir"
+        )
+    for name in ("data", "config"):
+        if not re.fullmatch(r"[\x20-\x7e]{1,200}", str(mark.get(name, ""))):
+            raise RunError(f"{path / MARK} has no hash of the {name}; choose a new --workdir")
+    return mark
+
+
+def _check_agrees(path: Path, saved: ConfigDict, overrides: Mapping[str, Any]) -> None:
+    had = flatten(saved.to_dict())
+    wanted = flatten({k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in overrides.items()})
+    differ = [
+        f"{key} is {had.get(key)!r} there, and {value!r} was asked for"
+        for key, value in wanted.items()
+        if had.get(key) != value and not key.startswith("mesh.")
+    ]
+    if differ:
+        raise RunError(
+            f"{path} holds a run with its own config, and a run keeps it to the end: "
+            f"{'; '.join(differ)}; drop the override, or choose a new --workdir"
+        )

@@ -1,0 +1,134 @@
+"""Where metrics go beside `metrics.jsonl`: TensorBoard, and others that config.report_to names.
+
+All are loggers of metrax (`metrax.logging.LoggingBackend`), whose own for Weights & Biases is taken
+as it is; another one is a class with two methods and a line in `OTHERS`.
+"""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ml_collections import ConfigDict
+from tensorboardX import SummaryWriter
+
+from experiments.runs.failures import RunError
+from experiments.runs.integrity import digest
+
+NAME = "flax_mha"  # of the project, or experiment, there
+
+
+class Writer(Protocol):
+    """The protocol of metrax."""
+
+    def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
+        """Writes a number of that name, of `step=`."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+
+
+class TensorBoard:
+    """Events in a folder; those after a step, left by a run that was cut off, are dropped.
+
+    metrax has one too, which can't drop them.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        # Names go by seconds, in which two starts may fall.
+        self._events = SummaryWriter(str(folder), purge_step=step + 1, filename_suffix=f".{step}")
+        self.flush, self.close = self._events.flush, self._events.close
+
+    def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
+        """See `Writer`."""
+        self._events.add_scalar(event, value, kwargs["step"])
+
+
+class MLflow:
+    """A run of MLflow, where its environment variables say (default: a file here)."""
+
+    def __init__(self, path: Path, config: ConfigDict) -> None:
+        self._mlflow = _package("mlflow", "mlflow")
+        self._mlflow.set_experiment(NAME)
+        found = self._mlflow.search_runs(
+            filter_string=f"tags.workdir = '{_id(path)}'", output_format="list"
+        )
+        self._mlflow.start_run(
+            run_id=found[0].info.run_id if found else None, run_name=path.name,
+            tags={"workdir": _id(path)},
+        )  # fmt: skip
+
+    def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
+        """See `Writer`."""
+        self._mlflow.log_metric(event, value, step=kwargs["step"])
+
+    def close(self) -> None:
+        """See `Writer`."""
+        self._mlflow.end_run()
+
+
+def _wandb(path: Path, config: ConfigDict) -> Writer:
+    _package("wandb", "wandb")
+    logging = _package("metrax.logging", "google-metrax")
+    backend: Writer = logging.WandbBackend(
+        NAME, path.name, id=_id(path), resume="allow", config=config.to_dict()
+    )
+    return backend
+
+
+OTHERS: dict[str, Callable[[Path, ConfigDict], Writer]] = {"mlflow": MLflow, "wandb": _wandb}
+
+
+# Modules that each needs, and the packages that bring them.
+NEEDED = {
+    "mlflow": {"mlflow": "mlflow"}, "wandb": {"wandb": "wandb", "metrax.logging": "google-metrax"},
+}  # fmt: skip
+
+
+def named(value: str) -> list[str]:
+    """Return the names in a value of config.report_to, such as "wandb" or "wandb,mlflow"."""
+    return [name.strip() for name in value.split(",") if name.strip()]
+
+
+def check(config: ConfigDict) -> None:
+    """Check that the trackers of config.report_to are installed.
+
+    Raises:
+      RunError: if one is not.
+    """
+    for name in named(config.report_to):
+        for module, package in NEEDED[name].items():
+            _package(module, package)
+
+
+def others(path: Path, config: ConfigDict) -> list[Writer]:
+    """Return the writers that config.report_to names; a resumed run goes on in the same ones.
+
+    Raises:
+      RunError: if one fails, or its package is missing.
+    """
+    return [_opened(name, path, config) for name in named(config.report_to)]
+
+
+def _opened(name: str, path: Path, config: ConfigDict) -> Writer:
+    try:
+        return OTHERS[name](path, config)
+    except RunError:
+        raise
+    except Exception as error:  # Whatever these make of an address or a login.
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RunError(f"config.report_to={name} fails: {line[:300]}") from error
+
+
+def _id(path: Path) -> str:
+    """The same for each start of one run."""
+    return digest(str(path))[:16]
+
+
+def _package(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RunError(
+            f"config.report_to needs the package {name}: pip install {name} ({error})"
+        ) from error

@@ -1,0 +1,24 @@
+"""The tasks that can be trained: data, model, loss and metrics of each."""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from experiments.runs.failures import RunError
+from experiments.tasks import digits, masked, text, translation
+from experiments.tasks.task import Task
+
+# By `config.task`. A new task is a file here, one in configs/, and a row in runs/fields.py.
+TASKS: dict[str, Callable[[ConfigDict], Task]] = {
+    "digits": digits.Digits,
+    "masked": masked.Masked,
+    "text": text.Text,
+    "translation": translation.Translation,
+}
+
+
+def make(config: ConfigDict) -> Task:
+    """Return the task that `config.task` names."""
+    if config.task not in TASKS:
+        raise RunError(f"config.task must be one of {sorted(TASKS)}, got {config.task!r}")
+    return TASKS[config.task](config)

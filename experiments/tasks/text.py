@@ -1,0 +1,133 @@
+"""Text, byte by byte: Python's own documentation, or a file of yours."""
+
+import math
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+from experiments.runs import checks, files
+from experiments.runs.failures import RunError
+from experiments.tasks.task import Batch, Metrics, Params, shuffled
+from flax_mha import DecoderBlock, MultiHeadAttention
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
+from flax_mha.positions import Rotary
+
+START = b"\n"  # the byte in front of a text
+EVERY = 10  # one of so many topics, or tenths of a file, is held out
+ROWS = 64  # windows of a test batch
+SPLITS = ("test", "validation")
+
+
+def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
+    """Return the training and the held-out text.
+
+    Every tenth topic of `pydoc_data.topics`, sorted by name, is held out, or the last tenth of a
+    file. The topics vary with the version of Python: runs record their hash.
+
+    Args:
+      path: a file of text; "" for the topics.
+      split: "test"; or "validation", to choose settings by: the training text split once more.
+    """
+    from pydoc_data.topics import topics
+
+    if split not in SPLITS:
+        raise RunError(f"config.data.split must be one of {SPLITS}, got {split!r}")
+    first, joint, parts = 0, b"\n", [topics[name].encode() for name in sorted(topics)]
+    if path:
+        text = files.read_data(path, at_least=EVERY**2)  # So that a tenth of a tenth is left.
+        size = -(-len(text) // EVERY)
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        first, joint = EVERY - 1, b""
+    held = parts[first::EVERY]
+    parts = [part for i, part in enumerate(parts) if i % EVERY != first]
+    if split == "validation":
+        held, parts = parts[::EVERY], [part for i, part in enumerate(parts) if i % EVERY]
+    return joint.join(parts), joint.join(held)
+
+
+def windows(text: bytes, length: int, stride: int) -> Batch:
+    """Return stretches of a text in which each of its bytes is predicted once.
+
+    They are `tokens` uint8 [windows, T + 1], whose last T are predicted, and their `weight` float32
+    [windows, T]: 1 where a byte is predicted that no window before predicts.
+
+    Args:
+      text: n bytes.
+      length: T, the bytes that the model sees.
+      stride: the bytes from one window to the next; each byte is predicted from at least
+        T − stride bytes before it, where the text has as many.
+    """
+    checks.check_stride(stride, length)
+    n = len(text)
+    starts = range(0, max(1, n - length + stride), stride)
+    padded = np.frombuffer(START + text + bytes(length + stride), np.uint8)
+    tokens = np.stack([padded[start : start + length + 1] for start in starts])
+    first = np.asarray(starts)[:, None]
+    new = (np.arange(length) >= length - stride) | (first == 0)
+    there = first + np.arange(length) < n
+    return {"tokens": tokens, "weight": (new & there).astype(np.float32)}
+
+
+def language_model(m: ConfigDict) -> LanguageModel:
+    """Return the decoder of `config.model`: pre-norm blocks, rotary positions, grouped heads."""
+    attention = MultiHeadAttention(
+        m.num_heads, num_kv_heads=m.num_kv_heads, rotary=Rotary(), use_bias=False,
+        dropout_rate=m.attention_dropout_rate, kernel=m.kernel,
+    )  # fmt: skip
+    block = DecoderBlock(
+        attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
+        dropout_rate=m.dropout_rate,
+    )  # fmt: skip
+    embedding, decoder = TokenEmbedding(256, m.features), Decoder(m.num_layers, block)
+    return LanguageModel(embedding, decoder, tied=m.tied, dropout_rate=m.dropout_rate)
+
+
+class Text:
+    """The prediction of the next byte: a `Task`."""
+
+    def __init__(self, config: ConfigDict) -> None:
+        self.config, self.model = config, language_model(config.model)
+        self.train, self.test = load(config.data.path, config.data.split)
+        checks.check_length(config.length, len(self.train))
+        self.windows = windows(self.test, config.length, config.data.stride)
+
+    def init(self, key: jax.Array) -> Params:
+        """Return fresh parameters."""
+        tokens = jnp.zeros((1, self.config.length), jnp.int32)
+        return self.model.init(key, tokens, deterministic=True)["params"]
+
+    def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
+        """Return endless `tokens` uint8 [rows, T + 1], from anywhere in the training text."""
+        text = np.frombuffer(START + self.train, np.uint8)
+        places = np.lib.stride_tricks.sliding_window_view(text, self.config.length + 1)
+        indices = shuffled(len(places), batch_size, seed)
+        return indices.map(lambda i: {"tokens": places[i[rows]]})
+
+    def test_batches(self) -> list[Batch]:
+        """Return windows over the whole held-out text."""
+        count = -(-len(self.windows["tokens"]) // ROWS)
+        pad = [(0, count * ROWS - len(self.windows["tokens"])), (0, 0)]
+        parts = {name: np.split(np.pad(x, pad), count) for name, x in self.windows.items()}
+        return [{name: x[i] for name, x in parts.items()} for i in range(count)]
+
+    def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+        """Return the cross entropy of each next byte, in nats and in bits."""
+        loss = self.losses(params, batch, deterministic=False, rngs={"dropout": key}).mean()
+        return loss, {"bits_per_byte": loss / math.log(2)}
+
+    def evaluate(self, params: Params, batch: Batch) -> Metrics:
+        """Return the cross entropy of the bytes that a window is to predict."""
+        loss, count = jnp.sum(self.losses(params, batch) * batch["weight"]), batch["weight"].sum()
+        return {"loss": loss, "bits_per_byte": loss / math.log(2), "count": count}
+
+    def losses(self, params: Params, batch: Batch, **call: Any) -> jax.Array:
+        """Return the cross entropy of each byte after the first [rows, T]."""
+        tokens = batch["tokens"].astype(jnp.int32)
+        call = {"deterministic": True} | call
+        logits = self.model.apply({"params": params}, tokens[:, :-1], **call)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])

@@ -1,0 +1,25 @@
+"""The metrics of a run: means over training steps, and over the test data."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from experiments.tasks.task import Batch, Metrics, Params
+from experiments.trainer.mesh import Program
+
+
+def means(series: Metrics) -> Metrics:
+    """Return the means [seeds] of metrics [steps, seeds], and how many steps were left out."""
+    taken = series["skipped"] == 0
+    with np.errstate(invalid="ignore"):  # The mean over no step is NaN.
+        found = {name: np.where(taken, x, 0).sum(0) / taken.sum(0) for name, x in series.items()}
+    return found | {"skipped": (~taken).sum(0).astype(np.float64)}
+
+
+def evaluate(program: Program, params: Params, batches: Sequence[Batch]) -> Metrics:
+    """Return the test metrics [seeds]: means over all rows that are not padding."""
+    each = jax.device_get([program.evaluate(params, batch) for batch in batches])
+    total = jax.tree.map(lambda *x: np.atleast_1d(np.sum(x, axis=0)), *each)
+    count = total.pop("count")
+    return {name: x / count for name, x in total.items()}
