@@ -1,4 +1,4 @@
-"""At a cache's limits: what is lost is NaN, what is not is sound, and what is cut back goes on."""
+"""At a cache's limits: lost tokens give NaN, the others stay valid, truncated rows continue."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ SLOTS, D = 6, 8
 X = jnp.asarray(RNG.normal(size=(2, 12, D)), jnp.float32)
 MEMORY = jnp.asarray(RNG.normal(size=(2, 3, D)), jnp.float32)
 CLOSE = 2e-5
-# Of a ring of 8 slots that has had 10 tokens, under a window of 2; and whether too much is lost.
+# Truncations of a ring of 8 slots, 10 tokens and a window of 2; True if too much is lost.
 CUTS = [((4,), False), ((3,), True), ((4, 2), True), ((5, 4), False), ((4, 0), False)]
 
 
@@ -40,7 +40,7 @@ def close(got: Any, wanted: Any) -> None:
 
 @functools.cache
 def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = False) -> Any:
-    """The step of a stack that decodes, its empty cache, and its whole forward."""
+    """Return a decoding stack's step function, its empty cache, and its full forward."""
     fields = {"mask": Window(2, 0), "cache": CacheConfig(slots=SLOTS)} if ring else {}
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary(), **fields)
     plain = layer.clone(decode=False, cache=None)
@@ -80,23 +80,21 @@ def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = Fal
         pytest.param(3, False, False, marks=pytest.mark.slow),
     ],
 )
-def test_an_overflowed_row_is_sound_again_when_cut_back(
-    layers: int, scan: bool, cross: bool
-) -> None:
-    """In every layer: a call that reaches beyond the end has stored what fits, and no NaN."""
+def test_truncated_overflowed_row_is_valid_again(layers: int, scan: bool, cross: bool) -> None:
+    """In every layer: a call beyond the end stores the tokens that fit, and no NaN."""
     step, held, whole = built(layers, scan, cross)
     wanted = whole(X)
-    # Row 0 has four tokens, and then room for two of five; row 1 has two, and room for three.
+    # Row 0 has four tokens and room for two of the next five; row 1 has two and room for three.
     _, held = step(held, X[:, :5], jnp.array([4, 2]))
     x = jnp.stack([X[0, 4:9], X[1, 2:7]])
     out, held = step(held, x, jnp.array([5, 3]))
     np.testing.assert_array_equal(cache.free(held), [0, 1])
     close(out[0, :2], wanted[0, 4:6])
     assert np.isnan(out[0, 2:]).all()
-    # Its padding reaches beyond the end, which is no overflow.
+    # Padding beyond the end is no overflow.
     close(out[1, :3], wanted[1, 2:5])
     assert np.isfinite(out[1]).all()
-    # Past the end there is nothing more to lose.
+    # Past the end, nothing more is lost.
     over, held = step(held, x, jnp.array([1, 0]))
     assert np.isnan(over[0, 0]).all()
     for keep in (6, 5, 3):
@@ -113,7 +111,7 @@ def test_an_overflowed_row_is_sound_again_when_cut_back(
 
 
 @pytest.mark.slow
-def test_single_steps_past_the_end_leave_the_row_as_it_was() -> None:
+def test_single_steps_past_end_leave_row_unchanged() -> None:
     step, held, whole = built(3)
     wanted = whole(X)
     outs = []
@@ -128,7 +126,7 @@ def test_single_steps_past_the_end_leave_the_row_as_it_was() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_ring_that_has_wrapped_can_be_emptied(scan: bool) -> None:
+def test_wrapped_ring_can_be_emptied(scan: bool) -> None:
     step, held, whole = built(2, scan, ring=True)
     wanted = whole(X)
     for start in (0, 5):
@@ -138,7 +136,7 @@ def test_a_ring_that_has_wrapped_can_be_emptied(scan: bool) -> None:
         out, after = step(empty, X[:, :5])
         close(out[0], wanted[0, :5])
     close(step(after, X[:, 5:10])[0][0], wanted[0, 5:10])
-    # A row that has lost what it needs is lost until it has nothing.
+    # A row that lost tokens it needs stays lost until it is emptied.
     lost = cache.truncate(held, 3)
     for row in (lost, cache.truncate(lost, 3)):
         out, row = step(row, X[:, :5])
@@ -152,7 +150,7 @@ def heads() -> list[jax.Array]:
 
 
 @pytest.mark.slow
-def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
+def test_ring_remembers_overwritten_tokens_over_two_truncations() -> None:
     q, k, v = heads()
     wanted = dot_product_attention(q, k, v, mask=Window(2, 0))
     held = KVCache.empty((1,), 8, 2, 4, window=2)
@@ -163,7 +161,7 @@ def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
 
     for t in range(10):
         _, held = step(held, t)
-    # The token at 9 lies where that at 1 lay, and the two before a token are seen.
+    # Token 9 is in the slot that token 1 had; each token sees the two before it.
     for cuts, lost in CUTS:
         back = functools.reduce(KVCache.truncate, cuts, held)
         assert bool(back.overflowed[0]) == lost
@@ -174,8 +172,8 @@ def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
             close(out[:, 0], wanted[:, cuts[-1]])
 
 
-def test_a_prompt_longer_than_a_ring_of_int8() -> None:
-    """What the ring held and the new tokens go on with their scales, as in a cache of all."""
+def test_int8_ring_takes_prompt_longer_than_itself() -> None:
+    """Old and new tokens keep their own scales, as in a full cache."""
 
     @jax.jit
     def run(*qkv: jax.Array) -> Any:
@@ -197,11 +195,11 @@ def test_a_prompt_longer_than_a_ring_of_int8() -> None:
 @pytest.mark.parametrize(
     ("window", "sound"),
     [
-        (None, [0, 1]),  # Of eight tokens six found a slot.
+        (None, [0, 1]),  # Six of the eight tokens found a slot.
         (
             4,
             [3],
-        ),  # The last six are held, and the query at 6 sees that at 2, the one at 7 none before.
+        ),  # The last six are held: the query at 6 needs token 2, the one at 7 needs none before 3.
     ],
 )
 def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: list[int]) -> None:
@@ -224,7 +222,7 @@ def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: lis
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_rows_that_do_not_exist_are_lost_until_they_are_emptied(window: int | None) -> None:
+def test_nonexistent_rows_are_lost_until_emptied(window: int | None) -> None:
     _, k, v = heads()
     held = KVCache.empty((1,), 6, 2, 4, window=window).append(k[:, :4], v[:, :4])
     forked = jax.jit(KVCache.fork)(held, jnp.array([0, 1, -1]))
@@ -237,7 +235,7 @@ def test_rows_that_do_not_exist_are_lost_until_they_are_emptied(window: int | No
 
 
 @pytest.mark.slow
-def test_all_variables_of_a_model_are_taken_too() -> None:
+def test_truncate_accepts_all_variables_of_model() -> None:
     layer = MultiHeadAttention(2, decode=True)
     variables = layer.init(KEY, X[:, :SLOTS])
     _, new = layer.apply(variables, X[:, :4], mutable=["cache"])
@@ -250,7 +248,7 @@ def test_all_variables_of_a_model_are_taken_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_an_overflow_can_be_reported_by_checkify(scan: bool) -> None:
+def test_checkify_reports_overflow(scan: bool) -> None:
     """As docs/decoding.md says."""
     layer = MultiHeadAttention(2, decode=True)
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
