@@ -1,6 +1,6 @@
-"""Holds one call of one kernel against the float64 oracle, for kernels with tests of their own.
+"""A check of one kernel call against the float64 oracle, for kernels with their own tests.
 
-As in the contract: an error is at most twice that of plain attention in the same dtype.
+As in the contract, an error is at most twice the error of plain attention in the same dtype.
 """
 
 import jax
@@ -28,7 +28,7 @@ def table(mask, t: int, s: int) -> np.ndarray | None:
 
 
 def check(kernel: str, operands: list[jax.Array], known: dict, call, learned: dict) -> None:
-    """Holds outputs, lse and all gradients of call(learned) against the oracle's."""
+    """Check outputs, lse and all gradients of call(learned) against the oracle."""
     *qkv, cotangent = operands
 
     @jax.jit

@@ -13,7 +13,7 @@ from flax_mha.positions import Rotary
 from flax_mha.variants import ChosenBlocksAttention
 from tests.support import oracle
 from tests.support.decoded import decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.support.every_layer import check_on_mesh, check_under_scan, drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
@@ -158,13 +158,13 @@ def test_sharded_layer_matches_one_device(kind: str, over: str) -> None:
     names = {"heads": None, "kv_heads": None, "length": None} | {over: "model"}
     names |= {"kv_heads": "model"} if over == "heads" else {}
     rules = [(name, names.get(name, axis)) for name, axis in sharding.RULES]
-    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
+    check_on_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
 
 
 @pytest.mark.slow
 def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
     """With lengths."""
-    same_under_scan(layer(), X, lengths=np.array([T, 5]))
+    check_under_scan(layer(), X, lengths=np.array([T, 5]))
 
 
 def test_top_blocks_are_the_best_and_the_query_block() -> None:

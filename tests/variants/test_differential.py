@@ -11,7 +11,7 @@ from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
 from tests.support.decoded import decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.support.every_layer import check_on_mesh, check_under_scan, drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -69,13 +69,13 @@ def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_heads_match_one_device(kind: str) -> None:
-    same_on_a_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
+    check_on_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
 
 
 def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
     """With lengths and a head_mask."""
     head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
-    whole, params = same_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
+    whole, params = check_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
     bad = np.where(np.arange(T)[:, None] < 4, X, np.nan)
     assert np.isfinite(whole(params, bad, lengths=np.array([4, 4]))).all()
 

@@ -14,7 +14,7 @@ from flax_mha.scores import Relative
 from flax_mha.variants import ForgettingAttention
 from tests.support import oracle
 from tests.support.decoded import cache_of, decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.every_layer import check_generation, check_on_mesh, drawn
 from tests.support.meshes import EIGHT
 from tests.support.oracle import einsum, error, float64
 
@@ -72,7 +72,7 @@ def test_gate_gradients_match_differences() -> None:
 
 
 def test_open_gates_give_multi_head_attention() -> None:
-    """At f = 1 nothing is gate_sums."""
+    """At f = 1 nothing is forgotten."""
     module = layer()
     params = drawn(module, X)
     params["params"]["forget_bias"] = np.full(N, 40.0, np.float32)
@@ -199,13 +199,13 @@ def test_lengths_order_norms_and_gates() -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
+    check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_model_generates_like_full_forward(scan: bool) -> None:
-    writes_as_the_whole(layer(), D, scan, norm="rmsnorm", gated=True)
+    check_generation(layer(), D, scan, norm="rmsnorm", gated=True)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.support import oracle
 from tests.support.decoded import cache_of, decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.every_layer import check_generation, check_on_mesh, drawn
 from tests.support.oracle import error, float64
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
@@ -98,13 +98,13 @@ def test_options_and_cache_dtypes(cache: str) -> None:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_heads_match_one_device(kind: str) -> None:
-    same_on_a_mesh(layer(), X, kind)
+    check_on_mesh(layer(), X, kind)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 def test_model_generates_like_full_forward(scan: bool) -> None:
-    writes_as_the_whole(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
+    check_generation(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
 
 
 @pytest.mark.parametrize(

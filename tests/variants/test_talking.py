@@ -20,7 +20,7 @@ from flax_mha.scores import Relative
 from flax_mha.variants import TalkingHeadsAttention
 from tests.support import oracle
 from tests.support.decoded import decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.every_layer import check_generation, check_on_mesh, drawn
 from tests.support.meshes import EIGHT
 from tests.support.oracle import einsum, error, float64
 
@@ -129,13 +129,13 @@ def test_decoding_matches_full_forward(dtype: str) -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
+    check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_model_generates_like_full_forward(scan: bool) -> None:
-    writes_as_the_whole(layer(rotary=Rotary()), D, scan)
+    check_generation(layer(rotary=Rotary()), D, scan)
 
 
 @pytest.mark.parametrize(
