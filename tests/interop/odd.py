@@ -1,4 +1,4 @@
-"""A small config of every family, and the same with one setting that is odd."""
+"""A small config of every family, and the same configs with one odd setting."""
 
 from collections.abc import Iterator
 from typing import Any

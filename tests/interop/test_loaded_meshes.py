@@ -1,4 +1,4 @@
-"""Folders loaded onto a mesh: what the model then gives, and the folder that it gives back."""
+"""Folders loaded onto a mesh: the model's outputs, and the folder saved from it."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ FSDP = changed(embed="data")
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "llama": (LLAMA, FSDP),
     "gpt-oss": (GPT_OSS, changed(experts="model", mlp=None, embed="data")),
-    # Its table of two segments divides over no four devices.
+    # Its table of two segments cannot be sharded over four devices.
     "bert": (
         BERT | {"hidden_size": 32, "num_attention_heads": 8}, changed(embed="data", vocab=None)
     ),
@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(0).integers(0, 24, (4, 6))
 
 
 def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
-    """Its output, and what a language model writes."""
+    """Return the output, and the tokens that a language model generates."""
     out = jax.jit(module.apply)(variables, TOKENS)
     if not isinstance(module, LanguageModel):
         return out, None
@@ -46,7 +46,7 @@ def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-def test_end_to_end(name: str, kind: str, tmp_path: Path) -> None:
+def test_load_run_and_save_on_mesh(name: str, kind: str, tmp_path: Path) -> None:
     config, rules = CASES[name]
     family = interop.family(config)
     shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)

@@ -134,9 +134,7 @@ def test_mask_expressions_match_boolean_tables(expression: Expression) -> None:
 
 
 @given(random_masks, st.integers(1, 4), st.integers(1, 4))
-def test_tile_states_are_true_of_every_pair(
-    expression: Expression, block_q: int, block_k: int
-) -> None:
+def test_tile_states_are_true(expression: Expression, block_q: int, block_k: int) -> None:
     """EMPTY tiles have no allowed pair and FULL tiles only allowed ones, at every tile size."""
     mask, expected = meant(expression)
     at = whole(DIMS)
