@@ -128,7 +128,7 @@ def test_damaged_results_are_set_aside(name: str, tmp_path, monkeypatch, capsys)
         line = capsys.readouterr().out.splitlines()[0]
         aside = folder / f"damaged{again}"
         assert str(folder / "day.json") in line
-        assert f"all that was there is in {aside} now, and the day begins anew" in line
+        assert f"its contents are in {aside} now, and the day starts again" in line
         assert (aside / "day.json").read_text() == DAMAGES[name]
         assert (aside / "train" / "result").read_text() == "7"
         found = json.loads((folder / "day.json").read_text())["steps"]
