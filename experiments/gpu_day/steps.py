@@ -87,7 +87,7 @@ def _large() -> list[Step]:
 def _small() -> list[Step]:
     names = ("ours", "ours-reference", "ours-blockwise", "jax-xla", "jax-cudnn")
     return [
-        _tests("contract", 120, ("tests/kernels/test_lowered.py",)),
+        _tests("contract", 120, ("tests/kernels/test_op_rewrite.py",)),
         _race("packed", 60, names, *SMALL, "--masks=packed", "--lengths=32", "--dtypes=bfloat16"),
         _race("float32", 60, names, *SMALL, "--masks=causal", "--lengths=16,64",
               "--dtypes=float32"),

@@ -10,9 +10,9 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import neutral, safetensors
-from tests.interop.odd import CONFIGS
+from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
-from tests.interop.test_published import GPT2, LLAMA, T5
+from tests.interop.test_published_checkpoints import GPT2, LLAMA, T5
 
 Config = dict[str, Any]
 

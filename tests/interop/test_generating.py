@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_mha import generate, interop
-from tests.interop.odd import CONFIGS
+from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 
 

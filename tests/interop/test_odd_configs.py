@@ -14,9 +14,9 @@ import pytest
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from flax_mha.interop.settings import RULES, FileSettings
-from tests.interop.odd import CONFIGS, LAYERS, odd
+from tests.interop.odd_configs import CONFIGS, LAYERS, odd
 from tests.interop.test_files import CONFIG, variables
-from tests.interop.test_published import written
+from tests.interop.test_published_checkpoints import written
 
 MOST = 5.0  # seconds, on a busy machine
 NAMED = re.compile(r'\b(?:config|given|image|text)(?:\.get\(|\[)"(\w+)"')

@@ -11,7 +11,7 @@ from flax_mha import dot_product_attention
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from tests.kernels.test_contract import FLOOR, GRADIENTS
-from tests.support import oracle, plain
+from tests.support import oracle, plain_attention
 
 B, N, H, HV = 2, 4, 8, 5
 
@@ -44,7 +44,7 @@ def check(kernel: str, operands: list[jax.Array], known: dict, call, learned: di
     out, lse, gradients, learned_gradients = run(qkv, learned)
     expected, expected_lse, _ = oracle.attention(*qkv, **known)
     exact = oracle.attention_gradients(*qkv, cotangent=cotangent, **known)
-    rounded, _, rounded_gradients = plain.attention(*qkv, cotangent=cotangent, **known)
+    rounded, _, rounded_gradients = plain_attention.attention(*qkv, cotangent=cotangent, **known)
     assert oracle.error(out, expected) <= max(FLOOR, 2 * oracle.error(rounded, expected))
     seen = np.isfinite(expected_lse)
     np.testing.assert_array_equal(np.isneginf(lse), ~seen)

@@ -17,7 +17,7 @@ from flax_mha.masks import Mask
 from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
 from tests.kernels.cases import Case
 from tests.kernels.scenes import MASKS, N, Scene
-from tests.support import oracle, plain
+from tests.support import oracle, plain_attention
 
 H = 8
 HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
@@ -104,7 +104,7 @@ class Problem(NamedTuple):
       given: mask, q_positions and kv_positions.
       call: a function from the learned arrays to further arguments.
       truth: out, lse and gradients by name, in float64.
-      plain: the same values by `tests.support.plain`.
+      plain: the same values by `tests.support.plain_attention`.
       sizes: the sizes of the gradients if nothing cancelled.
     """
 
@@ -153,7 +153,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
 
     known |= {"cotangent": operands[3], "lse_cotangent": dlse}
     truth = by_name(at, learned, *exact(*operands[:3], **known))
-    rounded = by_name(at, learned, *plain.attention(*operands[:3], **known))
+    rounded = by_name(at, learned, *plain_attention.attention(*operands[:3], **known))
     rounded |= {name: rounded[name].astype(x.dtype) for name, x in learned.items()}
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {

@@ -10,7 +10,7 @@ from flax_mha import Explanation, dot_product_attention, explain
 from tests.kernels import cases
 from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, exact, problem_of
-from tests.support import oracle, plain
+from tests.support import oracle, plain_attention
 
 # Kernels that run here interpreted, or on a model of cuDNN, with the fixture for each.
 PLATFORMS = {"flex": "tpu", "splash": "tpu", "cudnn": "nvidia"}
@@ -179,7 +179,7 @@ def test_plain_attention_has_the_errors_of_jax_nn(dtype: str, spread: str) -> No
         "allowed": np.tri(129, dtype=bool),
     }  # fmt: skip
     for got, ours, want in zip(
-        (out, *gradients), flat(plain.attention(q, k, v, **known), bias),
+        (out, *gradients), flat(plain_attention.attention(q, k, v, **known), bias),
         flat(exact(q, k, v, **known), bias), strict=True,
     ):  # fmt: skip
         theirs, ours = oracle.error(got, want), oracle.error(ours.astype(got.dtype), want)

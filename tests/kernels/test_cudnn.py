@@ -12,7 +12,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.scores import SoftCap
 from tests.kernels import cudnn_model
-from tests.kernels.near import close, run
+from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
 

@@ -14,7 +14,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Lengths, Window
 from flax_mha.scores import SoftCap
-from tests.kernels.near import run
+from tests.kernels.half_precision import run
 from tests.kernels.oracle_check import B, N, arrays, check, table
 
 T, S = 128, 192

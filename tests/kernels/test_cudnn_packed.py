@@ -21,7 +21,7 @@ from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.kernels.near import close, run
+from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
 
 T = 40

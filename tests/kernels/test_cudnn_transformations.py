@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
 from flax_mha.masks import Causal, Lengths
-from tests.kernels.near import close, run
+from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays
 
 T, S = 40, 64

@@ -13,7 +13,7 @@ import flax_mha
 from flax_mha import Capture, MultiHeadAttention, dot_product_attention, explain, masks, sharding
 from flax_mha.kernels import KERNELS
 from flax_mha.scores import SoftCap
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, float64, random_like
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 6

@@ -18,7 +18,7 @@ from flax_mha.kernels.choose import KERNELS
 from flax_mha.kernels.mesh.ring import schedule
 from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
-from tests.kernels.near import close as near
+from tests.kernels.half_precision import close as near
 from tests.kernels.test_flex import close
 from tests.support import oracle
 

@@ -11,7 +11,7 @@ import pytest
 from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, QKNorm, qk_clip
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention, TalkingHeadsAttention
-from tests.support.every_layer import drawn
+from tests.support.layer_checks import drawn
 from tests.support.oracle import error, random_like
 
 X = np.random.default_rng(0).normal(size=(2, 7, 16)).astype(np.float32)

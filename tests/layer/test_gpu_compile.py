@@ -23,7 +23,7 @@ from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
 from flax_mha.scores import SoftCap
-from tests.support import layers
+from tests.support import lowered_layers
 from tests.support.meshes import KINDS
 
 pytestmark = [
@@ -45,7 +45,7 @@ def test_layer_calls_cudnn_and_collectives_match_formula(
     devices = np.array(gpus.of(chip, 8)).reshape(-1, heads)
     mesh = Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
     shape = (ROWS * len(devices), T, D)
-    gradient, _, parameters = layers.traced(layer, mesh, shape, jnp.bfloat16)
+    gradient, _, parameters = lowered_layers.traced(layer, mesh, shape, jnp.bfloat16)
     text, found = compiled.dumped(gradient.lower())
     assert re.findall(r"__cudnn\$\w+", text) == [
         "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward",
@@ -88,7 +88,7 @@ def test_packed_documents_call_cudnn_once_each_way(
         N, head_dim=H, num_kv_heads=N // 2, mask=mask, sinks=True, dtype=jnp.bfloat16
     )
     mesh = Mesh(np.array(gpus.of(chip, 4)).reshape(2, 2), ("data", "model"))
-    gradient = layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
+    gradient = lowered_layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
     text, _ = compiled.dumped(gradient.lower())
     assert re.findall(r"__cudnn\$\w+", text) == calls
     found = re.findall(r'"max_seg_per_batch":"?(\d+)', text)
@@ -107,7 +107,7 @@ def test_soft_cap_compiles_into_cudnn(optimized: None, chip: str, calls: list[st
         N, head_dim=H, mask=masks.Causal(), scores=(SoftCap(30.0),), dtype=jnp.bfloat16
     )
     mesh = Mesh(np.array(gpus.of(chip, 1)).reshape(1, 1), ("data", "model"))
-    gradient = layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
+    gradient = lowered_layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
     text, _ = compiled.dumped(gradient.lower())
     assert re.findall(r"__cudnn\$\w+", text) == calls
     bodies = re.findall(r"^%soft_cap\S* \(.*?\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
@@ -169,7 +169,9 @@ def test_explain_of_ring_matches_compiled_program(
 def test_blockwise_and_reference_compile_for_gpus(optimized: None, kernel: str) -> None:
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
     mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
-    text, _ = compiled.dumped(layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower())
+    text, _ = compiled.dumped(
+        lowered_layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower()
+    )
     assert {one.kind for one in read(text, 8)} == {"all-reduce"}
 
 

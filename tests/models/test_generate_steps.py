@@ -11,7 +11,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import KVCache, MultiHeadAttention, generate
-from tests.support.decoded import cache_of, greedy
+from tests.support.decoding import cache_of, greedy
 from tests.support.oracle import random_like
 
 V, D, N, NEW = 7, 8, 2, 5

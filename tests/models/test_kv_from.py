@@ -27,7 +27,7 @@ from flax_mha import (
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.support.decoded import decoded, greedy
+from tests.support.decoding import decoded, greedy
 from tests.support.oracle import error, random_like
 
 D, T = 16, 9

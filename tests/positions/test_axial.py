@@ -9,7 +9,7 @@ import pytest
 
 from flax_mha import MultiHeadAttention, masks
 from flax_mha.positions import Axial, MRope, Rotary
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 
 RNG = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from flax_mha.positions import (
     rotary,
 )
 from flax_mha.positions.rope_scaling import Scaling
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 
 R, LONG = 64, 9000
 

@@ -19,7 +19,7 @@ import pytest
 
 from flax_mha import Decoder, Encoder, interop, masks
 from tests.support import pages
-from tests.support.decoded import cache_of
+from tests.support.decoding import cache_of
 
 ROOT = pages.ROOT
 Scope = dict[str, Any]

@@ -19,7 +19,7 @@ from flax_mha.scores import (
     TransformerXL,
     relative_bucket,
 )
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 
 N, D, T = 4, 16, 40

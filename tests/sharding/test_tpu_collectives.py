@@ -15,7 +15,7 @@ from experiments.plan import compiled, work
 from experiments.plan.collectives import read
 from experiments.plan.hlo import Module
 from flax_mha import MultiHeadAttention, masks
-from tests.support import layers
+from tests.support import lowered_layers
 from tests.support.meshes import KINDS
 
 pytestmark = [
@@ -42,7 +42,9 @@ def test_layer_sends_the_bytes_of_the_formula(
         topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     ).reshape(-1, N)
     mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    traced, forward, parameters = layers.traced(layer, mesh, (ROWS * len(chips), T, D), jnp.float32)
+    traced, forward, parameters = lowered_layers.traced(
+        layer, mesh, (ROWS * len(chips), T, D), jnp.float32
+    )
     both, _ = compiled.dumped(traced.lower())
     if topology == "v5e:4x4":
         forward, _ = compiled.dumped(forward())

@@ -10,8 +10,8 @@ from flax_mha import masks
 from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
-from tests.support.decoded import decoded
-from tests.support.every_layer import check_on_mesh, check_under_scan, drawn
+from tests.support.decoding import decoded
+from tests.support.layer_checks import check_on_mesh, check_under_scan, drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10

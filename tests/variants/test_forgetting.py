@@ -13,8 +13,8 @@ from flax_mha import CacheConfig, masks, sharding
 from flax_mha.scores import Relative
 from flax_mha.variants import ForgettingAttention
 from tests.support import oracle
-from tests.support.decoded import cache_of, decoded
-from tests.support.every_layer import check_generation, check_on_mesh, drawn
+from tests.support.decoding import cache_of, decoded
+from tests.support.layer_checks import check_generation, check_on_mesh, drawn
 from tests.support.meshes import EIGHT
 from tests.support.oracle import einsum, error, float64
 

@@ -16,8 +16,8 @@ from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.support import oracle
-from tests.support.decoded import cache_of, decoded
-from tests.support.every_layer import check_generation, check_on_mesh, drawn
+from tests.support.decoding import cache_of, decoded
+from tests.support.layer_checks import check_generation, check_on_mesh, drawn
 from tests.support.oracle import error, float64
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11

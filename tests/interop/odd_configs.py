@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.interop.test_files import CONFIG
-from tests.interop.test_published import (
+from tests.interop.test_published_checkpoints import (
     BERT,
     DISTILBERT,
     GPT2,

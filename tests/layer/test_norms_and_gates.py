@@ -14,7 +14,7 @@ import flax_mha
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, QKNorm, masks, sharding
 from flax_mha.positions import Rotary
 from tests.support import oracle
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, float64, random_like
 
 N, K, H, HV, D, T = 4, 2, 8, 6, 16, 12

@@ -18,7 +18,7 @@ from flax_mha.positions import Rotary
 from tests.kernels.cases import covering
 from tests.positions.test_rope_scaling import theta
 from tests.support import layer_model, oracle
-from tests.support.decoded import cache_of
+from tests.support.decoding import cache_of
 from tests.support.layer_model import Model
 from tests.support.layer_parts import BASE, PARTS, H, N, T, angles
 from tests.support.oracle import float64, random_like

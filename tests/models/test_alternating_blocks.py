@@ -12,7 +12,7 @@ import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, masks
 from flax_mha.models import LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
-from tests.support.decoded import greedy
+from tests.support.decoding import greedy
 from tests.support.oracle import error, random_like
 
 N, D, T = 4, 16, 9

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict
 
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, generate, sharding
 from flax_mha.models import TokenEmbedding
-from tests.support.decoded import cache_of, greedy
+from tests.support.decoding import cache_of, greedy
 from tests.support.oracle import error, random_like
 
 KEY = jax.random.key(0)
