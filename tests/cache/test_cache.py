@@ -57,7 +57,7 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
     params = {"params": random_like(variables["params"])}
     held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables["cache"])
     whole = layer.clone(decode=False, cache=None)
-    wanted = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
+    expected = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
 
     @jax.jit
     def step(variables: Any, x: jax.Array, **call: Any) -> Any:
@@ -65,7 +65,7 @@ def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[...
         given = None if mask is None else mask
         return layer.apply({**params, "cache": variables}, x, mask=given, mutable=["cache"], **call)
 
-    return layer, held, step, wanted
+    return layer, held, step, expected
 
 
 def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
@@ -80,13 +80,13 @@ def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
     ids=str,
 )
 def test_steps_match_full_forward(name: str, sizes: tuple[int, ...]) -> None:
-    _, held, step, wanted = built(name)
+    _, held, step, expected = built(name)
     outs = []
     for x in pieces(X, sizes):
         out, new = step(held, x)
         held = new["cache"]
         outs.append(out)
-    close(jnp.concatenate(outs, 1), wanted)
+    close(jnp.concatenate(outs, 1), expected)
     np.testing.assert_array_equal(held["kv"].length, T)
 
 
@@ -101,7 +101,7 @@ def test_ragged_rows_decode_as_if_alone(
 ) -> None:
     """Each row continues at its own length, however it is split. Padding is inert."""
     name, ring = layer
-    _, held, step, wanted = built(name, **({"cache": CacheConfig(slots=5)} if ring else {}))
+    _, held, step, expected = built(name, **({"cache": CacheConfig(slots=5)} if ring else {}))
     at = np.zeros(B, int)
     for count in np.minimum(counts, 4):
         count = np.minimum(count, T - at)
@@ -111,7 +111,7 @@ def test_ragged_rows_decode_as_if_alone(
         out, new = step(held, x, lengths=jnp.asarray(count))
         held = new["cache"]
         for row in range(B):
-            close(out[row, : count[row]], wanted[row, at[row] : at[row] + count[row]])
+            close(out[row, : count[row]], expected[row, at[row] : at[row] + count[row]])
         at += count
     np.testing.assert_array_equal(held["kv"].length, at)
 
@@ -120,7 +120,7 @@ def test_ragged_rows_decode_as_if_alone(
 @pytest.mark.parametrize("size", [4, 6])
 def test_ring_matches_full_cache(size: int) -> None:
     """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
-    _, held, step, wanted = built("window", cache=CacheConfig(slots=size))
+    _, held, step, expected = built("window", cache=CacheConfig(slots=size))
     assert held["kv"].key.shape[-2] == size
     for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
         now, outs = cache.reset(held), []
@@ -128,13 +128,13 @@ def test_ring_matches_full_cache(size: int) -> None:
             out, new = step(now, x)
             now = new["cache"]
             outs.append(out)
-        close(jnp.concatenate(outs, 1), wanted)
+        close(jnp.concatenate(outs, 1), expected)
     # Tokens beyond the window can be truncated; truncating more marks the row as lost.
     back = cache.truncate(now, T - 2)  # After steps of one.
     out, _ = step(back, X[:, T - 2 : T - 1])
     assert np.isnan(out).all() == (size == 4)
     if size == 6:
-        close(out, wanted[:, T - 2 : T - 1])
+        close(out, expected[:, T - 2 : T - 1])
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_padding_is_inert_without_cache() -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
 def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float) -> None:
     """The output changes a little, independently of how the tokens were split into calls."""
-    _, held, step, wanted = built("rotary, gqa, dv", cache=CacheConfig(dtype))
+    _, held, step, expected = built("rotary, gqa, dv", cache=CacheConfig(dtype))
     assert held["kv"].key.dtype == dtype
     whole, _ = step(held, X)
     outs = []
@@ -161,7 +161,7 @@ def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float
         held = new["cache"]
         outs.append(out)
     close(jnp.concatenate(outs, 1), whole)
-    assert 0 < np.abs(whole - wanted).max() < bound * np.abs(wanted).max()
+    assert 0 < np.abs(whole - expected).max() < bound * np.abs(expected).max()
 
 
 @pytest.mark.slow
@@ -183,13 +183,13 @@ def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
     variables = layer.init(KEY, X, memory)
     params = {"params": variables["params"]}
     assert set(variables["cache"]) == {"memory"}
-    wanted = layer.clone(decode=False).apply(params, X, memory, mask=mask)
+    expected = layer.clone(decode=False).apply(params, X, memory, mask=mask)
     held = {**params, "cache": jax.tree.map(jnp.zeros_like, variables["cache"])}
     first, new = layer.apply(held, X[:, :5], memory, mask=mask, mutable=["cache"])
     # The cache stays constant from here, so it need not be mutable.
     step = jax.jit(lambda x: layer.apply({**params, **new}, x, mask=mask))
     outs = [first, *(step(X[:, t : t + 1]) for t in range(5, T))]
-    close(jnp.concatenate(outs, 1), wanted, CLOSE if dtype is None else 5e-3)
+    close(jnp.concatenate(outs, 1), expected, CLOSE if dtype is None else 5e-3)
     close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
 
 
@@ -202,7 +202,7 @@ def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
     params = {"params": variables["params"]}
     plain = model.clone(block=model.block.clone(attention=layer.clone(decode=False)))
     step = jax.jit(lambda c, x: model.apply({**params, "cache": c}, x, mutable=["cache"]))
-    wanted = plain.apply(params, X, mask=Causal())
+    expected = plain.apply(params, X, mask=Causal())
 
     _, new = step(variables["cache"], X[:, :6])
     rows = jnp.array([1, 1, 0])
@@ -211,9 +211,9 @@ def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
     np.testing.assert_array_equal(cache.free(back), [T - 3, T - 6, T - 6])
     tokens = jnp.stack([X[1, 3], X[1, 6], X[0, 6]])[:, None]
     out, new = step(back, tokens)
-    close(out[:, 0], jnp.stack([wanted[1, 3], wanted[1, 6], wanted[0, 6]]))
+    close(out[:, 0], jnp.stack([expected[1, 3], expected[1, 6], expected[0, 6]]))
     out, _ = step(cache.reset(new["cache"]), X[rows, :1])
-    close(out, wanted[rows, :1])
+    close(out, expected[rows, :1])
     # A row that does not exist must not become a row of zeros.
     out, _ = step(jax.jit(cache.fork)(new["cache"], jnp.array([0, 5])), X[:, :1])
     assert np.isfinite(out[0]).all()
@@ -222,16 +222,16 @@ def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
 
 @pytest.mark.slow
 def test_overflow_gives_nan_and_can_be_truncated() -> None:
-    _, held, step, wanted = built("plain")
+    _, held, step, expected = built("plain")
     _, new = step(held, X, lengths=jnp.array([T, 5]))
     out, now = step(new["cache"], X[:, :2], lengths=jnp.array([0, 2]))
     np.testing.assert_array_equal(cache.free(now["cache"]), [0, T - 7])
     out, now = step(new["cache"], X[:, 5:6])
     assert np.isnan(out[0]).all()
-    close(out[1], wanted[1, 5:6])
+    close(out[1], expected[1, 5:6])
     # The row's earlier tokens are unchanged.
     out, _ = step(cache.truncate(now["cache"], T - 1), X[:, -1:])
-    close(out[0], wanted[0, -1:])
+    close(out[0], expected[0, -1:])
 
 
 @pytest.mark.slow
@@ -248,12 +248,12 @@ def test_kv_cache_works_under_vmap_and_scan() -> None:
 
     held, outs = jax.jit(jax.vmap(alone))(q, k, v)
     whole = KVCache.empty((3,), T, 2, 8, 5)
-    wanted, full = whole.extend(q, k, v)
-    close(outs, wanted)
+    expected, full = whole.extend(q, k, v)
+    close(outs, expected)
     close(held.key, full.key)
     np.testing.assert_array_equal(held.free(), 0)
     again = full.attend(q[:, -2:], jnp.full((3, 1), T - 2) + jnp.arange(2)[None])
-    close(again, wanted[:, -2:])
+    close(again, expected[:, -2:])
     close(
         full.fork(jnp.array([2, 0])).truncate(3).extend(q[:2, :1], k[:2, :1], v[:2, :1])[1].length,
         4,
@@ -279,6 +279,6 @@ def test_decode_kernel_passes_gradients_and_nan_like_reference() -> None:
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-    got, wanted = attend("decode"), attend("reference")
-    assert np.isnan(wanted[1][0]).any()
-    jax.tree.map(close, got, wanted)
+    got, expected = attend("decode"), attend("reference")
+    assert np.isnan(expected[1][0]).any()
+    jax.tree.map(close, got, expected)

@@ -83,16 +83,16 @@ def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = Fal
 def test_truncated_overflowed_row_is_valid_again(layers: int, scan: bool, cross: bool) -> None:
     """In every layer: a call beyond the end stores the tokens that fit, and no NaN."""
     step, held, whole = built(layers, scan, cross)
-    wanted = whole(X)
+    expected = whole(X)
     # Row 0 has four tokens and room for two of the next five; row 1 has two and room for three.
     _, held = step(held, X[:, :5], jnp.array([4, 2]))
     x = jnp.stack([X[0, 4:9], X[1, 2:7]])
     out, held = step(held, x, jnp.array([5, 3]))
     np.testing.assert_array_equal(cache.free(held), [0, 1])
-    close(out[0, :2], wanted[0, 4:6])
+    close(out[0, :2], expected[0, 4:6])
     assert np.isnan(out[0, 2:]).all()
     # Padding beyond the end is no overflow.
-    close(out[1, :3], wanted[1, 2:5])
+    close(out[1, :3], expected[1, 2:5])
     assert np.isfinite(out[1]).all()
     # Past the end, nothing more is lost.
     over, held = step(held, x, jnp.array([1, 0]))
@@ -105,44 +105,44 @@ def test_truncated_overflowed_row_is_valid_again(layers: int, scan: bool, cross:
             continue
         new = jnp.stack([X[0, keep : keep + 5], X[1, keep : keep + 5]])
         out, _ = step(back, new, jnp.array([6 - keep] * 2))
-        close(out[:, : 6 - keep], wanted[:, keep:6])
+        close(out[:, : 6 - keep], expected[:, keep:6])
     out, _ = step(cache.reset(held), X[:, :5])
-    close(out, wanted[:, :5])
+    close(out, expected[:, :5])
 
 
 @pytest.mark.slow
 def test_single_steps_past_end_leave_row_unchanged() -> None:
     step, held, whole = built(3)
-    wanted = whole(X)
+    expected = whole(X)
     outs = []
     for t in range(8):
         out, held = step(held, X[:, t : t + 1])
         outs.append(out)
-    close(jnp.concatenate(outs[:6], 1), wanted[:, :6])
+    close(jnp.concatenate(outs[:6], 1), expected[:, :6])
     assert np.isnan(jnp.concatenate(outs[6:], 1)).all()
     out, _ = step(cache.truncate(held, 5), X[:, 5:6])
-    close(out, wanted[:, 5:6])
+    close(out, expected[:, 5:6])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_wrapped_ring_can_be_emptied(scan: bool) -> None:
     step, held, whole = built(2, scan, ring=True)
-    wanted = whole(X)
+    expected = whole(X)
     for start in (0, 5):
         out, held = step(held, X[:, start : start + 5])
-    close(out, wanted[:, 5:10])
+    close(out, expected[:, 5:10])
     for empty in (cache.reset(held), cache.truncate(held, jnp.array([0, 8]))):
         out, after = step(empty, X[:, :5])
-        close(out[0], wanted[0, :5])
-    close(step(after, X[:, 5:10])[0][0], wanted[0, 5:10])
+        close(out[0], expected[0, :5])
+    close(step(after, X[:, 5:10])[0][0], expected[0, 5:10])
     # A row that lost tokens it needs stays lost until it is emptied.
     lost = cache.truncate(held, 3)
     for row in (lost, cache.truncate(lost, 3)):
         out, row = step(row, X[:, :5])
         assert np.isnan(out).all()
     out, _ = step(cache.reset(row), X[:, :5])
-    close(out, wanted[:, :5])
+    close(out, expected[:, :5])
 
 
 def heads() -> list[jax.Array]:
@@ -152,7 +152,7 @@ def heads() -> list[jax.Array]:
 @pytest.mark.slow
 def test_ring_remembers_overwritten_tokens_over_two_truncations() -> None:
     q, k, v = heads()
-    wanted = dot_product_attention(q, k, v, mask=Window(2, 0))
+    expected = dot_product_attention(q, k, v, mask=Window(2, 0))
     held = KVCache.empty((1,), 8, 2, 4, window=2)
 
     @jax.jit
@@ -169,7 +169,7 @@ def test_ring_remembers_overwritten_tokens_over_two_truncations() -> None:
         if lost:
             assert np.isnan(out).all()
         else:
-            close(out[:, 0], wanted[:, cuts[-1]])
+            close(out[:, 0], expected[:, cuts[-1]])
 
 
 def test_int8_ring_takes_prompt_longer_than_itself() -> None:
@@ -183,12 +183,12 @@ def test_int8_ring_takes_prompt_longer_than_itself() -> None:
         for piece in (slice(3), slice(3, 12)):
             tokens = [x[:, piece] for x in qkv]
             out, ring = ring.extend(*tokens)
-            wanted, whole = whole.extend(*tokens, mask=Window(2, 0))
-            outs.append((out, wanted))
+            expected, whole = whole.extend(*tokens, mask=Window(2, 0))
+            outs.append((out, expected))
         return outs
 
-    for out, wanted in run(*heads()):
-        close(out, wanted)
+    for out, expected in run(*heads()):
+        close(out, expected)
 
 
 @pytest.mark.sampled(0.5)
@@ -214,9 +214,9 @@ def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: lis
         out = held.attend(q[:, 4:8], jnp.arange(4, 8))
         return out, dot_product_attention(q, k, v, mask=own)[:, 4:8], held.overflowed
 
-    out, wanted, overflowed = run(q, k, v)
+    out, expected, overflowed = run(q, k, v)
     assert overflowed.all() == (window is None)
-    close(out[:, sound], wanted[:, sound])
+    close(out[:, sound], expected[:, sound])
     others = np.setdiff1d(np.arange(4), sound)
     assert np.isnan(out[:, others]).all()
 

@@ -84,7 +84,7 @@ def test_sharded_decoding_matches_one_device(kind: str) -> None:
         out, new = step({**variables, "cache": forked}, put(x[:, 9:10]), put(jnp.ones(2, int)))
         return [*outs, jax.device_get(out)], new["cache"]
 
-    wanted, _ = run(layer.init(KEY, X), X, lambda x: x)
+    expected, _ = run(layer.init(KEY, X), X, lambda x: x)
     types = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -92,7 +92,7 @@ def test_sharded_decoding_matches_one_device(kind: str) -> None:
         assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
         got, held = run(variables, X, lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert tuple(held["kv"].key_scale.sharding.spec)[:2] == ("data", "model")
-    jax.tree.map(lambda a, b: close(a, b, 2e-5), got, wanted)
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), got, expected)
 
 
 @pytest.mark.slow
@@ -116,11 +116,11 @@ def test_step_tokens_are_not_sharded(kind: str, scan: bool) -> None:
             outs.append(jax.device_get(out))
         return jnp.concatenate(outs, 1)
 
-    wanted = run(model.init(KEY, tokens))
+    expected = run(model.init(KEY, tokens))
     axes = "data", "model", "context"
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(getattr(jax.sharding.AxisType, kind),) * 3)
     by_tokens = {"length": "context", "norm_length": "context"}
     rules = [(name, by_tokens.get(name, axis)) for name, axis in sharding.RULES]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         got = run(sharding.init(model, KEY, tokens))
-    close(got, wanted, 2e-5)
+    close(got, expected, 2e-5)

@@ -89,12 +89,12 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
     def loss(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(Pair().apply(variables, x)))
 
-    wanted = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+        actual = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
 def test_shared_kv_with_padding_and_order() -> None:
@@ -144,11 +144,11 @@ def test_nnx_shares_kv_like_linen() -> None:
         y, kv = layers[0](x, return_kv=True, decode=decode)
         return layers[1](y, kv=kv, decode=decode)
 
-    wanted = jax.jit(Pair().apply)(pair(), X)
+    expected = jax.jit(Pair().apply)(pair(), X)
     layers = nnx.List([giver, taker])
-    np.testing.assert_allclose(run(layers, X), wanted, atol=1e-6)
+    np.testing.assert_allclose(run(layers, X), expected, atol=1e-6)
     for layer in layers:
         layer.init_cache(X.shape)
     assert taker.kv is None
     parts = [run(layers, x, decode=True) for x in (X[:, :8], X[:, 8:])]
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), wanted, atol=1e-6)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=1e-6)

@@ -110,7 +110,7 @@ def test_gradients_of_inputs_match_transformers(name: str) -> None:
     out = outputs(theirs(**given))
     rng = np.random.default_rng(1)
     cotangents = [rng.normal(size=x.shape).astype(np.float32) for x in out]
-    wanted = torch.autograd.grad(out, asked, [torch.tensor(x) for x in cotangents])
+    expected = torch.autograd.grad(out, asked, [torch.tensor(x) for x in cotangents])
 
     flat = flatten_dict(variables["params"], sep="/")
     path = [
@@ -120,18 +120,18 @@ def test_gradients_of_inputs_match_transformers(name: str) -> None:
     ]
     at = [i for i, x in enumerate(CASES[name].ours) if x.dtype == np.float32]
 
-    def loss(found: Any) -> jax.Array:
-        params = unflatten_dict(flat | dict(zip(path, found, strict=False)), sep="/")
+    def loss(actual: Any) -> jax.Array:
+        params = unflatten_dict(flat | dict(zip(path, actual, strict=False)), sep="/")
         inputs = list(CASES[name].ours)
-        for i, x in zip(at, found[len(path) :], strict=True):
+        for i, x in zip(at, actual[len(path) :], strict=True):
             inputs[i] = x
         got = module.apply({"params": params}, *inputs)
         got = got if isinstance(got, tuple) else (got,)
         return sum(jnp.vdot(x, y) for x, y in zip(got, cotangents, strict=True))
 
-    found = jax.jit(jax.grad(loss))([flat[x] for x in path] + [CASES[name].ours[i] for i in at])
-    assert len(found) == len(wanted) > 0
-    for ours, want in zip(found, wanted, strict=True):
+    actual = jax.jit(jax.grad(loss))([flat[x] for x in path] + [CASES[name].ours[i] for i in at])
+    assert len(actual) == len(expected) > 0
+    for ours, want in zip(actual, expected, strict=True):
         # PyTorch has channels first.
         want = want.movedim(1, -1) if want.ndim > 2 else want
         assert error(ours, want.numpy()) < 1e-4
@@ -144,8 +144,8 @@ def test_greedy_tokens_match_transformers(name: str) -> None:
         torch.tensor(IDS[:, :5]), max_new_tokens=8, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    found = generate(module, variables, jnp.asarray(IDS[:, :5]), max_new_tokens=8)
-    np.testing.assert_array_equal(found.tokens, want[:, 5:].numpy())
+    actual = generate(module, variables, jnp.asarray(IDS[:, :5]), max_new_tokens=8)
+    np.testing.assert_array_equal(actual.tokens, want[:, 5:].numpy())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -153,18 +153,18 @@ def test_saved_files_load_in_both_directions(name: str, tmp_path: Any) -> None:
     """Bitwise."""
     theirs, module, variables = pair(name)
     theirs.save_pretrained(tmp_path / "theirs")
-    loaded, found = interop.load(tmp_path / "theirs")
+    loaded, actual = interop.load(tmp_path / "theirs")
     assert loaded == module
-    jax.tree.map(np.testing.assert_array_equal, found, variables)
+    jax.tree.map(np.testing.assert_array_equal, actual, variables)
     config = CASES[name].config.to_dict() | {"architectures": [type(theirs).__name__]}
-    interop.save(config, found, tmp_path / "ours")
+    interop.save(config, actual, tmp_path / "ours")
     again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     mine = dict(again.named_parameters())
     for key, x in theirs.named_parameters():
         # Unused by the encoder: the pooler, and the mask token of training.
         if "pooler" not in key and not key.endswith("mask_token"):
-            wanted = x.detach().numpy()
+            expected = x.detach().numpy()
             if "norm" in key and name.startswith("gemma"):  # Stored as their difference from 1.
-                np.testing.assert_allclose(mine[key].detach().numpy(), wanted, atol=2e-7)
+                np.testing.assert_allclose(mine[key].detach().numpy(), expected, atol=2e-7)
             else:
-                np.testing.assert_array_equal(mine[key].detach().numpy(), wanted)
+                np.testing.assert_array_equal(mine[key].detach().numpy(), expected)

@@ -52,18 +52,18 @@ def test_load_run_and_save_on_mesh(name: str, kind: str, tmp_path: Path) -> None
     shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
     interop.save(config, random_like(shapes), tmp_path / "theirs")
     module, variables = interop.load(tmp_path / "theirs")
-    wanted, written = results(module, variables)
+    expected, written = results(module, variables)
     mesh, leave = on(kind, rules)
     try:
         places = sharding.of(module.init, jax.random.key(0), *family.example)
         _, spread = interop.load(tmp_path / "theirs", shardings=places)
-        found, tokens = jax.device_get(results(module, spread))
+        actual, tokens = jax.device_get(results(module, spread))
         interop.save(config, spread, tmp_path / "ours")
     finally:
         leave()
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(spread))
     assert held < sum(x.nbytes for x in jax.tree.leaves(variables)) / (mesh.size / 2)
-    assert error(found, wanted) < FORWARD
+    assert error(actual, expected) < FORWARD
     np.testing.assert_array_equal(tokens, written)
     file = "model.safetensors"
     assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()

@@ -99,11 +99,11 @@ def test_two_hosts_read_half_each(axis: str, tmp_path: Path) -> None:
     count = 2 * DEVICES
     divided = [x.ndim > 1 and x.shape[int(axis)] % count == 0 for x in variables]
     assert sum(x.nbytes for x, d in zip(variables, divided, strict=True) if d) > 2**18
-    wanted = sum(
+    expected = sum(
         x.nbytes // 2 if d else DEVICES * x.nbytes for x, d in zip(variables, divided, strict=True)
     )
-    for found in both:
-        assert found["read"] == wanted
+    for actual in both:
+        assert actual["read"] == expected
         np.testing.assert_allclose(
-            found["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
+            actual["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
         )

@@ -109,18 +109,18 @@ def written(path: Path, config: Any, tensors: Tensors) -> Path:
 def test_published_checkpoint_loads(name: str, tmp_path: Path) -> None:
     config, renamed, beside, heads = PUBLISHED[name]
     family = interop.family(config)
-    wanted = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(config, wanted, tmp_path)
+    expected = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    interop.save(config, expected, tmp_path)
     tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
     written(tmp_path, config, whole)
     if heads:
         told = f"left out, as this .* has no place for them: {', '.join(sorted(heads))}$"
         with pytest.warns(UserWarning, match=told):
-            _, found = interop.load(tmp_path)
+            _, actual = interop.load(tmp_path)
     else:
-        _, found = interop.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        _, actual = interop.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("surplus", ["bert.encoder.more.weight", "more", "encoder.layer.9.bias"])

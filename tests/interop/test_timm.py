@@ -41,10 +41,10 @@ def test_vit_matches_timm(name: str, tmp_path: Any) -> None:
     variables = from_tensors(family, arrays(theirs))
     got = jax.jit(family.module.apply)(variables, OURS[:, :height, :width])
     assert error(got, want) < 2e-6
-    found = to_tensors(family, variables)
-    assert found.keys() == theirs.state_dict().keys()
+    actual = to_tensors(family, variables)
+    assert actual.keys() == theirs.state_dict().keys()
     for key, x in arrays(theirs).items():
-        np.testing.assert_array_equal(found[key], x)
+        np.testing.assert_array_equal(actual[key], x)
     interop.save(config, variables, tmp_path)
     _, loaded = interop.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)

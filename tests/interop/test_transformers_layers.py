@@ -115,8 +115,8 @@ def test_layers_with_shared_kv_match_transformers() -> None:
         for at in (giver, taker):
             tensors = {key: x.numpy() for key, x in layers[at].state_dict().items()}
             layer, params = gemma3n(kinds[at], tensors)
-            x, wanted = seen[at]
+            x, expected = seen[at]
             assert ("key" in params) == (at == giver)
             out, kv = layer.apply({"params": params}, x, kv=given, return_kv=True)
-            assert error(out, wanted) < 1e-5
+            assert error(out, expected) < 1e-5
             given = kv

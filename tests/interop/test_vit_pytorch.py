@@ -44,11 +44,11 @@ def test_vit_matches_vit_pytorch(name: str, tmp_path: Any) -> None:
     gradient, got = jax.jit(jax.grad(loss, has_aux=True))(OURS[:, :height, :width])
     assert error(got, want.detach().numpy()) < 1e-5
     assert error(gradient.transpose(0, 3, 1, 2), images.grad.numpy()) < 1e-4
-    found = to_tensors(family, variables)
+    actual = to_tensors(family, variables)
     for key, x in arrays(theirs).items():
         if x.size:  # Skip an empty cls_token.
-            np.testing.assert_array_equal(found.pop(key), x)
-    assert not found
+            np.testing.assert_array_equal(actual.pop(key), x)
+    assert not actual
     interop.save(config, variables, tmp_path)
     _, loaded = interop.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)

@@ -49,8 +49,8 @@ def check(kernel: str, operands: list[jax.Array], known: dict, call, learned: di
     seen = np.isfinite(expected_lse)
     np.testing.assert_array_equal(np.isneginf(lse), ~seen)
     np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-5)
-    found = dict(zip("qkv", gradients, strict=True)) | learned_gradients
-    for name, got in found.items():
+    actual = dict(zip("qkv", gradients, strict=True)) | learned_gradients
+    for name, got in actual.items():
         want, yardstick = getattr(exact, name), getattr(rounded_gradients, name)
         if name == "bias":
             yardstick = oracle.summed_to(yardstick, np.shape(want))

@@ -83,15 +83,15 @@ def test_only_chosen_tiles_are_visited(block: int) -> None:
 
     @jax.jit
     def tables(blocks: jax.Array) -> Any:
-        plan, found = planned(Causal() & Chosen(blocks, block, block), T)
+        plan, actual = planned(Causal() & Chosen(blocks, block, block), T)
         assert (plan.block_q, plan.block_k) == (block, block)
-        return found
+        return actual
 
     order, full, some = jax.tree.map(np.asarray, tables(jnp.asarray(blocks)))
     for i in range(8):
-        wanted = {j for j in (0, 5, i) if j <= i}
-        assert {*order[0, 0, i, : some[0, 0, i]].tolist()} == wanted
-        assert {*order[0, 0, i, : full[0, 0, i]].tolist()} == wanted - {i}
+        expected = {j for j in (0, 5, i) if j <= i}
+        assert {*order[0, 0, i, : some[0, 0, i]].tolist()} == expected
+        assert {*order[0, 0, i, : full[0, 0, i]].tolist()} == expected - {i}
 
 
 def test_smallest_blocks_of_combined_masks() -> None:

@@ -80,6 +80,6 @@ def test_user_functions_are_traced_in_every_call() -> None:
         return (i - j) % stride[0] == 0
 
     for stride[0] in (3, 2):
-        found = dot_product_attention(q, k, v, mask=masks.Predicate(rule), kernel="blockwise")
+        actual = dot_product_attention(q, k, v, mask=masks.Predicate(rule), kernel="blockwise")
         expected = oracle.attention(q, k, v, allowed=(i - j) % stride[0] == 0)[0]
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)

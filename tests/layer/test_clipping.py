@@ -59,8 +59,8 @@ def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any], balance
             shared = name == "query" and "num_kv_heads" in fields
             power = 1.0 if shared else balance if name == "query" else 1 - balance
             np.testing.assert_array_equal(changed, beyond)
-            wanted = old * np.minimum(1, threshold / before)[None, :, None] ** power
-            assert error(new, wanted) < 1e-6
+            expected = old * np.minimum(1, threshold / before)[None, :, None] ** power
+            assert error(new, expected) < 1e-6
         else:
             np.testing.assert_array_equal(new, old)
     np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
@@ -167,8 +167,8 @@ def test_clip_of_latent_attention() -> None:
     factor = np.minimum(1, threshold / before)[:, None]
     for leaf in ("kernel", "bias"):
         old, new = (tree["query"][leaf] for tree in (params, after))
-        wanted = np.concatenate([old[..., :6] * factor**0.3, old[..., 6:] * factor], -1)
-        assert error(new, wanted) < 1e-6
+        expected = np.concatenate([old[..., :6] * factor**0.3, old[..., 6:] * factor], -1)
+        assert error(new, expected) < 1e-6
         assert error(after["key"][leaf], params["key"][leaf] * factor**0.7) < 1e-6
     np.testing.assert_array_equal(after["kv_down"]["kernel"], params["kv_down"]["kernel"])
     np.testing.assert_allclose(
@@ -189,5 +189,5 @@ def test_clip_of_layer_with_shared_kv() -> None:
     steps = jax.tree.map(jnp.zeros_like, params)
     steps, _ = qk_clip(threshold).update(steps, None, params, max_logits=scores(params))
     after = optax.apply_updates(params, steps)
-    wanted = np.minimum(max_scores(scores(params))[0], threshold)
-    np.testing.assert_allclose(max_scores(scores(after))[0], wanted, rtol=1e-5)
+    expected = np.minimum(max_scores(scores(params))[0], threshold)
+    np.testing.assert_allclose(max_scores(scores(after))[0], expected, rtol=1e-5)

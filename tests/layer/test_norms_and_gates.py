@@ -94,8 +94,8 @@ def test_sharded_heads_match_one_device(kind: str) -> None:
     wanted = jax.jit(jax.grad(loss))(params, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(jax.grad(loss))(params, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
+        actual = jax.jit(jax.grad(loss))(params, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
 
 
 @pytest.mark.parametrize(("norm", "gate"), [("rms", "feature"), ("layer", "head")])
@@ -129,10 +129,10 @@ def test_padding_does_not_reach_gradients_under_scan(dtype: str) -> None:
     # Flax's norms promote their statistics implicitly.
     with jax.numpy_dtype_promotion("standard"):
         params = random_like(jax.eval_shape(stack.init, KEY, X.astype(dtype)))
-        (found, dx), (wanted, _) = (pull(params, jnp.asarray(x, dtype)) for x in (bad, X))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        (actual, dx), (wanted, _) = (pull(params, jnp.asarray(x, dtype)) for x in (bad, X))
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
     assert np.isfinite(dx).all()
-    assert np.abs(found["params"]["layers"]["attention"]["output_gate"]["kernel"]).max() > 0
+    assert np.abs(actual["params"]["layers"]["attention"]["output_gate"]["kernel"]).max() > 0
 
 
 @pytest.mark.parametrize(

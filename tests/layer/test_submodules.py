@@ -50,12 +50,12 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("inputs", [(X,), (X, Y), (X, Y, X)], ids=["self", "cross", "three"])
 def test_capture_intermediates_matches_flax(inputs: tuple[jax.Array, ...]) -> None:
     with jax.default_matmul_precision("highest"):
-        found, expected = (
+        actual, expected = (
             layer.apply(PARAMS, *inputs, capture_intermediates=True)[1]["intermediates"]
             for layer in (OURS, THEIRS)
         )
     assert {path[0] for path in flatten_dict(expected)} == {*SUBMODULES, "__call__"}
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -193,8 +193,8 @@ def test_swapped_layers_are_captured_once() -> None:
         jax.eval_shape(nn.MultiHeadDotProductAttention(N).init, jax.random.key(0), X)["params"]
     )}}  # fmt: skip
     with jax.default_matmul_precision("highest"):
-        found, expected = (
+        actual, expected = (
             model.apply(variables, X, capture_intermediates=True)[1]
             for model in (interop.swap(Model()), Model())
         )
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)

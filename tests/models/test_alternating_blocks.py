@@ -69,9 +69,9 @@ def test_alternating_blocks_match_their_sequence(layers: int) -> None:
     wanted, out = gradient(params, loop)
     assert error(out, expected) < 1e-6
     wanted = stacked(wanted, layers, 3)
-    found, _ = gradient(together, scan)
+    actual, _ = gradient(together, scan)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    jax.tree.map(close, found, wanted)
+    jax.tree.map(close, actual, wanted)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -95,9 +95,9 @@ def test_decoding_matches_full_forward(scan: bool) -> None:
     model = LanguageModel(TokenEmbedding(50, D), Decoder(5, blocks(DecoderBlock), scan=scan))
     tokens = np.random.default_rng(1).integers(0, 50, (2, T))
     params = random_like(jax.eval_shape(model.init, KEY, tokens))
-    found = flax_mha.generate(model, params, tokens[:, :3], max_new_tokens=5)
-    wanted = greedy(functools.partial(model.apply, params), tokens[:, :3], 5)
-    np.testing.assert_array_equal(found.tokens, wanted)
+    actual = flax_mha.generate(model, params, tokens[:, :3], max_new_tokens=5)
+    expected = greedy(functools.partial(model.apply, params), tokens[:, :3], 5)
+    np.testing.assert_array_equal(actual.tokens, expected)
 
 
 def test_positions_without_rotary_raise() -> None:

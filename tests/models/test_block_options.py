@@ -101,8 +101,8 @@ def test_norm_may_be_a_module() -> None:
     assert {path[-1] for path in paths} == {"scale"}
     norms = {(*path[:-1], "bias"): np.zeros_like(scale) for path, scale in paths.items()}
     with_biases = unflatten_dict(flatten_dict(params) | norms)
-    wanted = run(named, {"params": with_biases}, X)
-    assert error(run(stack, {"params": params}, X), wanted) < OUTPUT
+    expected = run(named, {"params": with_biases}, X)
+    assert error(run(stack, {"params": params}, X), expected) < OUTPUT
 
 
 @pytest.mark.sampled(0.5)

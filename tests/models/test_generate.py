@@ -120,17 +120,17 @@ def test_greedy_with_cache_matches_greedy_without(name: str) -> None:
     """Ragged prompts generate as if alone and end at their own eos. The callback sees each step."""
     model, variables, start = made(name)
     call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
-    found = generate(model, variables, PROMPT, **call)
+    actual = generate(model, variables, PROMPT, **call)
     expected = [greedy(name, row[:n]) for row, n in zip(PROMPT, LENGTHS, strict=True)]
-    same(rows(found), expected)
+    same(rows(actual), expected)
     assert len({len(tokens) for tokens, _ in expected}) == 3
 
     seen: list[tuple[int, np.ndarray]] = []
     again = generate(model, variables, PROMPT, callback=lambda *step: seen.append(step), **call)
-    np.testing.assert_array_equal(again.tokens, found.tokens)
-    assert [step for step, _ in seen] == list(range(max(found.lengths)))
+    np.testing.assert_array_equal(again.tokens, actual.tokens)
+    assert [step for step, _ in seen] == list(range(max(actual.lengths)))
     streamed = np.stack([tokens for _, tokens in seen], axis=1)
-    np.testing.assert_array_equal(streamed, found.tokens[:, : len(seen)])
+    np.testing.assert_array_equal(streamed, actual.tokens[:, : len(seen)])
 
 
 def test_traced_ids_out_of_range_give_nan_scores() -> None:
@@ -142,11 +142,11 @@ def test_traced_ids_out_of_range_give_nan_scores() -> None:
         call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS}
         return generate(model, variables, prompt, **call)
 
-    wanted = run(PROMPT)
-    same(rows(run(PROMPT + np.array([[0, 0, 0], [0, -9, V], [0, 0, -1]]))), rows(wanted))
+    expected = run(PROMPT)
+    same(rows(run(PROMPT + np.array([[0, 0, 0], [0, -9, V], [0, 0, -1]]))), rows(expected))
     for wrong in (-1, V):
-        found = run(np.where(PROMPT == 2, wrong, PROMPT))
-        np.testing.assert_array_equal(np.isnan(found.scores), [True, True, False])
+        actual = run(np.where(PROMPT == 2, wrong, PROMPT))
+        np.testing.assert_array_equal(np.isnan(actual.scores), [True, True, False])
 
 
 @pytest.mark.slow

@@ -116,12 +116,12 @@ MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_matches_greedy_without_cache(name: str) -> None:
     step, (variables, cache), whole = MODELS[name]()
-    found = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
-    np.testing.assert_array_equal(found.tokens, greedy(whole, PROMPT, NEW))
-    full = np.concatenate([PROMPT, found.tokens], 1)
+    actual = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
+    np.testing.assert_array_equal(actual.tokens, greedy(whole, PROMPT, NEW))
+    full = np.concatenate([PROMPT, actual.tokens], 1)
     log_p = jax.nn.log_softmax(jax.jit(whole)(full))[:, 2:-1]
-    wanted = np.take_along_axis(np.asarray(log_p), np.asarray(found.tokens)[..., None], -1)
-    np.testing.assert_allclose(found.scores, wanted[..., 0].sum(-1), rtol=1e-4)
+    expected = np.take_along_axis(np.asarray(log_p), np.asarray(actual.tokens)[..., None], -1)
+    np.testing.assert_allclose(actual.scores, expected[..., 0].sum(-1), rtol=1e-4)
 
 
 @pytest.mark.slow

@@ -67,19 +67,19 @@ def decoding(decoder: Decoder) -> Decoder:
 def test_decoding_matches_full_forward() -> None:
     """A prompt of several tokens, then two, then one."""
     params = {"params": parameters()["params"]["decoder"]}
-    wanted = jax.jit(MODEL.decoder.apply)(params, X)
-    found = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
-    assert error(found, np.asarray(wanted)) < 5e-6
+    expected = jax.jit(MODEL.decoder.apply)(params, X)
+    actual = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
+    assert error(actual, np.asarray(expected)) < 5e-6
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), pytest.param((5, 3), marks=pytest.mark.slow)])
 def test_ragged_prompts_generate_as_if_alone(lengths: tuple[int, int]) -> None:
     prompt, count, sizes = TOKENS[:, :5], 4, np.array(lengths)
-    found = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=sizes)
+    actual = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=sizes)
     for row, n in enumerate(lengths):
         logits = functools.partial(MODEL.apply, parameters())
-        wanted = greedy(logits, prompt[row : row + 1, :n], count)
-        np.testing.assert_array_equal(found.tokens[row], wanted[0])
+        expected = greedy(logits, prompt[row : row + 1, :n], count)
+        np.testing.assert_array_equal(actual.tokens[row], expected[0])
 
 
 def test_sharing_layers_hold_no_cache() -> None:
@@ -131,8 +131,8 @@ def test_scan_and_remat_match_loop() -> None:
         return jnp.sum(jnp.sin(stack.apply({"params": params}, x)))
 
     pull = jax.jit(jax.value_and_grad(loss, 2), static_argnums=0)
-    (wanted, wanted_dx), (found, dx) = pull(loop, params, X), pull(scan, together, X)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    (expected, wanted_dx), (actual, dx) = pull(loop, params, X), pull(scan, together, X)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     np.testing.assert_allclose(dx, wanted_dx, atol=1e-4)
 
 

@@ -58,8 +58,8 @@ def test_replacing_flax_layer_keeps_parameters_and_numbers(name: str) -> None:
     bound = 0.03 if name == "dtypes" else 2e-5
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         expected, wanted = nnx.jit(nnx.value_and_grad(loss))(theirs)
-    found, got = nnx.jit(nnx.value_and_grad(loss))(ours)
-    np.testing.assert_allclose(found, expected, rtol=bound)
+    actual, got = nnx.jit(nnx.value_and_grad(loss))(ours)
+    np.testing.assert_allclose(actual, expected, rtol=bound)
     largest = max(np.abs(np.float32(x)).max() for x in jax.tree.leaves(nnx.to_pure_dict(wanted)))
     jax.tree.map(
         lambda a, b: close(np.float32(a) / largest, np.float32(b) / largest, bound),

@@ -77,11 +77,11 @@ def test_mrope_matches_formula() -> None:
     x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
     at = RNG.integers(0, 30, (T, 3))
     of = np.repeat(np.arange(3), sections)
-    found = MRope(sections, 50.0)(x, at)
+    actual = MRope(sections, 50.0)(x, at)
     expected = rotated(x, lambda i, p: at[i, of[p]] / 50 ** (2 * p / H))
-    assert error(found, expected) < 2e-6
+    assert error(actual, expected) < 2e-6
     rows = np.stack([at, at])
-    np.testing.assert_allclose(MRope(sections, 50.0)(x, rows), found, atol=1e-6)
+    np.testing.assert_allclose(MRope(sections, 50.0)(x, rows), actual, atol=1e-6)
     text = MRope(sections, 50.0)(x, np.arange(T))
     np.testing.assert_allclose(text, Rotary(50.0)(x, np.arange(T)), atol=1e-6)
 

@@ -41,8 +41,8 @@ def test_sinusoidal_halves_match_formula(D: int) -> None:
     expected = np.concatenate([np.sin(angles), np.cos(angles)], -1)
     np.testing.assert_allclose(sinusoidal(1000, D, halves=True), expected, atol=ANGLE)
     x = normal(2, T, D)
-    found = PositionEmbedding("sinusoidal_halves").apply({}, x, ROWS)
-    np.testing.assert_allclose(found, x + expected[ROWS], atol=ANGLE)
+    actual = PositionEmbedding("sinusoidal_halves").apply({}, x, ROWS)
+    np.testing.assert_allclose(actual, x + expected[ROWS], atol=ANGLE)
 
 
 def test_sinusoidal_dtype_and_no_tokens() -> None:

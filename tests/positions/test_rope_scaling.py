@@ -114,10 +114,10 @@ def test_scalings_match_formulas(name: str, interleaved: bool) -> None:
     first = np.s_[..., ::2] if interleaved else np.s_[..., : R // 2]
     second = np.s_[..., 1::2] if interleaved else np.s_[..., R // 2 :]
     pairs = x[first] + 1j * x[second]
-    wanted = size * pairs * np.exp(1j * angle)[:, None]
+    expected = size * pairs * np.exp(1j * angle)[:, None]
     # An angle of 9,000 is rounded by 5e-4 in float32.
-    np.testing.assert_allclose(turned[first], wanted.real, atol=3e-3 * size)
-    np.testing.assert_allclose(turned[second], wanted.imag, atol=3e-3 * size)
+    np.testing.assert_allclose(turned[first], expected.real, atol=3e-3 * size)
+    np.testing.assert_allclose(turned[second], expected.imag, atol=3e-3 * size)
 
 
 def test_factor_of_1_changes_nothing() -> None:
@@ -141,10 +141,10 @@ def test_scaled_rotary_layer_decodes_like_full_forward() -> None:
     whole = layer.clone(decode=False)
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
     params = jax.jit(whole.init)(jax.random.key(1), x)
-    wanted = jax.jit(whole.apply)(params, x)
-    np.testing.assert_allclose(decoded(layer, params, x), wanted, atol=1e-5)
+    expected = jax.jit(whole.apply)(params, x)
+    np.testing.assert_allclose(decoded(layer, params, x), expected, atol=1e-5)
     plain = layer.clone(decode=False, rotary=Rotary(5e5))
-    assert np.abs(jax.jit(plain.apply)(params, x) - wanted).max() > 1e-3
+    assert np.abs(jax.jit(plain.apply)(params, x) - expected).max() > 1e-3
 
 
 @pytest.mark.parametrize(

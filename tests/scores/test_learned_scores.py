@@ -60,8 +60,8 @@ def test_buckets_match_integer_formula() -> None:
     ]
     assert len(settings) >= 135
     for setting in settings:
-        wanted = [bucket_of(int(d), *setting) for d in distances]
-        np.testing.assert_array_equal(relative_bucket(distances, *setting), wanted, str(setting))
+        expected = [bucket_of(int(d), *setting) for d in distances]
+        np.testing.assert_array_equal(relative_bucket(distances, *setting), expected, str(setting))
 
 
 def test_layer_learns_its_bias_table() -> None:
@@ -104,8 +104,8 @@ def test_layers_of_stack_share_one_bias_table(kind: Any, scan: bool) -> None:
         return pairs, gradient["params"]["relative_bias"]
 
     pairs, gradient = compute(drawn)
-    for found, wanted in pairs:
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
     assert np.abs(gradient).max() > 1e-3
 
 
@@ -132,10 +132,10 @@ def test_nnx_layer_learns_bias_table() -> None:
 def test_learned_scores_on_mesh_match_one_device() -> None:
     stack = Encoder(2, block(), scores=(RelativeBias(),))
     variables = stack.init(KEY, X)
-    wanted = stack.apply(variables, X)
+    expected = stack.apply(variables, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), wanted, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), expected, atol=1e-5)
 
 
 VECTORS = {

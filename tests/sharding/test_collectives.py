@@ -91,7 +91,7 @@ SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
 def test_joined_projections_send_the_minimum(optimized, name: str, kind: str) -> None:
-    layer, wanted = SENT[name]
+    layer, expected = SENT[name]
 
     def loss(params, x):
         return jnp.sum(jnp.sin(layer.apply(params, x)))
@@ -102,14 +102,14 @@ def test_joined_projections_send_the_minimum(optimized, name: str, kind: str) ->
         text = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:
         leave()
-    found = dict.fromkeys(wanted, 0)
+    actual = dict.fromkeys(expected, 0)
     for collective, size in collectives(text):
         # Skip small parameters that heads share.
         if size > 64:
-            found[collective] = found.get(collective, 0) + size
-    assert found.keys() == wanted.keys()
-    for collective, size in wanted.items():
-        assert abs(found[collective] - size) <= 64, (found, wanted)
+            actual[collective] = actual.get(collective, 0) + size
+    assert actual.keys() == expected.keys()
+    for collective, size in expected.items():
+        assert abs(actual[collective] - size) <= 64, (actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,14 @@ def check_on_mesh(
             return None
         return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
 
-    wanted = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    expected = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        found = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+        actual = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected
+    )
 
 
 def check_generation(layer: nn.Module, features: int, scan: bool, **fields: Any) -> None:
@@ -61,9 +63,9 @@ def check_generation(layer: nn.Module, features: int, scan: bool, **fields: Any)
     model = LanguageModel(TokenEmbedding(40, features), Decoder(2, block, scan=scan))
     tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
     params = random_like(jax.eval_shape(model.init, KEY, tokens))
-    found = generate(model, params, tokens, max_new_tokens=4).tokens
-    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
-    np.testing.assert_array_equal(found, wanted)
+    actual = generate(model, params, tokens, max_new_tokens=4).tokens
+    expected = greedy(functools.partial(model.apply, params), tokens, 4)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def check_under_scan(layer: nn.Module, x: Any, **call: Any) -> Any:

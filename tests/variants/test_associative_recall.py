@@ -42,10 +42,10 @@ def draw(key: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jnp.argsort(jax.random.uniform(of_keys, (rows, KEYS)))[:, :FACTS]
     values = jax.random.randint(of_values, (rows, FACTS), 0, VALUES)
     asked = jax.random.randint(of_asked, (rows, ASKED), 0, FACTS)
-    again, wanted = (jnp.take_along_axis(x, asked, 1) for x in (keys, values))
-    hidden = jnp.full_like(wanted, VALUES)
+    again, expected = (jnp.take_along_axis(x, asked, 1) for x in (keys, values))
+    hidden = jnp.full_like(expected, VALUES)
     keys, values = jnp.concatenate([keys, again], 1), jnp.concatenate([values, hidden], 1)
-    return keys, values, wanted
+    return keys, values, expected
 
 
 def accuracy(attention: nn.Module) -> float:
@@ -54,9 +54,9 @@ def accuracy(attention: nn.Module) -> float:
     optimizer = optax.adam(optax.cosine_decay_schedule(5e-3, STEPS))
 
     def loss(params: Any, key: jax.Array) -> jax.Array:
-        *tokens, wanted = draw(key, 32)
+        *tokens, expected = draw(key, 32)
         logits, sown = model.apply({"params": params}, *tokens, mutable=["losses"])
-        error = optax.softmax_cross_entropy_with_integer_labels(logits[:, FACTS:], wanted)
+        error = optax.softmax_cross_entropy_with_integer_labels(logits[:, FACTS:], expected)
         return error.mean() + sum(map(jnp.sum, jax.tree.leaves(sown)))
 
     def step(state: Any, key: jax.Array) -> tuple[Any, None]:
@@ -66,12 +66,12 @@ def accuracy(attention: nn.Module) -> float:
 
     @jax.jit
     def run() -> jax.Array:
-        *tokens, wanted = draw(jax.random.key(3), 512)
+        *tokens, expected = draw(jax.random.key(3), 512)
         params = model.init(jax.random.key(0), *tokens)["params"]
         keys = jax.random.split(jax.random.key(1), STEPS)
         (params, _), _ = jax.lax.scan(step, (params, optimizer.init(params)), keys)
         logits = model.apply({"params": params}, *tokens)
-        return (logits[:, FACTS:].argmax(-1) == wanted).mean()
+        return (logits[:, FACTS:].argmax(-1) == expected).mean()
 
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return float(run())

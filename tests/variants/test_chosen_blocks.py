@@ -112,8 +112,8 @@ def test_document_does_not_affect_others(fields: dict[str, Any], lengths: list[i
     wanted = expected(params["params"], X, query_block=block, mask=mask)
     assert error(out[:2], wanted) < 5e-6
     for n in range(2):
-        found = out[2 * n + 2 : 2 * n + 4, ids != n]
-        assert error(found, wanted[:, ids != n]) < 5e-6
+        actual = out[2 * n + 2 : 2 * n + 4, ids != n]
+        assert error(actual, wanted[:, ids != n]) < 5e-6
 
 
 @pytest.mark.parametrize("fields", [{"share": True}, {"query_block": 8}])

@@ -129,8 +129,8 @@ def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
 def test_qkv_features_are_divided_over_heads() -> None:
     """Rotated features do not count. The default is the number of input features."""
     wanted = jax.eval_shape(layer().init, KEY, X)
-    found = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
-    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), found, wanted)
+    actual = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), actual, wanted)
     kernel = jax.eval_shape(layer(head_dim=None).init, KEY, X)["params"]["key"]["kernel"]
     assert kernel.shape == (RANK, N, D // N)
 

@@ -93,10 +93,10 @@ def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
     np.testing.assert_array_equal(init, [eye, eye])
     if across:
         memory = X[:, :7]
-        found, wanted = (
+        actual, wanted = (
             jax.jit(m.apply)(v, X, memory) for m, v in ((ours, both), (plain, variables))
         )
-        assert error(found, wanted) < 5e-6
+        assert error(actual, wanted) < 5e-6
         held, plainly = (
             decoded(m.clone(decode=True), v, X, (4, 6), (memory,))
             for m, v in ((ours, both), (plain, variables))
@@ -104,12 +104,12 @@ def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
         assert error(held, plainly) < 5e-6
         return
     call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
-    found, wanted = (
+    actual, wanted = (
         jax.jit(functools.partial(m.apply, return_weights=True))(v, X, **call)
         for m, v in ((ours, both), (plain, variables))
     )
-    assert error(found[0], wanted[0]) < 5e-6
-    assert error(found[1], wanted[1]) < 5e-6
+    assert error(actual[0], wanted[0]) < 5e-6
+    assert error(actual[1], wanted[1]) < 5e-6
 
 
 @pytest.mark.sampled(0.33)
