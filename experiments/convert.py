@@ -1,10 +1,10 @@
-"""A Hugging Face folder as a checkpoint of Orbax, and back.
+"""Convert a Hugging Face folder to an Orbax checkpoint, and back.
 
     python -m experiments.convert path/to/Qwen3-0.6B converted
     python -m experiments.convert converted path/to/mine --dtype=bfloat16
 
-Both have `config.json`; the weights are safetensors in the one, and in the other `variables`, which
-any program restores with `orbax.checkpoint.StandardCheckpointer().restore(path)`.
+Both have `config.json`. The weights are safetensors in the former and `variables` in the latter.
+Any program restores these with `orbax.checkpoint.StandardCheckpointer().restore(path)`.
 """
 
 import sys
@@ -25,13 +25,13 @@ from flax_mha import interop
 from flax_mha.base import checks
 from flax_mha.interop import safetensors
 
-DTYPE = flags.DEFINE_string("dtype", None, "Of floating parameters (default: as they are).")
+DTYPE = flags.DEFINE_string("dtype", None, "The dtype of floating parameters (default: unchanged).")
 
 _CONFIG, _WEIGHTS = "config.json", "variables"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Converts the first folder into the second."""
+    """Convert the first folder into the second."""
     log.hush()
     try:
         _, *given = argv
@@ -44,15 +44,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
-    """Writes one as the other, and says what it wrote.
+    """Convert one folder to the other form, and return a description of the result.
 
     Args:
-      source: a folder of either kind.
+      source: a folder of either form.
       target: a folder that does not exist yet, or is empty.
-      dtype: of floating parameters (default: as they are).
+      dtype: the dtype of floating parameters (default: unchanged).
 
     Raises:
-      ValueError: if a folder is not what it must be, or its files do not fit each other.
+      ValueError: if a folder is invalid, or its files do not fit each other.
     """
     source = Path(source).expanduser().absolute()
     target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")
@@ -67,7 +67,7 @@ def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
     else:
         _, variables = interop.load(source, dtype=dtype)
         with ocp.StandardCheckpointer() as checkpointer:
-            # Of NumPy: arrays of JAX are tied to the devices of this machine.
+            # As NumPy arrays: JAX arrays are tied to the devices of this machine.
             checkpointer.save(target / _WEIGHTS, jax.tree.map(np.array, variables))
         (target / _CONFIG).write_bytes((source / _CONFIG).read_bytes())
         kind = "a checkpoint of Orbax"

@@ -1,9 +1,9 @@
-"""What attention in float32 takes of a GPU's memory, by the compiler, which needs no GPU.
+"""The GPU memory of attention in float32, by the compiler, without a GPU.
 
     python -m experiments.kernels_memory    # an H200, causal: the table of docs/kernels.md
     python -m experiments.kernels_memory --chip=a100 --mask=none
 
-Each line is the greatest memory beside arguments and results. It takes the wheels of the extra
+Each cell is the peak memory beside arguments and results. It needs the wheels of the extra
 gpu-compile.
 """
 
@@ -24,14 +24,14 @@ from flax_mha.kernels import KernelName, Platform
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 HEADS = (16, 256)
-# Beyond it XLA takes minutes for plain einsums, whose mask it computes while it compiles.
+# Beyond it XLA compiles plain einsums for minutes, because it computes their mask meanwhile.
 LONGEST = 4096
 H = 64
 MASKS = {"none": None, "causal": masks.Causal()}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table as Markdown, line by line."""
+    """Print the table as Markdown, line by line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.kernels_memory", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,14 +39,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--chip", choices=sorted(gpus.TARGETS), default="h200")
     parser.add_argument("--mask", choices=sorted(MASKS), default="causal")
     flags = parser.parse_args(argv)
-    # Nothing runs, so JAX need not start what is here.
+    # Nothing runs, so JAX need not start this machine's devices.
     jax.config.update("jax_platforms", "cpu")
     try:
         (device,) = gpus.of(flags.chip, 1)
     except RunError as error:
         sys.exit(f"error: {error}")
-    columns = [f"`{kernel}`, {what}" for kernel in ("reference", "blockwise")
-               for what in ("forward", "with gradients")]  # fmt: skip
+    columns = [f"`{kernel}`, {passes}" for kernel in ("reference", "blockwise")
+               for passes in ("forward", "with gradients")]  # fmt: skip
     print("| T = S | B·N | " + " | ".join(["scores", *columns]) + " | `auto` |")
     print("|---" * 8 + "|")
     for T in LENGTHS:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
-    """Of one size."""
+    """Return the line of one size."""
     x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32)
     platform = Platform("gpu", device.device_kind, cudnn=(9, 20, 0))
     cells = [f"{T:,}", str(N), _mib(4 * N * T**2)]
@@ -69,7 +69,7 @@ def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
 def taken(
     device: jax.Device, T: int, N: int, mask: masks.Mask | None, kernel: KernelName, gradients: bool
 ) -> int:
-    """Bytes beside arguments and results, of N heads of 64 features."""
+    """Return the bytes beside arguments and results, for N heads of 64 features."""
     mesh = Mesh(np.array([device]), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec())
     x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32, sharding=sharding)

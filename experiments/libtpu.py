@@ -1,14 +1,14 @@
-"""The wheel libtpu where no TPU is: a compiler, that must not look for one nor say it found none.
+"""Quiet the wheel libtpu on machines without a TPU, where it is only a compiler.
 
-JAX asks it for a TPU wherever it is installed, and it answers with several lines of errors, after a
-search in the network for the host of one. This is called before JAX looks for devices.
+JAX asks libtpu for a TPU wherever it is installed. Without one it searches the network for a host
+and prints several lines of errors. Call this before JAX looks for devices.
 """
 
 import os
 from pathlib import Path
 
-# A host that stands for itself alone, so that it asks nobody; any kind of chip will do, for what is
-# compiled says by itself which chips it is for.
+# A single host, so that libtpu asks no other one. Any kind of chip will do, because a compiled
+# program names its own chips.
 _QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
@@ -18,17 +18,17 @@ _QUIET = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several compilers at a time
 }
 _GOOGLE = "0x1ae0"
-_STORAGE, _NETWORK = "0x01", "0x02"  # classes of devices that every virtual machine there has
+_STORAGE, _NETWORK = "0x01", "0x02"  # device classes that every Google virtual machine has
 
 
 def compiler_only(devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Keeps libtpu quiet on a machine without a TPU; changes nothing on one that has one."""
+    """Keep libtpu quiet on a machine without a TPU, and change nothing on one with a TPU."""
     if not any(_is_tpu(device) for device in devices.glob("*")):
         quiet()
 
 
 def quiet() -> None:
-    """Keeps libtpu quiet, in a program that leaves a TPU alone."""
+    """Keep libtpu quiet, in a program that uses no TPU."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 

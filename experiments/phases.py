@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-EVERY = 4.0  # seconds between lines, so that none is awaited for 5; later a hundredth of the phase
+EVERY = 4.0  # seconds between lines, so that nobody waits for 5; later a hundredth of the phase
 LOADING = "loading JAX and what goes with it"
 _HELP = re.compile(r"--?h(elp\w*)?")
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
-quiet = False  # as all processes of a run but the first are
-_open: list["Phase"] = []  # the innermost last: the only one that is heard
-_said = 0.0  # when the last line was
+quiet = False  # True in all processes of a run but the first
+_open: list["Phase"] = []  # the innermost is last, and the only one that prints
+_said = 0.0  # the time of the last line
 
 
 class Phase:
@@ -45,7 +45,7 @@ class Phase:
         _open.append(self)
         if self._aloud:
             say(f"{self._text} …", sys.stderr)
-        # It ends with the process, whatever becomes of the phase.
+        # The thread ends with the process, even if the phase does not.
         threading.Thread(target=self._go_on, name=self._text, daemon=True).start()
         return self
 
@@ -68,20 +68,20 @@ class Phase:
 
 
 def say(line: str, file: TextIO) -> None:
-    """Print a line at once, unless other processes do it."""
+    """Print a line at once, except in processes after the first."""
     global _said
     _said = time.monotonic()
     if not quiet:
-        file.write(f"{line}\n")  # in one piece, which those of threads can't part
+        file.write(f"{line}\n")  # in one piece, so that other threads cannot split it
         file.flush()
 
 
 def begin(argv: list[str]) -> None:
-    """Say that a command's modules are imported, until it has its `main`.
+    """Print that a command's modules are imported, until it has its `main`.
 
     Args:
-      argv: its arguments; with --help there is nothing to wait for, and of several processes the
-        first speaks.
+      argv: its arguments; with --help nothing is printed, and only the first of several processes
+        prints.
     """
     global quiet
     quiet = _rank(argv) > 0
@@ -90,7 +90,7 @@ def begin(argv: list[str]) -> None:
 
 
 def _rank(argv: list[str]) -> int:
-    """Return which process of a run this is, as far as is known before JAX is there."""
+    """Return this process's index in the run, as far as it is known before JAX starts."""
     line = " ".join(argv)
     if match := re.search(r"--?process_id[= ](\d+)", line):
         return int(match[1])

@@ -1,4 +1,4 @@
-"""What a decoder of a Hugging Face folder makes of a prompt."""
+"""Generate text from a prompt with the model in a Hugging Face folder."""
 
 import functools
 import importlib
@@ -22,17 +22,17 @@ def respond(
     folder: str | Path, prompt: str, say: Callable[[str], None], max_new_tokens: int = 64,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Says how the prompt goes on, or what it becomes, piece by piece.
+    """Generate from a prompt with the folder's model, and pass the text to `say` piece by piece.
 
     Args:
-      folder: `config.json`, safetensors, and `tokenizer.json` or, without it, a prompt of ids.
+      folder: `config.json`, safetensors, and `tokenizer.json`, or without it a prompt of ids.
       prompt: a text, or ids such as "12 7 401".
-      say: takes each piece.
-      max_new_tokens: how many at most.
-      **options: of `flax_mha.generate`.
+      say: a function that takes each piece.
+      max_new_tokens: the maximum number of new tokens.
+      **options: further arguments of `flax_mha.generate`.
 
     Raises:
-      ValueError: if the folder or the prompt is not what it must be.
+      ValueError: if the folder or the prompt is invalid.
     """
     folder = Path(folder).expanduser()
     config = FileSettings(safetensors.read_json(folder / "config.json"))
@@ -41,7 +41,7 @@ def respond(
     said_there = interop.generation(folder)
     if isinstance(model, Translator) and model.reads_tokens:
         if "start" not in said_there:
-            raise RunError("config.json must have decoder_start_token_id, and has not")
+            raise RunError("config.json must have decoder_start_token_id, got none")
         options["start"] = said_there["start"]
     elif not isinstance(model, LanguageModel):
         raise RunError(f"a {config['model_type']} writes no text; give a decoder, or a T5")
@@ -62,7 +62,7 @@ def respond(
         if not {*tokens} & {*ends}:
             tokens.append(int(new[0]))
         text = decode([token for token in tokens if token not in ends])
-        # A character of several tokens is not there before its last.
+        # A character of several tokens is complete only with the last one.
         if not text.endswith("�"):
             say(text[len(said) :])
             said = text
@@ -74,12 +74,12 @@ def respond(
     if "callback" not in options:
         for token in np.asarray(found.tokens[0]):
             show(0, token[None])
-    # What was held back, if the text ends within a character.
+    # Print the rest, if the text ends within a character.
     say(decode([token for token in tokens if token not in ends])[len(said) :])
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """From text to ids and back."""
+    """Return functions from text to ids and back."""
     path = folder / _TOKENIZER
     if not path.exists():
         return _ids, lambda ids: " ".join(map(str, ids))
@@ -89,7 +89,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list
         raise RunError(f"{path} needs the package tokenizers; pip install tokenizers") from None
 
     def guarded(call: Callable[..., Any], *args: Any) -> Any:
-        """Call the library, which raises plain exceptions, and panics that are none."""
+        """Call the library, and turn its plain exceptions and panics into a RunError."""
         try:
             return call(*args)
         except (KeyboardInterrupt, SystemExit):
@@ -101,7 +101,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list
             ) from None
 
     tokenizer = guarded(tokenizers.Tokenizer.from_buffer, safetensors.read_bytes(path))
-    # What pads rows to one length has no place in a prompt.
+    # A prompt needs no padding.
     guarded(tokenizer.no_padding)
 
     def encode(text: str) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before jax is imported anywhere: it reads these once.
+# Before any import of jax, which reads these once.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -23,14 +23,14 @@ from hypothesis import settings
 import experiments  # noqa: F401 — keeps libtpu quiet, where it is only a compiler
 from flax_mha.kernels import decode
 
-# Nothing that collection makes is garbage: to look for some takes a second.
+# Collection makes no garbage, and looking for it takes a second.
 gc.disable()
 if importlib.util.find_spec("jax_cuda13_plugin") and not Path("/dev/nvidiactl").exists():
-    # The compiler for NVIDIA's GPUs alone: JAX would look for the rest of CUDA.
+    # Only the compiler for NVIDIA GPUs is here: JAX would look for the rest of CUDA.
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Tests compile much and compute little. Those that read compiled programs turn it on again.
+# Tests compile much and compute little. Tests that read compiled programs turn it on again.
 jax.config.update("jax_disable_most_optimizations", True)
 # Every run tries the same examples: a failure is a fact, not a matter of luck.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=25)
@@ -41,17 +41,17 @@ make_mesh = jax.make_mesh
 
 
 def _mesh_or_skip(shape: tuple[int, ...], *args: Any, **kwargs: Any) -> jax.sharding.Mesh:
-    """A mesh. The 8 devices are those of a CPU: accelerators may be fewer."""
+    """Make a mesh, or skip the test: accelerators may be fewer than the 8 devices of a CPU."""
     there = len(kwargs.get("devices") or jax.devices())
     if math.prod(shape) > there:
         pytest.skip(f"needs {math.prod(shape)} devices, got {there}")
     return make_mesh(shape, *args, **kwargs)
 
 
-# Before pytest itself deselects what is marked slow.
+# Before pytest itself deselects slow tests.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves most cases of sampled tests to the slow run; skips what needs an accelerator."""
+    """Mark most cases of sampled tests as slow, and skip tests without their accelerator."""
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled"):
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage seldom, and none of the modules that are loaded already."""
+    """Set garbage collection to run seldom, and to ignore the loaded modules."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
@@ -81,10 +81,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test draws the same numbers alone, among others, and on any worker.
+    """Make a test draw the same numbers alone, among others, and on any worker.
 
-    Of some numbers a gradient is a sum that cancels to nearly nothing, whose relative error is
-    large whoever computes it: a failure that would come and go with the order of the tests.
+    For some numbers a gradient is a sum that cancels to nearly nothing. Its relative error is large
+    in any implementation: a failure that would come and go with the order of the tests.
     """
     rng = getattr(getattr(item, "module", None), "RNG", None)
     if rng is not None:
@@ -98,7 +98,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Compiles as users do."""
+    """Run the test with XLA's optimizations, as users do."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -106,7 +106,7 @@ def optimized() -> Iterator[None]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a few tokens fill several blocks of a cache, and both ways through them are taken."""
+    """Set small blocks, so that few tokens fill several blocks of a cache and both paths run."""
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 3})
     monkeypatch.setattr(decode, "_FEW", 0.5)
     # Longer calls are prompts, which take the other kernels.

@@ -1,12 +1,12 @@
-"""Times attention beside its peers, and weighs it.
+"""Measure the time and memory of attention beside its peers.
 
     python -m experiments.benchmark --quick
     python -m experiments.benchmark --parts=core --lengths=1024,4096 --contestants=ours,jax-xla
     python -m experiments.benchmark --parts=layer --dtypes=bfloat16 --workdir=runs/mine
     python -m experiments.benchmark --decode
 
-Every race is interleaved: its contestants are called in turns, and medians are compared. Tables go
-to the terminal, results.json and times.png to --workdir (default: a new folder under runs/).
+Every race is interleaved: its contestants run in turns, and their medians are compared. Tables are
+printed, and results.json and times.png go to --workdir (default: a new folder under runs/).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Before jax starts: other libraries want memory of the same GPU.
+# Before jax starts: other libraries need memory of the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -50,7 +50,7 @@ FULL = {"seconds": 10.0, "total": 6 * 3600.0, "repeats": 200}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures race after race, and reports each as it ends."""
+    """Run race after race, and report each as it ends."""
     try:
         flags = parse(argv)
         fields = {field.name for field in dataclasses.fields(races.Settings)}
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[str, Any]) -> None:
-    """Measures steps at each size, and a prompt at the first."""
+    """Time steps at each size, and a prompt at the first."""
     rows: list[report.Row] = []
     ran: list[decoding.Size] = []
     started = time.perf_counter()
@@ -95,9 +95,9 @@ def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[s
             try:
                 bandwidth = decoding.bandwidth(size)
                 here = decoding.race(size, flags["repeats"], flags["seconds"])
-                # Others may have had the machine: the best counts.
+                # Other programs may have used the machine: the best counts.
                 bandwidth = max(bandwidth, decoding.bandwidth(size))
-            except Exception as error:  # of a size that does not fit, though it seemed to
+            except Exception as error:  # a size that does not fit after all
                 console.print(f"B={size.B}, S={size.S}: {timing.reason(error)}")
                 continue
             finally:
@@ -112,7 +112,7 @@ def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[s
     header["prefill"] = decoding.prefill(ran[0], flags["seconds"])
     text = (
         "a prompt of {tokens:,} tokens: {seconds:.3g} s in one call, {token_by_token:.3g} s token "
-        "by token, {ratio:.1f} times as long; {linen:.3g} s by linen's steps"
+        "by token, {ratio:.1f} times as long; {linen:.3g} s with linen's steps"
     )
     console.print(text.format(**header["prefill"]))
     report.write(folder / "results.json", header, rows)
@@ -120,13 +120,13 @@ def decode(console: Console, folder: Path, header: dict[str, Any], flags: dict[s
 
 
 def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[report.Row]:
-    """Times a race, then weighs its entries one by one.
+    """Time a race, then measure memory and compile time of its entries one by one.
 
     Args:
-      race: what runs.
-      repeats: rounds at most.
-      seconds: for the rounds.
-      end: the time after which nothing new is begun.
+      race: the race.
+      repeats: the maximum number of rounds.
+      seconds: the time for the rounds.
+      end: the time after which nothing new starts.
     """
     works, skipped = {}, {}
     times: dict[str, timing.Timing | timing.Failure] = {}
@@ -139,11 +139,11 @@ def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[repo
             works[label] = contestants.build(name, case, machine.free_bytes())
         except contestants.RefusalError as refusal:
             skipped[label] = str(refusal)
-        except Exception as error:  # of a peer: anything
+        except Exception as error:  # a peer may raise anything
             times[label] = timing.Failure(timing.reason(error))
     queue = jax.default_backend() != "cpu"
     times |= timing.interleave(works, repeats, seconds, queue)
-    works.clear()  # gives the memory back
+    works.clear()  # releases the memory
     torch_peers.release()
     for label, name, case in race.entries if race.weigh else ():
         if not isinstance(times.get(label), timing.Timing):
@@ -158,32 +158,40 @@ def run(race: races.Race, repeats: int, seconds: float, end: float) -> list[repo
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:
-    """The flags, those of --quick or of a full run where nothing is said."""
+    """Return the flags, with defaults of --quick or of a full run."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {PROGRAM}", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS,
     )  # fmt: skip
     add = parser.add_argument
     add("--quick", action="store_true", help="a few cases, within 2 minutes")
-    add("--decode", action="store_true", help="steps against a cache, instead of layer and core")
-    add("--parts", type=_among(cases.PARTS), help="layer, core")
-    add("--passes", type=_among(cases.PASSES), help="forward, backward (forward and backward)")
-    add("--masks", type=_among(cases.MASKS), help="causal, full, packed (causal, and documents)")
+    add(
+        "--decode",
+        action="store_true",
+        help="decoding steps with a cache, instead of layer and core",
+    )
+    add("--parts", type=_among(cases.PARTS), help="the parts to time: layer, core")
+    add("--passes", type=_among(cases.PASSES), help="forward, or backward (both passes together)")
+    add("--masks", type=_among(cases.MASKS), help="causal, full, packed (causal with documents)")
     add("--dtypes", type=_among(cases.DTYPES), help="float32, bfloat16, float16")
     add("--contestants", type=_among(contestants.names()), help=", ".join(contestants.names()))
-    add("--lengths", type=_counts, help="tokens of a sequence, such as 128,1024; slots of a cache")
-    add("--batch", type=_count, help="sequences; unless said, for --tokens")
-    add("--tokens", type=_count, help="of a batch, 2,048 unless said")
-    add("--documents", type=_count, help="packed into a sequence, 8 unless said")
-    add("--kv_heads", type=_count, help="key/value heads of cores; as many as heads unless said")
-    add("--heads", type=_count, help="8 unless said")
-    add("--features", type=_count, help="512 unless said")
-    add("--window", type=_count, help="a query sees so many tokens near it")
-    add("--memory", type=_lengths, help="lengths at which memory and compiling are measured; none")
-    add("--extras", action=argparse.BooleanOptionalAction, help="a window, bfloat16, long T")
-    add("--repeats", type=_count, help="rounds of a race at most")
-    add("--seconds", type=_seconds, help="for the rounds of a race")
-    add("--total", type=_seconds, help="seconds, after which nothing new is begun")
+    add("--lengths", type=_counts, help="sequence lengths such as 128,1024, or cache slots")
+    add("--batch", type=_count, help="sequences per batch (default: from --tokens)")
+    add("--tokens", type=_count, help="tokens per batch (default: 2,048)")
+    add("--documents", type=_count, help="documents packed into a sequence (default: 8)")
+    add("--kv_heads", type=_count, help="key/value heads of cores (default: --heads)")
+    add("--heads", type=_count, help="attention heads (default: 8)")
+    add("--features", type=_count, help="model features (default: 512)")
+    add("--window", type=_count, help="the number of near tokens that a query sees")
+    add("--memory", type=_lengths, help="lengths for memory and compile time, or none")
+    add(
+        "--extras",
+        action=argparse.BooleanOptionalAction,
+        help="extra races: a window, bfloat16, long T",
+    )
+    add("--repeats", type=_count, help="the maximum number of rounds of a race")
+    add("--seconds", type=_seconds, help="seconds for the rounds of a race")
+    add("--total", type=_seconds, help="seconds after which nothing new starts")
     add("--workdir", help="a new or empty folder for the results")
     said = vars(parser.parse_args(argv))
     return FULL | (QUICK if said.get("quick") else {}) | said
@@ -227,8 +235,8 @@ def _introduce(console: Console, found: dict[str, Any]) -> None:
     console.print(f"{found['device']}, {found['cpu']}, {found['cores']} cores", style="dim")
     if found["load"] > 0.25 * found["cores"]:
         console.print(
-            f"others load this machine ({found['load']:.1f} of {found['cores']} cores on average): "
-            "expect slower and uneven times, most of all those of torch",
+            f"other programs use {found['load']:.1f} of {found['cores']} cores on average: "
+            "expect slower and uneven times, most of all for torch",
             style="bold",
         )
 

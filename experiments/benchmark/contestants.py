@@ -1,4 +1,4 @@
-"""Who takes part."""
+"""The contestants of the benchmark."""
 
 import functools
 import importlib.util
@@ -14,12 +14,13 @@ from flax_mha.kernels import KERNELS, KernelName
 
 
 class Contestant(NamedTuple):
-    """Who computes a case, and how.
+    """An implementation of a case.
 
     Attributes:
-      build: the work, or a RefusalError.
-      keeps_scores: where memory grows with T², so that a case that can't fit is not tried.
-      module: what must be installed.
+      build: a function from the case to the work, or a RefusalError.
+      keeps_scores: the platforms on which memory grows with T², so that too large cases are
+        refused.
+      module: the module that must be installed.
     """
 
     build: Callable[[Case], Work]
@@ -27,7 +28,7 @@ class Contestant(NamedTuple):
     module: str = "jax"
 
 
-# Ratios are to these.
+# The denominators of all ratios.
 BASELINES = {"layer": "linen", "core": "jax-xla"}
 
 CONTESTANTS: dict[str, dict[str, Contestant]] = {
@@ -61,15 +62,15 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
 
 
 def build(name: str, case: Case, free: int | None = None) -> Work:
-    """The work of a contestant at a case.
+    """Return the work of a contestant for a case.
 
     Args:
-      name: of CONTESTANTS[case.part].
-      case: what to compute.
-      free: bytes of memory; a case that needs more is refused.
+      name: a name in CONTESTANTS[case.part].
+      case: the case to compute.
+      free: the free bytes of memory; a case that needs more is refused.
 
     Raises:
-      RefusalError: if it is not installed, or not made for this case, or needs too much memory.
+      RefusalError: if it is not installed, does not support the case, or needs too much memory.
     """
     contestant = CONTESTANTS[case.part][name]
     if importlib.util.find_spec(contestant.module) is None:
@@ -82,5 +83,5 @@ def build(name: str, case: Case, free: int | None = None) -> Work:
 
 
 def names() -> list[str]:
-    """All of them, once."""
+    """Return the names of all contestants, without repetition."""
     return list(dict.fromkeys(name for group in CONTESTANTS.values() for name in group))

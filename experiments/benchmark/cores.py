@@ -1,4 +1,4 @@
-"""Attention alone, on queries, keys and values."""
+"""Attention alone, for given queries, keys and values."""
 
 import functools
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from flax_mha.kernels import KernelName
 
 
 def ours(case: Case, kernel: KernelName = "auto") -> Work:
-    """`flax_mha.dot_product_attention`, by a named kernel unless it refuses."""
+    """Build `flax_mha.dot_product_attention`, by a named kernel unless it refuses."""
     mask = our_mask(case)
     if kernel != "auto":
         like = [jax.ShapeDtypeStruct(x.shape, jax.numpy.dtype(case.dtype)) for x in case.inputs()]
@@ -31,7 +31,7 @@ def ours(case: Case, kernel: KernelName = "auto") -> Work:
 
 
 def jax_nn(case: Case, implementation: Literal["xla", "cudnn"]) -> Work:
-    """`jax.nn.dot_product_attention`."""
+    """Build `jax.nn.dot_product_attention`."""
     if implementation == "cudnn" and jax.default_backend() != "gpu":
         raise RefusalError(f"needs an NVIDIA GPU; this is {jax.default_backend()}")
     reach = case.window - 1
@@ -49,7 +49,7 @@ def jax_nn(case: Case, implementation: Literal["xla", "cudnn"]) -> Work:
 
 
 def linen(case: Case) -> Work:
-    """`flax.linen.dot_product_attention`."""
+    """Build `flax.linen.dot_product_attention`."""
     if case.K not in (0, case.N):
         raise RefusalError("has as many key/value heads as query heads")
 
@@ -60,11 +60,11 @@ def linen(case: Case) -> Work:
 
 
 def tokamax(case: Case) -> Work:
-    """`tokamax.dot_product_attention`, by the implementation that it chooses."""
+    """Build `tokamax.dot_product_attention`, by the implementation that it chooses."""
     import tokamax
 
     if not flags.FLAGS.is_parsed():
-        flags.FLAGS(["benchmark"])  # tokamax would take the flags of this program for its own
+        flags.FLAGS(["benchmark"])  # otherwise tokamax would parse this program's flags
     attend = functools.partial(tokamax.dot_product_attention, is_causal=case.causal)
     reach = case.window - 1
     if case.window:
@@ -78,7 +78,7 @@ def tokamax(case: Case) -> Work:
 
 
 def our_mask(case: Case) -> masks.Mask | None:
-    """What a query may see, as a value."""
+    """Return the case's mask as a flax_mha mask."""
     reach = case.window - 1
     window = masks.Window(reach, None if case.causal else reach) if case.window else None
     packed = masks.Documents(case.lengths()) if case.documents else None

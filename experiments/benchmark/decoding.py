@@ -1,12 +1,12 @@
-"""Decoding: a step of one token, and a prompt, against a cache of a fixed size.
+"""Decoding: steps of one token, and a prompt, with a cache of a fixed size.
 
     python -m experiments.benchmark --decode
 
 Each contestant holds its own cache, donated to every step, and all run in turns. A step must read
-the keys and values of the tokens so far and the layer's parameters, at least: those bytes a second
-stand beside what a large reduction reads on this machine, in the same run. On a GPU the sizes are
-many (B = 1 … 256, S = 1,024 … 32,768, bfloat16), on a CPU one. PyTorch takes part where it is
-installed, with a static cache under `scaled_dot_product_attention`.
+at least the keys and values of the tokens so far and the layer's parameters. The table compares
+these bytes per second with the ones of a large reduction on this machine, in the same run. A GPU
+runs many sizes (B = 1 … 256, S = 1,024 … 32,768, bfloat16), a CPU one. If PyTorch is installed, it
+takes part with a static cache and `scaled_dot_product_attention`.
 """
 
 import time
@@ -27,7 +27,7 @@ PROMPT = 1024
 
 
 class Size(NamedTuple):
-    """B rows, S slots, D = N·H features, and the dtype of everything."""
+    """The size of a race: B rows, S slots, D = N·H features, and the dtype of all arrays."""
 
     B: int
     S: int
@@ -36,23 +36,23 @@ class Size(NamedTuple):
     dtype: str
 
     def bytes(self, filled: int, stored: str | None = None) -> int:
-        """What a step reads at least: so many keys and values, and four projections."""
+        """Return the minimum bytes that a step reads: keys, values and four projections."""
         held = jnp.dtype(stored or self.dtype).itemsize + (4 * self.N / self.D if stored else 0)
         return int(2 * self.B * filled * self.D * held) + 4 * self.D**2 * self.item
 
     @property
     def item(self) -> int:
-        """Bytes of a number."""
+        """The bytes of a number."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
     def most(self) -> int:
-        """Bytes that the caches of all contestants of a race hold, and room to make them."""
+        """The bytes of the caches of all contestants of a race, with room to create them."""
         return 6 * 2 * self.B * self.S * self.D * self.item
 
 
 class Entry(NamedTuple):
-    """A contestant: how it steps, how many tokens there are before, and in which dtype they are."""
+    """A contestant with its step, its number of cached tokens, and their dtype."""
 
     name: str
     make: Callable[[Size, int], Work]
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 
 
 def sizes(free: int | None, flags: Mapping[str, Any]) -> Iterator[Size]:
-    """Those that suit the device, or that the flags say."""
+    """Yield the sizes that suit the device, or the sizes of the flags."""
     if "lengths" in flags:
         heads, features = flags.get("heads", 8), flags.get("features", 512)
         dtype = flags.get("dtypes", ("float32",))[0]
@@ -79,7 +79,7 @@ def sizes(free: int | None, flags: Mapping[str, Any]) -> Iterator[Size]:
 
 
 def entries(size: Size) -> list[Entry]:
-    """Full caches, ours nearly empty, and in int8."""
+    """Return the contestants: full caches, ours nearly empty, and ours in int8."""
     full, little = size.S - size.S // 4, size.S // 64
     return [
         Entry("linen", _linen, full),
@@ -91,7 +91,7 @@ def entries(size: Size) -> list[Entry]:
 
 
 def race(size: Size, rounds: int, seconds: float) -> list[report.Row]:
-    """Times the steps of all contestants in turns."""
+    """Time the steps of all contestants in turns."""
     works: dict[str, Work] = {}
     rows: list[report.Row] = []
     for name, make, filled, stored in entries(size):
@@ -101,9 +101,9 @@ def race(size: Size, rounds: int, seconds: float) -> list[report.Row]:
             works[name] = make(size, filled)
         except (RefusalError, ImportError) as refusal:
             rows[-1] |= {"status": "skipped", "reason": str(refusal)}
-        except Exception as error:  # of a cache that does not fit, or of a peer: anything
+        except Exception as error:  # too large a cache, or anything from a peer
             rows[-1] |= {"status": "failed", "reason": timing.reason(error)}
-    # Calls of a step wait for each other by themselves: each takes the cache of the one before.
+    # Steps wait for each other by themselves: each takes the previous one's cache.
     found = timing.interleave(works, rounds, seconds, queue=jax.default_backend() != "cpu")
     base = found.get("linen")
     for row in rows:
@@ -120,9 +120,9 @@ def race(size: Size, rounds: int, seconds: float) -> list[report.Row]:
 
 
 def table(rows: Sequence[report.Row], bandwidth: float) -> Table:
-    """The rows of one size."""
+    """Return the table of one size."""
     first = rows[0]
-    title = "a step: B={B}, S={S:,}, D={D}, {N} heads, {dtype}".format(**first)
+    title = "one step: B={B}, S={S:,}, D={D}, {N} heads, {dtype}".format(**first)
     grid = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE)
     grid.add_column("")
     for name in ("tokens held", "median", "tokens/s", "GB/s", "of bandwidth", "× linen"):
@@ -144,9 +144,9 @@ def table(rows: Sequence[report.Row], bandwidth: float) -> Table:
 
 
 def prefill(size: Size, seconds: float) -> dict[str, Any]:
-    """A prompt of `PROMPT` tokens in one call, and as that many steps, ours and linen's.
+    """Time a prompt of `PROMPT` tokens in one call, and in single steps of ours and linen's.
 
-    Steps are timed 32 at a time, after no token, a quarter, a half and three quarters of them.
+    Steps are timed 32 at a time, after none, a quarter, a half and three quarters of the tokens.
     """
     prompt = min(PROMPT, size.S // 2)
     layers = {"ours": _layer(size, None), "linen": _linen_layer(size)}
@@ -175,7 +175,7 @@ def prefill(size: Size, seconds: float) -> dict[str, Any]:
 
 
 def bandwidth(size: Size) -> float:
-    """Bytes a second that a reduction of two arrays as large as the cache reads, at best."""
+    """Return the best bytes per second of reading two arrays as large as the cache."""
     shape = (size.B, size.N, size.S, size.D // size.N)
     arrays = [jnp.ones(shape, size.dtype) for _ in range(2)]
     total = jax.jit(lambda *arrays: [x.max() for x in arrays])
@@ -220,7 +220,7 @@ def _tokens(size: Size) -> jax.Array:
 
 
 def _cache(layer: nn.Module, size: Size, filled: int) -> Any:
-    """A cache of S slots that holds so many tokens, all of them zeros."""
+    """Return a cache of S slots that holds `filled` tokens, all zeros."""
     room = jax.ShapeDtypeStruct((size.B, size.S, size.D), size.dtype)
     shapes = jax.eval_shape(layer.init, jax.random.key(0), room)["cache"]
     held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -228,7 +228,7 @@ def _cache(layer: nn.Module, size: Size, filled: int) -> Any:
 
 
 def _set_back(held: Any, filled: int) -> Any:
-    """The cache as if it held so many tokens: ours, or Flax's."""
+    """Return the cache, ours or Flax's, as if it held `filled` tokens."""
     if "kv" in held:
         kv = held["kv"]
         return {"kv": kv.replace(length=jnp.full_like(kv.length, filled))}
@@ -245,7 +245,7 @@ def _step(layer: nn.Module, params: Any) -> Callable[[Any, jax.Array], tuple[jax
 
 
 def _work(layer: nn.Module, params: Any, x: jax.Array, size: Size, filled: int) -> Work:
-    """Steps that go on from each other, and begin again before they are twice as many tokens."""
+    """Return continued steps that restart before the number of tokens doubles."""
     step, start = _step(layer, params), _cache(layer, size, filled)
     most = min(filled, size.S - filled)
     state = {"cache": start, "left": most}

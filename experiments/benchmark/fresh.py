@@ -1,4 +1,4 @@
-"""Peak memory and compile time of one contestant at one case, in a process of its own.
+"""Peak memory and compile time of one contestant for one case, in its own process.
 
 python -m experiments.benchmark.fresh NAME CASE-AS-JSON FREE-BYTES
 """
@@ -26,11 +26,11 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Weight(NamedTuple):
-    """What a fresh process saw.
+    """The measurements of a fresh process.
 
     Attributes:
-      bytes: the most that a call held beyond inputs, parameters and compiled code.
-      compile: seconds to trace and compile; None if nothing is compiled.
+      bytes: the peak memory of a call beyond inputs, parameters and compiled code.
+      compile: the seconds to trace and compile; None if nothing is compiled.
     """
 
     bytes: int
@@ -38,13 +38,13 @@ class Weight(NamedTuple):
 
 
 def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | Failure:
-    """Runs one contestant in a fresh process.
+    """Run one contestant in a fresh process.
 
     Args:
-      name: of the contestant.
-      case: what it computes.
-      free: bytes of memory that it may take, see `contestants.build`.
-      seconds: to wait for it.
+      name: the contestant.
+      case: the case to compute.
+      free: the bytes of memory that it may use, see `contestants.build`.
+      seconds: the time limit.
     """
     command = [sys.executable, "-m", "experiments.benchmark.fresh", name]
     command += [json.dumps(dataclasses.asdict(case)), json.dumps(free)]
@@ -55,7 +55,9 @@ def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | F
     except subprocess.TimeoutExpired:
         return Failure(f"took more than {seconds:.0f} s")
     if done.returncode < 0:
-        return Failure(f"killed by signal {-done.returncode}; 9 is what lack of memory looks like")
+        return Failure(
+            f"killed by signal {-done.returncode}; signal 9 usually means lack of memory"
+        )
     try:
         answer = json.loads(done.stdout.splitlines()[-1])
         return Failure(answer["reason"]) if "reason" in answer else Weight(**answer)
@@ -65,10 +67,11 @@ def weigh(name: str, case: Case, free: int | None, seconds: float) -> Weight | F
 
 
 def growth(call: Callable[[], Any]) -> int:
-    """Bytes by which the most memory held during a call exceeds what was held before.
+    """Return the peak memory during a call minus the memory held before it.
 
-    On a GPU, of the device, where compiling may have held as much before. Elsewhere, the resident
-    size of this process: XLA's own account of a CPU program leaves out its kernels' scratch memory.
+    On a GPU it is the device's memory, whose peak may be an earlier compilation's. Elsewhere it is
+    the resident size of this process, because XLA's account of a CPU program leaves out scratch
+    memory.
     """
     device = jax.local_devices()[0]
     if device.platform != "cpu":
@@ -81,8 +84,8 @@ def growth(call: Callable[[], Any]) -> int:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         call()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most) * unit
-    ctypes.CDLL(None).malloc_trim(0)  # memory freed but kept would hide growth
-    RESET.write_text("5")  # the high-water mark falls to what is held now
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the allocator keeps would hide growth
+    RESET.write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
     result = call()
     peak = _status("VmHWM")
@@ -96,7 +99,7 @@ def _status(key: str) -> int:
 
 
 def _measure(name: str, case: Case, free: int | None) -> Weight:
-    # Loads the libraries' code, which would count as memory of the call.
+    # Load the libraries' code, which would otherwise count as memory of the call.
     small = contestants.build(name, dataclasses.replace(case, B=1, T=16, window=0))
     small.wait(small.call())
     work = contestants.build(name, case, free)
@@ -115,7 +118,7 @@ def _measure(name: str, case: Case, free: int | None) -> Weight:
 
 
 def main(name: str, case: str, free: str) -> None:
-    """Prints the weight, or the reason why there is none, as the last line."""
+    """Print the measurements, or the reason of their absence, as the last line."""
     result = timing.attempt(lambda: _measure(name, Case(**json.loads(case)), json.loads(free)))
     print(json.dumps(result._asdict()))
 

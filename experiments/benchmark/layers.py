@@ -1,4 +1,4 @@
-"""Whole layers, projections included, all with the parameters of the case."""
+"""Whole layers with projections, all with the parameters of the case."""
 
 import os
 from typing import Any
@@ -16,13 +16,13 @@ from experiments.benchmark.work import RefusalError, Work, jitted, visible
 
 
 def ours(case: Case) -> Work:
-    """`flax_mha.MultiHeadAttention`."""
+    """Build `flax_mha.MultiHeadAttention`."""
     layer = flax_mha.MultiHeadAttention(num_heads=case.N, mask=our_mask(case))
     return jitted(case, layer.apply, {"params": case.parameters()})
 
 
 def linen(case: Case) -> Work:
-    """`flax.linen.MultiHeadDotProductAttention`."""
+    """Build `flax.linen.MultiHeadDotProductAttention`."""
     layer = nn.MultiHeadDotProductAttention(num_heads=case.N)
 
     def apply(variables: Any, x: jax.Array) -> Any:
@@ -32,7 +32,7 @@ def linen(case: Case) -> Work:
 
 
 def flax_nnx(case: Case) -> Work:
-    """`flax.nnx.MultiHeadAttention`."""
+    """Build `flax.nnx.MultiHeadAttention`."""
     dtype = jnp.dtype(case.dtype)
     layer = nnx.MultiHeadAttention(
         case.N, case.D, param_dtype=dtype, dtype=dtype, decode=False, rngs=nnx.Rngs(0)
@@ -51,7 +51,7 @@ def flax_nnx(case: Case) -> Work:
 
 
 def equinox(case: Case) -> Work:
-    """`equinox.nn.MultiheadAttention`, over the batch by vmap."""
+    """Build `equinox.nn.MultiheadAttention`, batched by vmap."""
     import equinox as eqx
 
     biases = dict.fromkeys(("query", "key", "value", "output"), True)
@@ -76,7 +76,7 @@ def equinox(case: Case) -> Work:
 
 
 def haiku(case: Case) -> Work:
-    """`haiku.MultiHeadAttention`."""
+    """Build `haiku.MultiHeadAttention`."""
     import haiku as hk
 
     def forward(x: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def haiku(case: Case) -> Work:
 
 
 def keras(case: Case) -> Work:
-    """`keras.layers.MultiHeadAttention` on its JAX backend."""
+    """Build `keras.layers.MultiHeadAttention` on its JAX backend."""
     os.environ.setdefault("KERAS_BACKEND", "jax")  # read when keras is imported
     import keras
 
@@ -128,7 +128,7 @@ def _with_heads(case: Case) -> jax.Array | None:
 
 
 def _matrix(parameters: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A projection as a matrix [in, out] and a vector [out]."""
+    """Return a projection as a matrix [in, out] and a vector [out]."""
     kernel, bias = parameters[name]["kernel"], parameters[name]["bias"]
     inputs = kernel.shape[0] if name != "out" else kernel.shape[0] * kernel.shape[1]
     return kernel.reshape(inputs, -1), bias.reshape(-1)

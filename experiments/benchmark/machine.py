@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""The machine of the measurements."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ _product = jax.jit(jnp.matmul)
 
 
 def describe() -> dict[str, Any]:
-    """CPU, load, device, memory and versions."""
+    """Return CPU, load, device, memory and versions."""
     device = jax.devices()[0]
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor(),
@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def free_bytes() -> int | None:
-    """Memory that a computation may still take, or None if nobody says."""
+    """Return the memory that a computation may still take, or None if unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return _kibibytes("MemAvailable")
@@ -51,12 +51,11 @@ def free_bytes() -> int | None:
 
 
 def ceilings(dtypes: Sequence[str], before: Mapping[str, float]) -> dict[str, float]:
-    """FLOP/s of the best large matrix product, for each dtype.
+    """Return the FLOP/s of the best large matmul for each dtype.
 
     Args:
-      dtypes: of the factors.
-      before: what was reached earlier. The best counts: others may have had the machine then, or
-        may have it now.
+      dtypes: the dtypes of the factors.
+      before: earlier results by dtype. The best counts, because other programs may use the machine.
     """
     n = 2048 if jax.default_backend() == "cpu" else 8192
     return {dtype: max(before.get(dtype, 0.0), 2.0 * n**3 / _fastest(n, dtype)) for dtype in dtypes}

@@ -1,4 +1,4 @@
-"""Time of a token over length, both in logarithms, a line for each contestant."""
+"""Plot the time per token over length, with logarithmic axes and a line for each contestant."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,13 +18,13 @@ STYLES = {
     "torch-mha": ("tab:orange", ">"), "equinox": ("tab:green", "h"), "haiku": ("tab:olive", "p"),
     "keras": ("tab:brown", "*"), "tokamax": ("gold", "d"),
 }  # fmt: skip
-OTHERS = (("navy", "x"), ("darkgreen", "+"), ("maroon", "1"))  # of kernels not named above
+OTHERS = (("navy", "x"), ("darkgreen", "+"), ("maroon", "1"))  # for kernels without a style
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """A column of panels for each pass and mask, a row for each part and dtype.
+    """Draw a column of panels for each pass and mask, and a row for each part and dtype.
 
-    Times are divided by the tokens of the batch, which may be another at each length.
+    Times are divided by the tokens of the batch, which may differ between lengths.
     """
     timed = [row for row in rows if row["seconds"] and not row["extra"]]
     lines = list(dict.fromkeys((row["part"], row["dtype"]) for row in timed))
@@ -43,7 +43,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             _panel(axes, mine, ticks)
             axes.set_title(f"{column[0].replace('backward', 'forward + backward')}, {column[1]}")
         panels[0].set_ylabel(f"{line[0]}, {line[1]}\nµs a token")
-        plots.widen(panels[0])  # All of the row share it.
+        plots.widen(panels[0])  # The whole row shares it.
         handles = {
             label: handle
             for axes in panels
@@ -59,7 +59,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _panel(axes: Axes, rows: Sequence[Row], ticks: Sequence[int]) -> None:
-    """The lines of one pass and mask."""
+    """Draw the lines of one pass and mask."""
     for order, name in enumerate(dict.fromkeys(row["label"] for row in rows)):
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["T"])
         color, marker = STYLES.get(name) or OTHERS[order % len(OTHERS)]

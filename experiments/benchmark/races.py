@@ -1,4 +1,4 @@
-"""Which contestants run against each other, at which cases."""
+"""The races: contestants that run against each other, with their cases."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,17 +15,25 @@ QUICK_MEMORY = ("layer", "backward")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the flags say.
+    """The settings from the flags.
 
     Attributes:
-      parts: see `cases`; likewise masks, passes and dtypes.
-      lengths: T.
-      batch: B; None for about so many tokens.
-      tokens: of a batch; None for 2,048.
-      contestants: who takes part, by part.
+      parts: the parts to time, from `cases.PARTS`.
+      passes: the passes to time, from `cases.PASSES`.
+      masks: the masks, from `cases.MASKS`.
+      dtypes: the dtypes, from `cases.DTYPES`.
+      lengths: the sequence lengths T.
+      batch: the batch size B; None to derive it from tokens.
+      tokens: the tokens per batch; None for 2,048.
+      heads: the number of attention heads.
+      features: the number of model features.
+      window: the number of near tokens that a query sees; 0 for all.
+      documents: the documents packed into each sequence of the mask "packed".
+      kv_heads: the key/value heads of cores; 0 for all heads.
+      contestants: the names of the contestants; None for all.
       memory: the lengths at which peak memory and compile time are measured.
-      quick: attention alone only where it weighs, and memory only of whole layers' backward.
-      extras: also the races beyond the cases: a window, bfloat16, a long sequence.
+      quick: True for long cores only, and memory only of whole layers' backward pass.
+      extras: True for further races: a window, bfloat16, a long sequence.
     """
 
     parts: Sequence[str] = cases.PARTS
@@ -47,7 +55,7 @@ class Settings:
 
 
 class Entry(NamedTuple):
-    """A contestant at a case, and what the tables call it."""
+    """A contestant with its case and its label in the tables."""
 
     label: str
     contestant: str
@@ -58,11 +66,11 @@ class Race(NamedTuple):
     """Entries that run in turns.
 
     Attributes:
-      title: for the table.
-      entries: who runs.
+      title: the table's title.
+      entries: the contestants.
       baseline: the label of the entry that the others are compared with.
-      weigh: also measure memory and compile time.
-      extra: beyond the cases that the flags ask for.
+      weigh: True to measure memory and compile time too.
+      extra: True for a race beyond the cases of the flags.
     """
 
     title: str
@@ -73,7 +81,7 @@ class Race(NamedTuple):
 
 
 def plan(settings: Settings) -> list[Race]:
-    """The races, short ones first."""
+    """Return the races, short ones first."""
     found = [
         Race(
             str(case),
@@ -126,7 +134,7 @@ def _case(
 
 
 def _extras(settings: Settings) -> list[Race]:
-    """What is asked beside the comparison with others."""
+    """Return the races beside the comparison with peers."""
     races = []
     longest = max(CANONICAL)
     for passes in settings.passes:
@@ -148,5 +156,5 @@ def _extras(settings: Settings) -> list[Race]:
 
 def _extra(title: str, entries: tuple[Entry, ...]) -> Race:
     case = entries[0].case
-    what = f"{title}: {case.part}, {case.passes}, B={case.B} T={case.T}"
-    return Race(what, entries, entries[0].label, weigh=True, extra=True)
+    name = f"{title}: {case.part}, {case.passes}, B={case.B} T={case.T}"
+    return Race(name, entries, entries[0].label, weigh=True, extra=True)

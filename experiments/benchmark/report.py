@@ -1,4 +1,4 @@
-"""What was measured as rows, tables, JSON."""
+"""The measurements as rows, tables and JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ def rows(
     weights: Mapping[str, Weight | Failure],
     skipped: Mapping[str, str],
 ) -> list[Row]:
-    """One row for each entry of a race, whatever became of it.
+    """Return one row for each entry of a race, whatever its outcome.
 
     Args:
-      race: what ran.
-      times: by label, of those that were tried.
-      weights: by label, of those that were weighed.
-      skipped: by label, why an entry was not tried.
+      race: the race.
+      times: the times of tried entries, by label.
+      weights: the measured memory of entries, by label.
+      skipped: the reasons of skipped entries, by label.
     """
     base = times.get(race.baseline)
     found = []
@@ -62,14 +62,14 @@ def rows(
 
 
 def compare(found: Sequence[Row], ceilings: Mapping[str, float]) -> None:
-    """Sets the share of the ceiling, which a later product may have raised."""
+    """Set the share of the ceiling, which a later matmul may have raised."""
     for row in found:
         if row["flops_per_second"] is not None and row["dtype"] in ceilings:
             row["of_ceiling"] = row["flops_per_second"] / ceilings[row["dtype"]]
 
 
 def table(found: Sequence[Row], baseline: str) -> Table:
-    """The rows of one race."""
+    """Return the table of one race."""
     weighed = any(row["memory_bytes"] is not None or row["memory_reason"] for row in found)
     grid = Table(title=found[0]["race"], title_justify="left", title_style="bold", box=box.SIMPLE)
     grid.add_column("")
@@ -100,7 +100,7 @@ def table(found: Sequence[Row], baseline: str) -> Table:
 
 
 def ratios(found: Sequence[Row]) -> Group:
-    """How many times faster than the baseline: a line for each case, a column for each name."""
+    """Return tables of speed relative to the baseline, a line per case, a column per name."""
     grids = []
     for part, baseline in BASELINES.items():
         here = [row for row in found if row["part"] == part and not row["extra"]]
@@ -125,20 +125,20 @@ def ratios(found: Sequence[Row]) -> Group:
 
 
 def write(path: Path, header: Mapping[str, Any], found: Sequence[Row]) -> None:
-    """The whole run as JSON, so that a run cut off leaves what it had."""
+    """Write the whole run as JSON, so that an interrupted run leaves its results."""
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps({**header, "rows": list(found)}, indent=1) + "\n")
     draft.replace(path)
 
 
 def console() -> Console:
-    """Wide enough for a table where the output is no terminal."""
+    """Return a console wide enough for a table if the output is no terminal."""
     here = Console()
     return here if here.is_terminal else Console(width=150)
 
 
 def duration(seconds: float | None) -> str:
-    """Three digits and a unit."""
+    """Format seconds with three digits and a unit."""
     if seconds is None:
         return ""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):

@@ -1,4 +1,4 @@
-"""Times of several contestants, taken in turns, so that what slows the machine slows all."""
+"""Times of several contestants in turns, so that a slow machine slows all of them."""
 
 import gc
 import time
@@ -9,12 +9,12 @@ import numpy as np
 
 from experiments.benchmark.work import Work
 
-TURN = 0.005  # seconds that a turn should last, for the clock and the scheduler
+TURN = 0.005  # the seconds of a turn, long enough for the clock and the scheduler
 WARM = 0.02  # calls shorter than this are preceded by one to warm caches and threads
 
 
 class Timing(NamedTuple):
-    """Seconds a call: the median of the rounds, and the quartiles around it."""
+    """The seconds per call: the median of the rounds, and the quartiles around it."""
 
     median: float
     q1: float
@@ -23,7 +23,7 @@ class Timing(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why there is no time."""
+    """The reason for a missing time."""
 
     reason: str
 
@@ -31,17 +31,17 @@ class Failure(NamedTuple):
 def interleave(
     works: Mapping[str, Work], rounds: int, seconds: float, queue: bool
 ) -> dict[str, Timing | Failure]:
-    """Calls each in turn, many times.
+    """Call each work in turn, many times.
 
     Args:
-      works: by name.
-      rounds: at most.
-      seconds: for the rounds. Each has an equal share, and sits out once that is spent.
-      queue: whether the calls of a turn may be started together, as on a GPU, where they run
-        one after another. A CPU would run them side by side.
+      works: the works, by name.
+      rounds: the maximum number of rounds.
+      seconds: the time for the rounds. Each work has an equal share, and stops once it is spent.
+      queue: True if the calls of a turn may be queued together. A GPU runs them one after another,
+        but a CPU would run them side by side.
 
     Returns:
-      A time for each, or why it failed.
+      The time of each work, or its failure.
     """
     results: dict[str, Timing | Failure] = {}
     usual: dict[str, float] = {}
@@ -49,16 +49,16 @@ def interleave(
         try:
             _turn(work, 1, queue)  # compiles
             usual[name] = _turn(work, 1, queue)
-        except Exception as error:  # of a peer: anything
+        except Exception as error:  # a peer may raise anything
             results[name] = Failure(reason(error))
     share = seconds / max(1, len(usual))
-    # A call that takes more than its share is all that there is time for: it counts.
+    # A call longer than its share is the only one there is time for, so it counts.
     samples = {name: [t] if t > share else [] for name, t in usual.items()}
     spent = {name: t if t > share else 0.0 for name, t in usual.items()}
     gc.collect()
     for done in range(rounds):
         order = [name for name in samples if spent[name] < share]
-        shift = done % max(1, len(order))  # each begins a round, each ends one
+        shift = done % max(1, len(order))  # each starts one round and ends another
         for name in order[shift:] + order[:shift]:
             calls = max(1, min(100, round(TURN / usual[name])))
             start = time.perf_counter()
@@ -74,7 +74,7 @@ def interleave(
 
 
 def _turn(work: Work, calls: int, queue: bool) -> float:
-    """Seconds a call."""
+    """Return the seconds per call."""
     start = time.perf_counter()
     for i in range(calls):
         result = work.call()
@@ -84,19 +84,19 @@ def _turn(work: Work, calls: int, queue: bool) -> float:
 
 
 def summary(samples: list[float]) -> Timing:
-    """The quartiles."""
+    """Return the quartiles."""
     q1, median, q3 = (float(q) for q in np.percentile(samples, [25, 50, 75]))
     return Timing(median, q1, q3, len(samples))
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def attempt(make: Callable[[], Any]) -> Any:
-    """What make gives, or a Failure."""
+    """Return the result of make, or a Failure."""
     try:
         return make()
     except Exception as error:

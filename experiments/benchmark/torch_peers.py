@@ -1,4 +1,4 @@
-"""PyTorch's attention, eager, with a thread for each core."""
+"""PyTorch's attention, eager, with one thread per core."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ from experiments.benchmark.work import Outcome, RefusalError, Work, cores, norm
 
 
 def core(case: Case) -> Work:
-    """`scaled_dot_product_attention` on contiguous [B, N, T, H], as it likes them best."""
+    """Build `scaled_dot_product_attention` on contiguous [B, N, T, H], its best layout."""
     torch, device = _torch()
     dtype = getattr(torch, case.dtype)
     q, k, v, cotangent = (
@@ -28,7 +28,7 @@ def core(case: Case) -> Work:
 
 
 def flex(case: Case) -> Work:
-    """`flex_attention` under a block mask, compiled."""
+    """Build `flex_attention` with a block mask, compiled."""
     torch, device = _torch()
     if device == "cpu":
         raise RefusalError("flex_attention is compiled for GPUs; this is a CPU")
@@ -41,7 +41,7 @@ def flex(case: Case) -> Work:
     rule, blocks = _rule(case, torch, device), None
     if rule is not None:
         blocks = create_block_mask(rule, None, None, case.T, case.T, device=device)
-    # As one graph of these sizes: else, after some cases, torch goes on without compiling.
+    # One graph for these sizes: otherwise torch stops compiling after some cases.
     attend = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     gqa = q.shape[1] != k.shape[1]
     return _work(
@@ -51,7 +51,7 @@ def flex(case: Case) -> Work:
 
 
 def linear_sdpa(case: Case) -> Work:
-    """Four `Linear` around `scaled_dot_product_attention`."""
+    """Build four `Linear` around `scaled_dot_product_attention`."""
     torch, device = _torch()
     dtype = getattr(torch, case.dtype)
     names = ("query", "key", "value", "out")
@@ -74,11 +74,11 @@ def linear_sdpa(case: Case) -> Work:
 
 
 def multihead_attention(case: Case) -> Work:
-    """`nn.MultiheadAttention`, asked for no weights."""
+    """Build `nn.MultiheadAttention` without returned weights."""
     torch, device = _torch()
     dtype = getattr(torch, case.dtype)
-    # In training mode also forward: without dropout the numbers are the same, and what eval()
-    # takes instead was 2 to 5 times slower on CPU, and holds all scores.
+    # Use training mode in forward passes too: without dropout the numbers are the same, and eval()
+    # takes a path that was 2 to 5 times slower on CPU and holds all scores.
     layer = torch.nn.MultiheadAttention(
         case.D, case.N, batch_first=True, device=device, dtype=dtype
     )
@@ -93,7 +93,7 @@ def multihead_attention(case: Case) -> Work:
         layer.out_proj.bias.copy_(torch.from_numpy(given["out"]["bias"]))
     x, cotangent = _layer_arrays(case, torch, device)
     mask = _mask(case, torch, device)
-    if case.causal and mask is None:  # it wants the mask beside the hint
+    if case.causal and mask is None:  # it needs the mask beside the hint
         mask = torch.ones(case.T, case.T, dtype=torch.bool, device=device).tril()
     hidden = None if mask is None else ~mask  # True where a query may not see
 
@@ -107,7 +107,9 @@ def multihead_attention(case: Case) -> Work:
 
 
 def decoding(size: Any, filled: int) -> Work:
-    """Steps of one token: four `Linear`, a static cache, and SDPA under a mask of its slots."""
+    """Build steps of one token: four `Linear`, a static cache, and SDPA with a mask of its
+    slots.
+    """
     torch, device = _torch()
     B, S, N, D = size[:4]
     dtype = getattr(torch, size.dtype)
@@ -134,7 +136,7 @@ def decoding(size: Any, filled: int) -> Work:
 
 
 def release() -> None:
-    """Gives back what torch keeps of a GPU's memory and does not use: JAX may want it next."""
+    """Release GPU memory that torch reserves without using, because JAX may need it next."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         gc.collect()
@@ -142,7 +144,7 @@ def release() -> None:
 
 
 def _torch() -> tuple[Any, str]:
-    """The module, and the device that matches JAX's."""
+    """Return the module, and the device that matches JAX's."""
     import torch
 
     if jax.default_backend() == "cpu":
@@ -150,13 +152,13 @@ def _torch() -> tuple[Any, str]:
         return torch, "cpu"
     if not torch.cuda.is_available():
         raise RefusalError(f"torch has no GPU, and JAX runs on {jax.default_backend()}")
-    # As JAX does unless told otherwise.
+    # JAX's default.
     torch.set_float32_matmul_precision("high")
     return torch, "cuda"
 
 
 def _weight(torch: Any, kernel: np.ndarray, D: int) -> Any:
-    """A kernel [in, out] of any number of axes as torch's [out, in]."""
+    """Convert a kernel [in, out] with any number of axes to torch's [out, in]."""
     return torch.from_numpy(kernel.reshape(D, D).T.copy())
 
 
@@ -167,7 +169,7 @@ def _layer_arrays(case: Case, torch: Any, device: str) -> tuple[Any, Any]:
 
 
 def _mask(case: Case, torch: Any, device: str) -> Any:
-    """A window and documents as bool [T, T]; None where `is_causal` says it all."""
+    """Return a window and documents as bool [T, T], or None if `is_causal` is enough."""
     if not (case.window or case.documents):
         return None
     ones = torch.ones(case.T, case.T, dtype=torch.bool, device=device)
@@ -181,7 +183,7 @@ def _mask(case: Case, torch: Any, device: str) -> Any:
 
 
 def _rule(case: Case, torch: Any, device: str) -> Callable[..., Any] | None:
-    """The mask as flex_attention likes it, by indices: no table is read; None for everything."""
+    """Return the mask as an index rule for flex_attention without tables, or None for no mask."""
     if not (case.causal or case.window or case.documents):
         return None
     reach = (case.window or case.T) - 1
@@ -210,7 +212,7 @@ def _work(
     cotangent: Any,
     layout: Callable[[Any], Any] = lambda x: x,
 ) -> Work:
-    """Forward without gradients, or forward and `autograd.grad` of all."""
+    """Build forward without gradients, or forward and `autograd.grad` of all leaves."""
     leaves = [*inputs, *parameters]
     for leaf in leaves:
         leaf.requires_grad_(case.backward)

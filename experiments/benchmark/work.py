@@ -1,4 +1,4 @@
-"""A contestant's computation of a case, in the one form that is timed, weighed and compared."""
+"""A contestant's computation of a case, in one form for timing, memory and comparison."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -12,16 +12,16 @@ from experiments.benchmark.cases import Case
 
 
 class RefusalError(Exception):
-    """Why a contestant does not take a case."""
+    """The reason why a contestant does not take a case."""
 
 
 class Outcome(NamedTuple):
-    """What came out, in the layout of the case, in float32: equal for all contestants.
+    """A result in the layout of the case, in float32, equal for all contestants.
 
     Attributes:
-      out: [B, T, D], or [B, T, N, H] of a core.
-      grads: of the inputs; empty for forward.
-      norm: of all gradients of the parameters together, whatever their layout.
+      out: the output [B, T, D], or [B, T, N, H] of a core.
+      grads: the gradients of the inputs; empty for forward.
+      norm: the norm of all parameter gradients together, whatever their layout.
     """
 
     out: np.ndarray
@@ -30,15 +30,14 @@ class Outcome(NamedTuple):
 
 
 class Work(NamedTuple):
-    """One contestant at one case.
+    """One contestant's computation of one case.
 
     Attributes:
-      call: starts one computation; the result may still be on its way.
-      wait: until a result is there.
-      outcome: a result in the layout of the case.
-      compile: traces and compiles anew; gives a `call`. None if nothing is compiled.
-      growth: bytes that a function held at most, if its memory is not to be seen as JAX's or as
-        this process's.
+      call: starts one computation; its result may still be pending.
+      wait: waits for a result.
+      outcome: converts a result to the layout of the case.
+      compile: traces and compiles again, and returns a `call`; None if nothing is compiled.
+      growth: measures a function's peak memory, if neither JAX nor the process size shows it.
     """
 
     call: Callable[[], Any]
@@ -49,12 +48,12 @@ class Work(NamedTuple):
 
 
 def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
-    """The work of a function (params, *inputs) → out under `jax.jit`.
+    """Build the work of a function (params, *inputs) → out under `jax.jit`.
 
     Args:
-      case: what to compute.
-      apply: traced once.
-      params: a tree of arrays, cast to the dtype of the case; differentiated if backward.
+      case: the case to compute.
+      apply: the function; it is traced once.
+      params: a tree of arrays, cast to the case's dtype; differentiated if backward.
     """
     dtype = jnp.dtype(case.dtype)
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
@@ -71,7 +70,7 @@ def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
     compiled = jax.jit(function)
 
     def compile() -> Callable[[], Any]:
-        # A new function: jax remembers those that it has traced.
+        # A new function, because jax caches traces of known ones.
         fresh = jax.jit(lambda *args: function(*args)).lower(*args).compile()
         return lambda: fresh(*args)
 
@@ -87,24 +86,24 @@ def jitted(case: Case, apply: Callable[..., Any], params: Any = None) -> Work:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def float32(x: Any) -> np.ndarray:
-    """An array on the host."""
+    """Convert an array to float32 on the host."""
     return np.asarray(x).astype(np.float32)
 
 
 def norm(arrays: Sequence[np.ndarray]) -> float:
-    """√ of the sum of all squares."""
+    """Compute the square root of the sum of all squares."""
     return float(np.sqrt(sum(np.square(x, dtype=np.float64).sum() for x in arrays)))
 
 
 def visible(case: Case) -> jax.Array | None:
-    """What queries (rows) may see, as bool [T, T]; None where they may see all. Traced."""
+    """Return the visible keys of each query, bool [T, T], traced. None if all are visible."""
     if not (case.causal or case.window or case.documents):
         return None
     q, k = jnp.arange(case.T)[:, None], jnp.arange(case.T)[None]

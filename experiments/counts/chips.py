@@ -1,29 +1,30 @@
-"""What the chips can do: the constants of every estimate, in one table.
+"""The constants of the chips, for every estimate.
 
-| constant | what it is |
+| constant | meaning |
 |---|---|
 | `memory` | bytes of HBM on a chip |
-| `bandwidth` | bytes a second between HBM and the chip |
-| `flops` | operations a second of products in bfloat16 |
-| `link` | bytes a second through one link between chips, one way |
-| `wraps` | for which size an axis of the torus is a ring, from its last chip to the first again |
+| `bandwidth` | bytes per second between HBM and the chip |
+| `flops` | operations per second of bfloat16 matmuls |
+| `link` | bytes per second through one link between chips, one way |
+| `wraps` | returns True for a size at which an axis of the torus is a ring |
 
-Sources, read in November 2026: cloud.google.com/tpu/docs, the page of each generation. For `link`
-its bidirectional bandwidth of a chip (v5e 400, v5p 1200, v6e 800, TPU7x 1200 GB/s) by 2, and by
-the links, of which a chip has 2 along each axis; v4: Jouppi et al., "TPU v4", 2023. Axes are rings
-at 16 on v5e and v6e (a whole pod), elsewhere where they are multiples of 4 (the page of v4).
+Sources, read in November 2026: cloud.google.com/tpu/docs, the page of each generation. `link` is
+the page's bidirectional bandwidth of a chip (v5e 400, v5p 1200, v6e 800, TPU7x 1200 GB/s) divided
+by 2, and by the chip's 2 links along each axis. For v4: Jouppi et al., "TPU v4", 2023. Axes are
+rings at 16 on v5e and v6e (a whole pod), and at multiples of 4 elsewhere (the page of v4).
 
-NVIDIA's GPUs, in machines of eight:
+NVIDIA GPUs, in machines of eight:
 
-| constant | what it is |
+| constant | meaning |
 |---|---|
-| `link` | bytes a second of a GPU's NVLinks together, one way |
-| `network` | bytes a second from a GPU to other machines, one way |
+| `link` | bytes per second of all NVLinks of a GPU, one way |
+| `network` | bytes per second from a GPU to other machines, one way |
 
-Sources: for `flops` (bfloat16, dense) and `link` (half of what is said for both ways) NVIDIA's data
-sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200; for `network` one adapter for each GPU, as
-in DGX A100 (200 Gbit/s), H100, H200 and B200 (400 Gbit/s); for `memory`
-and `bandwidth` what the driver reports of them, as XLA's descriptions have it (see `gpus`).
+Sources: `flops` (bfloat16, dense) and `link` (half of the bidirectional figure) are from NVIDIA's
+  data
+data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200. `network` is one adapter per GPU, as
+in DGX A100 (200 Gbit/s), H100, H200 and B200 (400 Gbit/s). `memory` and `bandwidth` are the values
+that the driver reports, from XLA's descriptions (see `gpus`).
 
 A device of JAX is a chip, or on v4 and TPU7x one of a chip's two cores, which share all of these.
 """
@@ -35,7 +36,7 @@ GIB = 2**30
 
 
 class Chip(NamedTuple):
-    """See the table above."""
+    """The constants of a TPU chip, as in the first table of this module."""
 
     memory: float
     bandwidth: float
@@ -45,7 +46,7 @@ class Chip(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """See the tables above."""
+    """The constants of a GPU, as in both tables of this module."""
 
     memory: float
     bandwidth: float

@@ -1,7 +1,7 @@
-"""Compiled programs as XLA prints them: which instruction runs how often.
+"""Compiled programs as XLA prints them, with the number of runs of each instruction.
 
-A loop's body stands in the text once, and runs as often as its trip count says: `known_trip_count`
-where the compiler left it (CPU, GPU), else the constant that the loop's condition compares with.
+A loop's body is in the text once, and runs as often as its trip count: `known_trip_count` if the
+compiler kept it (CPU, GPU), or the constant that the loop's condition compares with.
 """
 
 import math
@@ -19,7 +19,7 @@ _WORD = re.compile(r"%([^\s,(){}]+)")
 
 
 class Array(NamedTuple):
-    """An array in a type: its dtype, its sizes, and whether it lies in the chip's main memory."""
+    """An array in a type: its dtype, its shape, and True if it lies in the chip's main memory."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,12 +27,12 @@ class Array(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Its bytes, without what a layout pads."""
+        """The number of bytes, without the padding of a layout."""
         if self.dtype == "pred":
             return self.size
         bits = re.match(r"[a-z]+(\d+)", self.dtype)
@@ -40,7 +40,7 @@ class Array(NamedTuple):
 
 
 def arrays(type_: str) -> list[Array]:
-    """The arrays of a type, in order."""
+    """Return the arrays of a type, in order."""
     return [
         Array(dtype, tuple(int(n) for n in sizes.split(",") if n), "S(" not in layout)
         for dtype, sizes, layout in _ARRAY.findall(type_)
@@ -48,7 +48,7 @@ def arrays(type_: str) -> list[Array]:
 
 
 def parts(type_: str) -> list[str]:
-    """The types in a tuple, one level deep; of what is no tuple, itself."""
+    """Return the types in a tuple, one level deep, or the type itself if it is no tuple."""
     if not type_.startswith("("):
         return [type_]
     found, depth, start = [], 0, 1
@@ -71,13 +71,13 @@ class Instruction(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An instruction in its place.
+    """An instruction with its number of runs.
 
     Attributes:
-      instruction: what is run.
-      computation: where it stands.
-      times: how often it runs in a run of the program.
-      fused: whether it is part of a fusion, so that its operands and result touch no memory.
+      instruction: the instruction.
+      computation: the computation that contains it.
+      times: the number of times it runs in a run of the program.
+      fused: True if it is part of a fusion, so that its operands and result touch no memory.
     """
 
     instruction: Instruction
@@ -91,8 +91,8 @@ class Module:
 
     Attributes:
       computations: instructions by computation.
-      entry: the name of the one that is the program.
-      unknown: names of loops whose trip count is not known; they count as run once.
+      entry: the name of the computation that is the program.
+      unknown: names of loops of unknown trip count; they count as run once.
     """
 
     def __init__(self, text: str) -> None:
@@ -110,7 +110,7 @@ class Module:
         }
 
     def type_of(self, computation: str, name: str) -> str:
-        """The type of an operand; newer XLA writes `name#2` for that part of a tuple."""
+        """Return the type of an operand. Newer XLA writes `name#2` for that part of a tuple."""
         whole, *path = name.split("#")
         found = self._types[computation][whole]
         for place in path:
@@ -118,10 +118,10 @@ class Module:
         return found
 
     def runs(self) -> Iterator[Run]:
-        """Every instruction that the program runs, with how often.
+        """Yield every instruction that the program runs, with its number of runs.
 
-        Of a conditional's branches all count, as no more than one of them runs at a time: what is
-        counted is a bound from above there.
+        All branches of a conditional count, although only one of them runs at a time. Such counts
+        are upper bounds.
         """
         self.unknown.clear()
         yield from self._runs(self.entry, 1, False)
@@ -135,7 +135,7 @@ class Module:
                 continue
             for several, one in _CALLED.findall(x.rest):
                 for inner in [word.strip(" %") for word in (several or one).split(",")]:
-                    # Of reductions and sorts it is the function of two numbers.
+                    # In reductions and sorts it is the function of two numbers.
                     if inner in self.computations and x.opcode not in _SCALAR:
                         yield from self._runs(inner, times, fused or x.opcode == "fusion")
 
@@ -155,9 +155,9 @@ class Module:
         self, computation: str, loop: Instruction, condition: dict[str, Instruction],
         root: list[Instruction],
     ) -> int | None:  # fmt: skip
-        """The counter's first value: the constant in its place of the tuple that the loop takes."""
+        """Return the counter's initial value: a constant in the tuple that the loop takes."""
         lines = {x.name: x for x in self.computations[computation]}
-        places = [_place(condition, name) for x in root for name in x.operands]
+        places = [_tuple_index(condition, name) for x in root for name in x.operands]
         counters = [place for place in places if place is not None]
         given = lines.get(loop.operands[0])
         if len(counters) != 1 or given is None or given.opcode != "tuple":
@@ -170,8 +170,8 @@ class Module:
         return int(first.rest.split(")")[0]) if first.opcode == "constant" else None
 
 
-def _place(condition: dict[str, Instruction], name: str) -> int | None:
-    """Which part of the loop's tuple an operand is."""
+def _tuple_index(condition: dict[str, Instruction], name: str) -> int | None:
+    """Return the index of an operand in the loop's tuple, or None."""
     whole, *path = name.split("#")
     if path:
         return int(path[0])
@@ -186,7 +186,7 @@ _SCALAR = (
 
 
 def _instruction(name: str, text: str) -> Instruction:
-    """From what stands behind `name = `: a type, an opcode, operands in parentheses, the rest."""
+    """Parse the text after `name = `: a type, an opcode, operands in parentheses, the rest."""
     end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opened = text.index("(", end)
     closed = _closing(text, opened)

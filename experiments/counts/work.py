@@ -1,9 +1,9 @@
-"""What one device of a compiled program computes, and what it moves through its memory.
+"""The operations and memory traffic of one device of a compiled program.
 
-Operations are those of matrix products, two for each multiplication and addition: `dot`,
-`convolution` (as which the compiler for TPUs writes products), the libraries' own on GPUs, and the
-products inside Pallas kernels, which the compiler does not look into. XLA's own count
-(`cost_analysis`) has each loop's body once, and no Pallas kernel.
+Operations are the ones of matmuls, two for each multiplication and addition: `dot`, `convolution`
+(the TPU compiler's form of matmuls), the GPU libraries' own, and the matmuls inside Pallas kernels,
+which the compiler does not count. XLA's own count (`cost_analysis`) has each loop's body once, and
+no Pallas kernel.
 """
 
 import math
@@ -14,7 +14,7 @@ from jax.extend import core
 
 from experiments.counts.hlo import Array, Instruction, Module, arrays
 
-# These move nothing, or what others are counted for.
+# These move nothing, or bytes that other instructions count.
 _FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call",
     "conditional", "after-all", "copy-done", "async-update", "async-done", "partition-id",
@@ -22,17 +22,17 @@ _FREE = (
 
 
 def flops(module: Module) -> int:
-    """Operations of the matrix products of a program, save those inside Pallas kernels."""
+    """Return the operations of a program's matmuls, except inside Pallas kernels."""
     return sum(
         run.times * _product(module, run.computation, run.instruction) for run in module.runs()
     )
 
 
 def moved(module: Module) -> int:
-    """Bytes that operands and results of a program's instructions take in the main memory.
+    """Return the bytes of operands and results of a program's instructions in main memory.
 
-    Each is taken to be read and written once, where it is a slice of a larger array only that
-    slice; a Pallas kernel may read its operands again.
+    Each counts as read and written once. For a slice of a larger array only the slice counts. A
+    Pallas kernel may read its operands again.
     """
     return sum(
         run.times * _traffic(module, run.computation, run.instruction)
@@ -42,10 +42,10 @@ def moved(module: Module) -> int:
 
 
 def pallas_flops(jaxpr: Any) -> int:
-    """Operations of the matrix products in the Pallas kernels of a traced program, on one device.
+    """Return the operations of matmuls in a traced program's Pallas kernels, on one device.
 
-    For each step of a kernel's grid all of its body counts: blocks that a mask skips are counted
-    where they are steps of the grid.
+    The whole body counts for each step of a kernel's grid: blocks that a mask skips count if they
+    are steps of the grid.
     """
     return _walk(jaxpr, 1, inside=False)
 
@@ -65,7 +65,7 @@ def _walk(jaxpr: Any, times: int, inside: bool) -> int:
             if name == "scan":
                 n *= eqn.params["length"]
             elif name == "pallas_call":
-                # Bounds that are arrays are not known here.
+                # Bounds that are arrays are unknown here.
                 grid = eqn.params["grid_mapping"].grid
                 n *= math.prod(size for size in grid if isinstance(size, int))
             for inner in core.jaxprs_in_params(eqn.params):
@@ -84,13 +84,13 @@ def _product(module: Module, computation: str, x: Instruction) -> int:
     if contracted is None or x.opcode not in ("dot", "custom-call"):
         return 0
     (left, *_) = arrays(module.type_of(computation, x.operands[0]))
-    (out, *_) = arrays(x.type)  # what follows is scratch
+    (out, *_) = arrays(x.type)  # the rest is scratch memory
     axes = re.findall(r"\d+", contracted[1])
     return 2 * out.size * math.prod(left.shape[int(axis)] for axis in axes)
 
 
 def _attention(module: Module, computation: str, x: Instruction) -> int:
-    """cuDNN's: two products of all scores forward, five backward, whatever the mask skips."""
+    """Count cuDNN's attention: two matmuls of all scores forward, five backward, for any mask."""
     scores = re.search(
         r'intermediate_tensor_shape\\?":\{\\?"dimensions\\?":\[([\d",\\]+)\]', x.rest
     )
@@ -102,9 +102,9 @@ def _attention(module: Module, computation: str, x: Instruction) -> int:
 
 
 def _convolution(module: Module, computation: str, x: Instruction) -> int:
-    """Multiplications that meet no padding, and as many additions.
+    """Count multiplications that meet no padding, and as many additions.
 
-    Products with batch axes are convolutions over those, of which most positions are padding.
+    Matmuls with batch axes are convolutions over these axes, where most positions are padding.
     """
     left, kernel = (arrays(module.type_of(computation, name))[0] for name in x.operands[:2])
     (out,) = arrays(x.type)
@@ -131,7 +131,7 @@ def _window(rest: str) -> dict[str, list[str]]:
 
 
 def _meetings(size: int, kernel: int, out: int, window: dict[str, str]) -> int:
-    """Pairs of places of the result and of the kernel along an axis that meet an element."""
+    """Count the pairs of result and kernel indices along an axis that meet an element."""
     low = int(window.get("pad", "0_0").split("_")[0])
     stride, dilation, spread = (
         int(window.get(name, "1")) for name in ("stride", "rhs_dilate", "lhs_dilate")
@@ -150,7 +150,7 @@ def _traffic(module: Module, computation: str, x: Instruction) -> int:
     taken = {name: _main(arrays(module.type_of(computation, name))) for name in operands}
     result = _main(arrays(x.type))
     if x.opcode in ("copy-start", "slice-start", "async-start"):
-        return sum(taken.values())  # Their results tell of the operands again.
+        return sum(taken.values())  # Their results contain the operands again.
     if x.opcode in ("dynamic-slice", "gather"):
         return 2 * result
     if x.opcode == "dynamic-update-slice":
@@ -161,7 +161,9 @@ def _traffic(module: Module, computation: str, x: Instruction) -> int:
 
 
 def _fused_traffic(module: Module, x: Instruction, taken: dict[str, int], result: int) -> int:
-    """That of a fusion: of what it only slices the slices, of what it updates the update."""
+    """Return the traffic of a fusion: only the slices that it reads, only the update that it
+    writes.
+    """
     called = re.search(r"calls=%?([^\s,]+)", x.rest)
     inside = module.computations[called[1]] if called else []
     parameters = {y.name: int(y.rest.split(")")[0]) for y in inside if y.opcode == "parameter"}

@@ -1,1 +1,1 @@
-"""What there is to find out on a GPU, in one command."""
+"""All measurements that need a GPU, in one command."""

@@ -1,17 +1,17 @@
-"""Finds out on a GPU what can't be found out without: for whoever has one, and 25 minutes.
+"""Run all measurements that need a GPU, in 25 minutes.
 
     python -m experiments.gpu_day --workdir=runs/h100
-    python -m experiments.gpu_day --workdir=runs/h100    # again: what failed, or was not begun
-    python -m experiments.gpu_day --small                # a minute, anywhere: to try the command
+    python -m experiments.gpu_day --workdir=runs/h100    # again: retry failed and missing steps
+    python -m experiments.gpu_day --small                # a minute on any machine, to try it
 
-The kernels' tests against the float64 oracle, cuDNN's contract among them, float32 products as
-such, not TF32; attention timed beside jax.nn, tokamax and PyTorch where those are installed
-(pip install -e '.[peers]'); decoding against the memory's bandwidth; the trainer's examples a
-second; and from the times, as a diff, the length up to which `auto` should take plain einsums. It
-takes pip install -e '.[test,cuda]'.
+The steps are: the kernels' tests against the float64 oracle, including cuDNN's contract, with
+float32 matmuls instead of TF32; attention timed beside jax.nn, and tokamax and PyTorch if installed
+(pip install -e '.[peers]'); decoding against the memory's bandwidth; the trainer's examples per
+second; and, as a diff, the length limit for plain einsums in `auto`. The command needs
+pip install -e '.[test,cuda]'.
 
-Everything goes to --workdir: report.md, day.json, and a folder for each step. What fails is said in
-the report, and ends nothing else.
+Results go to --workdir: report.md, day.json, and a folder for each step. The report names failed
+steps, and the others run anyway.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from experiments.runs import files, folders
 from experiments.runs.failures import RunError
 
 TOTAL = 25 * 60.0
-GRACE = 20.0  # seconds in which a step that is told to end may write what it has
+GRACE = 20.0  # seconds for an interrupted step to write its results
 MOST = 2**26  # bytes of day.json: hundreds of rows
 DAMAGED = "damaged"
 _MACHINE = (
@@ -43,14 +43,16 @@ _MACHINE = (
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs what has not been run, and writes the report after each step."""
+    """Run the missing steps, and write the report after each."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.gpu_day", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--workdir", help="new, or of a day to go on with")
+    parser.add_argument("--workdir", help="a new folder, or one of an interrupted day to resume")
     parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
-    parser.add_argument("--total", type=_seconds, default=TOTAL, help="seconds; 1500 unless said")
+    parser.add_argument(
+        "--total", type=_seconds, default=TOTAL, help="the time limit in seconds (default: 1500)"
+    )
     flags = parser.parse_args(argv)
     try:
         unsaid = flags.workdir is None
@@ -67,7 +69,9 @@ def main(argv: Sequence[str]) -> None:
             continue
         with Phase(step.name):
             found = run(step, folder, end - time.perf_counter())
-        if found["result"] is not None or before["result"] is None:  # Else what there was stays.
+        if (
+            found["result"] is not None or before["result"] is None
+        ):  # Otherwise keep the earlier result.
             day["steps"][step.name] = found
         _write(folder, day)
         print(f"{step.name}: {found['status']}, {found['seconds']:.0f} s {found['reason']}")
@@ -76,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _opened(folder: Path, small: bool) -> dict[str, Any]:
-    """The day so far, of this machine.
+    """Return the day so far, on this machine.
 
     Raises:
       RunError: if the folder holds something else, or there is no GPU.
@@ -96,7 +100,7 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
         _check(path, day)
     except RunError as error:
         place = _set_aside(folder)
-        print(f"{error}; all that was there is in {place} now, and the day begins anew")
+        print(f"{error}; its contents are in {place} now, and the day starts again")
         return new
     if (day["machine"]["device"], day["small"]) != (machine["device"], small):
         raise RunError(
@@ -107,22 +111,22 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def _check(path: Path, day: dict[str, Any]) -> None:
-    """Refuses what is no day.
+    """Check that the contents are a day.
 
     Raises:
-      RunError: if no report can be written of it.
+      RunError: if no report can be written from them.
     """
     try:
         page(day)
         if not isinstance(day["small"], bool):
             raise TypeError("small is neither true nor false")
-    except Exception as error:  # of JSON that may be anything
+    except Exception as error:  # the JSON may hold anything
         reason = (str(error).splitlines() or [""])[0][:200]
-        raise RunError(f"{path} is of no day: {type(error).__name__}: {reason}") from None
+        raise RunError(f"{path} is not a valid day: {type(error).__name__}: {reason}") from None
 
 
 def _set_aside(folder: Path) -> Path:
-    """Moves all that the folder holds, day.json last, to a new one in it."""
+    """Move the folder's contents, day.json last, to a new folder in it."""
     place, again = folder / DAMAGED, 2
     while place.exists():
         place, again = folder / f"{DAMAGED}-{again}", again + 1
@@ -135,18 +139,20 @@ def _set_aside(folder: Path) -> Path:
 
 
 def run(step: Step, folder: Path, left: float) -> dict[str, Any]:
-    """Runs a step in a new folder, and reads what it has left, whatever became of it."""
+    """Run a step in a new folder, and read its results, whatever its outcome."""
     if left < 1:
         return {"status": "not begun", "seconds": 0.0, "reason": "no time left", "result": None}
     place = folder / step.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     seconds, start = min(step.seconds, left), time.perf_counter()
-    status, reason = _ended(step.command(place, seconds), place / "log.txt", seconds, step.precise)
+    status, reason = _run_command(
+        step.command(place, seconds), place / "log.txt", seconds, step.precise
+    )
     said = (place / "log.txt").read_text(errors="replace")
     try:
         result = step.read(place, said)
-    except Exception as error:  # of what a command that was cut off has left: anything
+    except Exception as error:  # an interrupted command may leave anything
         result, status = None, "failed" if status == "ok" else status
         reason = reason or f"{type(error).__name__}: {error}"
     return {
@@ -155,11 +161,11 @@ def run(step: Step, folder: Path, left: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ended(command: list[str], log: Path, seconds: float, precise: bool) -> tuple[str, str]:
-    """How a command ended, and why if not well."""
+def _run_command(command: list[str], log: Path, seconds: float, precise: bool) -> tuple[str, str]:
+    """Return the status of a command, and the reason if it failed."""
     env = _environment() | ({"JAX_DEFAULT_MATMUL_PRECISION": "highest"} if precise else {})
     with log.open("w") as file:
-        # What a shell starts in the background ignores interrupts, and so would a step.
+        # Background jobs of a shell ignore interrupts, and a step would inherit that.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             process = subprocess.Popen(
@@ -181,7 +187,7 @@ def _ended(command: list[str], log: Path, seconds: float, precise: bool) -> tupl
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a step and what it has started; pytest writes what it has when it is interrupted."""
+    """End a step and its processes. Pytest writes its results when interrupted."""
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE)
@@ -201,9 +207,9 @@ def _output(command: list[str]) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Steps leave the GPU's memory to other libraries, and take one GPU of several.
+    """Return an environment with one GPU, whose memory JAX does not preallocate.
 
-    What they time are calls without a mesh, which JAX would divide between all.
+    The steps time calls without a mesh, which JAX would shard over all GPUs.
     """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -216,7 +222,7 @@ def _write(folder: Path, day: dict[str, Any]) -> None:
 
 
 def page(day: dict[str, Any]) -> str:
-    """The report, of what there is so far."""
+    """Return the report of the results so far."""
     machine, found = day["machine"], day["steps"]
     versions = ", ".join(f"{name} {x}" for name, x in machine["versions"].items() if x)
     parts = [f"# {machine['device']}", f"{machine['cpu']}, Python {machine['python']}, {versions}."]
@@ -266,6 +272,6 @@ def _seconds(text: str) -> float:
 
 
 if __name__ == "__main__":
-    # So that the step that runs is ended too.
+    # End the running step too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What steps leave, as tables in Markdown, and what the kernels' times say about `auto`."""
+"""The steps' results as Markdown tables, and the consequences of the kernels' times for `auto`."""
 
 import difflib
 import json
@@ -10,24 +10,24 @@ from typing import Any
 from experiments.benchmark import report
 
 ROOT = Path(__file__).parent.parent.parent
-# Where the least length from which `auto` prefers blockwise on GPUs stands, and how.
+# The files that state the minimum length for blockwise on GPUs, with the forms of the number.
 LIMITS = {"flax_mha/kernels/choose.py": ("{}**2", "{:,}²"), "docs/kernels.md": ("{:,}²",)}
 LIMIT = 2048
 Row = Mapping[str, Any]
 
 
 def benchmark_rows(folder: Path, said: str) -> list[Row]:
-    """What `experiments.benchmark` has measured so far."""
+    """Return the rows that `experiments.benchmark` has measured so far."""
     del said
     rows: list[Row] = json.loads((folder / "results" / "results.json").read_text())["rows"]
     return rows
 
 
 def limit(rows: Sequence[Row]) -> int | None:
-    """The greatest measured T up to which `reference` is faster than `blockwise` in float32.
+    """Return the greatest measured T below the first at which `blockwise` is faster in float32.
 
-    By the geometric mean over masks and passes; 0 if it never is, None if they were not measured.
-    Of time alone: what memory leaves of it is `choose.MOST_SCORES`.
+    The ratio is the geometric mean over masks and passes. The result is 0 if `reference` never is
+    faster, None if they were not measured. Only time counts: `choose.MOST_SCORES` limits memory.
     """
     ratios: dict[int, list[float]] = {}
     for case in _cases(row for row in rows if row["dtype"] == "float32"):
@@ -44,7 +44,7 @@ def limit(rows: Sequence[Row]) -> int | None:
 
 
 def proposal(rows: Sequence[Row]) -> str:
-    """A diff that sets the limit that was measured; "" if nothing would change."""
+    """Return a diff that sets the measured limit, or "" if nothing changes."""
     measured = limit(rows)
     if not measured or measured == LIMIT:
         return ""
@@ -59,7 +59,7 @@ def proposal(rows: Sequence[Row]) -> str:
 
 
 def slower_cudnn(rows: Sequence[Row]) -> list[str]:
-    """Cases in which `auto` takes cuDNN and plain einsums were faster."""
+    """Return cases that `auto` gives to cuDNN although plain einsums were faster."""
     found = []
     for case in _cases(rows):
         one, other = (case.get(f"ours-{name}") for name in ("cudnn", "reference"))
@@ -71,7 +71,7 @@ def slower_cudnn(rows: Sequence[Row]) -> list[str]:
 
 
 def core_table(rows: Sequence[Row]) -> str:
-    """A line for each case, a column for each contestant that ran, milliseconds."""
+    """Return a table in milliseconds, a line per case, a column per contestant that ran."""
     names = [
         name for name in dict.fromkeys(row["label"] for row in rows)
         if any(row["label"] == name and row["status"] == "ok" for row in rows)
@@ -92,8 +92,8 @@ def core_table(rows: Sequence[Row]) -> str:
 
 
 def decode_table(rows: Sequence[Row]) -> str:
-    """A line for each contestant that ran at a size."""
-    lines = ["| B | S | | a step | tokens/s | of bandwidth |", "|---" * 6 + "|"]
+    """Return a table with a line for each contestant that ran at a size."""
+    lines = ["| B | S | | one step | tokens/s | of bandwidth |", "|---" * 6 + "|"]
     for row in rows:
         if row["seconds"]:
             share = row["bytes_per_second"] / row["bandwidth"]
@@ -106,7 +106,7 @@ def decode_table(rows: Sequence[Row]) -> str:
 
 
 def _cases(rows: Any) -> list[dict[str, Row]]:
-    """The rows of each race, by label."""
+    """Return the rows of each race, by label."""
     races: dict[str, dict[str, Row]] = {}
     for row in rows:
         races.setdefault(row["race"], {})[row["label"]] = row

@@ -1,6 +1,6 @@
-"""What is run, in which order, and for how long: each step a command of its own, most wanted first.
+"""The steps of a GPU day: each is a separate command with a time limit, most wanted first.
 
-A command that brings its process down, as CUDA's errors and XLA's checks do, ends one step alone.
+A command that crashes its process, as CUDA errors and XLA checks do, ends only its own step.
 """
 
 import re
@@ -16,12 +16,12 @@ CONTRACT = (
     "tests/kernels/test_cudnn_lowering.py", "tests/kernels/test_cudnn_packed.py",
     "tests/kernels/test_contract.py", "tests/kernels/test_extremes.py",
 )  # fmt: skip
-# All cases of cuDNN's, most of which an ordinary run leaves out.
+# All cases of cuDNN; an ordinary run leaves most of them out.
 ORACLE = ("tests/kernels/test_contract.py", "-m", "not grid", "-k", "cudnn")
-TESTS = {"contract": "Contract", "oracle": "cuDNN against the oracle"}  # steps, and their titles
+TESTS = {"contract": "Contract", "oracle": "cuDNN against the oracle"}  # the titles of test steps
 PEERS = ("jax-xla", "jax-cudnn", "tokamax", "torch-sdpa", "torch-flex")
 OURS = ("ours", "ours-reference", "ours-blockwise")
-# 16 heads of 128 features, 16,384 tokens a batch.
+# 16 heads of 128 features, 16,384 tokens per batch.
 LARGE = ("--heads=16", "--features=2048", "--tokens=16384")
 SMALL = ("--heads=2", "--features=32", "--tokens=128")
 
@@ -30,12 +30,12 @@ class Step(NamedTuple):
     """One command.
 
     Attributes:
-      name: of the step, and of its folder.
-      seconds: after which it is ended.
-      arguments: of the interpreter; FOLDER stands for its folder, and TOTAL for seconds that it
-        may take by its own account.
-      read: what came of it, of its folder and what it printed.
-      precise: whether float32 products are to be float32, not TF32.
+      name: the name of the step and of its folder.
+      seconds: the time limit.
+      arguments: the interpreter's arguments; FOLDER stands for the step's folder, and TOTAL for the
+        seconds that it may plan to use.
+      read: a function from the folder and the output to the result.
+      precise: True if float32 matmuls must not use TF32.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Step(NamedTuple):
     precise: bool = False
 
     def command(self, folder: Path, seconds: float) -> list[str]:
-        """The command, for that folder and so many seconds."""
+        """Return the command for this folder and time limit."""
         total = max(1.0, 0.85 * seconds)
         filled = (x.replace("FOLDER", str(folder)) for x in self.arguments)
         return [sys.executable, *(x.replace("TOTAL", f"{total:.0f}") for x in filled)]
 
 
 def plan(small: bool) -> list[Step]:
-    """All steps, about 25 minutes together; small: a minute, to try the command."""
+    """Return all steps, about 25 minutes together, or a minute if small."""
     return _small() if small else _large()
 
 
@@ -87,7 +87,7 @@ def _large() -> list[Step]:
 def _small() -> list[Step]:
     names = ("ours", "ours-reference", "ours-blockwise", "jax-xla", "jax-cudnn")
     return [
-        _tests("contract", 120, ("tests/kernels/test_lowered.py",)),
+        _tests("contract", 120, ("tests/kernels/test_op_rewrite.py",)),
         _race("packed", 60, names, *SMALL, "--masks=packed", "--lengths=32", "--dtypes=bfloat16"),
         _race("float32", 60, names, *SMALL, "--masks=causal", "--lengths=16,64",
               "--dtypes=float32"),
@@ -134,7 +134,7 @@ def _train(seconds: float, *flags: str) -> Step:
 
 
 def _read_tests(folder: Path, said: str) -> dict[str, Any]:
-    """How many tests passed, and the names of those that did not."""
+    """Return the numbers of passed and skipped tests, and the names of failed ones."""
     del said
     suite = ET.parse(folder / "tests.xml").getroot()[0]
     failed = [

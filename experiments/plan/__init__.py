@@ -1,1 +1,1 @@
-"""What a run would take on chips that are not there; see `experiments.plan.__main__`."""
+"""Plans of runs on absent devices. See `experiments.plan.__main__`."""

@@ -1,4 +1,4 @@
-"""Plans a run on chips that are not there.
+"""Plan a run on absent devices.
 
     python -m experiments.plan --config=configs/long_encoder.py --topology=v5e:16x16
     python -m experiments.plan --topology=v5p:8x8x8 --config.mesh.fsdp=64 --config.mesh.model=8
@@ -7,9 +7,9 @@
     python -m experiments.plan --topology=cpu:8 --config=configs/digits_sharded.py
     python -m experiments.plan --scaling    # the study of docs/scaling.md
 
-Compiles the trainer's own step for the topology, on this machine's CPU, and reports what one device
-holds, computes and sends; plan.json and plan.png go to --workdir (default: a new folder under
-runs/). Without --search the layout is that of config.mesh.
+The command compiles the trainer's step for the topology on this machine's CPU. It reports the
+memory, the operations and the communication of one device, and writes plan.json and plan.png to
+--workdir (default: a new folder under runs/). Without --search the layout is config.mesh.
 """
 
 import datetime
@@ -17,8 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-# Before jax starts. Threads for XLA: with two cores' own, 8 devices can wait for each other's
-# collectives for ever.
+# Before jax starts. With only one XLA thread per core, 8 devices on two cores can deadlock in
+# collectives.
 os.environ.setdefault("NPROC", "32")
 
 import jax
@@ -33,16 +33,18 @@ from experiments.runs.failures import RunError
 PROGRAM = "experiments.plan"
 DEFAULT = Path(__file__).parent.parent.parent / "configs" / "long_encoder.py"
 TOPOLOGY = flags.DEFINE_string(
-    "topology", "v5e:16x16", "Such as v5e:16x16, v5p:4x4x4, h200:8, cpu:8."
+    "topology", "v5e:16x16", "The devices, such as v5e:16x16, v5p:4x4x4, h200:8 or cpu:8."
 )
 SEARCH = flags.DEFINE_bool("search", False, "Try all splits over data, fsdp, model and context.")
-MOST = flags.DEFINE_integer("most", 8, "How many splits --search compiles.", lower_bound=1)
-SCALING = flags.DEFINE_bool("scaling", False, "The study of docs/scaling.md, which takes long.")
+MOST = flags.DEFINE_integer(
+    "most", 8, "The number of splits that --search compiles.", lower_bound=1
+)
+SCALING = flags.DEFINE_bool("scaling", False, "Run the study of docs/scaling.md, which takes long.")
 WORKDIR = flags.DEFINE_string("workdir", None, "A new or empty folder for the results.")
 
 
 def main(asked: settings.Asked) -> None:
-    """Compiles, reports, draws."""
+    """Compile, report and draw the plan."""
     try:
         if asked.rest[1:]:
             raise RunError(f"unexpected {asked.rest[1:]}; settings are --config.KEY=VALUE")
@@ -90,7 +92,7 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
         console.print(report.others(layouts))
     for layout in compiled[:1]:
         if layout.found and layout.found.unknown:
-            console.print(f"of unknown length, counted once: loops {layout.found.unknown}")
+            console.print(f"loops of unknown length, counted once: {layout.found.unknown}")
     rows = [report.row(layout) for layout in layouts]
     name = Path(asked.path).name
     title = f"{name} on {len(found)} × {kind} ({TOPOLOGY.value}), by {header['compiler']}"

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program send each other."""
+"""The collectives of a compiled program."""
 
 import math
 import re
@@ -20,10 +20,10 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of KINDS.
-      bytes: of its result on one device.
-      times: how often it runs.
-      groups: the devices that take part together, as places in the mesh; [groups, size]. Of a
-        permutation the pairs of who sends and who gets.
+      bytes: the size of its result on one device.
+      times: the number of times that it runs.
+      groups: the devices that take part together, as indices into the mesh, [groups, size]. For a
+        permutation the pairs of sender and receiver.
     """
 
     kind: str
@@ -33,9 +33,9 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> float:
-        """Bytes that each device has to send at least, each time, for g devices in a group.
+        """The minimum bytes that each device sends, each time, for g devices in a group.
 
-        | kind | of a result of b bytes |
+        | kind | bytes for a result of b bytes |
         |---|---|
         | all-reduce | 2·b·(g − 1)/g |
         | all-gather, all-to-all | b·(g − 1)/g |
@@ -52,11 +52,11 @@ class Collective(NamedTuple):
 
 
 def read(program: str | Module, devices: int) -> list[Collective]:
-    """The collectives of a program, in the order of its text.
+    """Return the collectives of a program, in the order of its text.
 
     Args:
-      program: its text.
-      devices: how many it runs on.
+      program: the program, or its text.
+      devices: the number of devices that it runs on.
     """
     module = Module(program) if isinstance(program, str) else program
     found = []
@@ -65,8 +65,8 @@ def read(program: str | Module, devices: int) -> list[Collective]:
         if kind not in KINDS or _again(module, run):
             continue
         if run.computation.startswith("all-reduce-scatter"):
-            # The compiler for TPUs writes a reduce-scatter as a fusion of that name: an all-reduce
-            # of which each device keeps its part.
+            # The TPU compiler writes a reduce-scatter as a fusion with this name: an all-reduce
+            # after which each device keeps its part.
             kind, last = "reduce-scatter", module.computations[run.computation][-1]
             size = sum(x.bytes for x in arrays(last.type))
         else:
@@ -78,7 +78,7 @@ def read(program: str | Module, devices: int) -> list[Collective]:
 
 
 def total(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
-    """How many of each kind run, and the bytes of their results on one device."""
+    """Return the number of runs of each kind, and the bytes of their results on one device."""
     sums: dict[str, tuple[int, int]] = {}
     for one in found:
         count, size = sums.get(one.kind, (0, 0))
@@ -87,10 +87,10 @@ def total(found: Iterable[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def _again(module: Module, run: Run) -> bool:
-    """Whether this is a later part of a collective that the compiler for TPUs divided.
+    """Return True for a later part of a collective that the TPU compiler split.
 
-    It overlaps a collective with other work by fusions that begin it, go on with it, and end it,
-    and each of them shows it.
+    To overlap a collective with other work, fusions begin it, continue it and end it. Each of them
+    contains the collective.
     """
     here = module.computations[run.computation]
     return run.computation.startswith("async_collective_fusion") or any(
@@ -101,12 +101,12 @@ def _again(module: Module, run: Run) -> bool:
 def _result(x: Instruction) -> int:
     type_ = x.type
     if x.opcode in ("all-gather-start", "collective-permute-start"):
-        type_ = parts(type_)[1]  # The first are the operands.
+        type_ = parts(type_)[1]  # The first part holds the operands.
     return sum(array.bytes for array in arrays(type_))
 
 
 def _groups(rest: str, devices: int) -> np.ndarray:
-    """The groups in any of XLA's forms.
+    """Parse the groups, in any of XLA's forms.
 
     | form | example |
     |---|---|
@@ -114,7 +114,7 @@ def _groups(rest: str, devices: int) -> np.ndarray:
     | a reshaped and transposed count | `[2,2]<=[2,2]T(1,0)` |
     | axes of a mesh | `mesh['a'=2,'b'=2] {'b'}` |
     | part of an axis, 2 after 4 | `mesh['a'=8] {'a':(4)2}` |
-    | of devices in another order | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
+    | devices in another order | `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}` |
     | pairs of a permutation | `source_target_pairs={{0,1},{1,0}}` |
     """
     if pairs := re.search(r"source_target_pairs=\{([\d,{} ]*)\}", rest):
@@ -135,9 +135,9 @@ def _groups(rest: str, devices: int) -> np.ndarray:
 
 
 def _over(axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, int]]) -> np.ndarray:
-    """Groups along parts (name, m, k) of a mesh's axes, its devices in that order.
+    """Return groups along parts (name, m, k) of a mesh's axes, with its devices in this order.
 
-    Of an axis that is reshaped to [m, k, ·] the part is the second.
+    If an axis is reshaped to [m, k, ·], the part is the second.
     """
     parts = {name: (m, k, axes[name] // (m * k)) for name, m, k in over}
     sizes = [size for name, n in axes.items() for size in parts.get(name, (n, 1, 1))]
@@ -147,7 +147,7 @@ def _over(axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, in
 
 
 def _order(text: str) -> np.ndarray:
-    """`[2,2]T(1,0)`: a count, reshaped and transposed; or a list of numbers."""
+    """Parse `[2,2]T(1,0)` (a count, reshaped and transposed), or a list of numbers."""
     if iota := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         sizes = _numbers(iota[1])
         order = _numbers(iota[2]) if iota[2] else range(len(sizes))

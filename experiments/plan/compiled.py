@@ -1,4 +1,4 @@
-"""The trainer's own step, compiled for devices that need not be there, and read."""
+"""The trainer's own step, compiled for devices that may be absent, and read."""
 
 import re
 import tempfile
@@ -18,21 +18,20 @@ from experiments.plan.collectives import Collective
 from experiments.runs.checks import shard_bytes
 from experiments.trainer import loop, mesh
 
-# How libtpu says it: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or
-# in older ones "Used 27.97G of 15.75G hbm".
+# libtpu's errors: "the total memory required for … (27.97G) exceeds available HBM (15.75G)", or in
+# older versions "Used 27.97G of 15.75G hbm".
 _TOO_LARGE = r"([\d.]+)([BKMGT])\)? (?:exceeds available HBM \(|of )([\d.]+)([BKMGT])"
 
 
 class Memory(NamedTuple):
-    """Bytes on one device.
+    """The bytes on one device.
 
     Attributes:
-      parameters: the model's.
+      parameters: the model's parameters.
       optimizer: moments and counts.
-      batch: a batch, keys, and what the layouts of all arguments pad.
-      activations: all that lives within a step, gradients and gathered parameters too.
-      peak: arguments and what is alive with them, by the compiler; its results take the place of
-        the arguments.
+      batch: a batch, keys, and the padding of all arguments' layouts.
+      activations: everything that lives within a step, including gradients and gathered parameters.
+      peak: arguments and everything alive beside them, by the compiler. Results replace arguments.
     """
 
     parameters: int
@@ -43,17 +42,17 @@ class Memory(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A step for one layout, as compiled. Bytes and operations are those of one device.
+    """A compiled step of one layout. Bytes and operations are per device.
 
     Attributes:
-      sizes: of the mesh axes.
-      devices: of the mesh, in its order.
-      memory: what lies where.
-      flops: operations of matrix products, see `work`.
-      moved: bytes to and from the memory, see `work`.
+      sizes: the sizes of the mesh axes.
+      devices: the mesh's devices, in its order.
+      memory: the memory of a device, by kind.
+      flops: the operations of matmuls, see `work`.
+      moved: the bytes to and from memory, see `work`.
       sent: the collectives.
-      unknown: loops whose trip count is not in the program: they count as run once.
-      seconds: that compiling took.
+      unknown: loops of unknown trip count; they count as run once.
+      seconds: the compile time.
     """
 
     sizes: dict[str, int]
@@ -67,7 +66,7 @@ class Compiled(NamedTuple):
 
 
 class TooLargeError(ValueError):
-    """The compiler's word that a program does not fit the memory of a device."""
+    """The compiler's error that a program does not fit a device's memory."""
 
     def __init__(self, needs: float, has: float) -> None:
         super().__init__(f"needs {needs / 2**30:.1f} of {has / 2**30:.1f} GiB")
@@ -75,7 +74,7 @@ class TooLargeError(ValueError):
 
 
 def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
-    """Compiles the step of a run over those devices, and reads what it takes.
+    """Compile the step of a run over these devices, and read its costs.
 
     Raises:
       TooLargeError: if the compiler finds that it does not fit.
@@ -105,13 +104,13 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
 
 
 def dumped(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compiled]:
-    """A compiled program, and its text.
+    """Compile a program, and return its text and the result.
 
-    The text is the compiler's own dump: `as_text` can't read the programs of a libtpu that is newer
-    than jaxlib.
+    The text is the compiler's own dump, because `as_text` can't read the programs of a libtpu that
+    is newer than jaxlib.
 
     Raises:
-      TooLargeError: if it does not fit a device's memory.
+      TooLargeError: if the program does not fit a device's memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, str | bool] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}

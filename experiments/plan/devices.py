@@ -1,4 +1,4 @@
-"""The devices that a topology's name stands for, which need not be there."""
+"""The devices of a named topology, which may be absent."""
 
 import importlib.util
 import math
@@ -12,21 +12,21 @@ from experiments.plan import gpus
 from experiments.runs import fields, hosts
 from experiments.runs.failures import RunError
 
-TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # as libtpu calls them
+TPUS = ("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x")  # libtpu's names
 
 
 def of(topology: str) -> Sequence[jax.Device]:
-    """The devices of a topology.
+    """Return the devices of a topology.
 
     | name | devices |
     |---|---|
-    | `v5e:16x16`, and others of `TPUS` | those chips, for its compiler alone |
-    | `a100:8`, `h100:8`, `h200:64`, `b200:8` | so many GPUs of NVIDIA, for the compiler alone |
-    | `cpu:8` | so many, as which the cores of this machine serve |
-    | `gpu:8` | so many of the GPUs that are here |
+    | `v5e:16x16`, and others of `TPUS` | these chips, for the compiler only |
+    | `a100:8`, `h100:8`, `h200:64`, `b200:8` | this number of NVIDIA GPUs, for the compiler only |
+    | `cpu:8` | 8 devices simulated on the cores of this machine |
+    | `gpu:8` | 8 of the GPUs of this machine |
 
     Raises:
-      RunError: if there is no such topology, or nothing that could compile for it.
+      RunError: if the topology does not exist, or no installed compiler supports it.
     """
     known = re.fullmatch(r"(\w+):(\d{1,9}(?:x\d{1,9})*)", topology, re.ASCII)
     chip, sizes = (known[1], [*map(int, known[2].split("x"))]) if known else ("", [])
@@ -74,6 +74,6 @@ def _local(platform: str, count: int) -> Sequence[jax.Device]:
 
 
 def coordinates(device: jax.Device) -> tuple[int, ...] | None:
-    """Where a TPU's chip stands in its torus; None for other devices."""
+    """Return the coordinates of a TPU chip in its torus, or None for other devices."""
     coords = getattr(device, "coords", None)
     return None if coords is None else tuple(coords)

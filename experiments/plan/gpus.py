@@ -1,8 +1,8 @@
-"""NVIDIA's GPUs that need not be here: devices to compile for, and the links between them.
+"""NVIDIA GPUs that may be absent: devices to compile for, and the links between them.
 
-XLA is told of a chip what its compiler goes by. The numbers are those of XLA's own descriptions
-(`xla/backends/gpu/target_config/specs/*.txtpb` of openxla/xla, read in November 2026), but for the
-version of cuDNN, which is the one that is installed.
+XLA compiles for the description of a chip. The numbers are from XLA's own descriptions
+(`xla/backends/gpu/target_config/specs/*.txtpb` of openxla/xla, read in November 2026), except the
+version of cuDNN, which is the installed one.
 """
 
 import importlib.util
@@ -17,21 +17,21 @@ from experiments.counts.chips import GPUS, Gpu
 from experiments.plan.collectives import Collective
 from experiments.runs.failures import RunError
 
-MOST = 2**14  # devices of any topology: more than a pod has
-HOST = 8  # GPUs with NVLink to each other: those of one machine
+MOST = 2**14  # the limit of devices in any topology: more than a pod has
+HOST = 8  # GPUs of one machine, connected by NVLink
 
 
 class Target(NamedTuple):
     """A chip in XLA's terms.
 
     Attributes:
-      name: what NVIDIA's driver, and so JAX, calls it.
-      major: of its compute capability.
-      cores: multiprocessors.
-      fpus: float32 units of each.
-      shared: bytes of shared memory of each.
-      cache: bytes of its L2 cache.
-      clock: GHz.
+      name: its name in NVIDIA's driver, and so in JAX.
+      major: the major number of its compute capability.
+      cores: the number of multiprocessors.
+      fpus: the float32 units per multiprocessor.
+      shared: the bytes of shared memory per multiprocessor.
+      cache: the bytes of its L2 cache.
+      clock: the clock rate in GHz.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Target(NamedTuple):
     clock: float
 
     def text(self) -> str:
-        """A `stream_executor.GpuTargetConfigProto`, in the text form."""
+        """Return the text form of a `stream_executor.GpuTargetConfigProto`."""
         gpu = GPUS[self.name]
         return f"""
             gpu_device_info {{
@@ -85,7 +85,7 @@ NEEDED = ("jax_plugins.xla_cuda13", "nvidia.cudnn")
 
 
 def lacking() -> str | None:
-    """The wheels that compiling for NVIDIA's GPUs needs and that are not here, or None."""
+    """Return the missing wheels for compiling to NVIDIA GPUs as a reason, or None."""
     missing = [name for name in NEEDED if not _there(name)]
     return f"needs the wheels of the extra gpu-compile, without {missing}" if missing else None
 
@@ -98,10 +98,10 @@ def _there(name: str) -> bool:
 
 
 def of(chip: str, count: int) -> Sequence[jax.Device]:
-    """So many GPUs, in machines of 8, for the compiler alone.
+    """Return GPUs in machines of 8, for the compiler only.
 
     Raises:
-      RunError: if they do not fill machines, or nothing here can compile for them.
+      RunError: if they do not fill machines, or no installed compiler supports them.
     """
     if not count or count > MOST or (count > HOST and count % HOST):
         raise RunError(f"--topology={chip}:{count} must count 1 to {HOST} GPUs, or machines of "
@@ -122,8 +122,9 @@ class Machines(NamedTuple):
     """GPUs and the links between them.
 
     Attributes:
-      chip: what one can do.
+      chip: the constants of one GPU.
       hosts: the machine of each device of the mesh, in its order.
+      cores: the devices per GPU.
     """
 
     chip: Gpu
@@ -132,7 +133,7 @@ class Machines(NamedTuple):
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Machines | None":
-        """Those of a mesh; None where the table of chips lacks them."""
+        """Return the machines of a mesh, or None if the table of chips lacks them."""
         if devices[0].device_kind not in GPUS:
             return None
         hosts = np.array([device.id // HOST for device in devices])
@@ -140,16 +141,16 @@ class Machines(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes of a device's memory."""
+        """The bytes of a device's memory."""
         return self.chip.memory
 
     def seconds(self, one: Collective) -> float:
-        """The least time of a collective, once.
+        """Return the minimum time of one run of a collective.
 
-        Every device has its own link to the switch of its machine, and its own to the network: what
-        it sends over either at that link's speed. Of a group over n machines, g devices in each, a
-        sum goes within the machines first, and then each device sends 1/g of what it holds; what is
-        sent from each to each crosses the network in the part that other machines have.
+        Every device has its own link to its machine's switch and its own to the network, and sends
+        over each at that link's speed. In a group over n machines with g devices each, a sum is
+        first taken within the machines, and then each device sends 1/g of its result. In an
+        all-to-all, only the part for other machines crosses the network.
         """
         if one.kind == "collective-permute":
             apart = self.hosts[one.groups[:, 0]] != self.hosts[one.groups[:, 1]]

@@ -1,4 +1,4 @@
-"""Layouts side by side: what a chip holds, and how long each of its resources takes."""
+"""Layouts side by side: the memory of a chip, and the time of each of its resources."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +16,12 @@ SPENT = {"compute": "tab:green", "memory": "tab:purple", "network": "tab:red"}
 
 
 def draw(path: Path, rows: Sequence[Row], title: str) -> None:
-    """A stacked bar of memory for each layout, and beside it its three times, where known.
+    """Draw a stacked bar of memory for each layout, and its three times if known.
 
     Args:
-      path: of the PNG.
-      rows: as in the JSON, see `report.row`; those that were compiled are drawn.
-      title: of the picture.
+      path: the PNG file.
+      rows: rows as in the JSON, see `report.row`; compiled ones are drawn.
+      title: the picture's title.
     """
     rows = [row for row in rows if "bytes" in row][::-1]  # the first on top
     if not rows:
@@ -45,7 +45,7 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     label = f"{unit} on one device"
     if chip and most > chip / 50:
         left.axvline(chip / size, color="black", linestyle="--", label="memory of a chip")
-    elif chip:  # Beside that line the bars would not be seen.
+    elif chip:  # The line would make the bars invisible.
         label += f" (a chip has {chip / 2**30:.3g} GiB)"
     left.set(xlabel=label, yticks=at, yticklabels=names)
     for right in others:

@@ -18,22 +18,22 @@ Row = dict[str, Any]
 
 
 def console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for all tables."""
+    """Return a console as wide as the terminal, or wide enough for all tables without one."""
     found = Console()
     return found if found.is_terminal else Console(width=140)
 
 
 def compiler(device: jax.Device) -> str:
-    """What compiles for a device, and its version: figures of memory differ from one to another."""
+    """Return the compiler of a device and its version, because memory differs between them."""
     package = {"tpu": "libtpu", "gpu": "jax-cuda13-pjrt"}.get(device.platform, "jaxlib")
     try:
         return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:  # A plugin of another CUDA.
+    except importlib.metadata.PackageNotFoundError:  # A plugin for another CUDA version.
         return f"jaxlib {importlib.metadata.version('jaxlib')}"
 
 
 def row(layout: Layout) -> Row:
-    """A layout in JSON's terms, bytes and operations of one device, seconds of a step."""
+    """Return a layout as JSON values: bytes and operations per device, seconds per step."""
     found, times = layout.found, layout.times
     numbers: Row = {"mesh": layout.sizes, "reason": layout.reason}
     if found is None:
@@ -58,13 +58,13 @@ def row(layout: Layout) -> Row:
 
 
 def write(path: Path, header: Row, layouts: Sequence[Layout]) -> None:
-    """Leaves all layouts as JSON."""
+    """Write all layouts as JSON."""
     rows = [row(layout) for layout in layouts]
     path.write_text(json.dumps(header | {"layouts": rows}, indent=2) + "\n")
 
 
 def memory(layouts: Sequence[Layout]) -> Table:
-    """A line for each layout that was compiled, and what it takes of a device."""
+    """Return a table of compiled layouts with their use of a device."""
     table = Table(title="one device, one step", title_justify="left")
     table.add_column("layout")
     for name in ("parameters", "optimizer", "activations", "peak", "of"):
@@ -89,7 +89,7 @@ def memory(layouts: Sequence[Layout]) -> Table:
 
 
 def sent(layout: Layout) -> Table:
-    """A line for each kind of collective, and number of devices that take part."""
+    """Return a table of collectives by kind and number of devices."""
     table = Table(title=f"sent in a step: {layout}", title_justify="left")
     table.add_column("kind")
     for name in ("devices", "times", "results", "sent by each", "ms"):
@@ -120,7 +120,7 @@ def _size(count: float) -> str:
 
 
 def others(layouts: Sequence[Layout]) -> Table:
-    """Those that do not fit or were not compiled, counted by reason."""
+    """Return a table of layouts that do not fit or were not compiled, counted by reason."""
     table = Table(title="not compiled, or too large", title_justify="left")
     table.add_column("layouts", justify="right")
     table.add_column("such as")
@@ -129,6 +129,6 @@ def others(layouts: Sequence[Layout]) -> Table:
     for layout in layouts:
         if layout.reason:
             reasons.setdefault(layout.reason, []).append(layout)
-    for reason, those in reasons.items():
-        table.add_row(str(len(those)), str(those[0]), reason)
+    for reason, same in reasons.items():
+        table.add_row(str(len(same)), str(same[0]), reason)
     return table

@@ -1,10 +1,10 @@
-"""The least time that a step takes: what each resource of a chip needs for its share, alone.
+"""The minimum time of a step: the time of each resource of a chip for its share.
 
-    step ≥ max(operations / peak, bytes / bandwidth of the memory, Σ collectives on their links)
+    step ≥ max(operations / peak, bytes / memory bandwidth, Σ collectives on their links)
 
-The network's part adds up one collective after another; within each all links work that can. Real
-steps overlap less, and run their products below the peak: a layout that is better here by little
-may be worse there.
+The network's share adds up one collective after another. Within each, all usable links work. Real
+steps overlap less and run matmuls below the peak: a layout that is slightly better here may be
+worse in practice.
 """
 
 import math
@@ -23,7 +23,7 @@ from experiments.plan.gpus import Machines
 
 
 class Times(NamedTuple):
-    """Seconds of a step, by resource."""
+    """The seconds of a step, by resource."""
 
     compute: float
     memory: float
@@ -31,17 +31,17 @@ class Times(NamedTuple):
 
     @property
     def step(self) -> float:
-        """The least that a step takes."""
+        """The minimum time of a step."""
         return max(self)
 
     @property
     def binds(self) -> str:
-        """Which of them it is."""
+        """The resource that limits the step."""
         return self._fields[self.index(self.step)]
 
 
 def times(found: Compiled) -> Times | None:
-    """The times of a step; None where the table of chips lacks the device."""
+    """Return the times of a step, or None if the table of chips lacks the device."""
     links = network(found.devices)
     if links is None:
         return None
@@ -53,7 +53,7 @@ def times(found: Compiled) -> Times | None:
 
 
 def network(devices: Sequence[jax.Device]) -> "Torus | Machines | None":
-    """The chips of a mesh and the links between them; None where the tables lack them."""
+    """Return the chips of a mesh and their links, or None if the tables lack them."""
     return Torus.of(devices) or Machines.of(devices)
 
 
@@ -61,10 +61,10 @@ class Torus(NamedTuple):
     """Chips and the links between them.
 
     Attributes:
-      chip: what one can do.
-      cores: devices on a chip.
-      places: of each device of the mesh, in its order; [devices, axes].
-      sizes: of the whole, along each axis.
+      chip: the constants of one chip.
+      cores: the devices per chip.
+      places: the coordinates of each device of the mesh, in its order, [devices, axes].
+      sizes: the size of the torus along each axis.
     """
 
     chip: Chip
@@ -74,7 +74,7 @@ class Torus(NamedTuple):
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Torus | None":
-        """That of the devices of a mesh, all there are."""
+        """Return the torus of all devices of a mesh, or None."""
         places = [coordinates(device) for device in devices]
         if devices[0].device_kind not in CHIPS or None in places:
             return None
@@ -85,21 +85,21 @@ class Torus(NamedTuple):
 
     @property
     def memory(self) -> float:
-        """Bytes of a device's own memory."""
+        """The bytes of a device's own memory."""
         return self.chip.memory / self.cores
 
     def seconds(self, one: Collective) -> float:
-        """The least time of a collective, once.
+        """Return the minimum time of one run of a collective.
 
         | kind | time |
         |---|---|
-        | permutation | bytes · hops of the longest way / link |
-        | all-to-all | the longer of the below, and half of all through the middle of an axis |
+        | permutation | bytes · hops of the longest path / link |
+        | all-to-all | the maximum of the row below and half of the bytes through an axis's middle |
         | others | bytes that a chip sends / its links along the axes that the group spans |
 
-        An axis has two links for a chip where it is a ring, and one where it is a line, by the
-        chips at its ends. Where a group takes every second chip of an axis, another group takes the
-        others, and the same links: they share them.
+        Per chip an axis has two links if it is a ring, and one if it is a line, because of the
+        chips at its ends. If a group takes every second chip of an axis, another group takes the
+        other chips, and both share the same links.
         """
         if one.kind == "collective-permute":
             return one.bytes * int(self._hops(one.groups).max(initial=0)) / self.chip.link
@@ -109,7 +109,7 @@ class Torus(NamedTuple):
             return 0.0  # between the cores of a chip
         axes = [self._along(axis, sorted(set(group[:, axis]))) for axis in range(len(self.sizes))]
         sharing = math.prod(covered for covered, _ in axes) / len(group)
-        # The cores of a chip send through the same links; those of one group what both need once.
+        # The cores of a chip share its links; in one group they send common data once.
         sent = sharing * one.sent * self.cores * len(group) / len(members)
         sending = sent / (sum(links for _, links in axes) * self.chip.link)
         if not one.kind.endswith("all-to-all"):
@@ -118,9 +118,9 @@ class Torus(NamedTuple):
         return max(sending, sharing * middle * one.bytes / self.chip.link)
 
     def _along(self, axis: int, places: list[int]) -> tuple[int, int]:
-        """How much of an axis a group at those places covers, and the links that a chip has there.
+        """Return the extent of an axis that a group covers, and a chip's number of links there.
 
-        It is a ring for a group that goes all around.
+        The axis is a ring for a group that goes all around.
         """
         size, count = self.sizes[axis], len(places)
         around = places == list(range(places[0], size, max(1, size // count)))

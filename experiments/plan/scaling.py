@@ -1,8 +1,8 @@
-"""How time, memory and what is sent by a device grow with the number of devices.
+"""The growth of time, memory and communication of a device with the number of devices.
 
-Weak scaling keeps the rows of each device, strong scaling the rows of all. Up to 8 devices the step
-of configs/masked.py runs on devices as which this machine's cores serve; from 8 to 4,096 the step
-of an encoder 2,048 wide is compiled for TPU v5p.
+Weak scaling keeps the rows per device, strong scaling the total rows. Up to 8 devices, simulated on
+this machine's cores, the step of configs/masked.py runs. From 8 to 4,096, the step of an encoder of
+width 2,048 is compiled for TPU v5p.
 """
 
 import json
@@ -27,23 +27,23 @@ from experiments.trainer import loop, mesh
 
 Row = dict[str, Any]
 HERE = (1, 2, 4, 8)
-ROWS_HERE = 8  # of a device in weak scaling; of all, strong scaling keeps those of 8 devices
+ROWS_HERE = 8  # per device in weak scaling; strong scaling keeps the total of 8 devices
 PODS = {8: "v5p:2x2x2", 64: "v5p:4x4x4", 512: "v5p:8x8x8", 4096: "v5p:16x16x16"}
-ROWS = 64  # of all devices in strong scaling; in weak scaling each has one
-SHARES = 512  # of the parameters at most: 4 of their 2,048 features
+ROWS = 64  # the total in strong scaling; in weak scaling each device has one
+SHARES = 512  # the most shards of parameters: 4 of their 2,048 features each
 STEPS = 10
 PANELS = {
-    "milliseconds": "ms a step (cores: measured; v5p: least)",
-    "peak": "peak memory of a device, MiB",
-    "sent": "sent by a device in a step, MiB",
+    "milliseconds": "ms per step (cores: measured; v5p: minimum)",
+    "peak": "peak memory per device, MiB",
+    "sent": "sent per device and step, MiB",
 }
 COLORS = {"cores": "tab:blue", "v5p": "tab:orange"}
 
 
 def study(folder: Path) -> None:
-    """Compiles and measures; leaves scaling.json and scaling.png, and prints the table.
+    """Compile and measure, write scaling.json and scaling.png, and print the table.
 
-    A folder with a scaling.json that is not complete is gone on with: each point takes minutes.
+    An incomplete scaling.json in the folder is continued, because each point takes minutes.
     """
     hosts.force_host_devices(max(HERE))
     here, console, path = jax.devices("cpu"), Console(stderr=True), folder / "scaling.json"
@@ -54,7 +54,7 @@ def study(folder: Path) -> None:
             for count in counts:
                 if any(_point(row) == (law, where, count) for row in rows):
                     continue
-                # Where both laws have as many rows of data it is the same program.
+                # With equal rows, both laws compile the same program.
                 config = large(law, count) if where == "v5p" else small(law, count)
                 twin = [row for row in rows if _point(row)[1:] == (where, count)]
                 twin = [row | {"law": law} for row in twin if row["rows"] == config.batch_size]
@@ -72,7 +72,7 @@ def _point(row: Row) -> tuple[str, str, int]:
 
 
 def small(law: str, count: int) -> ConfigDict:
-    """The run that is timed on this machine's cores."""
+    """Return the config of the run that is timed on this machine's cores."""
     config = masked.get_config()
     config.batch_size = ROWS_HERE * (count if law == "weak" else max(HERE))
     config.mesh.data, config.mesh.fsdp = 1, count
@@ -80,7 +80,9 @@ def small(law: str, count: int) -> ConfigDict:
 
 
 def large(law: str, count: int) -> ConfigDict:
-    """The run that is compiled: rows over as many devices as there are, tokens over the rest."""
+    """Return the config of the compiled run: rows over all possible devices, tokens over the
+    rest.
+    """
     config = long_encoder.get_config()
     config.model.features, config.model.mlp_dim = 2048, 8192
     config.model.num_heads = config.model.num_kv_heads = 16
@@ -111,7 +113,7 @@ def _measured(law: str, where: str, config: ConfigDict, found: Sequence[jax.Devi
 
 
 def _timed(config: ConfigDict, found: Sequence[jax.Device]) -> tuple[float, float]:
-    """Seconds of a step: the median of the clock's, and the mean of all processor cores'."""
+    """Return the seconds of a step: the median of wall time, and the mean CPU time of all cores."""
     built = loop.build(config, tasks.make(config), found)
     with mesh.on(built.mesh):
         state = built.create(built.seeds)
@@ -126,10 +128,10 @@ def _timed(config: ConfigDict, found: Sequence[jax.Device]) -> tuple[float, floa
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, a line for each law and number of devices."""
+    """Return a Markdown table with a line for each law and number of devices."""
     lines = [
         "| scaling | devices | rows | layout | parameters, optimizer | peak | sent | "
-        "10⁹ operations | ms a step |",
+        "10⁹ operations | ms per step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -140,14 +142,14 @@ def table(rows: Sequence[Row]) -> str:
             continue
         cells += [f"{row[name]:,.4g}" for name in ("held", "peak", "sent")]
         cells.append(f"{row['flops'] / 1e9:,.4g}")
-        busy = f"{row.get('processor', 0):.3g} ms of a core for each device"
+        busy = f"{row.get('processor', 0):.3g} ms of CPU time per device"
         how = busy if "processor" in row else row["binds"]
         lines.append("| " + " | ".join([*cells, f"{row['milliseconds']:.4g} ({how})"]) + " |")
     return "\n".join(lines)
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """A row of panels for each law, both axes in logarithms."""
+    """Draw a row of panels for each law, with logarithmic axes."""
     figure = Figure(figsize=(12, 6.6), layout="constrained")
     for law, panels in zip(("weak", "strong"), figure.subplots(2, 3, sharex=True), strict=True):
         for axes, (name, label) in zip(panels, PANELS.items(), strict=True):
@@ -168,7 +170,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             axes.xaxis.set_major_locator(FixedLocator([1, 8, 64, 512, 4096]))
             axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
             axes.grid(alpha=0.3, which="both")
-        fixed = "rows of each device fixed" if law == "weak" else "rows of all devices fixed"
+        fixed = "rows per device fixed" if law == "weak" else "total rows fixed"
         panels[1].set_title(f"{law} scaling: {fixed}")
     for axes in panels:
         axes.set_xlabel("devices")

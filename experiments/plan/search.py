@@ -1,4 +1,4 @@
-"""All ways to divide a run over devices, and what the better ones take."""
+"""All layouts of a run over devices, and the costs of the better ones."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from experiments.trainer.optimizer import make_optimizer
 
 
 class Layout(NamedTuple):
-    """A way to divide a run, and what became of it.
+    """A layout of a run, and its costs.
 
     Attributes:
-      sizes: of the mesh axes.
-      found: what its step takes, if it was compiled.
-      times: the least time of a step, where the chips are known.
-      reason: why it was not compiled, or does not fit; empty if it fits.
+      sizes: the sizes of the mesh axes.
+      found: the compiled step, or None if it was not compiled.
+      times: the minimum time of a step, or None if the chips are unknown.
+      reason: why it was not compiled or does not fit; empty if it fits.
     """
 
     sizes: dict[str, int]
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
 
 def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
-    """What the layout of a config takes.
+    """Compile the layout of a config, and return its costs.
 
     Raises:
       ValueError: if the config does not fit itself, the devices or the model.
@@ -52,7 +52,7 @@ def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
 
 
 def splits(count: int) -> Iterator[dict[str, int]]:
-    """All sizes of the mesh axes whose product is count."""
+    """Return all sizes of the mesh axes with this product."""
 
     def divide(n: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         if len(axes) == 1:
@@ -66,13 +66,13 @@ def splits(count: int) -> Iterator[dict[str, int]]:
 
 
 class Facts(NamedTuple):
-    """What an estimate without compiling goes by.
+    """The inputs of an estimate without compiling.
 
     Attributes:
-      numbers: of parameters.
-      state: bytes of parameters and optimizer, whole.
-      activation: bytes of what a layer hands to the next for the whole batch, in bfloat16.
-      layers: how many.
+      numbers: the number of parameters.
+      state: the bytes of all parameters and the optimizer state.
+      activation: the bytes of a layer's output for the whole batch, in bfloat16.
+      layers: the number of layers.
     """
 
     numbers: int
@@ -82,7 +82,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, config: ConfigDict) -> "Facts":
-        """Those of a run."""
+        """Return the facts of a run."""
         task = tasks.make(config)
         params = jax.eval_shape(lambda: task.init(jax.random.key(0)))
         optimizer, _ = make_optimizer(config)
@@ -95,11 +95,11 @@ class Facts(NamedTuple):
         )  # fmt: skip
 
     def sent(self, data: int, fsdp: int, model: int, context: int) -> float:
-        """About how many bytes a device sends: which layouts are worth compiling first.
+        """Estimate the bytes that a device sends, to choose the layouts to compile first.
 
-        Parameters and gradients in bfloat16: those over fsdp are gathered twice and reduced once,
-        those over data reduced once; four sums of activations a layer over model, and as many
-        passes of keys and values over context.
+        Parameters and gradients count in bfloat16. Over fsdp, they are gathered twice and reduced
+        once; over data, reduced once. Each layer needs four sums of activations over model, and as
+        many passes of keys and values over context.
         """
         weights = 2 * self.numbers / model
         here = self.layers * self.activation / (data * fsdp)
@@ -115,16 +115,17 @@ def search(
     most: int,
     tell: Callable[[Layout], None] = lambda layout: None,
 ) -> list[Layout]:
-    """Compiles the layouts that may fit, the most promising first.
+    """Compile the layouts that may fit, the most promising first.
 
     Args:
-      config: of the run; the sizes of its mesh do not matter.
-      devices: to divide it over, all of them.
-      most: how many to compile.
-      tell: is called with each layout that was compiled.
+      config: the run's config; the sizes of its mesh do not matter.
+      devices: the devices; every layout uses all of them.
+      most: the number of layouts to compile.
+      tell: a function that is called with each compiled layout.
 
     Returns:
-      Those that fit, the fastest first where the chips are known; then all others with the reason.
+      The layouts that fit, the fastest first if the chips are known, then all others with the
+      reason.
     """
     facts = Facts.of(config)
     fits: list[Layout] = []
@@ -152,7 +153,7 @@ def search(
 
 
 def divided(config: ConfigDict, sizes: dict[str, int]) -> ConfigDict:
-    """The config on a mesh of those sizes."""
+    """Return the config with a mesh of these sizes."""
     config = config.copy_and_resolve_references()
     config.mesh.update(sizes)
     return config

@@ -1,5 +1,5 @@
 # Over 300 lines: one table, a row for each mistake.
-"""Every mistake a user can make: the rule it breaks, what came, and what to do instead."""
+"""Every user mistake raises an error that states the rule, the value and the remedy."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ Case = tuple[str, Callable[[], Any], type[Exception], str]
 
 
 def kernel(name: str, error: type[Exception], message: str, *qkv: Any, **call: Any) -> list[Case]:
-    """One call of dot_product_attention, and the same question to explain."""
+    """Return cases for one call of dot_product_attention and the same call of explain."""
     qkv = qkv + (Q,) * (3 - len(qkv))
     return [
         (f"attention: {name}", lambda: dot_product_attention(*qkv, **call), error, message),
@@ -81,7 +81,9 @@ def kernel(name: str, error: type[Exception], message: str, *qkv: Any, **call: A
 
 
 def layer(name: str, error: type[Exception], message: str, *inputs: Any, **fields: Any) -> Case:
-    """One initialization of the layer; `call` holds the arguments of its call."""
+    """Return the case of one initialization of the layer. `call` holds the arguments of its
+    call.
+    """
     call = fields.pop("call", {})
     build = MultiHeadAttention(**{"num_heads": 2} | fields)
     return module(f"layer: {name}", error, message, build, *(inputs or (X,)), **call)
@@ -90,7 +92,7 @@ def layer(name: str, error: type[Exception], message: str, *inputs: Any, **field
 def module(
     name: str, error: type[Exception], message: str, build: nn.Module, *inputs: Any, **call: Any
 ) -> Case:
-    # Traced, not run: all that is checked is known before anything is computed.
+    # Traced, not run: every check happens before anything is computed.
     init = partial(build.init, KEY, **call)
     return name, lambda: jax.eval_shape(init, *inputs), error, message
 
@@ -717,7 +719,7 @@ def generated(
     name: str, error: type[Exception], message: str, model: Any = MODEL, prompt: Any = TOKENS,
     **call: Any,
 ) -> Case:  # fmt: skip
-    """One call of generate; nothing is compiled, so that no variables are needed."""
+    """Return the case of one call of generate. Nothing is compiled, so no variables are needed."""
     call = {"max_new_tokens": 3, "variables": {"params": {}}} | call
     return f"generate: {name}", lambda: generate(model, prompt=prompt, **call), error, message
 
@@ -836,18 +838,20 @@ MODELS: list[Case] = [
     ("call", "error", "message"), [pytest.param(*row, id=name) for name,
      *row in KERNEL + LAYER + MODULES + MODELS]
 )  # fmt: skip
-def test_message(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_mistake_raises_rule_value_and_remedy(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"(?s){message}") as raised:
         call()
     assert raised.type is error
 
 
 @pytest.mark.slow
-def test_under_optimization() -> None:
-    """`python -O` removes assertions: no check on a user's input may be one."""
+def test_errors_are_raised_under_python_O() -> None:
+    """`python -O` removes assertions, so checks of user input must not be assertions."""
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, __file__, "-k", "test_message", "-W", "ignore::pytest.PytestConfigWarning"],
+        [*command, __file__, "-k", "test_mistake", "-W", "ignore::pytest.PytestConfigWarning"],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
     )  # fmt: skip
     if result.returncode != 0 or " passed" not in result.stdout:

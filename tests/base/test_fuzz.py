@@ -1,8 +1,8 @@
-"""Thousands of odd calls: each works, or says in our own words what is wrong.
+"""Thousands of odd calls: each works or raises an error of flax_mha that names the mistake.
 
-A call takes a public function, good values for its arguments, and puts odd ones in the place of one
-or two. What it raises must be a ValueError or TypeError that a `raise` of ours has raised: an error
-from deep inside JAX or NumPy tells a user nothing about the argument that was wrong.
+A call takes a public function and valid arguments, and replaces one or two of them by odd values.
+Its error must be a ValueError or TypeError raised by a `raise` in flax_mha: an error from inside
+JAX or NumPy says nothing about the wrong argument.
 """
 
 import linecache
@@ -17,7 +17,7 @@ import pytest
 from tests.support.fuzzing import TARGETS, Call, Traced, calls
 
 CALLS, SAMPLE = 2500, 80
-# Allowed although they are not ours, each for a reason.
+# Errors of Flax that are allowed, each with the reason.
 EXCEPTIONS: tuple[tuple[type[Exception], str, str], ...] = (
     (flax.errors.FlaxError, "", "Flax keeps parameters and rngs, and names those that don't fit"),
     (ValueError, "must be passed", "nn.merge_param: `deterministic` as Flax asks for it"),
@@ -25,7 +25,7 @@ EXCEPTIONS: tuple[tuple[type[Exception], str, str], ...] = (
 
 
 def attempt(call: Call) -> Exception | None:
-    """What the call raises, traced and not run."""
+    """Return the exception that the call raises when traced, or None."""
     traced = {key: x for key, x in call.given.items() if isinstance(x, Traced)}
     structs = {key: jax.ShapeDtypeStruct(*x) for key, x in traced.items()}
     if "variables" in call.given and "variables" not in call.odd:
@@ -45,7 +45,7 @@ def attempt(call: Call) -> Exception | None:
 
 
 def complaint(error: Exception | None) -> str | None:
-    """Why that error should not have been raised, or None."""
+    """Return why this exception should not have been raised, or None."""
     if error is None:
         return None
     if any(isinstance(error, kind) and words in str(error) for kind, words, _ in EXCEPTIONS):
@@ -71,17 +71,17 @@ def check(some: list[Call]) -> None:
     assert not wrong, f"{len(wrong)} of {len(some)} calls\n" + "\n".join(shown)
 
 
-def test_a_sample_of_odd_calls() -> None:
+def test_sample_of_odd_calls_raises_only_our_errors() -> None:
     check(list(calls(SAMPLE)))
 
 
 @pytest.mark.slow
-def test_all_odd_calls() -> None:
+def test_odd_calls_raise_only_our_errors() -> None:
     check(list(calls(CALLS))[SAMPLE:])
 
 
 @pytest.mark.slow
-def test_good_calls_are_taken() -> None:
-    """Without odd values nothing is refused, or the others would show nothing."""
+def test_valid_calls_raise_nothing() -> None:
+    """Calls without odd values must pass, or the other tests would show nothing."""
     for name, (_, _, needed, _) in TARGETS.items():
         assert attempt(Call(name, needed, ())) is None, name

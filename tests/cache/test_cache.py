@@ -1,4 +1,6 @@
-"""Caches by their laws: stepwise is whole, a ring is the full cache, rows mind their own length."""
+"""Caches by their laws: steps equal the full forward, a ring equals the full cache, rows are
+ragged.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +25,11 @@ KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(B, T, D)), jnp.float32)
 pytestmark = pytest.mark.usefixtures("small_blocks")
-# Float32 rounds at 6e-8, and a softmax in parts adds in another order.
+# Float32 rounds at 6e-8, and a blocked softmax adds in another order.
 CLOSE = 1e-5
 
 TABLE = jnp.asarray(RNG.normal(size=(4, 8)), jnp.float32)
-# Fields of the layer, and the mask of its calls, if any.
+# The layer's fields, and the mask of its calls or None.
 LAYERS: dict[str, tuple[dict[str, Any], Any]] = {
     "plain": ({}, None),
     "rotary, gqa, dv": ({"rotary": Rotary(), "num_kv_heads": 2, "v_head_dim": 3}, None),
@@ -48,43 +50,43 @@ def close(got: Any, wanted: Any, atol: float = CLOSE) -> None:
 
 @functools.cache
 def built(name: str, **more: Any) -> tuple[MultiHeadAttention, Any, Callable[..., Any], Any]:
-    """A layer that decodes, its variables, its step, and its whole forward of X."""
+    """Return a layer that decodes, its variables, its step function, and its full forward of X."""
     fields, mask = LAYERS[name]
     layer = MultiHeadAttention(4, decode=True, **fields, **more)
     variables = jax.eval_shape(layer.init, KEY, X)
     params = {"params": random_like(variables["params"])}
     held = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables["cache"])
     whole = layer.clone(decode=False, cache=None)
-    wanted = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
+    expected = jax.jit(whole.apply)(params, X, mask=masks.combine(Causal(), mask))
 
     @jax.jit
     def step(variables: Any, x: jax.Array, **call: Any) -> Any:
-        # Arrays over the keys are of all slots.
+        # Arrays over the keys cover all slots.
         given = None if mask is None else mask
         return layer.apply({**params, "cache": variables}, x, mask=given, mutable=["cache"], **call)
 
-    return layer, held, step, wanted
+    return layer, held, step, expected
 
 
 def pieces(x: jax.Array, sizes: Sequence[int]) -> Iterator[jax.Array]:
     return iter(jnp.split(x, np.cumsum(sizes)[:-1].tolist(), axis=1))
 
 
-# A prompt and steps; speculation, and a prompt more. Every split is a sequence of such calls.
+# A prompt and steps; or steps of several tokens and a second prompt.
 @pytest.mark.sampled(0.09)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [*((name, (7, 1, 1, 1, 1, 1)) for name in LAYERS), ("plain", (1, 3, 8))],
     ids=str,
 )
-def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
-    _, held, step, wanted = built(name)
+def test_steps_match_full_forward(name: str, sizes: tuple[int, ...]) -> None:
+    _, held, step, expected = built(name)
     outs = []
     for x in pieces(X, sizes):
         out, new = step(held, x)
         held = new["cache"]
         outs.append(out)
-    close(jnp.concatenate(outs, 1), wanted)
+    close(jnp.concatenate(outs, 1), expected)
     np.testing.assert_array_equal(held["kv"].length, T)
 
 
@@ -94,12 +96,12 @@ def test_stepwise_is_whole(name: str, sizes: tuple[int, ...]) -> None:
     st.sampled_from([*((name, False) for name in LAYERS), ("window", True)]),
     st.lists(st.tuples(*[st.integers(0, 4)] * B), min_size=3, max_size=8),
 )
-def test_ragged_rows_are_as_if_alone(
+def test_ragged_rows_decode_as_if_alone(
     layer: tuple[str, bool], counts: list[tuple[int, ...]]
 ) -> None:
-    """Each row, split anywhere, goes on at its own length; padding neither sees nor is seen."""
+    """Each row continues at its own length, however it is split. Padding is inert."""
     name, ring = layer
-    _, held, step, wanted = built(name, **({"cache": CacheConfig(slots=5)} if ring else {}))
+    _, held, step, expected = built(name, **({"cache": CacheConfig(slots=5)} if ring else {}))
     at = np.zeros(B, int)
     for count in np.minimum(counts, 4):
         count = np.minimum(count, T - at)
@@ -109,16 +111,16 @@ def test_ragged_rows_are_as_if_alone(
         out, new = step(held, x, lengths=jnp.asarray(count))
         held = new["cache"]
         for row in range(B):
-            close(out[row, : count[row]], wanted[row, at[row] : at[row] + count[row]])
+            close(out[row, : count[row]], expected[row, at[row] : at[row] + count[row]])
         at += count
     np.testing.assert_array_equal(held["kv"].length, at)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 6])
-def test_a_ring_is_the_full_cache(size: int) -> None:
+def test_ring_matches_full_cache(size: int) -> None:
     """Prompts longer than the ring, calls that wrap, and calls that fit beside the window."""
-    _, held, step, wanted = built("window", cache=CacheConfig(slots=size))
+    _, held, step, expected = built("window", cache=CacheConfig(slots=size))
     assert held["kv"].key.shape[-2] == size
     for sizes in [(9, 1, 1, 1), (3, 3, 3, 3), (1,) * T]:
         now, outs = cache.reset(held), []
@@ -126,17 +128,17 @@ def test_a_ring_is_the_full_cache(size: int) -> None:
             out, new = step(now, x)
             now = new["cache"]
             outs.append(out)
-        close(jnp.concatenate(outs, 1), wanted)
-    # What is left over the window can be taken back; more is lost, and said to be.
+        close(jnp.concatenate(outs, 1), expected)
+    # Tokens beyond the window can be truncated; truncating more marks the row as lost.
     back = cache.truncate(now, T - 2)  # After steps of one.
     out, _ = step(back, X[:, T - 2 : T - 1])
     assert np.isnan(out).all() == (size == 4)
     if size == 6:
-        close(out, wanted[:, T - 2 : T - 1])
+        close(out, expected[:, T - 2 : T - 1])
 
 
 @pytest.mark.slow
-def test_padding_without_a_cache_is_not_seen() -> None:
+def test_padding_is_inert_without_cache() -> None:
     layer = MultiHeadAttention(4, mask=Causal(), use_bias=False)
     variables, n = layer.init(KEY, X), jnp.array([T, 5])
     out = layer.apply(variables, X, lengths=n)
@@ -148,9 +150,9 @@ def test_padding_without_a_cache_is_not_seen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), [("int8", 0.03), ("bfloat16", 0.02)])
-def test_storage(dtype: str, bound: float) -> None:
-    """In a narrower dtype the output moves a little, and not by how the tokens came."""
-    _, held, step, wanted = built("rotary, gqa, dv", cache=CacheConfig(dtype))
+def test_narrow_cache_dtype_changes_output_within_bound(dtype: str, bound: float) -> None:
+    """The output changes a little, independently of how the tokens were split into calls."""
+    _, held, step, expected = built("rotary, gqa, dv", cache=CacheConfig(dtype))
     assert held["kv"].key.dtype == dtype
     whole, _ = step(held, X)
     outs = []
@@ -159,12 +161,12 @@ def test_storage(dtype: str, bound: float) -> None:
         held = new["cache"]
         outs.append(out)
     close(jnp.concatenate(outs, 1), whole)
-    assert 0 < np.abs(whole - wanted).max() < bound * np.abs(wanted).max()
+    assert 0 < np.abs(whole - expected).max() < bound * np.abs(expected).max()
 
 
 @pytest.mark.slow
 @given(st.integers(0, 99), st.floats(1e-3, 1e3))
-def test_int8_is_within_its_bound(seed: int, size: float) -> None:
+def test_int8_rounding_is_within_half_a_step(seed: int, size: float) -> None:
     x = jax.random.normal(jax.random.key(seed), (3, 2, 8)) * size
     held = KVCache.empty((), 3, 2, 8, dtype="int8").append(x, x.at[1].set(0))
     key = held.key.astype(jnp.float32) * held.key_scale[..., None]
@@ -175,32 +177,32 @@ def test_int8_is_within_its_bound(seed: int, size: float) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_cross_attention_projects_the_memory_once(dtype: str | None) -> None:
+def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
     memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
     layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
     variables = layer.init(KEY, X, memory)
     params = {"params": variables["params"]}
     assert set(variables["cache"]) == {"memory"}
-    wanted = layer.clone(decode=False).apply(params, X, memory, mask=mask)
+    expected = layer.clone(decode=False).apply(params, X, memory, mask=mask)
     held = {**params, "cache": jax.tree.map(jnp.zeros_like, variables["cache"])}
     first, new = layer.apply(held, X[:, :5], memory, mask=mask, mutable=["cache"])
-    # Nothing changes any more: the cache need not be mutable.
+    # The cache stays constant from here, so it need not be mutable.
     step = jax.jit(lambda x: layer.apply({**params, **new}, x, mask=mask))
     outs = [first, *(step(X[:, t : t + 1]) for t in range(5, T))]
-    close(jnp.concatenate(outs, 1), wanted, CLOSE if dtype is None else 5e-3)
+    close(jnp.concatenate(outs, 1), expected, CLOSE if dtype is None else 5e-3)
     close(cache.fork(new["cache"], jnp.array([1]))["memory"].key, new["cache"]["memory"].key[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
+def test_caches_of_model_fork_truncate_and_reset(scan: bool) -> None:
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary())
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)
     variables = model.init(KEY, X)
     params = {"params": variables["params"]}
     plain = model.clone(block=model.block.clone(attention=layer.clone(decode=False)))
     step = jax.jit(lambda c, x: model.apply({**params, "cache": c}, x, mutable=["cache"]))
-    wanted = plain.apply(params, X, mask=Causal())
+    expected = plain.apply(params, X, mask=Causal())
 
     _, new = step(variables["cache"], X[:, :6])
     rows = jnp.array([1, 1, 0])
@@ -209,31 +211,31 @@ def test_a_whole_model_forks_truncates_and_resets(scan: bool) -> None:
     np.testing.assert_array_equal(cache.free(back), [T - 3, T - 6, T - 6])
     tokens = jnp.stack([X[1, 3], X[1, 6], X[0, 6]])[:, None]
     out, new = step(back, tokens)
-    close(out[:, 0], jnp.stack([wanted[1, 3], wanted[1, 6], wanted[0, 6]]))
+    close(out[:, 0], jnp.stack([expected[1, 3], expected[1, 6], expected[0, 6]]))
     out, _ = step(cache.reset(new["cache"]), X[rows, :1])
-    close(out, wanted[rows, :1])
-    # A row that does not exist is no row of zeros.
+    close(out, expected[rows, :1])
+    # A row that does not exist must not become a row of zeros.
     out, _ = step(jax.jit(cache.fork)(new["cache"], jnp.array([0, 5])), X[:, :1])
     assert np.isfinite(out[0]).all()
     assert np.isnan(out[1]).all()
 
 
 @pytest.mark.slow
-def test_overflow_is_seen() -> None:
-    _, held, step, wanted = built("plain")
+def test_overflow_gives_nan_and_can_be_truncated() -> None:
+    _, held, step, expected = built("plain")
     _, new = step(held, X, lengths=jnp.array([T, 5]))
     out, now = step(new["cache"], X[:, :2], lengths=jnp.array([0, 2]))
     np.testing.assert_array_equal(cache.free(now["cache"]), [0, T - 7])
     out, now = step(new["cache"], X[:, 5:6])
     assert np.isnan(out[0]).all()
-    close(out[1], wanted[1, 5:6])
-    # Its earlier tokens are as they were.
+    close(out[1], expected[1, 5:6])
+    # The row's earlier tokens are unchanged.
     out, _ = step(cache.truncate(now["cache"], T - 1), X[:, -1:])
-    close(out[0], wanted[0, -1:])
+    close(out[0], expected[0, -1:])
 
 
 @pytest.mark.slow
-def test_functionally_under_vmap_and_scan() -> None:
+def test_kv_cache_works_under_vmap_and_scan() -> None:
     q, k, v = (jnp.asarray(RNG.normal(size=(3, T, 4, 8)), jnp.float32) for _ in range(3))
     k, v = k[:, :, :2], v[:, :, :2, :5]
 
@@ -246,12 +248,12 @@ def test_functionally_under_vmap_and_scan() -> None:
 
     held, outs = jax.jit(jax.vmap(alone))(q, k, v)
     whole = KVCache.empty((3,), T, 2, 8, 5)
-    wanted, full = whole.extend(q, k, v)
-    close(outs, wanted)
+    expected, full = whole.extend(q, k, v)
+    close(outs, expected)
     close(held.key, full.key)
     np.testing.assert_array_equal(held.free(), 0)
     again = full.attend(q[:, -2:], jnp.full((3, 1), T - 2) + jnp.arange(2)[None])
-    close(again, wanted[:, -2:])
+    close(again, expected[:, -2:])
     close(
         full.fork(jnp.array([2, 0])).truncate(3).extend(q[:2, :1], k[:2, :1], v[:2, :1])[1].length,
         4,
@@ -259,7 +261,7 @@ def test_functionally_under_vmap_and_scan() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_and_nan_pass_as_through_the_reference() -> None:
+def test_decode_kernel_passes_gradients_and_nan_like_reference() -> None:
     q, k, v = (
         jnp.asarray(RNG.normal(size=(2, n, h, 4)), jnp.float32) for n, h in ((3, 4), (7, 2), (7, 2))
     )
@@ -277,6 +279,6 @@ def test_gradients_and_nan_pass_as_through_the_reference() -> None:
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
 
-    got, wanted = attend("decode"), attend("reference")
-    assert np.isnan(wanted[1][0]).any()
-    jax.tree.map(close, got, wanted)
+    got, expected = attend("decode"), attend("reference")
+    assert np.isnan(expected[1][0]).any()
+    jax.tree.map(close, got, expected)

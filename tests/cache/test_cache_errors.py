@@ -1,4 +1,4 @@
-"""Every mistake that can be made with a cache: the rule, what came, and what to do instead."""
+"""Every mistake with a cache raises an error that states the rule, the value and the remedy."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ Case = tuple[str, Callable[[], Any], type[Exception], str]
 
 
 def cached(name: str, error: type[Exception], message: str, given: Any) -> list[Case]:
-    """A call of each function over the caches of a collection."""
+    """Return a case for each function that takes a collection of caches."""
     calls = {"fork": IDS, "truncate": 1, "reset": None, "free": None}
     return [
         (f"caches: {fn} of {name}",
@@ -112,7 +112,9 @@ CASES: list[Case] = [
 @pytest.mark.parametrize(
     ("call", "error", "message"), [pytest.param(*row, id=name) for name, *row in CASES]
 )
-def test_message(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_cache_mistake_raises_rule_value_and_remedy(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=f"(?s){message}") as raised:
         call()
     assert raised.type is error

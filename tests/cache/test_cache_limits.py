@@ -1,4 +1,4 @@
-"""At a cache's limits: what is lost is NaN, what is not is sound, and what is cut back goes on."""
+"""At a cache's limits: lost tokens give NaN, the others stay valid, truncated rows continue."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ SLOTS, D = 6, 8
 X = jnp.asarray(RNG.normal(size=(2, 12, D)), jnp.float32)
 MEMORY = jnp.asarray(RNG.normal(size=(2, 3, D)), jnp.float32)
 CLOSE = 2e-5
-# Of a ring of 8 slots that has had 10 tokens, under a window of 2; and whether too much is lost.
+# Truncations of a ring of 8 slots, 10 tokens and a window of 2; True if too much is lost.
 CUTS = [((4,), False), ((3,), True), ((4, 2), True), ((5, 4), False), ((4, 0), False)]
 
 
@@ -40,7 +40,7 @@ def close(got: Any, wanted: Any) -> None:
 
 @functools.cache
 def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = False) -> Any:
-    """The step of a stack that decodes, its empty cache, and its whole forward."""
+    """Return a decoding stack's step function, its empty cache, and its full forward."""
     fields = {"mask": Window(2, 0), "cache": CacheConfig(slots=SLOTS)} if ring else {}
     layer = MultiHeadAttention(2, decode=True, rotary=Rotary(), **fields)
     plain = layer.clone(decode=False, cache=None)
@@ -80,23 +80,21 @@ def built(layers: int, scan: bool = False, cross: bool = False, ring: bool = Fal
         pytest.param(3, False, False, marks=pytest.mark.slow),
     ],
 )
-def test_an_overflowed_row_is_sound_again_when_cut_back(
-    layers: int, scan: bool, cross: bool
-) -> None:
-    """In every layer: a call that reaches beyond the end has stored what fits, and no NaN."""
+def test_truncated_overflowed_row_is_valid_again(layers: int, scan: bool, cross: bool) -> None:
+    """In every layer: a call beyond the end stores the tokens that fit, and no NaN."""
     step, held, whole = built(layers, scan, cross)
-    wanted = whole(X)
-    # Row 0 has four tokens, and then room for two of five; row 1 has two, and room for three.
+    expected = whole(X)
+    # Row 0 has four tokens and room for two of the next five; row 1 has two and room for three.
     _, held = step(held, X[:, :5], jnp.array([4, 2]))
     x = jnp.stack([X[0, 4:9], X[1, 2:7]])
     out, held = step(held, x, jnp.array([5, 3]))
     np.testing.assert_array_equal(cache.free(held), [0, 1])
-    close(out[0, :2], wanted[0, 4:6])
+    close(out[0, :2], expected[0, 4:6])
     assert np.isnan(out[0, 2:]).all()
-    # Its padding reaches beyond the end, which is no overflow.
-    close(out[1, :3], wanted[1, 2:5])
+    # Padding beyond the end is no overflow.
+    close(out[1, :3], expected[1, 2:5])
     assert np.isfinite(out[1]).all()
-    # Past the end there is nothing more to lose.
+    # Past the end, nothing more is lost.
     over, held = step(held, x, jnp.array([1, 0]))
     assert np.isnan(over[0, 0]).all()
     for keep in (6, 5, 3):
@@ -107,44 +105,44 @@ def test_an_overflowed_row_is_sound_again_when_cut_back(
             continue
         new = jnp.stack([X[0, keep : keep + 5], X[1, keep : keep + 5]])
         out, _ = step(back, new, jnp.array([6 - keep] * 2))
-        close(out[:, : 6 - keep], wanted[:, keep:6])
+        close(out[:, : 6 - keep], expected[:, keep:6])
     out, _ = step(cache.reset(held), X[:, :5])
-    close(out, wanted[:, :5])
+    close(out, expected[:, :5])
 
 
 @pytest.mark.slow
-def test_single_steps_past_the_end_leave_the_row_as_it_was() -> None:
+def test_single_steps_past_end_leave_row_unchanged() -> None:
     step, held, whole = built(3)
-    wanted = whole(X)
+    expected = whole(X)
     outs = []
     for t in range(8):
         out, held = step(held, X[:, t : t + 1])
         outs.append(out)
-    close(jnp.concatenate(outs[:6], 1), wanted[:, :6])
+    close(jnp.concatenate(outs[:6], 1), expected[:, :6])
     assert np.isnan(jnp.concatenate(outs[6:], 1)).all()
     out, _ = step(cache.truncate(held, 5), X[:, 5:6])
-    close(out, wanted[:, 5:6])
+    close(out, expected[:, 5:6])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_ring_that_has_wrapped_can_be_emptied(scan: bool) -> None:
+def test_wrapped_ring_can_be_emptied(scan: bool) -> None:
     step, held, whole = built(2, scan, ring=True)
-    wanted = whole(X)
+    expected = whole(X)
     for start in (0, 5):
         out, held = step(held, X[:, start : start + 5])
-    close(out, wanted[:, 5:10])
+    close(out, expected[:, 5:10])
     for empty in (cache.reset(held), cache.truncate(held, jnp.array([0, 8]))):
         out, after = step(empty, X[:, :5])
-        close(out[0], wanted[0, :5])
-    close(step(after, X[:, 5:10])[0][0], wanted[0, 5:10])
-    # A row that has lost what it needs is lost until it has nothing.
+        close(out[0], expected[0, :5])
+    close(step(after, X[:, 5:10])[0][0], expected[0, 5:10])
+    # A row that lost tokens it needs stays lost until it is emptied.
     lost = cache.truncate(held, 3)
     for row in (lost, cache.truncate(lost, 3)):
         out, row = step(row, X[:, :5])
         assert np.isnan(out).all()
     out, _ = step(cache.reset(row), X[:, :5])
-    close(out, wanted[:, :5])
+    close(out, expected[:, :5])
 
 
 def heads() -> list[jax.Array]:
@@ -152,9 +150,9 @@ def heads() -> list[jax.Array]:
 
 
 @pytest.mark.slow
-def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
+def test_ring_remembers_overwritten_tokens_over_two_truncations() -> None:
     q, k, v = heads()
-    wanted = dot_product_attention(q, k, v, mask=Window(2, 0))
+    expected = dot_product_attention(q, k, v, mask=Window(2, 0))
     held = KVCache.empty((1,), 8, 2, 4, window=2)
 
     @jax.jit
@@ -163,7 +161,7 @@ def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
 
     for t in range(10):
         _, held = step(held, t)
-    # The token at 9 lies where that at 1 lay, and the two before a token are seen.
+    # Token 9 is in the slot that token 1 had; each token sees the two before it.
     for cuts, lost in CUTS:
         back = functools.reduce(KVCache.truncate, cuts, held)
         assert bool(back.overflowed[0]) == lost
@@ -171,11 +169,11 @@ def test_a_ring_remembers_what_was_written_over_when_it_is_cut_twice() -> None:
         if lost:
             assert np.isnan(out).all()
         else:
-            close(out[:, 0], wanted[:, cuts[-1]])
+            close(out[:, 0], expected[:, cuts[-1]])
 
 
-def test_a_prompt_longer_than_a_ring_of_int8() -> None:
-    """What the ring held and the new tokens go on with their scales, as in a cache of all."""
+def test_int8_ring_takes_prompt_longer_than_itself() -> None:
+    """Old and new tokens keep their own scales, as in a full cache."""
 
     @jax.jit
     def run(*qkv: jax.Array) -> Any:
@@ -185,23 +183,23 @@ def test_a_prompt_longer_than_a_ring_of_int8() -> None:
         for piece in (slice(3), slice(3, 12)):
             tokens = [x[:, piece] for x in qkv]
             out, ring = ring.extend(*tokens)
-            wanted, whole = whole.extend(*tokens, mask=Window(2, 0))
-            outs.append((out, wanted))
+            expected, whole = whole.extend(*tokens, mask=Window(2, 0))
+            outs.append((out, expected))
         return outs
 
-    for out, wanted in run(*heads()):
-        close(out, wanted)
+    for out, expected in run(*heads()):
+        close(out, expected)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     ("window", "sound"),
     [
-        (None, [0, 1]),  # Of eight tokens six found a slot.
+        (None, [0, 1]),  # Six of the eight tokens found a slot.
         (
             4,
             [3],
-        ),  # The last six are held, and the query at 6 sees that at 2, the one at 7 none before.
+        ),  # The last six are held: the query at 6 needs token 2, the one at 7 needs none before 3.
     ],
 )
 def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: list[int]) -> None:
@@ -216,15 +214,15 @@ def test_queries_are_nan_where_tokens_are_missing(window: int | None, sound: lis
         out = held.attend(q[:, 4:8], jnp.arange(4, 8))
         return out, dot_product_attention(q, k, v, mask=own)[:, 4:8], held.overflowed
 
-    out, wanted, overflowed = run(q, k, v)
+    out, expected, overflowed = run(q, k, v)
     assert overflowed.all() == (window is None)
-    close(out[:, sound], wanted[:, sound])
+    close(out[:, sound], expected[:, sound])
     others = np.setdiff1d(np.arange(4), sound)
     assert np.isnan(out[:, others]).all()
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_rows_that_do_not_exist_are_lost_until_they_are_emptied(window: int | None) -> None:
+def test_nonexistent_rows_are_lost_until_emptied(window: int | None) -> None:
     _, k, v = heads()
     held = KVCache.empty((1,), 6, 2, 4, window=window).append(k[:, :4], v[:, :4])
     forked = jax.jit(KVCache.fork)(held, jnp.array([0, 1, -1]))
@@ -237,7 +235,7 @@ def test_rows_that_do_not_exist_are_lost_until_they_are_emptied(window: int | No
 
 
 @pytest.mark.slow
-def test_all_variables_of_a_model_are_taken_too() -> None:
+def test_truncate_accepts_all_variables_of_model() -> None:
     layer = MultiHeadAttention(2, decode=True)
     variables = layer.init(KEY, X[:, :SLOTS])
     _, new = layer.apply(variables, X[:, :4], mutable=["cache"])
@@ -250,7 +248,7 @@ def test_all_variables_of_a_model_are_taken_too() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_an_overflow_can_be_reported_by_checkify(scan: bool) -> None:
+def test_checkify_reports_overflow(scan: bool) -> None:
     """As docs/decoding.md says."""
     layer = MultiHeadAttention(2, decode=True)
     model = Encoder(2, EncoderBlock(layer, mlp_dim=8), scan=scan)

@@ -1,4 +1,4 @@
-"""A step of decoding as a program: it moves nothing of the cache, and is the same on a mesh."""
+"""The compiled decoding step: it copies no cache and gives the same numbers on a mesh."""
 
 import re
 from collections.abc import Callable
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.usefixtures("optimized")
-def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_does_not_copy_cache(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_BLOCK", {"cpu": 32})
     layer = MultiHeadAttention(2, decode=True, cache=CacheConfig(dtype))
     x = jnp.ones((2, 1024, 32))
@@ -48,7 +48,7 @@ def test_a_step_copies_nothing_of_the_cache(dtype: str, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
+def test_sharded_step_sends_only_sum_over_heads() -> None:
     layer = MultiHeadAttention(4, decode=True)
     x = jnp.ones((2, 128, 16))
     types = (jax.sharding.AxisType.Explicit,) * 2
@@ -64,8 +64,10 @@ def test_a_step_on_a_mesh_sends_the_sum_over_heads_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_sharded_is_single(kind: str) -> None:
-    """Ragged rows, a ring and int8 over rows and heads, forked; the cache born where it belongs."""
+def test_sharded_decoding_matches_one_device(kind: str) -> None:
+    """Ragged rows, a ring and int8, sharded over rows and heads and forked. Caches are created
+    sharded.
+    """
     layer = MultiHeadAttention(
         4, decode=True, mask=Window(3, 0), cache=CacheConfig("int8", slots=6), rotary=Rotary()
     )
@@ -82,7 +84,7 @@ def test_sharded_is_single(kind: str) -> None:
         out, new = step({**variables, "cache": forked}, put(x[:, 9:10]), put(jnp.ones(2, int)))
         return [*outs, jax.device_get(out)], new["cache"]
 
-    wanted, _ = run(layer.init(KEY, X), X, lambda x: x)
+    expected, _ = run(layer.init(KEY, X), X, lambda x: x)
     types = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=types)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -90,7 +92,7 @@ def test_sharded_is_single(kind: str) -> None:
         assert tuple(variables["cache"]["kv"].key.sharding.spec)[:2] == ("data", "model")
         got, held = run(variables, X, lambda x: jax.device_put(x, NamedSharding(mesh, P("data"))))
     assert tuple(held["kv"].key_scale.sharding.spec)[:2] == ("data", "model")
-    jax.tree.map(lambda a, b: close(a, b, 2e-5), got, wanted)
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), got, expected)
 
 
 @pytest.mark.slow
@@ -98,8 +100,8 @@ def test_sharded_is_single(kind: str) -> None:
     ("kind", "scan"),
     [pytest.param("Auto", False, marks=pytest.mark.slow), ("Explicit", True)],
 )
-def test_tokens_of_a_step_are_not_divided(kind: str, scan: bool) -> None:
-    """Five tokens, then one and one, where the rules divide sequences over two devices."""
+def test_step_tokens_are_not_sharded(kind: str, scan: bool) -> None:
+    """Five tokens, then one and one, under rules that shard sequences over two devices."""
     layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, rotary=Rotary())
     decoder = Decoder(1, DecoderBlock(layer, 16), scan=scan)
     model = LanguageModel(TokenEmbedding(6, 8), decoder)
@@ -114,11 +116,11 @@ def test_tokens_of_a_step_are_not_divided(kind: str, scan: bool) -> None:
             outs.append(jax.device_get(out))
         return jnp.concatenate(outs, 1)
 
-    wanted = run(model.init(KEY, tokens))
+    expected = run(model.init(KEY, tokens))
     axes = "data", "model", "context"
     mesh = jax.make_mesh((2, 2, 2), axes, axis_types=(getattr(jax.sharding.AxisType, kind),) * 3)
     by_tokens = {"length": "context", "norm_length": "context"}
     rules = [(name, by_tokens.get(name, axis)) for name, axis in sharding.RULES]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         got = run(sharding.init(model, KEY, tokens))
-    close(got, wanted, 2e-5)
+    close(got, expected, 2e-5)

@@ -1,4 +1,4 @@
-"""The layer's cache beside that of Flax: the same numbers, and the documented differences."""
+"""The layer's cache beside Flax's: the same numbers, and the documented differences."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.oracle import error
 
 
 def decoded(layer: nn.Module, params: Any, x: np.ndarray, sizes: list[int]) -> Any:
-    """The outputs for x given in pieces, and the final cache."""
+    """Return the outputs for x given in pieces, and the final cache."""
     room = np.zeros((*x.shape[:-2], 6, x.shape[-1]), x.dtype)
     cache = jax.eval_shape(layer.init, KEY, room)["cache"]
     cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
@@ -29,8 +29,8 @@ def decoded(layer: nn.Module, params: Any, x: np.ndarray, sizes: list[int]) -> A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (2,)], ids=str)
-def test_decoding(batch: tuple[int, ...]) -> None:
-    """One token a call as Flax; prompts of several tokens too; both as the causal forward."""
+def test_decoding_matches_flax_and_causal_forward(batch: tuple[int, ...]) -> None:
+    """One token per call as in Flax, and prompts of several tokens."""
     x = normal(*batch, 6, 8)
     theirs, ours, _ = pair(x, num_heads=2, decode=True)
     plain, _, params = pair(x, num_heads=2)
@@ -40,7 +40,7 @@ def test_decoding(batch: tuple[int, ...]) -> None:
     for sizes in ([1] * 6, [6], [3, 1, 2]):
         out, cache = decoded(ours, params, x, sizes)
         assert error(out, full) < OUTPUT
-        # The documented difference: one value, heads first, and a length for each row.
+        # The documented difference: one KVCache, heads first, with a length for each row.
         held = cache["kv"]
         np.testing.assert_array_equal(held.length, np.full(batch, their_cache["cache_index"]))
         for name, kept in (("cached_key", held.key), ("cached_value", held.value)):
@@ -48,8 +48,8 @@ def test_decoding(batch: tuple[int, ...]) -> None:
             assert error(jnp.swapaxes(kept, -3, -2), their_cache[name]) < OUTPUT
 
 
-def test_decoding_beyond_the_capacity_differs() -> None:
-    """The documented difference: Flax overwrites the last slot in silence, we give NaN."""
+def test_decoding_beyond_capacity_gives_nan_unlike_flax() -> None:
+    """The documented difference: Flax silently overwrites the last slot."""
     x = normal(8, 8)
     _, ours, params = pair(x[:6], num_heads=2, decode=True)
     out, _ = decoded(ours, {"params": params["params"]}, x, [4, 2, 1, 1])

@@ -1,4 +1,4 @@
-"""The command, which says whether it restored, to the bit, what a file holds.
+"""The train command with a bitwise check of the restored checkpoint against a file.
 
 python -m tests.experiments.checked --distributed … with the file in the environment as EXPECTED.
 """
@@ -16,7 +16,7 @@ from experiments.trainer.checkpoints import Checkpoints
 
 
 def flat(state: Any) -> dict[str, jax.Array]:
-    """Leaves by path; random keys as the numbers behind them."""
+    """Return the leaves by path, with random keys as their numbers."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     named = {jax.tree_util.keystr(path): x for path, x in leaves}
     return {
@@ -26,7 +26,7 @@ def flat(state: Any) -> dict[str, jax.Array]:
 
 
 def restored(built: mesh.Program, folder: Path) -> tuple[loop.TrainState, Any]:
-    """State and data of a run's latest checkpoint."""
+    """Return the state and data of a run's latest checkpoint."""
     stream = built.batches()
     with built.on_mesh(), Checkpoints(folder, read_only=True) as checkpoints:
         saved = checkpoints.restore(built, stream)
@@ -35,7 +35,7 @@ def restored(built: mesh.Program, folder: Path) -> tuple[loop.TrainState, Any]:
 
 
 class Checked(Checkpoints):
-    """Checkpoints, compared as they are restored."""
+    """Checkpoints that are compared when restored."""
 
     def restore(self, *args: Any) -> Any:
         saved = super().restore(*args)
@@ -50,7 +50,7 @@ class Checked(Checkpoints):
 
 
 if __name__ == "__main__":
-    from experiments import train  # With its flags, which no other process of tests may have.
+    from experiments import train  # Its flags must not be defined in other test processes.
 
     loop.Checkpoints = Checked
     app.run(train.main, flags_parser=train._parse)

@@ -6,7 +6,7 @@ from configs import digits
 
 @pytest.fixture
 def config() -> ConfigDict:
-    """The digits, on one device, with a model that compiles in a moment."""
+    """Return the digits config on one device, with a model that compiles quickly."""
     config = digits.get_config()
     config.steps, config.batch_size = 6, 16
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 3, 3

@@ -16,12 +16,12 @@ from configs import digits
 from experiments.runs import keys
 
 ROOT = Path(__file__).parent.parent.parent
-DEVICES = 2  # of each process
+DEVICES = 2  # per process
 PATIENCE = 240  # seconds; a quiet machine needs some 20
 
 
 def settings(config: ConfigDict) -> list[str]:
-    """The flags that make the default config this one."""
+    """Return the flags that turn the default config into this one."""
     default = keys.flatten(digits.get_config().to_dict())
     return [
         f"--config.{key}={value}"
@@ -31,7 +31,7 @@ def settings(config: ConfigDict) -> list[str]:
 
 
 class Processes:
-    """Some processes, and what they said."""
+    """Running processes and their output."""
 
     def __init__(self, commands: Sequence[Sequence[str]], logs: Path) -> None:
         env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -40,7 +40,7 @@ class Processes:
         self._logs = [logs / f"{i}.txt" for i in range(len(commands))]
         self.all = []
         for command, log in zip(commands, self._logs, strict=True):
-            with log.open("w") as file:  # A pipe would fill up while nobody reads.
+            with log.open("w") as file:  # An unread pipe would fill up.
                 self.all.append(
                     subprocess.Popen(
                         [sys.executable, *command], cwd=ROOT, env=env, stdout=file,
@@ -52,7 +52,7 @@ class Processes:
         return self._logs[i].read_text()
 
     def wait(self) -> list[int]:
-        """Their exit codes."""
+        """Return the exit codes."""
         end = time.monotonic() + PATIENCE
         return [process.wait(max(0.0, end - time.monotonic())) for process in self.all]
 
@@ -72,9 +72,9 @@ def together(
     module: str = "experiments.train",
     each: Callable[[int], Sequence[str]] = lambda i: (),
 ) -> Iterator[Processes]:
-    """`count` processes of the command, with the same arguments and some of each.
+    """Run `count` processes of the command, with shared arguments and individual ones.
 
-    None is left when the context ends.
+    All of them have ended when the context exits.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The command, what it measures with, and that all contestants compute the same."""
+"""The benchmark command, its measurements, and the agreement of all contestants."""
 
 import dataclasses
 import functools
@@ -28,20 +28,20 @@ SMALL = Case("layer", backward=True, causal=True, B=2, T=12, N=2, D=16)
 
 @pytest.fixture(autouse=True)
 def _as_users_run() -> Iterator[None]:
-    """Other libraries rely on implicit promotion."""
+    """Allow implicit promotion, which other libraries rely on."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ceiling takes a large product; any will do here."""
+    """Replace the measured ceiling, which takes a large matmul, by a number."""
     monkeypatch.setattr(benchmark.machine, "_fastest", lambda n, dtype: 1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("wide")
-def test_the_command_leaves_tables_json_and_a_picture(
+def test_benchmark_writes_tables_json_and_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "results"
@@ -60,7 +60,7 @@ def test_the_command_leaves_tables_json_and_a_picture(
     assert result["machine"]["versions"]["jax"] == jax.__version__
     assert result["ceilings"]["float32"] > 0
     rows = result["rows"]
-    # Two lengths and passes; of the layer 2 contestants, of the core 4.
+    # Two lengths and passes; the layer has 2 contestants, the core 4.
     assert len(rows) == 4 * (2 + 4)
     for row in rows:
         assert {row["T"], row["B"], row["D"]} <= {16, 32, 2}
@@ -96,7 +96,7 @@ def outcome(name: str, case: Case) -> Outcome:
     ("part", "name"), [(part, name) for part, group in CONTESTANTS.items() for name in group]
 )
 def test_contestants_agree(part: str, name: str, causal: bool, window: int, dtype: str) -> None:
-    """Outputs and gradients are the same: what is timed is the same."""
+    """Outputs and gradients are equal, so the same computation is timed."""
     module = CONTESTANTS[part][name].module
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
@@ -121,7 +121,7 @@ def test_contestants_agree(part: str, name: str, causal: bool, window: int, dtyp
 
 @pytest.mark.parametrize("name", CONTESTANTS["core"])
 def test_contestants_agree_on_packed_documents_and_groups(name: str) -> None:
-    """Of different lengths; and forward, that of every other kernel of ours."""
+    """Documents have different lengths. Forward, every other kernel of ours agrees too."""
     module = CONTESTANTS["core"][name].module
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
@@ -139,9 +139,7 @@ def test_contestants_agree_on_packed_documents_and_groups(name: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("documents", [0, 1, 4])
 @pytest.mark.parametrize("window", [0, 1, 5, 12, 20])
-def test_flops_are_those_of_the_scores_that_are_seen(
-    causal: bool, documents: int, window: int
-) -> None:
+def test_flops_count_visible_scores(causal: bool, documents: int, window: int) -> None:
     case = dataclasses.replace(
         SMALL, part="core", backward=False, causal=causal, window=window, documents=documents
     )
@@ -155,13 +153,13 @@ def broken(case: Case) -> Work:
 
 
 def fragile(case: Case) -> Work:
-    """Fails when it is called the second time."""
+    """Build work that fails in its second call."""
     calls = iter([1])
     return Work(lambda: next(calls), lambda _: None, lambda _: pytest.fail("unused"))
 
 
 @pytest.mark.usefixtures("wide")
-def test_who_can_not_run_is_visible(
+def test_failed_contestants_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = {
@@ -188,13 +186,13 @@ def test_who_can_not_run_is_visible(
         assert reason is None or reason in shown
 
 
-def test_what_does_not_fit_is_not_tried() -> None:
+def test_case_beyond_memory_is_refused() -> None:
     long = Case("layer", backward=True, causal=True, B=1, T=16384)
     with pytest.raises(RefusalError, match=r"needs about 64 GiB, 24 are free"):
         contestants.build("linen", long, 24 * 2**30)
 
 
-def test_without_time_nothing_is_begun() -> None:
+def test_race_without_time_starts_nothing() -> None:
     settings = races.Settings(lengths=(16,), extras=False)
     race = races.plan(settings)[0]
     rows = benchmark.run(race, 1, 1.0, 0.0)
@@ -224,7 +222,7 @@ def test_without_time_nothing_is_begun() -> None:
         (["--length=16"], "unrecognized arguments: --length=16"),
     ],
 )
-def test_bad_flags_are_answered_plainly(
+def test_bad_flags_give_clear_errors(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -233,7 +231,7 @@ def test_bad_flags_are_answered_plainly(
     assert re.search(message, f"{stop.value.code} {capsys.readouterr().err}")
 
 
-def test_quick_is_a_part_of_everything() -> None:
+def test_quick_is_a_subset_of_the_full_plan() -> None:
     said = benchmark.parse(["--quick", "--lengths=128"])
     assert (said["lengths"], said["extras"], said["total"] < 120) == ((128,), False, True)
     settings = races.Settings(quick=True, lengths=races.CANONICAL, masks=("causal",), extras=False)
@@ -257,7 +255,7 @@ def test_contestants_take_turns() -> None:
     log: list[str] = []
     works = {name: sleeping(0.03, log, name) for name in "abc"}
     found = timing.interleave(works, rounds=3, seconds=10.0, queue=False)
-    # Two calls each to compile and to see how long they take; then each leads a round.
+    # Two calls each to compile and to estimate the time; then each leads a round.
     assert "".join(log) == "aabbcc" + "abc" + "bca" + "cab"
     for time in found.values():
         assert isinstance(time, timing.Timing)
@@ -265,7 +263,7 @@ def test_contestants_take_turns() -> None:
         assert 0.03 <= time.median < 0.3
 
 
-def test_a_slow_contestant_leaves_time_to_the_others() -> None:
+def test_slow_contestant_leaves_time_for_others() -> None:
     works = {"slow": sleeping(0.3, [], ""), "fast": sleeping(0.03, [], "")}
     found: dict[str, Any] = timing.interleave(works, rounds=50, seconds=0.4, queue=False)
     assert found["slow"].rounds == 1
@@ -273,17 +271,17 @@ def test_a_slow_contestant_leaves_time_to_the_others() -> None:
     assert found["slow"].median > found["fast"].median
 
 
-def test_growth_sees_what_a_call_holds_in_passing() -> None:
+def test_growth_measures_temporary_memory() -> None:
     def call() -> float:
         return float(np.ones(256 * MIB // 8).sum())
 
     assert 255 * MIB <= fresh.growth(call) <= 272 * MIB
-    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB  # freed memory hides nothing
+    assert 255 * MIB <= fresh.growth(call) <= 272 * MIB  # memory freed before does not hide it
     assert fresh.growth(lambda: 0) < 4 * MIB
 
 
 @pytest.mark.slow
-def test_a_fresh_process_weighs_and_compiles() -> None:
+def test_fresh_process_measures_memory_and_compile_time() -> None:
     case = Case("core", backward=False, causal=True, B=1, T=2048)
     scores = 4 * 8 * 2048**2
     found = fresh.weigh("jax-xla", case, None, 120.0)

@@ -1,4 +1,4 @@
-"""Steps against a cache, timed: --decode."""
+"""Timing of decoding steps with --decode."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ FOUND = ("tokens", "seconds", "token_by_token", "ratio", "linen")
 
 
 @pytest.mark.slow
-def test_decoding_leaves_a_table_and_json(
+def test_decode_benchmark_writes_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "PROMPT", 16)
@@ -31,8 +31,10 @@ def test_decoding_leaves_a_table_and_json(
     assert result["prefill"]["ratio"] > 0
 
 
-def test_what_does_not_fit_ends_nothing_else(tmp_path: Path, monkeypatch, capsys) -> None:
-    """One contestant, or a whole size; and without a row there is no prompt to time."""
+def test_decode_benchmark_continues_after_out_of_memory(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """In one contestant or a whole size. Without a row there is no prompt to time."""
 
     def full(size: decoding.Size, filled: int) -> Work:
         raise MemoryError(f"no room for {size.S} slots")

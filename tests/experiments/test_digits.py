@@ -16,7 +16,7 @@ def as_set(images: np.ndarray) -> set[bytes]:
     return {image.tobytes() for image in images.astype(np.float32)}
 
 
-def test_the_split_is_fixed_disjoint_and_in_proportion() -> None:
+def test_split_is_fixed_disjoint_and_stratified() -> None:
     from sklearn.datasets import load_digits  # Slow to import.
 
     train, test = digits.load()
@@ -24,7 +24,7 @@ def test_the_split_is_fixed_disjoint_and_in_proportion() -> None:
     assert not as_set(train["image"]) & as_set(test["image"])
     assert as_set(train["image"]) | as_set(test["image"]) == as_set(load_digits().images / 16)
     assert set(np.bincount(test["label"])) <= {35, 36, 37}
-    # Written down from the first run: scores on another split could not be compared.
+    # Recorded from the first run: scores on another split would not be comparable.
     assert test["label"][:12].tolist() == [7, 6, 3, 7, 7, 3, 2, 8, 9, 3, 2, 6]
 
 
@@ -34,13 +34,13 @@ def test_each_epoch_is_a_new_order_of_all_examples() -> None:
     assert len({tuple(epoch) for epoch in indices}) == 3
 
 
-def test_the_order_is_a_function_of_the_seed() -> None:
+def test_order_is_a_function_of_the_seed() -> None:
     one, same, other = (next(iter(shuffled(100, 10, seed))) for seed in (1, 1, 2))
     assert one.tolist() == same.tolist() != other.tolist()
 
 
-def test_processes_share_each_batch_out(config: ConfigDict) -> None:
-    """Together they see what one process would, in the same order."""
+def test_processes_split_each_batch(config: ConfigDict) -> None:
+    """Together they see the examples of one process, in the same order."""
     task = digits.Digits(config)
     parts = np.arange(24), *np.arange(24).reshape(3, 8)
     streams = (islice(task.batches(0, 24, rows), 3) for rows in parts)
@@ -49,7 +49,7 @@ def test_processes_share_each_batch_out(config: ConfigDict) -> None:
             np.testing.assert_array_equal(x, np.concatenate([shard[name] for shard in shards]))
 
 
-def test_augmentation_by_nothing_is_the_identity() -> None:
+def test_augmentation_by_zero_is_the_identity() -> None:
     images = jnp.asarray(digits.load()[1]["image"][:5])
     same = digits.augment(images, jax.random.key(0), shift=0.0, rotate=0.0, scale=0.0)
     np.testing.assert_allclose(same, images, atol=1e-6)
@@ -68,7 +68,7 @@ def test_augmentation_moves_by_at_most_the_shift(shift: float) -> None:
         assert offset.max() > 0.8 * shift
 
 
-def test_the_baselines_do_what_they_are_known_for(config: ConfigDict) -> None:
+def test_baselines_reach_their_known_accuracy(config: ConfigDict) -> None:
     scores = reports.make(digits.Digits(config)).baselines()
     assert 0.95 < scores["logistic regression"] < scores["RBF SVM"] < 1.0
 
@@ -83,7 +83,7 @@ def test_the_baselines_do_what_they_are_known_for(config: ConfigDict) -> None:
         ({"label_smoothing": 0.0}, "training: images moved", False),
     ],
 )
-def test_the_legend_says_how_training_was_measured(
+def test_legend_names_the_training_measure(
     config: ConfigDict, settings: dict[str, float], training: str, objective: bool
 ) -> None:
     config.update_from_flattened_dict(settings)
@@ -95,7 +95,7 @@ def test_the_legend_says_how_training_was_measured(
     ("task", "training"),
     [("masked", "training"), ("text", "training: any context"), ("translation", "training")],
 )
-def test_no_legend_tells_of_dropout_that_is_not_there(task: str, training: str) -> None:
+def test_legend_names_dropout_only_if_used(task: str, training: str) -> None:
     config = fields.EXAMPLES[task]()
     assert reports.make(tasks.make(config)).training == training
     config.model.dropout_rate = 0.1

@@ -1,4 +1,4 @@
-"""Several processes train as one, end as one, and go on as one. Real ones, 2 devices each."""
+"""Several real processes, 2 devices each, train, stop and resume as one."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ HEARTBEAT = 10
 
 
 def alone(config: ConfigDict, workdir: Path) -> loop.Result:
-    """The run in this process, as the command does it."""
+    """Run the training in this process, as the command does."""
     run = rundir.open_run(workdir, config, {})
     task = tasks.make(config)
     run.begin(fingerprint(task))
@@ -43,7 +43,7 @@ def losses(log: list[dict[str, Any]]) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_path: Path) -> None:
+def test_two_processes_train_stop_and_resume_as_one(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.mesh.data = 12, -1
     flags = settings(config)
     with together(2, tmp_path / "1", *flags, f"--workdir={tmp_path / 'whole'}") as processes:
@@ -57,13 +57,13 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
     np.testing.assert_allclose(
         losses(whole), losses(alone(config, tmp_path / "alone").rows), rtol=0, atol=1e-5
     )
-    # One log of each kind, and in it each row once.
+    # One log of each kind, with each row once.
     assert [row["step"] for row in whole if row["split"] == "train"] == [*range(1, 13)]
     assert len(list((tmp_path / "whole" / "tensorboard").iterdir())) == 1
 
     parts = tmp_path / "parts"
     with together(2, tmp_path / "2", *flags, f"--workdir={parts}") as processes:
-        processes.until((parts / "run.json").exists)  # They know each other now, and compile.
+        processes.until((parts / "run.json").exists)  # They are connected now, and compile.
         processes.all[1].send_signal(signal.SIGTERM)
         assert processes.wait() == [75, 75], processes.said(0) + processes.said(1)
         assert "stopped at step" in processes.said(0)
@@ -82,10 +82,10 @@ def test_two_processes_train_as_one_and_stop_and_go_on(config: ConfigDict, tmp_p
 
 
 @pytest.mark.slow
-def test_four_processes_go_on_where_eight_devices_stopped(
+def test_four_processes_resume_run_of_eight_devices(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters, heads and positions divided, keys that go round between processes."""
+    """Parameters, heads and positions are sharded, and a ring passes keys between processes."""
     config.mesh.data, config.mesh.fsdp, config.mesh.model = 4, 1, 2
     config.model.kernel = "ring"
     whole = alone(config, tmp_path / "whole")
@@ -114,10 +114,10 @@ def test_four_processes_go_on_where_eight_devices_stopped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"fsdp": 4}])
-def test_parameters_divided_within_a_process_are_saved(
+def test_parameters_sharded_within_a_process_are_saved(
     mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the least threads: programs that wait for each other's devices then stop for ever."""
+    """With minimal threads, where programs that wait for each other's devices would deadlock."""
     monkeypatch.setenv("NPROC", "1")
     run = tmp_path / "run"
     flags = [
@@ -143,26 +143,24 @@ def test_parameters_divided_within_a_process_are_saved(
         (hosts.Cluster(heartbeat_timeout=0), "--heartbeat_timeout must be at least 1"),
     ],
 )
-def test_a_cluster_that_does_not_fit_itself_is_refused(
-    cluster: hosts.Cluster, message: str
-) -> None:
+def test_incomplete_cluster_flags_raise(cluster: hosts.Cluster, message: str) -> None:
     with pytest.raises(RunError, match=message):
         cluster.check()
 
 
-def test_a_port_that_is_taken_is_refused() -> None:
+def test_taken_port_raises() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(RunError, match=f"must serve --coordinator_address={address}"):
             hosts.start(hosts.Cluster(address, 2, 0))
 
 
-def test_if_one_cannot_start_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_starts_if_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(hosts, "_gather", lambda text: [text, ""])
     with pytest.raises(RunError, match=r"processes \[1\] could not start"):
         hosts.agree({"config": {}})
-    hosts.agree(None)  # This one has said why already.
+    hosts.agree(None)  # This process has printed the reason already.
 
 
 @pytest.mark.parametrize(
@@ -172,7 +170,7 @@ def test_if_one_cannot_start_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
         (jax.errors.JaxRuntimeError("UNAVAILABLE: peer\nmore"), "another one ended: UNAVAILABLE"),
     ],
 )
-def test_a_failed_process_does_not_wait(
+def test_failed_process_exits_at_once(
     error: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     ended: list[int] = []
@@ -184,7 +182,7 @@ def test_a_failed_process_does_not_wait(
     assert message in capfd.readouterr().err
 
 
-def test_a_mesh_leaves_no_process_out(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mesh_must_use_every_process(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(RunError, match=r"with 4 processes .* all 8 devices, got data=1"):
         mesh.make_mesh(config)
@@ -193,7 +191,7 @@ def test_a_mesh_leaves_no_process_out(config: ConfigDict, monkeypatch: pytest.Mo
         mesh.make_mesh(config)
 
 
-def test_rows_of_a_process_need_not_be_neighbours(
+def test_rows_of_a_process_need_not_be_contiguous(
     config: ConfigDict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.mesh.data = 8
@@ -210,7 +208,7 @@ def test_rows_of_a_process_need_not_be_neighbours(
 
 
 @pytest.mark.parametrize("said", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
-def test_devices_are_forced_unless_the_environment_says(
+def test_host_devices_are_forced_unless_environment_sets_them(
     said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, int]] = []

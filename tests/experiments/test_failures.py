@@ -1,4 +1,4 @@
-"""What the machine lacks is said in one line, and the exit code is not 0."""
+"""Failures of the machine give a one-line error and a nonzero exit code."""
 
 import ast
 import errno
@@ -19,7 +19,7 @@ SMALL = (
     "--config.steps=2", "--config.batch_size=16", "--config.model.num_layers=1",
     "--config.model.features=256",
 )  # fmt: skip
-# In front of every import: the package that the environment names is not there.
+# Runs before every import: hides the package named in the environment.
 HIDDEN = """
 import os, sys
 
@@ -62,12 +62,12 @@ def slow(*values: str) -> object:
         ("plan", "ml_collections"),
         slow("train", "absl"),
         slow("train", "babel"),
-        slow("train", "sklearn"),  # loaded with the data
+        slow("train", "sklearn"),  # imported with the data
         slow("generate", "orbax"),
         slow("benchmark", "matplotlib"),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(
+def test_missing_package_is_named_with_its_extra(
     command: str, package: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDDEN)
@@ -78,7 +78,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert "pip install -e '.[experiments]'" in line
 
 
-def test_all_packages_of_the_experiments_are_known() -> None:
+def test_failures_knows_every_imported_package() -> None:
     found = set()
     for path in (ROOT / "experiments").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -86,7 +86,7 @@ def test_all_packages_of_the_experiments_are_known() -> None:
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.add(node.module.partition(".")[0])
-    # The benchmark's peers are measured where they are installed, and skipped elsewhere.
+    # The benchmark's peers are measured if installed, and skipped otherwise.
     peers = {"torch", "equinox", "haiku", "keras", "tokamax", "libtpu"}
     ours = {"experiments", "configs", "mpl_toolkits"}
     assert found - set(sys.stdlib_module_names) - peers - ours <= failures.PACKAGES
@@ -110,7 +110,7 @@ def test_all_packages_of_the_experiments_are_known() -> None:
         (ModuleNotFoundError("a config's own", name="elsewhere"), None),
     ],
 )
-def test_what_the_machine_lacks(error: Exception, line: str | None) -> None:
+def test_system_errors_give_their_reason(error: Exception, line: str | None) -> None:
     try:
         try:
             raise error
@@ -125,16 +125,14 @@ def test_what_the_machine_lacks(error: Exception, line: str | None) -> None:
         assert re.match(line, found)
 
 
-def test_a_folder_that_is_gone_is_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_folder_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_needed", {})
     run = tmp_path / "run"
     line = f"{run}, or a part of it, was removed while it was written to; nothing more is saved"
     for name in ("run.json", "checkpoints"):
         (run / name).mkdir(parents=True)
         failures.needs(run / name)
-    # Its writers have the paths of what they miss, in the words of Python or of TensorStore.
+    # The errors of Python and TensorStore contain the missing paths.
     assert failures.reason(ValueError("a bug")) is None
     assert failures.reason(FileNotFoundError(errno.ENOENT, "No such file", "elsewhere")) is None
     missing = run / "checkpoints" / "3.orbax-checkpoint-tmp"
@@ -143,7 +141,7 @@ def test_a_folder_that_is_gone_is_the_reason(
         ValueError(f'Error writing "{missing}/": Failed: No such file or directory'),
     ):
         assert failures.reason(error) == line
-    # One that is made again is another one.
+    # A recreated folder is a different one.
     (run / "checkpoints").rename(tmp_path / "old")
     (run / "checkpoints").mkdir()
     assert failures.reason(ValueError("No ArrayMetadata found")) == line
@@ -158,12 +156,12 @@ def test_a_folder_that_is_gone_is_the_reason(
         (RuntimeError("Unable to initialize backend 'foo': …\nmore"), "Unable to initialize backe"),
     ],
 )
-def test_a_person_or_a_variable_is_the_reason(error: BaseException, line: str) -> None:
+def test_interrupts_and_backend_errors_give_their_reason(error: BaseException, line: str) -> None:
     assert failures.reason(error).startswith(line)
     assert "\n" not in failures.reason(error)
 
 
-def test_a_full_disk_in_any_thread_ends_the_program() -> None:
+def test_full_disk_in_any_thread_ends_the_program() -> None:
     program = (
         "import errno, threading, time\n"
         "from experiments import failures\n"
@@ -180,7 +178,7 @@ def test_a_full_disk_in_any_thread_ends_the_program() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_among_the_parents(tmp_path: Path) -> None:
+def test_file_among_parent_folders_raises(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     line = said(call("benchmark", "--quick", f"--workdir={tmp_path / 'file' / 'run'}"))
     assert "Not a directory" in line
@@ -188,7 +186,7 @@ def test_a_file_among_the_parents(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_room_for_a_checkpoint(tmp_path: Path) -> None:
+def test_full_disk_during_checkpoint_raises(tmp_path: Path) -> None:
     shell = ("bash", "-c", 'ulimit -f 256; exec "$@"', "bash")  # KiB, of any file
     done = call("train", f"--workdir={tmp_path / 'run'}", *SMALL, under=shell)
     assert "File too large; make room" in said(done)

@@ -1,4 +1,4 @@
-"""A run's folder is data of strangers: in any state it goes on, starts, or is refused in a line."""
+"""A run's folder is untrusted: it resumes, starts, or is refused in one line."""
 
 import errno
 import json
@@ -22,14 +22,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def run(config: ConfigDict, tmp_path: Path) -> Iterator[Path]:
-    """A run that has begun."""
+    """Return a run that has begun."""
     rundir.open_run(tmp_path / "run", config, {}).begin("hash")
     yield tmp_path / "run"
     lock.release(tmp_path / "run")
 
 
 def refused(path: Path, config: ConfigDict, overrides: dict[str, Any] | None = None) -> str:
-    """The one line that refuses a folder, in which nothing has changed."""
+    """Return the one-line refusal of a folder, and check that the folder did not change."""
     before = {p.name: os.lstat(p).st_mtime_ns for p in path.iterdir()}
     with pytest.raises(RunError) as caught:
         rundir.open_run(path, config, overrides or {})
@@ -41,7 +41,7 @@ def refused(path: Path, config: ConfigDict, overrides: dict[str, Any] | None = N
 
 
 def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Edits a run's config, and makes its mark agree."""
+    """Edit a run's config, and make its mark agree."""
     config, mark = (json.loads((path / name).read_text()) for name in ("config.json", "run.json"))
     config = change(config) or config
     (path / "config.json").write_text(json.dumps(config))
@@ -49,7 +49,7 @@ def forge(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the value of a dotted key."""
+    """Set the value of a dotted key."""
     *parents, last = key.split(".")
     for name in parents:
         tree = tree[name]
@@ -67,7 +67,7 @@ CONTENTS = [
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.json"])
-def test_a_file_that_is_not_ours_is_refused(config: ConfigDict, run: Path, name: str) -> None:
+def test_foreign_file_in_folder_is_refused(config: ConfigDict, run: Path, name: str) -> None:
     for content in CONTENTS:
         (run / name).write_bytes(content.encode(errors="surrogatepass"))
         assert str(run) in refused(run, config), content[:40]
@@ -93,7 +93,7 @@ PLACES = (
 
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("place", PLACES)
-def test_links_and_special_files_are_named_and_not_touched(
+def test_links_and_special_files_are_named_and_left_alone(
     config: ConfigDict, run: Path, place: str, kind: str
 ) -> None:
     mine = run.parent / "mine"
@@ -110,8 +110,8 @@ def test_links_and_special_files_are_named_and_not_touched(
     assert mine.read_text() == "of the user"
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
-    """Also where one comes after the folder was looked at."""
+def test_writes_do_not_follow_links(tmp_path: Path) -> None:
+    """Even if the link appears after the folder was checked."""
     mine, path = tmp_path / "mine", tmp_path / "metrics.jsonl"
     mine.write_text("of the user")
     path.with_name(files.ASIDE + path.name).symlink_to(mine)
@@ -130,7 +130,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         files.append(path, "waits for nobody")
 
 
-def test_an_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
+def test_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
     for key in keys.flatten(config.to_dict()):
         edited = config.to_dict()
         put(edited, key, [])
@@ -159,19 +159,19 @@ def test_an_edited_config_is_refused(config: ConfigDict, run: Path) -> None:
         ("mesh.data", "x", "mesh.data must be a whole number"),
     ],
 )
-def test_a_forged_config_is_held_against_the_tasks_own(
+def test_forged_config_is_checked_against_the_task(
     config: ConfigDict, run: Path, key: str, value: Any, message: str
 ) -> None:
     forge(run, lambda found: put(found, key, value))
     assert message in refused(run, config)
 
 
-def test_a_key_that_is_missing_is_named(config: ConfigDict, run: Path) -> None:
+def test_missing_key_is_named(config: ConfigDict, run: Path) -> None:
     forge(run, lambda found: found["optimizer"].pop("b1") and None)
     assert "optimizer.b1 is missing" in refused(run, config)
 
 
-def test_a_file_that_only_the_folder_names_is_not_read(tmp_path: Path) -> None:
+def test_file_named_only_by_the_folder_is_not_read(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("something long enough to train on " * 100)
     config = fields.EXAMPLES["text"]()
@@ -187,11 +187,11 @@ def test_a_file_that_only_the_folder_names_is_not_read(tmp_path: Path) -> None:
     assert rundir.find_run(run, named).resumed
 
 
-def test_a_start_that_was_cut_off_starts_anew(
+def test_interrupted_start_starts_again(
     config: ConfigDict, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "run.json").unlink()
-    (run / "checkpoints").rmdir()  # It comes last.
+    (run / "checkpoints").rmdir()  # It is created last.
     (run / (files.ASIDE + "run.json")).write_text("{")
     found = rundir.open_run(run, config, {})
     assert not found.resumed
@@ -201,13 +201,13 @@ def test_a_start_that_was_cut_off_starts_anew(
 
 
 def half(path: Path) -> None:
-    """Begins to write, and meets a full disk."""
+    """Begin to write, and meet a full disk."""
     with files.replacing(path) as file:
         file.write(b"half")
         raise OSError(errno.ENOSPC, "No space")
 
 
-def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
+def test_files_are_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "file"
     files.write(path, "first")
     with pytest.raises(OSError, match="No space"):
@@ -222,14 +222,14 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["gs://bucket/run", "s3://bucket/run", "gs:/bucket", "file:///tmp/run"]
 )
-def test_a_bucket_is_no_folder(config: ConfigDict, name: str) -> None:
+def test_bucket_url_is_refused(config: ConfigDict, name: str) -> None:
     with pytest.raises(RunError, match=r"must be a folder of a file system, and \w+:// is none"):
         rundir.open_run(name, config, {})
     with pytest.raises(RunError, match="is none"):
         folders.result_folder(name, "plan")
 
 
-def test_a_home_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert folders.local("~/run") == tmp_path / "run"
     assert folders.result_folder("~/run", "plan") == tmp_path / "run"
@@ -247,7 +247,7 @@ sys.stdin.read()
 """
 
 
-def test_a_folder_has_one_run_and_is_free_when_it_dies(config: ConfigDict, run: Path) -> None:
+def test_folder_is_locked_until_its_process_dies(config: ConfigDict, run: Path) -> None:
     lock.release(run)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run)], cwd=ROOT, text=True,
@@ -264,7 +264,7 @@ def test_a_folder_has_one_run_and_is_free_when_it_dies(config: ConfigDict, run: 
     found.begin("hash")
 
 
-def test_of_two_starts_in_a_new_folder_one_is_refused(config: ConfigDict, tmp_path: Path) -> None:
+def test_second_start_in_a_new_folder_is_refused(config: ConfigDict, tmp_path: Path) -> None:
     first, second = (rundir.open_run(tmp_path / "run", config, {}) for _ in range(2))
     first.begin("hash")
     with pytest.raises(RunError, match="another run has just begun in"):

@@ -1,4 +1,4 @@
-"""The command for a day on a GPU: its steps, how they end, and what is made of what they leave."""
+"""The command for a day on a GPU: its steps, their failures, and its report."""
 
 import json
 import signal
@@ -20,8 +20,8 @@ MACHINE = {"platform": "gpu", "device": "a GPU", "cpu": "a CPU", "python": "3", 
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_every_step_is_a_command_that_there_is(small: bool, tmp_path: Path) -> None:
-    """Flags are parsed as they would be on a GPU, where nobody wants to find a misspelt one."""
+def test_every_step_is_a_valid_command(small: bool, tmp_path: Path) -> None:
+    """Flags are parsed as on a GPU, where a misspelled flag would waste the day."""
     plan = steps.plan(small)
     assert len({step.name for step in plan}) == len(plan)
     assert sum(step.seconds for step in plan) < 1.1 * day.TOTAL
@@ -57,12 +57,12 @@ KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGABRT)"
 LONG = "import sys, time; open(sys.argv[1], 'w').write('3'); time.sleep(60)"
 
 
-def test_what_fails_ends_nothing_else_and_is_tried_again(tmp_path, monkeypatch, capsys) -> None:
+def test_failed_step_is_isolated_and_retried(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(day, "_output", lambda command: json.dumps(MACHINE))
     plan = [_step("train", GOOD), _step("bad", BAD), _step("killed", KILLED),
             _step("long", LONG, 1.5), _step("empty", "pass")]  # fmt: skip
     monkeypatch.setattr(steps, "plan", lambda small: plan)
-    # Their results are no rows.
+    # These results are not rows.
     monkeypatch.setattr(results, "core_table", lambda rows: "")
     monkeypatch.setattr(day, "_advice", lambda rows: ["none"])
     folder = tmp_path / "day"
@@ -87,7 +87,7 @@ def test_what_fails_ends_nothing_else_and_is_tried_again(tmp_path, monkeypatch, 
     assert "train: was done before" in shown
     assert "bad: ok" in shown
 
-    # An attempt that finds nothing takes nothing away.
+    # A failed attempt does not remove earlier results.
     plan[3:] = [_step("long", BAD)]
     day.main([f"--workdir={folder}"])
     found = json.loads((folder / "day.json").read_text())["steps"]
@@ -115,8 +115,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_day_is_set_aside(name: str, tmp_path, monkeypatch, capsys) -> None:
-    """With all that the folder holds; and again, with nothing of before lost."""
+def test_damaged_results_are_set_aside(name: str, tmp_path, monkeypatch, capsys) -> None:
+    """With the whole folder. A second time, nothing earlier is lost."""
     monkeypatch.setattr(day, "_output", lambda command: json.dumps(MACHINE))
     monkeypatch.setattr(steps, "plan", lambda small: [_step("train", GOOD)])
     folder = tmp_path / "day"
@@ -128,7 +128,7 @@ def test_a_damaged_day_is_set_aside(name: str, tmp_path, monkeypatch, capsys) ->
         line = capsys.readouterr().out.splitlines()[0]
         aside = folder / f"damaged{again}"
         assert str(folder / "day.json") in line
-        assert f"all that was there is in {aside} now, and the day begins anew" in line
+        assert f"its contents are in {aside} now, and the day starts again" in line
         assert (aside / "day.json").read_text() == DAMAGES[name]
         assert (aside / "train" / "result").read_text() == "7"
         found = json.loads((folder / "day.json").read_text())["steps"]
@@ -136,12 +136,12 @@ def test_a_damaged_day_is_set_aside(name: str, tmp_path, monkeypatch, capsys) ->
 
 
 @pytest.mark.slow
-def test_what_takes_too_long_may_write_what_it_has(
+def test_step_that_times_out_may_write_its_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As pytest does when it is interrupted; and what does not end is killed."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # It starts in no time.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # As in the background.
+    """As pytest does when interrupted. A step that does not end is killed."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # It starts quickly.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # As in a background job.
     tests = tmp_path / "test_two.py"
     tests.write_text("import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\n")
     command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null",
@@ -155,7 +155,7 @@ def test_what_takes_too_long_may_write_what_it_has(
     assert found["seconds"] < 20
 
 
-def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
+def test_step_that_ignores_interrupt_is_killed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(day, "GRACE", 0.5)
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     found = day.run(_step("train", stubborn, 2.0), tmp_path, 100.0)
@@ -164,7 +164,7 @@ def test_what_does_not_end_is_killed(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_steps_see_one_gpu(monkeypatch) -> None:
-    """Calls without a mesh would be divided between all there are."""
+    """Calls without a mesh would be sharded over all GPUs."""
     for given, seen in ((None, "0"), ("3,1", "3"), ("", "")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if given is not None:
@@ -173,7 +173,7 @@ def test_steps_see_one_gpu(monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_oracle_is_asked_about_cudnn(tmp_path: Path) -> None:
+def test_oracle_step_collects_the_cudnn_cases(tmp_path: Path) -> None:
     step = next(step for step in steps.plan(False) if step.name == "oracle")
     command = [*step.command(tmp_path, 100.0), "--collect-only"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -182,13 +182,13 @@ def test_the_oracle_is_asked_about_cudnn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", ["-1", "nan", "inf", "soon"])
-def test_no_number_of_seconds(total: str, capsys) -> None:
+def test_invalid_total_raises(total: str, capsys) -> None:
     with pytest.raises(SystemExit):
         day.main([f"--total={total}"])
     assert "must be a number of seconds, got" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch) -> None:
+def test_without_gpu_it_raises(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(day, "_output", lambda command: json.dumps({**MACHINE, "platform": "cpu"}))
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU, this is cpu; --small runs anywhere"):
         day.main([f"--workdir={tmp_path / 'day'}"])
@@ -208,16 +208,16 @@ def _rows(times: dict[int, tuple[float, float]]) -> list[dict]:
 
 @pytest.mark.parametrize(("times", "limit"), [
     ({256: (1, 2), 1024: (2, 3), 4096: (9, 3)}, 1024),
-    # Beyond a length at which it is slower, chance is no reason.
+    # A faster result beyond a slower length is chance.
     ({256: (1, 2), 1024: (3, 2), 4096: (2, 3)}, 256),
     ({256: (2, 1)}, 0),
     ({}, None),
 ])  # fmt: skip
-def test_the_limit_of_plain_einsums(times, limit: int | None) -> None:
+def test_limit_of_plain_einsums(times, limit: int | None) -> None:
     assert results.limit(_rows(times)) == limit
 
 
-def test_what_is_proposed_is_a_diff_of_the_lines_that_say_it() -> None:
+def test_proposal_is_a_diff_of_the_limit() -> None:
     lines = results.proposal(_rows({256: (1, 2), 1024: (1, 2)})).splitlines()
     for sign, limit in (("-", 2048), ("+", 1024)):
         assert any(
@@ -232,7 +232,7 @@ def test_what_is_proposed_is_a_diff_of_the_lines_that_say_it() -> None:
     assert results.proposal(_rows({2048: (1, 2)})) == ""
 
 
-def test_where_cudnn_loses_is_said() -> None:
+def test_slower_cudnn_is_reported() -> None:
     rows = _rows({256: (1, 5), 512: (3, 1)})
     for row in rows:
         row["label"] = row["label"].replace("blockwise", "cudnn")
@@ -240,7 +240,7 @@ def test_where_cudnn_loses_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_day_runs_anywhere(tmp_path: Path) -> None:
+def test_small_day_runs_without_gpu(tmp_path: Path) -> None:
     day.main(["--small", f"--workdir={tmp_path / 'day'}"])
     found = json.loads((tmp_path / "day" / "day.json").read_text())["steps"]
     assert {name: step["status"] for name, step in found.items()} == dict.fromkeys(found, "ok")

@@ -1,4 +1,4 @@
-"""A checkpoint that was changed in any way is found out: never other weights."""
+"""Any change to a checkpoint is detected: it never loads wrong weights."""
 
 import collections
 import json
@@ -22,7 +22,7 @@ from experiments.runs.record import Saved
 from experiments.trainer.checkpoints import Checkpoints
 from tests.experiments.checked import flat
 
-# Reads that fail leave others of theirs, which nobody awaits.
+# Failed reads leave coroutines that were never awaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 STEPS = (3, 6)
 
@@ -35,7 +35,7 @@ class State(struct.PyTreeNode):
 
 
 def state_of(step: int) -> State:
-    """Of the kinds of arrays that a run has, some of a chunk and some of no compressible bits."""
+    """Return arrays of the kinds in a run: some in one chunk, some incompressible."""
     key = jax.random.key(step)
     params = {
         "kernel": jax.random.normal(key, (24, 8)),
@@ -46,7 +46,7 @@ def state_of(step: int) -> State:
 
 
 class Run(NamedTuple):
-    """What `Checkpoints` asks of a program, without a model."""
+    """The part of a program that `Checkpoints` uses, without a model."""
 
     saved: State
 
@@ -57,7 +57,7 @@ class Run(NamedTuple):
 
 
 class Data:
-    """An iterator that stands somewhere."""
+    """An iterator with a position."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at
@@ -93,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changes(path: Path, flips: int) -> Iterator[tuple[str, bytes | None]]:
-    """What may happen to a file: its new content, None if it is gone."""
+    """Yield possible changes of a file: its new content, or None if it is removed."""
     good, rng = path.read_bytes(), random.Random(path.name)
     for bit in rng.sample(range(8 * len(good)), min(flips, 8 * len(good))):
         changed = bytearray(good)
@@ -106,7 +106,7 @@ def changes(path: Path, flips: int) -> Iterator[tuple[str, bytes | None]]:
 
 
 @pytest.mark.parametrize("flips", [1, pytest.param(40, marks=pytest.mark.slow)])
-def test_no_change_of_any_file_alters_what_is_loaded(
+def test_changed_file_never_alters_loaded_state(
     folder: Path, flips: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = {step: bits(state_of(step)) for step in STEPS}
@@ -122,7 +122,7 @@ def test_no_change_of_any_file_alters_what_is_loaded(
             assert saved is not None, case
             assert bits(saved.state) == expected[saved.step], case
             assert (saved.log, data.at) == (log(saved.step), saved.step), case
-            # Some files, such as that of shardings, say nothing that is used.
+            # Some files are not used, such as the shardings.
             assert len(said) == (saved.step != STEPS[-1]), case
             assert all(line.startswith("the checkpoint of step 6 is damaged: ") for line in said)
             found[saved.step] += 1
@@ -132,7 +132,7 @@ def test_no_change_of_any_file_alters_what_is_loaded(
 
 
 @pytest.mark.parametrize("item", ["state", "run", "."])
-def test_a_damaged_step_is_set_aside_and_written_again(
+def test_damaged_checkpoint_is_set_aside_and_rewritten(
     folder: Path, tmp_path: Path, item: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for again in ("6", "6-2"):
@@ -163,10 +163,10 @@ FORGED = {
 
 
 @pytest.mark.parametrize("part", FORGED)
-def test_a_record_of_another_form_counts_as_damaged(
+def test_record_of_wrong_structure_counts_as_damaged(
     folder: Path, tmp_path: Path, part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The digest of the record is right, and its structure wrong."""
+    """The digest of the record is right."""
     shutil.copytree(folder, tmp_path / "run")
     (path,) = (tmp_path / "run" / "checkpoints" / "6" / "run").glob("metadata")
     good = json.loads(path.read_text())
@@ -181,7 +181,7 @@ def test_a_record_of_another_form_counts_as_damaged(
         assert "step 6 is damaged" in capsys.readouterr().out
 
 
-def test_without_a_whole_one_it_refuses_and_touches_nothing(folder: Path, tmp_path: Path) -> None:
+def test_no_valid_checkpoint_raises_and_changes_nothing(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     for step in STEPS:
         (tmp_path / "run" / "checkpoints" / str(step) / "run" / "metadata").write_text("{}")
@@ -195,7 +195,7 @@ def test_without_a_whole_one_it_refuses_and_touches_nothing(folder: Path, tmp_pa
     assert restore(tmp_path / "empty", read_only=False)[0] is None
 
 
-def test_another_model_is_no_damage(folder: Path) -> None:
+def test_checkpoint_of_another_model_is_not_damage(folder: Path) -> None:
     other = state_of(0).replace(params={"kernel": jnp.zeros((24, 9))})
     with pytest.raises(
         RunError, match=r"another model: params/bias is float32\[8\] there and miss"
@@ -203,7 +203,7 @@ def test_another_model_is_no_damage(folder: Path) -> None:
         Checkpoints(folder, read_only=True).restore(Run(other), Data())
 
 
-def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_nonfinite_parameters_are_not_saved(tmp_path: Path) -> None:
     state = state_of(1)
     state.params["bias"] = state.params["bias"].at[3].set(jnp.inf)
     expected = pytest.raises(RunError, match="params/bias is not finite at step 1: it was not")
@@ -212,7 +212,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     losses = {1: 0.4, 2: 0.1, 3: None, 4: 0.3, 5: 0.2, 6: 0.5}
     rows = [{"step": s, "split": "test", "loss": [x, 1.0]} for s, x in losses.items()]
     with Checkpoints(tmp_path, keep_last=2, keep_best=1) as checkpoints:
@@ -229,7 +229,7 @@ def sums(x: Any) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool", "complex64"])
 @pytest.mark.parametrize("on", ["host", "device"])
-def test_a_checksum_knows_every_bit_and_place(
+def test_checksum_depends_on_every_bit_and_index(
     dtype: str, on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
@@ -251,9 +251,7 @@ def test_a_checksum_knows_every_bit_and_place(
 
 
 @pytest.mark.parametrize("small", [0, 2**18])
-def test_a_checksum_is_the_same_however_the_array_lies(
-    small: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checksum_does_not_depend_on_sharding(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integrity, "_SMALL", small)
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.random.normal(jax.random.key(0), (8, 4, 3))
@@ -269,8 +267,8 @@ def test_a_checksum_is_the_same_however_the_array_lies(
     assert integrity.checksums({"x": x.at[7, 3, 2].set(jnp.nan)}).not_finite == ["x"]
 
 
-def test_a_checksum_is_that_of_earlier_versions() -> None:
-    """A run of an earlier version is resumed: its sums must be ours."""
+def test_checksum_equals_earlier_versions() -> None:
+    """Runs of earlier versions must resume."""
     x = jnp.arange(12, dtype=jnp.float32).reshape(3, 4)
     assert sums(x) == "8d126c4466e64633 float32[3, 4]"
     assert sums(jax.random.key(3)) == "b271819522ee7443 key<fry>[]"

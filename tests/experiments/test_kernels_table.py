@@ -1,4 +1,4 @@
-"""The page of kernels says what the kernels say."""
+"""The page of kernels agrees with the kernels."""
 
 import re
 
@@ -13,22 +13,22 @@ from flax_mha.kernels import Platform
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
-def test_the_page_is_what_is_generated() -> None:
+def test_page_equals_generated_table() -> None:
     text = kernels_table.PAGE.read_text()
     assert kernels_table.page(text) == text, "run python -m experiments.kernels_table"
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_has_a_home_and_a_word_on_the_page(name: str) -> None:
+def test_every_kernel_is_described_on_the_page(name: str) -> None:
     assert kernels_table.homes()[name]
     assert re.search(rf"^- `{name}`:", kernels_table.PAGE.read_text(), re.MULTILINE)
 
 
-def test_reference_takes_everything() -> None:
+def test_reference_refuses_nothing() -> None:
     assert not any(kernels_table.refusals("reference", Platform("cpu")).values())
 
 
-def test_memory_of_gpus_says_what_it_needs(monkeypatch) -> None:
+def test_gpu_memory_table_names_missing_wheels(monkeypatch) -> None:
     monkeypatch.setattr(gpus, "lacking", lambda: "needs the wheels")
     with pytest.raises(SystemExit, match=r"needs the wheels.*pip install .*gpu-compile"):
         kernels_memory.main([])

@@ -1,4 +1,4 @@
-"""Where the wheel libtpu is only a compiler, and where it is not."""
+"""The wheel libtpu as a mere compiler, and beside a TPU."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ from experiments import libtpu
         ("0x1ae0", "0x120000", False),
     ],
 )
-def test_it_is_quiet_without_a_tpu(
+def test_libtpu_is_quiet_without_tpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vendor: str | None, kind: str, quiet: bool
 ) -> None:
     for name in libtpu._QUIET:
@@ -29,4 +29,4 @@ def test_it_is_quiet_without_a_tpu(
         (tmp_path / "0000" / "class").write_text(kind + "\n")
     libtpu.compiler_only(tmp_path)
     assert ("TPU_SKIP_MDS_QUERY" in os.environ) == quiet
-    assert os.environ["TPU_MIN_LOG_LEVEL"] == "0"  # what is said stays
+    assert os.environ["TPU_MIN_LOG_LEVEL"] == "0"  # the user's setting stays

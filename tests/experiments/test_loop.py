@@ -27,7 +27,7 @@ def train(config: ConfigDict, workdir: Path) -> loop.Result:
 
 
 def losses(result: loop.Result) -> np.ndarray:
-    """[steps], or [steps, seeds]."""
+    """Return losses [steps], or [steps, seeds]."""
     return np.asarray([row["loss"] for row in result.rows if row["split"] == "train"])
 
 
@@ -45,7 +45,7 @@ def stop_after(steps: int) -> Any:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_resumed_run_equals_uninterrupted_run(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train(config, tmp_path / "whole")
@@ -67,7 +67,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: Path) -> None:
+def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Path) -> None:
     config.seed, config.seeds = 3, 2
     config.model.dropout_rate = 0.1
     together = train(config, tmp_path / "together")
@@ -81,7 +81,9 @@ def test_many_seeds_in_one_step_are_as_many_runs(config: ConfigDict, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
-def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path) -> None:
+def test_training_on_mesh_matches_one_device(
+    config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
     config.model.dropout_rate = 0.1
@@ -94,7 +96,7 @@ def test_a_mesh_changes_nothing(config: ConfigDict, sizes: tuple[int, ...], tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
+def test_heads_are_initialized_sharded(config: ConfigDict, seeds: int) -> None:
     config.seeds, config.mesh.data, config.mesh.model = seeds, 2, 4
     built = loop.build(config, tasks.make(config))
     with mesh.on(built.mesh):
@@ -114,7 +116,7 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
         mlp = params["encoder"]["layers_0"]["mlp"]
         assert mlp["up"]["kernel"].sharding.spec == P(*lead, None, "model")
     assert batch["image"].sharding.spec == P(*lead, "data")
-    # Rows 2-way, heads 4-way: scores are [8, 1, 16, 16] a device, never [·, 4, 16, 16].
+    # Rows 2-way, heads 4-way: scores are [8, 1, 16, 16] per device, never [·, 4, 16, 16].
     assert not any(shape in hlo for shape in ("16,4,16,16]", "8,4,16,16]", "16,1,16,16]"))
     assert "8,1,16,16]" in hlo or "8,16,16]" in hlo
     assert "all-gather" not in hlo
@@ -123,7 +125,7 @@ def test_heads_are_sharded_from_birth(config: ConfigDict, seeds: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
-def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
+def test_fsdp_shards_parameters_and_moments(config: ConfigDict, sizes: tuple[int, ...]) -> None:
     config.mesh.data, config.mesh.fsdp, config.mesh.model = sizes
     built = loop.build(config, tasks.make(config))
     with mesh.on(built.mesh):
@@ -141,7 +143,7 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         assert len(kernels) == 6
         for x in kernels:
             assert x.addressable_shards[0].data.size == x.size // (sizes[1] * sizes[2])
-    # Parameters are gathered, the rows [16, 16 patches, 16 features] never.
+    # Parameters are gathered, the rows [16, 16 patches, 16 features] are not.
     gathered = re.findall(r"f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", hlo)
     assert gathered
     assert max(math.prod(map(int, shape.split(","))) for shape in gathered) < 16**3 / sizes[2]
@@ -167,7 +169,7 @@ def test_fsdp_shares_out_parameters_and_moments(config: ConfigDict, sizes: tuple
         ({"task": "digit"}, r"one of \['digits', .*\], got 'digit'"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_invalid_meshes_and_batches_raise(
     config: ConfigDict, changes: dict[str, Any], message: str
 ) -> None:
     config.update_from_flattened_dict(changes)
@@ -176,12 +178,14 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(("batch", "data"), [(16, 8), (12, 6), (7, 7), (11, 1)])
-def test_by_default_it_takes_what_devices_it_can(config: ConfigDict, batch: int, data: int) -> None:
+def test_default_mesh_takes_as_many_devices_as_fit(
+    config: ConfigDict, batch: int, data: int
+) -> None:
     config.mesh.data, config.batch_size = -1, batch
     assert mesh.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
 
 
-def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
+def test_padding_of_test_rows_has_no_weight(config: ConfigDict) -> None:
     config.batch_size, config.mesh.data = 7, 7
     built = loop.build(config, tasks.make(config))
     with mesh.on(built.mesh):
@@ -191,7 +195,7 @@ def test_test_rows_are_padded_without_weight(config: ConfigDict) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run(config: ConfigDict, tmp_path: Path) -> None:
+def test_nonfinite_loss_ends_the_run(config: ConfigDict, tmp_path: Path) -> None:
     config.optimizer.learning_rate, config.optimizer.warmup = 1e30, 0.0
     with pytest.raises(
         RunError, match=r"not finite at step 2 of seed 0, nor .* the 5 steps .*learning_rate"
@@ -201,11 +205,11 @@ def test_a_loss_that_is_not_finite_ends_the_run(config: ConfigDict, tmp_path: Pa
 
 
 class Killed(BaseException):
-    """What ends a run at once."""
+    """An exception that ends a run at once."""
 
 
 def ending(at: dict[int, type[BaseException] | None]) -> Any:
-    """Signals that ask to stop after some steps (None), or end the run there."""
+    """Return signals that ask to stop after some steps (None), or end the run there."""
 
     @contextlib.contextmanager
     def stoppable() -> Iterator[Any]:
@@ -222,7 +226,7 @@ def ending(at: dict[int, type[BaseException] | None]) -> Any:
 
 
 def points(folder: Path) -> list[tuple[int, str, float]]:
-    """What TensorBoard shows of a run: all points, save those that a later start purged."""
+    """Return all points that TensorBoard shows of a run, without points purged by a later start."""
     found: list[tuple[int, str, float]] = []
     for path in sorted(folder.glob("tensorboard/*"), key=lambda p: p.stat().st_mtime_ns):
         raw = path.read_bytes()
@@ -237,7 +241,7 @@ def points(folder: Path) -> list[tuple[int, str, float]]:
 
 
 @pytest.mark.slow
-def test_the_log_of_a_run_in_pieces_is_that_of_a_whole_one(
+def test_interrupted_run_leaves_the_log_of_a_whole_one(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.steps, config.log_every, config.evaluate_every, config.checkpoint_every = 40, 7, 10, 6
@@ -260,16 +264,16 @@ def test_the_log_of_a_run_in_pieces_is_that_of_a_whole_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 2])
-def test_a_step_that_is_not_finite_is_left_out(
+def test_nonfinite_step_is_skipped(
     config: ConfigDict, seeds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config.seeds, config.max_skipped, config.checkpoint_every = seeds, 2, 1
     task = tasks.make(config)
     loss = task.loss
 
-    def spoiled(params: Any, batch: Any, key: jax.Array) -> Any:
+    def poisoned(params: Any, batch: Any, key: jax.Array) -> Any:
         value, metrics = loss(params, batch, key)
-        # A sum of integers, so that it is the same however it is added up.
+        # A sum of integers does not depend on the order of addition.
         bad = (batch["label"].sum() == broken) if broken >= 0 else False
         return jnp.where(bad, jnp.nan, value), metrics
 
@@ -280,7 +284,7 @@ def test_a_step_that_is_not_finite_is_left_out(
     (sums, counts) = np.unique(labels, return_counts=True)
     at, seed = next((i, s) for i, s in np.argwhere(np.isin(labels, sums[counts == 1])) if i > 1)
     broken = int(labels[at, seed])
-    monkeypatch.setattr(task, "loss", spoiled)
+    monkeypatch.setattr(task, "loss", poisoned)
     result = loop.train(loop.build(config, task), tmp_path)
     rows = [row for row in result.rows if row["split"] == "train"]
     skipped = np.asarray([np.atleast_1d(row["skipped"]) for row in rows])

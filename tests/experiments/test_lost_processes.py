@@ -1,4 +1,4 @@
-"""Processes that lose each other, or differ, end with a line that says so. Real ones."""
+"""Real processes that lose each other, or differ, end with a clear line."""
 
 import signal
 import time
@@ -17,14 +17,14 @@ HEARTBEAT = 10
 
 
 @pytest.mark.slow
-def test_damage_that_one_process_reads_ends_all(config: ConfigDict, tmp_path: Path) -> None:
+def test_damage_seen_by_one_process_ends_all(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.checkpoint_every, config.mesh.data, config.mesh.fsdp = 6, 2, 1, 4
     run, heartbeat = tmp_path / "run", f"--heartbeat_timeout={HEARTBEAT}"
     with together(2, tmp_path / "1", *settings(config), f"--workdir={run}") as processes:
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
     (path,) = (run / "checkpoints/6/state/d").iterdir()
     content = bytearray(path.read_bytes())
-    content[4000:4016] = bytes(16)  # In an array's chunk, of which another process may have none.
+    content[4000:4016] = bytes(16)  # In an array's chunk, which another process may not read.
     path.write_bytes(content)
     with together(2, tmp_path / "2", f"--workdir={run}", heartbeat) as processes:
         assert 0 not in processes.wait(), processes.said(0) + processes.said(1)
@@ -37,7 +37,7 @@ def test_damage_that_one_process_reads_ends_all(config: ConfigDict, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
+def test_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) -> None:
     config.steps, config.mesh.data = 100_000, -1
     config.evaluate_every = config.checkpoint_every = 100_000
     with together(
@@ -56,7 +56,7 @@ def test_a_killed_process_ends_the_others(config: ConfigDict, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_process_that_stands_still_is_said_to_be_lost(
+def test_stopped_process_is_reported_as_lost(
     stopped: int, config: ConfigDict, tmp_path: Path
 ) -> None:
     config.steps, config.mesh.data = 100_000, -1
@@ -98,7 +98,7 @@ def test_processes_with_different_settings_refuse(config: ConfigDict, tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
-def test_who_comes_alone_is_told(tmp_path: Path) -> None:
+def test_process_without_peers_reports_it(tmp_path: Path) -> None:
     with together(
         1, tmp_path / "logs", f"--workdir={tmp_path / 'run'}", "--start_timeout=2",
         each=lambda i: ["--num_processes=2", "--process_id=1"],

@@ -1,4 +1,4 @@
-"""Folders with broken tokenizers: an error of one line, and no traceback."""
+"""Folders with broken tokenizers: a one-line error, and no traceback."""
 
 import json
 import os
@@ -41,18 +41,20 @@ def changed(folders: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.mark.parametrize("value", ["2", 2.5, True, {}, ["2"], [2.5], [[2]], -1, 10**20])
 @pytest.mark.parametrize("name", ["eos_token_id", "decoder_start_token_id"])
-def test_special_tokens(name: str, value: Any, changed: Callable[..., Path]) -> None:
+def test_invalid_special_tokens_raise(name: str, value: Any, changed: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=f"the config's {name} must be a whole number in 0 … "):
         said(changed("t5", **{name: value}), "1 2", max_new_tokens=1)
 
 
-def test_a_start_beyond_the_vocabulary(changed: Callable[..., Path]) -> None:
+def test_start_beyond_vocabulary_raises(changed: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="start must be in 0 … 49, got 50"):
         said(changed("t5", decoder_start_token_id=50), "1 2")
 
 
 @pytest.mark.parametrize("value", [None, [], 10**9, [10**9]])
-def test_ends_that_are_not_written(value: Any, changed: Callable[..., Path]) -> None:
+def test_eos_outside_vocabulary_never_ends_the_text(
+    value: Any, changed: Callable[..., Path]
+) -> None:
     assert len(said(changed(eos_token_id=value), "1 2", max_new_tokens=3).split()) == 3
 
 
@@ -61,14 +63,14 @@ def test_ends_that_are_not_written(value: Any, changed: Callable[..., Path]) -> 
     [("1 99999999999", "ids of the prompt must be in 0 … 99, got 99999999999; take"),
      ("9" * 5000, "the prompt must be ids such as '12 7 401', got '999"), (" ", "must be ids")],
 )  # fmt: skip
-def test_prompts(prompt: str, words: str, folders: dict[str, Path]) -> None:
+def test_invalid_prompts_raise(prompt: str, words: str, folders: dict[str, Path]) -> None:
     with pytest.raises(RunError, match=words) as error:
         said(folders["qwen3"], prompt)
     assert len(str(error.value)) < 300
 
 
 class Fake:
-    """In place of the package, which may not be there."""
+    """A stand-in for the package, which may not be installed."""
 
     ids: Any = ()
 
@@ -92,14 +94,14 @@ class Fake:
      ("encode", [1], "must be a tokenizer that"), ("decode", [1], "must be a tokenizer that"),
      ("", [1, 100], "ids of the prompt must be in 0 … 99, got 100; take weights and tokenizer.js")],
 )  # fmt: skip
-def test_tokenizers_that_fail(
+def test_failing_tokenizer_raises_one_line(
     fails: str, ids: list[int], words: str, changed: Callable[..., Path], monkeypatch: Any
 ) -> None:
     class Failing(Fake):
         pass
 
     def fail(*_: Any) -> Any:
-        raise Exception("bad\n" * 99)  # As the package does.
+        raise Exception("bad\n" * 99)  # Like the package.
 
     Failing.ids = ids
     if fails:
@@ -120,7 +122,7 @@ def test_tokenizers_that_fail(
      None, b"", b"[]", b"\xff"],
     ids=["version", "unknown", "pattern", "null", "empty", "list", "bytes"],
 )  # fmt: skip
-def test_tokenizers_of_strangers(change: Any, changed: Callable[..., Path]) -> None:
+def test_broken_tokenizer_files_raise_one_line(change: Any, changed: Callable[..., Path]) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
     sound = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, "a")).to_str())
     text = change if isinstance(change, bytes) else json.dumps(change and sound | change).encode()
@@ -128,15 +130,15 @@ def test_tokenizers_of_strangers(change: Any, changed: Callable[..., Path]) -> N
         said(changed(tokenizer=text), "text")
 
 
-def test_padding_is_left_out(changed: Callable[..., Path]) -> None:
+def test_padding_of_tokenizer_is_ignored(changed: Callable[..., Path]) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, "a"))
     tokenizer.enable_padding(length=10**9, pad_id=10**9)
     assert said(changed(tokenizer=tokenizer.to_str().encode()), "b", max_new_tokens=2) == ""
 
 
-def test_the_commands(changed: Callable[..., Path]) -> None:
-    """One line, exit code 1, and no traceback."""
+def test_commands_fail_in_one_line(changed: Callable[..., Path]) -> None:
+    """With exit code 1, and no traceback."""
     folder = changed(hidden_size="32")
     commands = (
         ["experiments.generate", f"--model={folder}", "--prompt=1 2"],

@@ -29,7 +29,7 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_phase_is_said_as_it_begins_and_while_it_lasts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_phase_prints_its_start_and_its_progress(capfd: pytest.CaptureFixture[str]) -> None:
     said = ""
 
     def heard(pattern: str) -> bool:
@@ -48,7 +48,7 @@ def test_a_phase_is_said_as_it_begins_and_while_it_lasts(capfd: pytest.CaptureFi
     assert not heard(".")
 
 
-def test_the_innermost_phase_alone_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_innermost_phase_prints(capfd: pytest.CaptureFixture[str]) -> None:
     with Phase("training", aloud=False) as outer:
         outer.detail = ": step 3/9"
         with Phase("saving", aloud=False):
@@ -59,7 +59,7 @@ def test_the_innermost_phase_alone_is_heard(capfd: pytest.CaptureFixture[str]) -
     assert "still training, 0 s: step 3/9\n" in capfd.readouterr().err
 
 
-def test_other_lines_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_output_delays_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "EVERY", 3600.0)
     with Phase("training", aloud=False) as phase:
         time.sleep(0.05)
@@ -81,7 +81,7 @@ def test_other_lines_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", {"SLURM_PROCID": "3"}, True),
     ],
 )
-def test_the_first_process_says_that_modules_are_loaded(
+def test_first_process_prints_that_it_loads_modules(
     arguments: str, environment: dict[str, str], heard: bool, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -98,8 +98,8 @@ def test_the_first_process_says_that_modules_are_loaded(
     until(lambda: phases._open == [])
 
 
-def test_the_command_speaks_before_it_loads_jax() -> None:
-    """It is ended at its first line, which comes before anything slow."""
+def test_command_prints_before_it_loads_jax() -> None:
+    """The test ends it at its first line, which precedes slow imports."""
     command = [sys.executable, "-X", "importtime", "-m", "experiments.train"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -117,7 +117,7 @@ def test_the_command_speaks_before_it_loads_jax() -> None:
     assert not {"jax", "numpy", "flax", "rich", "matplotlib"} & set(imported)
 
 
-def test_a_run_says_what_it_is_at(
+def test_run_prints_its_phases(
     config: ConfigDict, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     loop.train(loop.build(config, tasks.make(config)), tmp_path)
@@ -132,7 +132,7 @@ def test_a_run_says_what_it_is_at(
 
 
 @pytest.mark.slow
-def test_the_planner_says_that_it_compiles(tmp_path: Path) -> None:
+def test_planner_prints_that_it_compiles(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "experiments.plan", "--topology=cpu:2", f"--workdir={tmp_path}",
          f"--config={ROOT / 'configs' / 'digits.py'}", "--search", "--most=1"],

@@ -1,4 +1,4 @@
-"""The planner: what it reads off compiled programs, and what it makes of that."""
+"""The planner: facts read from compiled programs, and estimates from them."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from experiments.plan.roofline import Torus
 from experiments.runs.failures import RunError
 
 
-def test_loops_count_as_often_as_they_run(optimized: None) -> None:
+def test_loop_bodies_count_once_per_iteration(optimized: None) -> None:
     """Operations and collectives of nested scans, against the formula and XLA's own count."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     w, x = jnp.ones((3, 16, 16)), jnp.ones((8, 4, 16))
@@ -69,7 +69,7 @@ def test_loops_count_as_often_as_they_run(optimized: None) -> None:
         ("source_target_pairs={{0,1},{1,2}}", [[0, 1], [1, 2]]),
     ],
 )
-def test_groups_are_read_in_all_their_forms(text: str, groups: list[list[int]]) -> None:
+def test_replica_groups_are_read_in_all_forms(text: str, groups: list[list[int]]) -> None:
     text_of_it = "\n".join([
         "ENTRY %e (p: f32[6]) -> f32[6] {", "  %p = f32[6]{0} parameter(0)",
         f"  ROOT %r = f32[6]{{0}} all-gather(%p), {text}, dimensions={{0}}", "}",
@@ -80,8 +80,8 @@ def test_groups_are_read_in_all_their_forms(text: str, groups: list[list[int]]) 
         collectives.read(text_of_it.replace(text, "replica_groups=new"), 4)
 
 
-# What the compiler for TPUs makes of a gather that it overlaps with a product, and of a reduction
-# of which each device keeps a part.
+# The TPU compiler's form of a gather that overlaps a matmul, and of a reduction that leaves each
+# device a part.
 OVERLAPPED = """
 %async_collective_fusion.1 (p: f32[4]) -> f32[8] {
   %p = f32[4]{0} parameter(0)
@@ -119,7 +119,7 @@ ENTRY %main (p.4: f32[4]) -> f32[4] {
 """
 
 
-def test_a_collective_in_parts_is_one() -> None:
+def test_collective_in_parts_counts_once() -> None:
     found = collectives.read(OVERLAPPED, 2)
     assert [(one.kind, one.bytes) for one in found] == [
         ("all-gather", 32), ("all-gather", 32), ("reduce-scatter", 16),
@@ -137,23 +137,23 @@ ROW = np.arange(256).reshape(16, 16)  # groups along the second axis
 @pytest.mark.parametrize(
     ("torus", "kind", "groups", "expected"),
     [
-        # A ring has two links into a chip, a line one; two axes twice as many.
+        # A ring has two links into a chip, a line has one, and two axes have twice as many.
         (POD, "all-gather", ROW, 15 / 16 / 2),
         (HALF, "all-gather", np.arange(128).reshape(8, 16).T, 7 / 8),
         (POD, "all-gather", ROW.reshape(1, 256), 255 / 256 / 4),
         (POD, "all-reduce", ROW, 2 * 15 / 16 / 2),
-        # Every second chip: another group shares the links.
+        # Every second chip: two groups share the links.
         (POD, "all-gather", ROW[:, ::2], 2 * 7 / 8 / 2),
         # Half a ring is a line.
         (POD, "reduce-scatter", ROW[:, :8], 7.0),
-        # To the next; three on; across the end of the ring.
+        # To the next chip, three chips on, and across the end of the ring.
         (POD, "collective-permute", np.array([[0, 1], [1, 2]]), 1.0),
         (POD, "collective-permute", np.array([[0, 3], [1, 2]]), 3.0),
         (POD, "collective-permute", np.array([[15, 0]]), 1.0),
         (POD, "all-to-all", ROW, 16 / 4 / 2),
     ],
 )
-def test_the_time_of_a_collective_is_that_of_its_links(
+def test_time_of_tpu_collective_follows_its_links(
     torus: Torus, kind: str, groups: np.ndarray, expected: float
 ) -> None:
     one = Collective(kind, 1000, 1, groups)
@@ -169,7 +169,7 @@ ALL = np.arange(16)[None]
     ("kind", "groups", "expected"),
     [
         ("all-reduce", ALL[:, :8], 2 * 7 / 8 / GPUS.link),
-        # Within the machines, which takes longer than for an eighth to cross the network.
+        # Within the machines, which takes longer than an eighth takes to cross the network.
         ("all-reduce", ALL, 2 * 15 / 16 / GPUS.link),
         ("all-reduce", ALL[:, ::4], 2 * 1 / 2 / 2 / GPUS.network),
         ("all-to-all", ALL, 1 / 2 / GPUS.network),
@@ -178,31 +178,31 @@ ALL = np.arange(16)[None]
         ("collective-permute", np.array([[0, 1], [7, 8]]), 1 / GPUS.network),
     ],
 )
-def test_the_time_of_a_collective_between_gpus(
+def test_time_of_gpu_collective_follows_its_links(
     kind: str, groups: np.ndarray, expected: float
 ) -> None:
     assert TWO.seconds(Collective(kind, 1000, 1, groups)) == pytest.approx(1000 * expected)
 
 
-def test_the_names_of_gpus_fit_together() -> None:
+def test_gpu_tables_have_the_same_names() -> None:
     assert {target.name for target in gpus.TARGETS.values()} == set(GPU_TABLE)
 
 
-def test_a_topology_of_gpus_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_topology_names_missing_wheels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "NEEDED", ("json", "no.such.wheel"))
     with pytest.raises(RunError, match=r"extra gpu-compile, without \['no.such.wheel'\]"):
         devices.of("h200:8")
 
 
 @pytest.mark.slow
-def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) -> None:
-    """Bytes by kind add up to those of the program; table, JSON and picture come of them."""
+def test_plan_accounts_for_all_device_memory(config: ConfigDict, tmp_path: Path) -> None:
+    """Bytes by kind add up to the program's total, and table, JSON and picture are written."""
     layouts = search.search(config, jax.devices(), most=1)
     (done,) = [layout for layout in layouts if layout.found]
     assert len(layouts) == len(list(search.splits(8))) == 20
     memory, rows = done.found.memory, config.batch_size // done.sizes["data"] // done.sizes["fsdp"]
-    # Beside state: images of 8×8 and labels, four bytes each; the step and a random key. Whether
-    # the last step was finite is state that a step only writes: its byte is no argument.
+    # Beside the state: images of 8×8 and labels, four bytes each; the step and a random key. The
+    # flag for a finite last step is only written, so its byte is no argument.
     assert memory.batch == 4 * rows * 65 + 4 + 8 - 1
     facts = search.Facts.of(config)
     shards = done.sizes["fsdp"] * done.sizes["model"]
@@ -220,8 +220,8 @@ def test_a_plan_knows_what_a_device_holds(config: ConfigDict, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
-    """What is not hidden has no loss, and what is hidden leaves no trace in the guesses."""
+def test_masked_task_predicts_only_hidden_bytes() -> None:
+    """Visible bytes have no loss, and hidden bytes leave no trace in the predictions."""
     config = masked.get_config()
     config.length, config.batch_size, config.model.num_layers = 32, 4, 1
     task = tasks.make(config)
@@ -255,18 +255,18 @@ def test_the_masked_task_guesses_hidden_bytes_alone() -> None:
         ("v5e:0x0", "such as v5e:16x16.*got 'v5e:0x0'"),
         ("v5e:100000x100000", "at most 16,384 devices"),
         ("v5e:" + "9" * 5000, "such as v5e:16x16"),
-        ("v5e:3x3", "libtpu"),  # refuses it, or is not there
+        ("v5e:3x3", "libtpu"),  # refuses it, or is not installed
         ("h200:80000", "machines of 8: 16384"),
     ],
 )
-def test_topologies_that_are_none(topology: str, message: str) -> None:
+def test_invalid_topologies_raise(topology: str, message: str) -> None:
     with pytest.raises(RunError, match=message):
         devices.of(topology)
 
 
-def test_the_long_encoder_is_what_it_says() -> None:
+def test_long_encoder_config_has_its_stated_size() -> None:
     config = long_encoder.get_config()
-    with jax.numpy_dtype_promotion("standard"):  # as users have it: flax's norms need it
+    with jax.numpy_dtype_promotion("standard"):  # as for users: Flax's norms need it
         facts = search.Facts.of(config)
     assert facts.numbers == pytest.approx(8 * 12 * 8192**2, rel=1e-3)
     assert (config.model.num_heads, config.length, facts.layers) == (32, 8192, 8)

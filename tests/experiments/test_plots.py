@@ -1,4 +1,4 @@
-"""Pictures say what they show: names of axes, ranges, glyphs that the font has."""
+"""Pictures explain themselves: names of axes, ranges, and glyphs that the font has."""
 
 import warnings
 from pathlib import Path
@@ -24,7 +24,7 @@ ROWS = [
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are saved; one whose font lacks a glyph is an error."""
+    """Record the saved figures, and raise for missing glyphs."""
     found: list[Figure] = []
     save = Figure.savefig
 
@@ -52,7 +52,7 @@ def test_losses_of_two_kinds_have_two_axes(drawn: list[Figure], tmp_path: Path) 
     assert [lines(axes) for axes in drawn[1].axes] == [["training", "test"]] * 2
 
 
-def test_a_short_run_is_no_dot_on_a_narrow_axis(drawn: list[Figure], tmp_path: Path) -> None:
+def test_axes_of_a_short_run_are_wide_enough(drawn: list[Figure], tmp_path: Path) -> None:
     plots.curves(tmp_path / "a.png", ROWS, "training", "")
     accuracy, loss = drawn[0].axes
     assert accuracy.get_ylim() == (-0.02, 1.02)
@@ -69,16 +69,14 @@ def timed(label: str, seconds: float, B: int, T: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_two_times_that_hardly_differ_look_so(drawn: list[Figure], tmp_path: Path) -> None:
+def test_nearly_equal_times_look_nearly_equal(drawn: list[Figure], tmp_path: Path) -> None:
     rows = [timed("ours", 0.05, 2, 1024), timed("linen", 0.0505, 2, 1024)]
     benchmark.draw(tmp_path / "a.png", rows)
     low, high = drawn[0].axes[0].get_ylim()
     assert high / low >= 3.99
 
 
-def test_times_of_batches_of_any_size_are_compared_by_the_token(
-    drawn: list[Figure], tmp_path: Path
-) -> None:
+def test_times_are_compared_per_token(drawn: list[Figure], tmp_path: Path) -> None:
     rows = [timed("ours", 0.004, 8, 128), timed("ours", 0.008, 2, 1024)]
     benchmark.draw(tmp_path / "a.png", rows)
     (axes,) = drawn[0].axes
@@ -86,14 +84,14 @@ def test_times_of_batches_of_any_size_are_compared_by_the_token(
     np.testing.assert_allclose(axes.lines[0].get_ydata(), [4000 / 1024, 8000 / 2048])
 
 
-def test_the_attention_says_what_its_colors_are(drawn: list[Figure], tmp_path: Path) -> None:
+def test_attention_picture_explains_its_colors(drawn: list[Figure], tmp_path: Path) -> None:
     weights = np.random.default_rng(0).random((1, 2, 3, 16, 16))
     plots.attention(tmp_path / "a.png", np.ones((1, 8, 8)), weights, ["7 read as 1"])
     label = drawn[0].axes[-1].get_ylabel()
     assert label == "weight of a patch, mean over all queries (1: an even spread)"
 
 
-def test_an_even_spread_is_flat_over_the_distance(drawn: list[Figure], tmp_path: Path) -> None:
+def test_uniform_attention_is_flat_over_distance(drawn: list[Figure], tmp_path: Path) -> None:
     plots.by_distance(tmp_path / "a.png", np.full((1, 2, 8, 8), 1 / 8))
     (axes,) = drawn[0].axes
     for line in axes.lines[:2]:
@@ -101,8 +99,8 @@ def test_an_even_spread_is_flat_over_the_distance(drawn: list[Figure], tmp_path:
     assert "from the query to the key" in axes.get_xlabel()
 
 
-def test_alignments_in_any_script(drawn: list[Figure], tmp_path: Path) -> None:
-    """Axes have names, the true answer stands there, and no glyph is missing."""
+def test_alignments_are_drawn_in_any_script(drawn: list[Figure], tmp_path: Path) -> None:
+    """Axes have names, the true answer is shown, and no glyph is missing."""
     sources = ["3 mars", "३ मार्च", "2012年3月", "٣ مارس"]
     found, true = ["2012", "2०12", "2012", ""], ["2012"] * 4
     plots.alignment(tmp_path / "a.png", sources, found, true, np.ones((4, 4, 8)) / 8, "weight")
@@ -117,7 +115,7 @@ def test_alignments_in_any_script(drawn: list[Figure], tmp_path: Path) -> None:
     assert {axes.images[0].get_clim() for axes in panels} == {bar.get_ylim()} == {(0.0, 1.0)}
 
 
-def test_the_dates_that_are_drawn_are_in_scripts_of_the_font() -> None:
+def test_drawn_dates_have_glyphs_in_the_font() -> None:
     pairs = translation.drawn(dates.load().test)
     assert len(pairs) == translation.DRAWN
     assert all(plots.drawable(source) for source, _ in pairs)
@@ -130,18 +128,18 @@ def test_the_dates_that_are_drawn_are_in_scripts_of_the_font() -> None:
         (2**33, "GiB on one device", 1),
     ],
 )
-def test_what_a_plan_holds_can_be_seen(
+def test_plan_picture_shows_memory(
     drawn: list[Figure], tmp_path: Path, used: int, label: str, chips: int
 ) -> None:
     held = {"parameters": used, "optimizer": 0, "batch": 0, "activations": 0, "peak": used}
     row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": None}
     picture.draw(tmp_path / "a.png", [row], "masked.py on v5e:2x2, by libtpu 0.0.52")
-    (memory,) = drawn[0].axes  # Without the times, which nobody knows, there is no other panel.
+    (memory,) = drawn[0].axes  # The times are unknown, so there is no other panel.
     assert (memory.get_xlabel(), len(memory.lines)) == (label, chips)
     assert max(bar.get_width() for bar in memory.patches) > memory.get_xlim()[1] / 50
 
 
-def test_a_plan_shows_its_times_where_they_are_known(drawn: list[Figure], tmp_path: Path) -> None:
+def test_plan_picture_shows_known_times(drawn: list[Figure], tmp_path: Path) -> None:
     held = dict.fromkeys(("parameters", "optimizer", "batch", "activations", "peak"), 2**20)
     spent = {"compute": 0.002, "memory": 0.001, "network": 0.0}
     row = {"mesh": {"data": 4}, "bytes": held | {"chip": 2**34}, "seconds": spent}
@@ -151,5 +149,5 @@ def test_a_plan_shows_its_times_where_they_are_known(drawn: list[Figure], tmp_pa
     assert max(bar.get_width() for bar in times.patches) == 2.0
 
 
-def test_a_plan_names_its_compiler() -> None:
+def test_plan_names_its_compiler() -> None:
     assert report.compiler(jax.devices()[0]) == f"jaxlib {jaxlib.__version__}"

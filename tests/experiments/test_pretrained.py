@@ -1,4 +1,4 @@
-"""Folders of Hugging Face at the commands: they speak, and become checkpoints and back."""
+"""Hugging Face folders in the commands: they generate text, and convert to checkpoints and back."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ BERT: dict[str, Any] = SIZES | {
 
 
 def folder_of(config: dict[str, Any], path: Path) -> Path:
-    """With random weights."""
+    """Save a model with random weights, and return its folder."""
     family = interop.family(config)
     variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(config, variables, path)
@@ -63,7 +63,7 @@ def written(folder: Path, ids: list[int], count: int, **options: Any) -> list[in
     return np.asarray(found.tokens[0]).tolist()
 
 
-def test_ids(qwen: Path) -> None:
+def test_ids_prompt_generates_ids(qwen: Path) -> None:
     want = written(qwen, [12, 7, 40], 5)
     assert said(qwen, "12 7 40", max_new_tokens=5) == " ".join(map(str, want))
     wide = written(qwen, [12, 7, 40], 5, beams=2)
@@ -71,10 +71,10 @@ def test_ids(qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_an_end_is_not_said(qwen: Path, several: bool, tmp_path: Path) -> None:
-    """Whether the config names one token that ends a text, or several."""
+def test_eos_is_not_printed(qwen: Path, several: bool, tmp_path: Path) -> None:
+    """The config names one eos token, or several."""
     tokens = written(qwen, [1, 2, 3], 24)
-    # The first token that comes after others.
+    # The first token that differs from the start.
     at = next(i for i, token in enumerate(tokens) if token != tokens[0])
     never = next(i for i in range(100) if i not in tokens)
     (tmp_path / "model.safetensors").symlink_to(qwen / "model.safetensors")
@@ -83,13 +83,13 @@ def test_an_end_is_not_said(qwen: Path, several: bool, tmp_path: Path) -> None:
     assert said(tmp_path, "1 2 3", max_new_tokens=24) == " ".join(map(str, tokens[:at]))
 
 
-def test_a_translator(tmp_path: Path) -> None:
+def test_t5_generates_from_its_start_token(tmp_path: Path) -> None:
     folder = folder_of(T5, tmp_path / "t5")
     want = written(folder, [5, 3, 9], 4, start=0)
     assert said(folder, "5 3 9", max_new_tokens=4) == " ".join(map(str, want))
 
 
-def test_text(qwen: Path, tmp_path: Path) -> None:
+def test_text_prompt_generates_text(qwen: Path, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra families")
     for path in qwen.iterdir():
         (tmp_path / path.name).symlink_to(path)
@@ -103,10 +103,10 @@ def test_text(qwen: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_characters_of_several_tokens(
+def test_characters_of_several_tokens_are_printed_whole(
     qwen: Path, beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece is said once it is whole, and what is left at the end as it is."""
+    """The rest is printed as it is at the end."""
 
     def decode(ids: list[int]) -> str:
         return "ä" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
@@ -117,7 +117,7 @@ def test_characters_of_several_tokens(
     assert [piece for piece in pieces if piece] == ["ä", "ä", "\ufffd"]
 
 
-def test_a_tokenizer_without_its_package(
+def test_tokenizer_without_its_package_raises(
     qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -136,18 +136,18 @@ def test_a_tokenizer_without_its_package(
         ("1 100", r"ids of the prompt must be in 0 … 99, got 100; take"),
     ],
 )  # fmt: skip
-def test_prompts_that_are_none(qwen: Path, prompt: str, told: str) -> None:
+def test_invalid_prompts_raise(qwen: Path, prompt: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         said(qwen, prompt)
 
 
-def test_a_model_that_does_not_write(tmp_path: Path) -> None:
+def test_model_without_generation_raises(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="a bert writes no text; give a decoder, or a T5"):
         said(folder_of(BERT, tmp_path / "bert"), "1 2")
 
 
-def test_converted_and_back(qwen: Path, tmp_path: Path) -> None:
-    """Equal to the bit; what is between is a tree that Orbax restores by itself."""
+def test_conversion_to_checkpoint_and_back_is_bitwise(qwen: Path, tmp_path: Path) -> None:
+    """Orbax alone can restore the checkpoint in between."""
     told = convert(qwen, tmp_path / "ours")
     assert told.endswith("18,752 parameters of a qwen3, a checkpoint of Orbax")
     restored = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "variables")
@@ -160,13 +160,13 @@ def test_converted_and_back(qwen: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_checkpoint_is_tied_to_no_device(qwen: Path, tmp_path: Path) -> None:
+def test_converted_checkpoint_restores_as_numpy(qwen: Path, tmp_path: Path) -> None:
     convert(qwen, tmp_path / "ours")
     restored = ocp.StandardCheckpointer().restore(tmp_path / "ours" / "variables")
     assert {type(x) for x in jax.tree.leaves(restored)} == {np.ndarray}
 
 
-def test_converted_to_another_dtype(qwen: Path, tmp_path: Path) -> None:
+def test_conversion_casts_to_dtype(qwen: Path, tmp_path: Path) -> None:
     convert(qwen, tmp_path / "ours", dtype="bfloat16")
     convert(qwen, tmp_path / "wide")
     convert(tmp_path / "wide", tmp_path / "back", dtype="bfloat16")
@@ -177,7 +177,7 @@ def test_converted_to_another_dtype(qwen: Path, tmp_path: Path) -> None:
         assert {x.dtype.name for x in jax.tree.leaves(each)} == {"bfloat16"}
 
 
-def test_what_can_not_be_converted(qwen: Path, tmp_path: Path) -> None:
+def test_invalid_conversions_raise(qwen: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json is not there; give the folder of"):
         convert(tmp_path / "none", tmp_path / "a")
     (tmp_path / "full").mkdir()

@@ -1,4 +1,4 @@
-"""A trace has the names of what the layer does."""
+"""Profiler traces name the parts of the layer."""
 
 import os
 import subprocess
@@ -29,32 +29,32 @@ with profile.tracing(Path(sys.argv[1]), "2:3", 0) as trace:
 """
 
 
-def test_a_trace_of_some_steps_names_the_parts_of_the_layer(tmp_path: Path) -> None:
-    # Elsewhere, and of the CPU alone: a libtpu that is newer than jaxlib brings its profiler down.
+def test_trace_of_steps_names_the_parts_of_the_layer(tmp_path: Path) -> None:
+    # In a subprocess, on the CPU only: a libtpu newer than jaxlib crashes the profiler.
     done = subprocess.run(
         [sys.executable, "-c", STEPS, str(tmp_path)], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}, check=True,
     )  # fmt: skip
     assert done.stdout == f"traced steps 2 to 3: {tmp_path}\n"
     (found,) = tmp_path.rglob("*.xplane.pb")
-    # The programs that ran are in it, with the scope of each operation.
+    # It contains the programs that ran, with the scope of each operation.
     for scope in (b"project", b"rotate", b"kernel", b"merge"):
         assert b"/" + scope + b"/" in found.read_bytes()
     assert list(tmp_path.rglob("perfetto_trace.json.gz"))
 
 
-def test_without_a_flag_there_is_no_trace(tmp_path: Path) -> None:
+def test_no_flag_writes_no_trace(tmp_path: Path) -> None:
     with profile.tracing(tmp_path, None, 0) as trace:
         trace(1)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("said", "steps"), [("10:15", (10, 15)), ("7:7", (7, 7)), ("5", (23, 27))])
-def test_steps_are_said_by_number_or_place(said: str, steps: tuple[int, int]) -> None:
+def test_profile_flag_takes_a_number_or_a_range(said: str, steps: tuple[int, int]) -> None:
     assert profile.parse(said, 20) == steps
 
 
 @pytest.mark.parametrize("said", ["", "0", "5:4", "0:3", "-1", "a", "1:2:3", "9" * 20])
-def test_other_steps_are_refused(said: str) -> None:
+def test_invalid_profile_flags_raise(said: str) -> None:
     with pytest.raises(RunError, match="--profile must be a number of steps, or FIRST:LAST"):
         profile.parse(said, 0)

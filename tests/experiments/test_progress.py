@@ -32,7 +32,7 @@ def test_speed_counts_the_operations_of_the_compiled_step(
     assert speed.text(0.0, 9) == ""
 
 
-def test_without_a_known_chip_there_is_no_share(config: ConfigDict) -> None:
+def test_unknown_chip_has_no_mfu(config: ConfigDict) -> None:
     built = loop.build(config, tasks.make(config))
     assert progress.peak(built) == 0
     assert progress.Speed(built, None, None).text(2.0, 1) == ", 0 s left, 32 examples/s"
@@ -41,12 +41,12 @@ def test_without_a_known_chip_there_is_no_share(config: ConfigDict) -> None:
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.4, "0 s"), (61, "1 min 1 s"), (3600, "1 h 0 min"), (9e4, "25 h 0 min")]
 )
-def test_seconds_as_people_say_them(seconds: float, said: str) -> None:
+def test_durations_are_readable(seconds: float, said: str) -> None:
     assert progress.duration(seconds) == said
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_bar_keeps_to_one_line_of_the_terminal(width: int) -> None:
+def test_progress_bar_fits_one_line(width: int) -> None:
     screen = io.StringIO()
     console = Console(width=width, force_terminal=True, file=screen)
     speed = "8,269 examples/s, MFU 41.0%"
@@ -61,11 +61,11 @@ def test_the_bar_keeps_to_one_line_of_the_terminal(width: int) -> None:
         assert "12345/100000 loss 0.6732, 59 min" in line
         assert line.count("left") <= 1
         assert ("test accuracy 96.1% ± 0.2%" in line) == (width == 200)
-    # Nothing else says how long it takes.
+    # Nothing else prints the duration.
     assert not re.search(r"\d:\d\d", screen.getvalue())
 
 
-def test_the_files_of_a_run_are_named_that_are_there(tmp_path: Path) -> None:
+def test_existing_files_of_a_run_are_listed(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     (folder / "tensorboard").mkdir(parents=True)
     (folder / "checkpoints").mkdir()

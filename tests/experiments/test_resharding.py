@@ -1,4 +1,4 @@
-"""A checkpoint of one mesh is that of any other."""
+"""A checkpoint restores on any other mesh."""
 
 import contextlib
 import shutil
@@ -36,7 +36,7 @@ def build(*sizes: int) -> mesh.Program:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray, dict[str, Any]]:
-    """A run of 8 devices that stopped: its folder, the losses it would have had, its state."""
+    """Return the folder of a run stopped on 8 devices, its further losses, and its state."""
     built = build(2, 2, 2)
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def losses(result: loop.Result) -> np.ndarray:
     [(1, 1, 1), (2, 1, 1), (1, 1, 2), (1, 4, 1), (2, 1, 2), (1, 2, 4), (8, 1, 1), (1, 8, 1)],
     ids=str,
 )
-def test_state_restores_on_another_mesh_to_the_bit(whole: Any, sizes: tuple[int, ...]) -> None:
+def test_state_restores_bitwise_on_another_mesh(whole: Any, sizes: tuple[int, ...]) -> None:
     folder, _, expected = whole
     built = build(*sizes)
     state, stream = restored(built, folder)
@@ -67,7 +67,7 @@ def test_state_restores_on_another_mesh_to_the_bit(whole: Any, sizes: tuple[int,
     assert set(found) == set(expected)
     for name, x in found.items():
         np.testing.assert_array_equal(x, expected[name], err_msg=name)
-    # The data goes on as well: the batch of the next step is the one there would have been.
+    # The data resumes too: the next batch is the one of the uninterrupted run.
     fresh = built.batches()
     for _ in range(AT):
         next(fresh)
@@ -76,7 +76,7 @@ def test_state_restores_on_another_mesh_to_the_bit(whole: Any, sizes: tuple[int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2)], ids=str)
-def test_training_goes_on_on_another_mesh(
+def test_training_resumes_on_another_mesh(
     whole: Any, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     folder, expected, _ = whole

@@ -25,7 +25,7 @@ from experiments.runs.record import Saved
         ("step", "steps"),
     ],
 )
-def test_a_mistyped_key_is_told_the_nearest(config: ConfigDict, key: str, nearest: str) -> None:
+def test_mistyped_key_names_the_nearest(config: ConfigDict, key: str, nearest: str) -> None:
     with pytest.raises(RunError, match=f"no key '{key}'; the nearest is '{nearest}'"):
         keys.check_key(key, config)
 
@@ -41,7 +41,7 @@ def begin(*arguments: Any) -> rundir.Run:
     return run
 
 
-def test_a_new_folder_gets_the_config(
+def test_new_folder_gets_the_config(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,14 +52,14 @@ def test_a_new_folder_gets_the_config(
     assert json.loads((first.path / "config.json").read_text()) == config.to_dict()
 
 
-def test_an_empty_folder_becomes_a_run(config: ConfigDict, tmp_path: Path) -> None:
+def test_empty_folder_becomes_a_run(config: ConfigDict, tmp_path: Path) -> None:
     assert not rundir.open_run(tmp_path, config, {}).resumed
     assert not begin(tmp_path, config, {}).resumed
     assert rundir.open_run(tmp_path, config, {}).resumed
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "config.json", "run.json"])
-def test_what_is_not_ours_is_left_alone(config: ConfigDict, tmp_path: Path, name: str) -> None:
+def test_foreign_folder_is_left_alone(config: ConfigDict, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"model_type": "bert"}')
     with pytest.raises(RunError, match=r"not a run of experiments\.train.*new --workdir"):
         rundir.open_run(tmp_path, config, {})
@@ -67,29 +67,29 @@ def test_what_is_not_ours_is_left_alone(config: ConfigDict, tmp_path: Path, name
     assert (tmp_path / name).read_text() == '{"model_type": "bert"}'
 
 
-def test_a_file_is_no_folder(config: ConfigDict, tmp_path: Path) -> None:
+def test_file_as_workdir_raises(config: ConfigDict, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="must be a folder"):
         rundir.open_run(tmp_path / "file", config, {})
 
 
-def test_a_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
+def test_run_keeps_its_config(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
     other = config.copy_and_resolve_references()
-    other.seed = 7  # a default that changed since: the run's own counts
+    other.seed = 7  # a changed default: the run's config counts
     run = rundir.open_run(tmp_path, other, {"steps": config.steps, "optimizer.b1": 0.9})
     assert run.config.to_dict() == config.to_dict()
     with pytest.raises(RunError, match=r"optimizer\.b1 is 0\.9 there, and 0\.5 was asked"):
         rundir.open_run(tmp_path, config, {"optimizer.b1": 0.5})
 
 
-def test_a_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
+def test_run_keeps_its_data(config: ConfigDict, tmp_path: Path) -> None:
     begin(tmp_path, config, {})
     with pytest.raises(RunError, match=r"have the SHA-256 hash of the data, those found now"):
         rundir.open_run(tmp_path, config, {}).begin("another")
 
 
-def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
+def test_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path) -> None:
     config.mesh.data, config.mesh.model = 2, 4
     begin(tmp_path, config, {})
     config.mesh.data, config.mesh.model = 8, 1
@@ -98,7 +98,7 @@ def test_the_mesh_may_change_with_the_machine(config: ConfigDict, tmp_path: Path
     assert (run.config.mesh.data, run.config.mesh.model) == (8, 4)
 
 
-def test_a_run_of_a_time_when_meshes_had_fewer_axes(config: ConfigDict, tmp_path: Path) -> None:
+def test_run_without_fsdp_axis_resumes(config: ConfigDict, tmp_path: Path) -> None:
     old = config.copy_and_resolve_references()
     del old.mesh["fsdp"]
     begin(tmp_path, old, {})
@@ -109,7 +109,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_log_forgets_what_came_after_the_checkpoint(config: ConfigDict, tmp_path: Path) -> None:
+def test_log_drops_rows_after_the_checkpoint(config: ConfigDict, tmp_path: Path) -> None:
     with Log(tmp_path, config, None) as log:
         for step in (1, 2):
             log.write(step, "train", {"loss": np.asarray([step / 2])})
@@ -135,7 +135,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_log_in_any_state_is_that_of_the_checkpoint(
+def test_damaged_log_is_restored_from_the_checkpoint(
     config: ConfigDict, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -147,7 +147,7 @@ def test_a_log_in_any_state_is_that_of_the_checkpoint(
     path.write_bytes(STATES[name](good))
     with Log(tmp_path, config, saved):
         assert path.read_bytes() == good
-    # What comes after the checkpoint's rows is what every run leaves that is cut off.
+    # Every interrupted run leaves rows after the checkpoint's.
     expected = "" if name == "a blank line" else "metrics.jsonl was damaged, and is written anew"
     assert capsys.readouterr().out.startswith(expected)
     path.write_bytes(STATES[name](good))
@@ -155,7 +155,7 @@ def test_a_log_in_any_state_is_that_of_the_checkpoint(
         assert path.read_bytes() == b""
 
 
-def test_a_log_beyond_the_first_checkpoints_without_one_is_refused(
+def test_log_beyond_a_missing_first_checkpoint_is_refused(
     config: ConfigDict, tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -171,14 +171,14 @@ def test_a_log_beyond_the_first_checkpoints_without_one_is_refused(
         Log(tmp_path, config, None)
 
 
-def test_without_a_terminal_progress_is_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_terminal_is_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
     with shown(10, 0) as show:
         show(1, "loss 1", "")
         show(2, "loss 0.5", "step 2: loss 0.5")
     assert capfd.readouterr() == ("step 2: loss 0.5\n", "")
 
 
-def test_a_signal_asks_before_it_kills() -> None:
+def test_first_signal_stops_and_second_kills() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with signals.stoppable() as stop:
         assert not stop(1)

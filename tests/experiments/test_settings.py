@@ -1,4 +1,4 @@
-"""Odd command lines and configs: each is refused in one line, before a folder is made."""
+"""Odd command lines and configs are refused in one line, before a folder is created."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_key_of_every_config_has_a_row_that_takes_its_value(path: Path) -> None:
+def test_every_config_key_has_a_rule_that_accepts_its_value(path: Path) -> None:
     asked = read(f"--config={path}")
     keys = flatten(asked.config.to_dict())
     assert keys.keys() <= fields.TABLE.keys()
@@ -43,7 +43,7 @@ def test_every_key_of_every_config_has_a_row_that_takes_its_value(path: Path) ->
         assert f"(default: {value!r})" in told
 
 
-def test_no_row_is_left_over() -> None:
+def test_every_rule_belongs_to_a_config_key() -> None:
     configs = [read(f"--config={path}").config.to_dict() for path in CONFIGS]
     assert fields.TABLE.keys() == {key for config in configs for key in flatten(config)}
 
@@ -86,7 +86,7 @@ def test_absurd_values_are_refused_for_every_key(path: Path) -> None:
         ("--config.optimizer.learning_rate=1e300", "learning_rate must be a number in"),
         ("--config.optimizer.learning_rate=0", r"learning_rate must be a number in \(0, 1000\]"),
         ("--config.optimizer.b1=1.5", r"config.optimizer.b1 must be a number in \[0, 1\)"),
-        # In float32 it is 1.
+        # It rounds to 1 in float32.
         ("--config.optimizer.b2=0.99999999999", r"optimizer.b2 must be a number in \[0, 1\)"),
         ("--config.optimizer.clip_norm=0", "config.optimizer.clip_norm must be"),
         ("--config.optimizer.warmup=1.5", r"config.optimizer.warmup must be a number in \[0, 1\]"),
@@ -113,13 +113,13 @@ def test_absurd_values_are_refused_for_every_key(path: Path) -> None:
         ("--config=configs/dates.py --config.model.encoder_layers=0", "encoder_layers must be"),
     ],
 )
-def test_odd_command_lines(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_command_lines_raise(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(RunError, match=message):
         read(*words.split())
 
 
-def test_keys_are_set_in_every_way_to_say_so() -> None:
+def test_keys_are_set_by_every_form_of_flag() -> None:
     masked = f"--config={ROOT / 'configs' / 'masked.py'}"
     asked = read(
         "--workdir", "runs/a", "--config.steps", "7", masked, "-config.model.dropout_rate=0",
@@ -129,7 +129,7 @@ def test_keys_are_set_in_every_way_to_say_so() -> None:
     assert (asked.config.steps, asked.config.task) == (7, "masked")
     assert (asked.config.model.remat, asked.config.model.scan) == (True, False)
     assert type(asked.config.model.dropout_rate) is float
-    # A file that is named is insisted on; the default one is not.
+    # A config file given by flag overrides the run's config; the default does not.
     assert asked.overrides == flatten(asked.config.to_dict())
     assert read("--config.steps=7").overrides == {"steps": 7}
 
@@ -153,7 +153,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("code", FILES)
-def test_odd_config_files(code: str, tmp_path: Path) -> None:
+def test_odd_config_files_raise(code: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(_config(code) if code.startswith(("config.", "del")) else code)
     with pytest.raises(RunError, match=FILES[code]) as error:
@@ -161,7 +161,7 @@ def test_odd_config_files(code: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_config_of_ones_own_may_have_more(tmp_path: Path) -> None:
+def test_user_config_may_have_more_keys(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(_config("config.more = (1, 2); config.n = 3; config.optimizer.clip_norm = 1"))
     assert read(f"--config={path}").config.optimizer.clip_norm == 1
@@ -187,7 +187,7 @@ def test_a_config_of_ones_own_may_have_more(tmp_path: Path) -> None:
         ("--config=configs/dates.py --config.data.path=/dev/zero", "must be a file, got /dev/zero"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_runs(
+def test_model_beyond_memory_is_refused_before_it_runs(
     words: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused_before_it_runs(
         _checked(config)
 
 
-def test_what_fits_passes(config: ConfigDict) -> None:
+def test_model_within_memory_is_accepted(config: ConfigDict) -> None:
     _checked(config)
 
 
@@ -205,7 +205,7 @@ HELP = ("generate", "convert", "plan", "benchmark", "gpu_day", "kernels_memory",
 
 
 @pytest.mark.parametrize("command", ["train", *(pytest.param(name, marks=SLOW) for name in HELP)])
-def test_help_does_nothing_else(command: str, tmp_path: Path) -> None:
+def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
     done = _call(command, "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert f"python -m experiments.{command}" in done.stdout
@@ -242,7 +242,7 @@ def test_commands_refuse_in_one_line(command: str, word: str, message: str, tmp_
 
 
 @SLOW
-def test_the_table_of_kernels_takes_no_arguments(tmp_path: Path) -> None:
+def test_kernels_table_takes_no_arguments(tmp_path: Path) -> None:
     done = _call("kernels_table", "now", cwd=tmp_path)
     assert done.returncode == 2
     assert "unrecognized arguments: now" in done.stderr

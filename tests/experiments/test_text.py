@@ -32,7 +32,7 @@ def test_every_tenth_topic_is_held_out() -> None:
     held = [topics[name] for i, name in enumerate(sorted(topics)) if i % 10 == 0]
     rest = [topics[name] for i, name in enumerate(sorted(topics)) if i % 10]
     assert (train.decode(), test.decode()) == ("\n".join(rest), "\n".join(held))
-    # Settings are chosen on other topics, which the test has no part in.
+    # Settings are chosen on validation topics, which are not in the test split.
     other, validation = text.load(split="validation")
     assert len(other) + len(validation) + 1 == len(train)
     assert validation.decode() == "\n".join(rest[::10])
@@ -46,13 +46,12 @@ def test_windows_predict_each_byte_once(n: int, length: int, data: st.DataObject
     tokens, predicted = batch["tokens"], batch["weight"] > 0
     assert tokens[:, 1:][predicted].tobytes() == written
     assert tokens[0, :1].tobytes() == text.START
-    # Of all windows but the first, every prediction has length − stride bytes before it at least.
+    # In all windows but the first, at least length − stride bytes precede every prediction.
     assert not predicted[1:, : length - stride].any()
 
 
 @given(st.binary(max_size=60), st.binary(max_size=8), st.integers(1, 4))
-def test_an_n_gram_model_is_a_distribution(train: bytes, before: bytes, order: int) -> None:
-    """The probabilities of all next bytes sum to 1."""
+def test_n_gram_probabilities_sum_to_one(train: bytes, before: bytes, order: int) -> None:
     bits = witten_bell(train, before, order) * len(before) if before else 0.0
     next_bits = [
         witten_bell(train, before + bytes([byte]), order) * (len(before) + 1) - bits
@@ -61,8 +60,8 @@ def test_an_n_gram_model_is_a_distribution(train: bytes, before: bytes, order: i
     assert sum(2**-b for b in next_bits) == pytest.approx(1, rel=1e-9)
 
 
-def test_n_grams_by_hand() -> None:
-    # "a" was seen twice in 3 bytes of 2 kinds, and after "b" never; "b" always after "a".
+def test_n_gram_matches_hand_computation() -> None:
+    # "a" occurs twice in 3 bytes of 2 kinds and never after "b"; "b" always follows "a".
     unigram = (2 + 2 / 256) / (3 + 2)
     after_start = (1 + unigram) / (1 + 1)
     expected = -math.log2(after_start)
@@ -70,7 +69,7 @@ def test_n_grams_by_hand() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_knows_nothing_takes_eight_bits(small: ConfigDict) -> None:
+def test_uniform_model_takes_eight_bits_per_byte(small: ConfigDict) -> None:
     task = text.Text(small)
     params = jax.tree.map(jnp.zeros_like, jax.eval_shape(task.init, jax.random.key(0)))
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
@@ -83,7 +82,7 @@ def test_a_model_that_knows_nothing_takes_eight_bits(small: ConfigDict) -> None:
     assert 2.0 < scores["Witten-Bell 6-gram"] < scores["xz"] < scores["gzip"] < 3.5
 
 
-def test_a_file_of_ones_own(small: ConfigDict, tmp_path: Path) -> None:
+def test_text_of_a_user_file(small: ConfigDict, tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(bytes(range(250)) * 2)
     train, test = text.load(str(path))

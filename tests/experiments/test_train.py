@@ -1,4 +1,4 @@
-"""The command, as a user calls it."""
+"""The train command, as a user calls it."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SMALL = (
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     env = {name: value for name, value in env.items() if "TPU" not in name}
-    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is what takes the time
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compilation takes most of the time
     return subprocess.run(
         [sys.executable, "-m", "experiments.train", *arguments],
         cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False,
@@ -34,7 +34,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_train_leaves_everything_and_says_the_score_last(tmp_path: Path) -> None:
+def test_train_writes_all_files_and_prints_score_last(tmp_path: Path) -> None:
     done = call(f"--workdir={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout + done.stderr
@@ -86,7 +86,7 @@ def test_several_seeds_report_their_spread_and_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path: Path) -> None:
+def test_sharded_demo_matches_one_device(tmp_path: Path) -> None:
     done = call("--config=configs/digits_sharded.py", f"--workdir={tmp_path / 'run'}", *SMALL)
     assert done.returncode == 0, done.stderr
     assert "cores serve as 8 devices" in done.stdout
@@ -114,7 +114,7 @@ def test_the_sharded_demo_makes_its_devices_and_gives_the_same_numbers(tmp_path:
         ("--workdir=experiments", "not empty and not a run"),
     ],
 )
-def test_mistakes_are_answered_plainly(argument: str, message: str) -> None:
+def test_mistakes_give_clear_errors(argument: str, message: str) -> None:
     done = call(argument)
     assert done.returncode == 1
     assert message in done.stderr

@@ -1,4 +1,4 @@
-"""Dates, pairs of one's own, and runs that speak."""
+"""Dates, user-defined pairs, and trained runs that generate text."""
 
 import datetime
 import os
@@ -33,7 +33,7 @@ def split() -> dates.Split:
     return dates.load()
 
 
-def test_what_is_asked_was_not_learnt(split: dates.Split) -> None:
+def test_test_dates_are_not_in_training(split: dates.Split) -> None:
     held = {target for _, target in [*split.test, *split.unseen]}
     rng = np.random.default_rng(1)
     assert not held & {split.train[int(i)][1] for i in rng.integers(0, len(split.train), 500)}
@@ -45,8 +45,8 @@ def test_what_is_asked_was_not_learnt(split: dates.Split) -> None:
     assert all(dates.UNSEEN.write(datetime.date.fromisoformat(b)) == a for a, b in split.unseen)
 
 
-def test_what_is_written_has_one_meaning() -> None:
-    """In all styles together, of all days of six years."""
+def test_every_written_date_has_one_meaning() -> None:
+    """In all styles together, for the days of several years."""
     meaning: dict[str, str] = {}
     days = [datetime.date(2001, 1, 1) + datetime.timedelta(i) for i in range(366)]
     days += [datetime.date(y, m, d) for y in (1969, 1970, 2012, 2068) for m in (1, 2, 12)
@@ -63,7 +63,7 @@ def test_what_is_written_has_one_meaning() -> None:
 
 @pytest.mark.slow
 @given(st.text(st.characters(codec="utf-8"), max_size=12))
-def test_a_vocabulary_reads_what_it_wrote(string: str) -> None:
+def test_vocabulary_decodes_what_it_encodes(string: str) -> None:
     vocabulary = translation.Vocabulary([string, "0123"])
     assert len(vocabulary) % 8 == 0
     tokens = vocabulary.encode(string, 14)
@@ -73,7 +73,7 @@ def test_a_vocabulary_reads_what_it_wrote(string: str) -> None:
     assert translation.Vocabulary(["0123"]).decode(tokens * 0 + translation.UNKNOWN) == 14 * "�"
 
 
-def test_pairs_of_ones_own(tmp_path: Path) -> None:
+def test_pairs_of_a_user_file(tmp_path: Path) -> None:
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"{i}\t{-i}\n" for i in range(25)) + "3\t-3\n")
     split = translation.read(str(path))
@@ -91,7 +91,7 @@ def test_pairs_of_ones_own(tmp_path: Path) -> None:
 
 
 def trained(config: ConfigDict, folder: Path) -> tuple[Any, loop.Result]:
-    """A run of a few steps, small enough to compile in a moment."""
+    """Train a run of a few steps, small enough to compile quickly."""
     config.steps, config.batch_size = 2, 4
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 2, 2
     config.mesh.data = 1
@@ -102,9 +102,7 @@ def trained(config: ConfigDict, folder: Path) -> tuple[Any, loop.Result]:
 
 
 @pytest.mark.slow
-def test_a_translator_from_training_to_an_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_translator_trains_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = dates_config.get_config()
     config.model.features, config.model.mlp_dim = 16, 16
     config.model.encoder_layers = config.model.decoder_layers = 1
@@ -114,7 +112,7 @@ def test_a_translator_from_training_to_an_answer(
     assert 0 <= result.metrics["exact"] <= 1
     params = result.state.params
 
-    # Greedy decoding with a cache gives what is most likely after its own beginning.
+    # Greedy decoding with a cache gives the most likely next token after each prefix.
     batch = task.arrays(task.split.test)
     found = np.asarray(task.translate(params, batch["source"], batch["length"]).tokens)
     logits = np.asarray(task.logits(params, {**batch, "target": jnp.asarray(found)}))
@@ -142,7 +140,7 @@ def test_a_translator_from_training_to_an_answer(
 
 
 @pytest.mark.slow
-def test_a_language_model_from_training_to_a_text(
+def test_language_model_trains_and_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = pydoc_lm.get_config()
@@ -168,7 +166,7 @@ def test_a_language_model_from_training_to_a_text(
 
 
 @pytest.mark.slow
-def test_mistakes_of_the_command_are_answered_plainly(tmp_path: Path) -> None:
+def test_mistakes_of_generate_give_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"must be the folder of a run, and there is none in"):
         generate.speak(tmp_path / "none", "text")
     config = digits.get_config()

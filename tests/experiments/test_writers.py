@@ -1,4 +1,4 @@
-"""Metrics beside TensorBoard: wandb and mlflow, by stand-ins of the parts of them that are used."""
+"""Metrics for wandb and mlflow, with stand-ins for the used parts of both."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ from experiments.runs.record import Saved
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
-    """What each was told, with modules of their names in their place."""
+    """Record the calls of both stand-in modules."""
     told: dict[str, list[Any]] = {"wandb": [], "mlflow": []}
 
     class Backend:
@@ -50,7 +50,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     return told
 
 
-def test_both_are_told_what_the_log_says(
+def test_both_trackers_receive_the_log(
     told: dict[str, list[Any]], config: ConfigDict, tmp_path: Path
 ) -> None:
     config.report_to = "wandb, mlflow"
@@ -75,7 +75,7 @@ def test_both_are_told_what_the_log_says(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_none_unless_asked(config: ConfigDict, tmp_path: Path) -> None:
+def test_no_tracker_is_imported_unless_configured(config: ConfigDict, tmp_path: Path) -> None:
     with Log(tmp_path, config, None):
         pass
     assert not {"wandb", "mlflow", "metrax"} & {*sys.modules}
@@ -86,10 +86,10 @@ def test_none_unless_asked(config: ConfigDict, tmp_path: Path) -> None:
     [("mlflow", "needs the package mlflow: pip install mlflow"),
      ("wandb", "needs the package wandb: pip install wandb")],
 )  # fmt: skip
-def test_what_is_not_there(
+def test_missing_tracker_raises(
     asked: str, message: str, config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, asked, None)  # Then its import fails.
+    monkeypatch.setitem(sys.modules, asked, None)  # Makes its import fail.
     config.report_to = asked
     with pytest.raises(RunError, match=message):
         writers.check(config)

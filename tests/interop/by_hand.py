@@ -1,6 +1,6 @@
-"""Models that no table loads, their parameters copied by hand.
+"""Models that no table loads, with parameters copied by hand.
 
-DeepSeek-V3 has its first, dense layers here, and Qwen3-Next those with softmax attention.
+DeepSeek-V3 has only its first, dense layers here, and Qwen3-Next only softmax attention.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def projections(w: Tensors, names: dict[str, tuple[str, int]]) -> dict[str, Any]:
-    """Kernels [D, n, ·] (out: [n, ·, D]), of so many heads."""
+    """Return kernels [D, n, ·] (out: [n, ·, D]) with these numbers of heads."""
     found = {}
     for name, (theirs, count) in names.items():
         kernel = w[f"{theirs}.weight"].T
@@ -71,17 +71,17 @@ def deepseek_v3(config: Any, w: Tensors) -> tuple[Any, Any]:
 
 
 def part(w: Tensors, prefix: str) -> Tensors:
-    """Those below a name, without it."""
+    """Return the tensors below a prefix, without the prefix."""
     return {key.removeprefix(prefix): x for key, x in w.items() if key.startswith(prefix)}
 
 
 def mlp_of(w: Tensors) -> dict[str, Any]:
-    """A gated MLP's parameters."""
+    """Return a gated MLP's parameters."""
     return {x: {"kernel": w[f"{x}_proj.weight"].T} for x in ("gate", "up", "down")}
 
 
 def whole(layer_of: Any, config: Any, w: Tensors, offset: float) -> Any:
-    """The language model of such layers, and its parameters."""
+    """Build the language model of these layers, and its parameters."""
     blocks, params = [], {}
     for i in range(config.num_hidden_layers):
         below = part(w, f"model.layers.{i}.")
@@ -122,7 +122,7 @@ LAYERS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def by_hand(name: str, offset: float = 0.0) -> Case:
-    """A case of `families`, whose parameters are copied here."""
+    """Return a case of `families` with parameters copied here."""
     layer_of, model, config = LAYERS[name]
     return text(model, config)._replace(by_hand=lambda w: whole(layer_of, config, w, offset))
 

@@ -1,4 +1,4 @@
-"""Small random models of `transformers`, one for each family, and what they are given."""
+"""Small random models of `transformers`, one for each family, and their inputs."""
 
 from typing import Any, NamedTuple
 
@@ -47,9 +47,9 @@ T5 = {
 
 
 class Case(NamedTuple):
-    """A model: its class, its config, and what it is given, there and here.
+    """A model: its class, its config, and its inputs there and here.
 
-    Its parameters are loaded, or where no table has it copied, by_hand(tensors).
+    Its parameters are loaded, or copied by by_hand(tensors) if no table has the model.
     """
 
     model: Any
@@ -160,7 +160,7 @@ CASES = {
 
 
 def make(case: Case) -> Any:
-    """The model with random weights, all of them, biases and scales too."""
+    """Build the model with all weights random, including biases and scales."""
     torch.manual_seed(0)
     case.config._attn_implementation = "eager"
     model = case.model(case.config).eval()

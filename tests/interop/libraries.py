@@ -1,4 +1,4 @@
-"""Attention layers of other libraries, with random arrays, and what they are given."""
+"""Attention layers of other libraries, with random arrays, and their inputs."""
 
 import math
 import os
@@ -16,7 +16,7 @@ X, K, V = (RNG.normal(size=(2, *shape)).astype(np.float32) for shape in ((5, D),
 
 
 class Theirs(NamedTuple):
-    """A layer of another library: its arrays, itself with such arrays, and what it is given."""
+    """A layer of another library: its arrays, a function that runs it with them, and its inputs."""
 
     arrays: dict[str, Any]
     run: Callable[..., Any]
@@ -25,7 +25,7 @@ class Theirs(NamedTuple):
 
 
 def random(arrays: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Arrays of those shapes, biases too."""
+    """Return random arrays of these shapes, including biases."""
     return {
         name: 0.3 * np.random.default_rng(i).normal(size=x.shape).astype(np.float32)
         for i, (name, x) in enumerate(arrays.items())
@@ -47,7 +47,7 @@ def of_torch(make: Callable[[Any], Any], given: Any = (X, X, X), call: Any = Non
 
 
 def d2l(bias: bool) -> Theirs:
-    """As "Dive into Deep Learning", section 11.5, defines it: the package asks for too much."""
+    """Build the layer of "Dive into Deep Learning", section 11.5, without its package."""
 
     def make(torch: Any) -> Any:
         module = torch.nn.Module()
@@ -147,7 +147,7 @@ def keras(name: str = "MultiHeadAttention", **options: Any) -> Theirs:
         for w in layer.weights:
             w.assign(arrays[w.path])
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            # Without the weights Keras asks JAX for what has no value_dim.
+            # Without the weights, Keras calls a JAX function that supports no value_dim.
             return np.asarray(layer(query, value, key, return_attention_scores=True)[0])
 
     return Theirs(random({w.path: w for w in layer.weights}), run, (X, K, V), "own/")

@@ -1,8 +1,8 @@
-"""A folder read onto devices by a process of its own, which says what it took.
+"""Load a folder onto devices in its own process, and print the memory that it took.
 
 python -m tests.interop.loader FOLDER CAST DIVIDED [ADDRESS PROCESS], with the number of devices in
-XLA_FLAGS; CAST is a dtype or "", DIVIDED the axis that is, or "". Of two processes, each reads for
-its half of the devices.
+XLA_FLAGS. CAST is a dtype or "", DIVIDED the sharded axis or "". Two processes each read the part
+of their own devices.
 """
 
 import json
@@ -20,7 +20,7 @@ from flax_mha.interop import device_put
 
 
 def shardings(folder: Path, axis: str) -> Any:
-    """Every matrix divided on that axis over all devices; None for arrays of NumPy."""
+    """Return shardings of every matrix on this axis over all devices. None for NumPy arrays."""
     if not axis:
         return None
     mesh = jax.make_mesh((jax.device_count(),), ("all",))
@@ -36,12 +36,12 @@ def shardings(folder: Path, axis: str) -> Any:
 
 
 def main(folder: str, cast: str, axis: str, address: str = "", process: str = "") -> None:
-    """Prints what was held beyond the result, the largest slice, bytes read, and sums."""
+    """Print the memory beyond the result, the largest slice, the bytes read, and sums."""
     if address:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, 2, int(process))
     places = shardings(Path(folder), axis)
-    # Loads code, which would count as memory of the call.
+    # Loads code, whose memory would otherwise count.
     small = Path(folder) / "small"
     interop.load(small, dtype=cast or None, shardings=shardings(small, axis))
     read, given = list[int](), device_put.in_memory
@@ -63,7 +63,7 @@ def main(folder: str, cast: str, axis: str, address: str = "", process: str = ""
     slices = [x.nbytes for of_one in parts for x in of_one]
     says = {"beyond": grown - sum(slices), "largest": max(slices), "read": sum(read)}
     if address:
-        # What is in the shards of both, by programs that run on both.
+        # The sums over the shards of both processes.
         sums = jax.jit(lambda xs: [(x.astype("float32") ** 2).sum() for x in xs])(arrays)
         says["sums"] = [float(x) for x in sums]
     print(json.dumps(says))

@@ -112,7 +112,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_outputs(name: str, tmp_path: Any) -> None:
+def test_aliases_match_transformers(name: str, tmp_path: Any) -> None:
     case = CASES[name]
     theirs = make(case)
     theirs.save_pretrained(tmp_path / "theirs")
@@ -125,7 +125,7 @@ def test_outputs(name: str, tmp_path: Any) -> None:
     if name == "clip's texts":
         expected = want.last_hidden_state[:, -1]
     assert error(got, expected.numpy()) < 1e-5
-    # And back.
+    # Save it back.
     config = case.config.to_dict() | {"architectures": [type(theirs).__name__]}
     interop.save(config, variables, tmp_path / "ours")
     again = dict(type(theirs).from_pretrained(tmp_path / "ours").named_parameters())
@@ -135,13 +135,13 @@ def test_outputs(name: str, tmp_path: Any) -> None:
 
 
 def flipped(x: Any) -> Any:
-    """Another value of the same kind."""
+    """Return another value of the same type."""
     if isinstance(x, bool):
         return not x
     return x + 1 if isinstance(x, int) else 0.5 * x + 0.25
 
 
-# What they return beside, how they split a product, and what a table here reads or a call says.
+# Further outputs, the split of a matmul, and settings that a table reads or a call replaces.
 ELSEWHERE = {
     "chunk_size_feed_forward", "eos_token_id", "intermediate_size", "is_encoder_decoder",
     "max_position_embeddings", "output_attentions", "output_hidden_states", "output_router_logits",
@@ -151,8 +151,8 @@ ELSEWHERE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_neutral_settings_are_neutral_there(name: str) -> None:
-    """Whatever a table here need not read changes no output of theirs."""
+def test_neutral_settings_do_not_change_transformers(name: str) -> None:
+    """A setting that no table reads changes no output of `transformers`."""
     case = CASES[name]
     weights, said = make(case).state_dict(), case.config.to_dict()
     (known,) = (x for kinds, _, x in interop._TABLES if said["model_type"] in kinds.split())

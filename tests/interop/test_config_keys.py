@@ -1,4 +1,4 @@
-"""Every key of a config is read, known to be neutral, or refused: none is passed over."""
+"""Every key of a config is read, known to be neutral, or refused."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ import pytest
 
 from flax_mha import interop
 from flax_mha.interop import neutral, safetensors
-from tests.interop.odd import CONFIGS
+from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
-from tests.interop.test_published import GPT2, LLAMA, T5
+from tests.interop.test_published_checkpoints import GPT2, LLAMA, T5
 
 Config = dict[str, Any]
 
-# Settings by which models of others compute something else.
+# Settings that change the computation of other models.
 OTHERS: Config = {
     "adapter": "lora", "alibi": True, "attention_multiplier": 0.5, "auto_map": {"AutoModel": "a.B"},
     "add_cross_attention": True, "clip_qkv": 8.0, "dual_chunk_attention_config": {"chunk_size": 8},
@@ -43,7 +43,7 @@ def meaning(config: Config) -> Any:
 
 
 def changes(config: Config, path: str = "") -> Iterator[tuple[str, list[Config]]]:
-    """Each setting, those within others too, and the config with others in its place."""
+    """Yield each setting, nested ones included, and configs with other values of it."""
     for name, x in config.items():
         if isinstance(x, dict) and name != "id2label":
             for setting, changed in changes(x, f"{path}{name}."):
@@ -56,8 +56,8 @@ def changes(config: Config, path: str = "") -> Iterator[tuple[str, list[Config]]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_setting_is_passed_over(name: str) -> None:
-    """One that changes nothing is among those that are known to change nothing."""
+def test_no_setting_is_ignored(name: str) -> None:
+    """A setting without effect must be known to be neutral."""
     config = CONFIGS[name]
     whole, same = meaning(config), set()
     assert not isinstance(whole, str), whole
@@ -68,7 +68,7 @@ def test_no_setting_is_passed_over(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_others_are_refused_by_name(name: str) -> None:
+def test_unsupported_settings_are_refused_by_name(name: str) -> None:
     config = CONFIGS[name]
     nested = [x for x in config if isinstance(config[x], dict) and x not in known(config)]
     for setting, value in OTHERS.items():
@@ -84,8 +84,8 @@ def test_others_are_refused_by_name(name: str) -> None:
         assert refused == (not of_causality or known(config)["is_causal"] != value)
 
 
-def test_what_transformers_writes_beside_is_neutral() -> None:
-    """As old configs have it: all that a config could say, at its default."""
+def test_default_settings_of_transformers_are_neutral() -> None:
+    """Old configs contain every setting at its default."""
     beside = {
         "_name_or_path": "x", "add_cross_attention": False, "bad_words_ids": None,
         "chunk_size_feed_forward": 0, "cross_attention_hidden_size": None, "is_decoder": False,
@@ -131,13 +131,13 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
         (CONFIGS["bert"] | {"model_type": "electra", "embedding_size": 8}, "embedding_size must"),
     ],
 )  # fmt: skip
-def test_what_would_be_silently_wrong_is_refused(config: Config, words: str) -> None:
+def test_settings_with_silent_effect_are_refused(config: Config, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         interop.family(config)
 
 
-def test_a_table_under_another_name() -> None:
-    """A model type without a record is refused, without a guess."""
+def test_model_type_without_record_is_refused() -> None:
+    """Even if its table is registered: the neutral keys are not guessed."""
     for name, base, config in (("mt5", "t5", T5), ("granite", "llama", LLAMA)):
         interop.FAMILIES[name] = interop.FAMILIES[base]
         try:
@@ -147,8 +147,8 @@ def test_a_table_under_another_name() -> None:
             del interop.FAMILIES[name]
 
 
-def test_parts_of_towers_that_are_not_said() -> None:
-    """They are as the library's defaults, as which files leave them out."""
+def test_missing_tower_settings_take_transformers_defaults() -> None:
+    """Files leave them out."""
     sparse = {"text_config": {"vocab_size": 256000}, "vision_config": {"image_size": 384}}
     module = interop.family({"model_type": "siglip", **sparse}).module
     assert module.text.embedding.vocab_size == 256000
@@ -156,7 +156,7 @@ def test_parts_of_towers_that_are_not_said() -> None:
 
 
 def saved(config: Config, path: Path) -> dict[str, Any]:
-    """The tensors of a model, which was saved there."""
+    """Save a model, and return its tensors."""
     interop.save(config, variables(config), path)
     return {name: np.array(x) for name, x in safetensors.read(path / "model.safetensors").items()}
 
@@ -167,8 +167,10 @@ def saved(config: Config, path: Path) -> dict[str, Any]:
      (T5, "shared", "lm_head"), (T5, "shared", "decoder.embed_tokens")],
     ids=["qwen3", "gpt2", "t5", "t5's decoder"],
 )  # fmt: skip
-def test_a_head_that_the_config_ties(config: Config, name: str, copy: str, tmp_path: Path) -> None:
-    """It may be there twice, or once by either name; not with other numbers."""
+def test_tied_head_may_be_stored_under_either_name(
+    config: Config, name: str, copy: str, tmp_path: Path
+) -> None:
+    """Or under both, but not with different numbers."""
     tensors = saved(config, tmp_path)
     table = tensors[f"{name}.weight"]
     wanted = jax.tree.leaves(interop.load(tmp_path)[1])
@@ -186,13 +188,13 @@ def test_a_head_that_the_config_ties(config: Config, name: str, copy: str, tmp_p
         interop.load(tmp_path)
 
 
-def test_untied_gpt2(tmp_path: Path) -> None:
+def test_untied_gpt2_saves_and_loads_its_head(tmp_path: Path) -> None:
     config = GPT2 | {"tie_word_embeddings": False}
     assert "lm_head.weight" in saved(config, tmp_path)
     assert not interop.load(tmp_path)[0].tied
 
 
-def test_a_folder_with_an_adapter(tmp_path: Path) -> None:
+def test_folder_with_adapter_raises(tmp_path: Path) -> None:
     saved(CONFIG, tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"adapter_config.json.*merge_and_unload"):

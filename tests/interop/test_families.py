@@ -27,7 +27,7 @@ TEXTS = [name for name, case in ALL.items() if case.ours[0] is IDS and len(case.
 
 @functools.cache
 def pair(name: str) -> tuple[Any, Any, Any]:
-    """Theirs, and our module with its variables."""
+    """Return the `transformers` model, and our module with its variables."""
     theirs = make(ALL[name])
     if (copied := ALL[name].by_hand) is not None:
         tensors = {key: x.numpy() for key, x in theirs.state_dict().items()}
@@ -45,14 +45,14 @@ def run(theirs: Any, given: dict[str, Any]) -> Any:
 
 
 def outputs(want: Any) -> tuple[Any, ...]:
-    """What theirs gives, in the order of ours."""
+    """Return the outputs of `transformers` in the order of ours."""
     if hasattr(want, "logits_per_image"):
         return want.image_embeds, want.text_embeds, want.logits_per_image
     return (want.logits if hasattr(want, "logits") else want.last_hidden_state,)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_hidden_state(name: str) -> None:
+def test_every_hidden_state_matches_transformers(name: str) -> None:
     theirs, module, variables = pair(name)
     want = run(theirs, ALL[name].given)
 
@@ -70,7 +70,7 @@ def test_every_hidden_state(name: str) -> None:
     for part in ("vision_model_output", "text_model_output"):
         states += (getattr(want, part, None) or {}).get("hidden_states", ())[1:]
     for part in ("hidden_states", "encoder_hidden_states", "decoder_hidden_states"):
-        # Of decoders alone the last is given after the norm that follows it.
+        # Decoders return the last one after the final norm.
         states += (getattr(want, part, None) or ())[1:]
     states = [x.numpy() for x in states]
     assert blocks
@@ -82,8 +82,8 @@ def test_every_hidden_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_gradients_of_the_input(name: str) -> None:
-    """Of the table of tokens, which is the input of the first layer."""
+def test_gradients_of_embeddings_match_transformers(name: str) -> None:
+    """The token table is the input of the first layer."""
     theirs, module, variables = pair(name)
     out = theirs(input_ids=torch.tensor(IDS))
     out = out.logits if hasattr(out, "logits") else out.last_hidden_state
@@ -100,8 +100,8 @@ def test_gradients_of_the_input(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in TEXTS])
-def test_gradients_of_images_sound_and_words(name: str) -> None:
-    """Of numbers that go in, and of the tables of tokens, if there are some."""
+def test_gradients_of_inputs_match_transformers(name: str) -> None:
+    """For images, sound and token tables."""
     theirs, module, variables = pair(name)
     given = {key: torch.tensor(x) for key, x in CASES[name].given.items()}
     tables = ("token_embedding.weight", "shared.weight", "embed_tokens.weight")
@@ -110,7 +110,7 @@ def test_gradients_of_images_sound_and_words(name: str) -> None:
     out = outputs(theirs(**given))
     rng = np.random.default_rng(1)
     cotangents = [rng.normal(size=x.shape).astype(np.float32) for x in out]
-    wanted = torch.autograd.grad(out, asked, [torch.tensor(x) for x in cotangents])
+    expected = torch.autograd.grad(out, asked, [torch.tensor(x) for x in cotangents])
 
     flat = flatten_dict(variables["params"], sep="/")
     path = [
@@ -120,51 +120,51 @@ def test_gradients_of_images_sound_and_words(name: str) -> None:
     ]
     at = [i for i, x in enumerate(CASES[name].ours) if x.dtype == np.float32]
 
-    def loss(found: Any) -> jax.Array:
-        params = unflatten_dict(flat | dict(zip(path, found, strict=False)), sep="/")
+    def loss(actual: Any) -> jax.Array:
+        params = unflatten_dict(flat | dict(zip(path, actual, strict=False)), sep="/")
         inputs = list(CASES[name].ours)
-        for i, x in zip(at, found[len(path) :], strict=True):
+        for i, x in zip(at, actual[len(path) :], strict=True):
             inputs[i] = x
         got = module.apply({"params": params}, *inputs)
         got = got if isinstance(got, tuple) else (got,)
         return sum(jnp.vdot(x, y) for x, y in zip(got, cotangents, strict=True))
 
-    found = jax.jit(jax.grad(loss))([flat[x] for x in path] + [CASES[name].ours[i] for i in at])
-    assert len(found) == len(wanted) > 0
-    for ours, want in zip(found, wanted, strict=True):
-        # Theirs has channels first.
+    actual = jax.jit(jax.grad(loss))([flat[x] for x in path] + [CASES[name].ours[i] for i in at])
+    assert len(actual) == len(expected) > 0
+    for ours, want in zip(actual, expected, strict=True):
+        # PyTorch has channels first.
         want = want.movedim(1, -1) if want.ndim > 2 else want
         assert error(ours, want.numpy()) < 1e-4
 
 
 @pytest.mark.parametrize("name", [x for x in TEXTS if isinstance(pair(x)[1], LanguageModel)])
-def test_greedy_tokens(name: str) -> None:
+def test_greedy_tokens_match_transformers(name: str) -> None:
     theirs, module, variables = pair(name)
     want = theirs.generate(
         torch.tensor(IDS[:, :5]), max_new_tokens=8, do_sample=False, eos_token_id=None,
         pad_token_id=0,
     )  # fmt: skip
-    found = generate(module, variables, jnp.asarray(IDS[:, :5]), max_new_tokens=8)
-    np.testing.assert_array_equal(found.tokens, want[:, 5:].numpy())
+    actual = generate(module, variables, jnp.asarray(IDS[:, :5]), max_new_tokens=8)
+    np.testing.assert_array_equal(actual.tokens, want[:, 5:].numpy())
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_files_both_ways(name: str, tmp_path: Any) -> None:
-    """What they save we load, and what we save they load, equal to the bit."""
+def test_saved_files_load_in_both_directions(name: str, tmp_path: Any) -> None:
+    """Bitwise."""
     theirs, module, variables = pair(name)
     theirs.save_pretrained(tmp_path / "theirs")
-    loaded, found = interop.load(tmp_path / "theirs")
+    loaded, actual = interop.load(tmp_path / "theirs")
     assert loaded == module
-    jax.tree.map(np.testing.assert_array_equal, found, variables)
+    jax.tree.map(np.testing.assert_array_equal, actual, variables)
     config = CASES[name].config.to_dict() | {"architectures": [type(theirs).__name__]}
-    interop.save(config, found, tmp_path / "ours")
+    interop.save(config, actual, tmp_path / "ours")
     again = type(theirs).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     mine = dict(again.named_parameters())
     for key, x in theirs.named_parameters():
-        # What no encoder reads: the pooler's, and what stands for hidden patches in training.
+        # Unused by the encoder: the pooler, and the mask token of training.
         if "pooler" not in key and not key.endswith("mask_token"):
-            wanted = x.detach().numpy()
-            if "norm" in key and name.startswith("gemma"):  # Kept as their distance from 1.
-                np.testing.assert_allclose(mine[key].detach().numpy(), wanted, atol=2e-7)
+            expected = x.detach().numpy()
+            if "norm" in key and name.startswith("gemma"):  # Stored as their difference from 1.
+                np.testing.assert_allclose(mine[key].detach().numpy(), expected, atol=2e-7)
             else:
-                np.testing.assert_array_equal(mine[key].detach().numpy(), wanted)
+                np.testing.assert_array_equal(mine[key].detach().numpy(), expected)

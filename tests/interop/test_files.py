@@ -1,4 +1,4 @@
-"""Folders of checkpoints, without the libraries they come from: damaged ones, and shards."""
+"""Folders of checkpoints without their libraries: shards, dtypes, and damaged files."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
     ],
     ids=lambda x: "" if isinstance(x, TensorRule) else "x".join(map(str, x)),
 )
-def test_axes_are_read_both_ways(row: TensorRule, shape: tuple[int, ...]) -> None:
+def test_axes_convert_both_ways(row: TensorRule, shape: tuple[int, ...]) -> None:
     x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     theirs = row.axes.theirs(x)
     assert theirs.size == x.size
@@ -75,7 +75,7 @@ def test_axes_are_read_both_ways(row: TensorRule, shape: tuple[int, ...]) -> Non
     ],
     ids=["in rows", "in columns", "in each head", "in turn"],
 )  # fmt: skip
-def test_several_in_one_tensor(row: TensorRule) -> None:
+def test_joined_tensors_split_and_join(row: TensorRule) -> None:
     parts = [np.arange(24).reshape(3, 2, 4) + 100 * i for i in range(len(row.paths))]
     whole = row.together(parts)
     assert whole.shape == table._shape(row, [x.shape for x in parts])
@@ -84,7 +84,7 @@ def test_several_in_one_tensor(row: TensorRule) -> None:
         assert np.shares_memory(found, whole)
 
 
-def test_saved_and_loaded(folder: Path) -> None:
+def test_saved_folder_loads_bitwise_equal(folder: Path) -> None:
     module, found = interop.load(folder)
     wanted = variables()
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -92,7 +92,7 @@ def test_saved_and_loaded(folder: Path) -> None:
 
 
 def test_several_files_and_dtypes(folder: Path) -> None:
-    """An index of two files, of which one is in bfloat16; and all as another dtype."""
+    """An index of two files, one of them in bfloat16, and all cast to another dtype."""
     tensors = dict(safetensors.read(folder / "model.safetensors"))
     names = sorted(tensors)
     half = {name: np.array(tensors[name], ml_dtypes.bfloat16) for name in names[:8]}
@@ -152,7 +152,7 @@ def renamed(tensors: dict[str, Any]) -> None:
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.norm2"] = np.zeros((3, 3), "f")
 
 
-def test_all_that_is_wrong_in_one_error(folder: Path) -> None:
+def test_one_error_lists_all_wrong_tensors(folder: Path) -> None:
     tensors = {
         name: np.array(x) for name, x in safetensors.read(folder / "model.safetensors").items()
     }
@@ -167,8 +167,8 @@ def test_all_that_is_wrong_in_one_error(folder: Path) -> None:
         assert words in str(error.value)
 
 
-def test_damaged_files(folder: Path) -> None:
-    """Cut anywhere, or with a header that lies: an error of ours, nothing loaded."""
+def test_damaged_files_raise(folder: Path) -> None:
+    """Cut anywhere, or with a false header: a clear error, and nothing is loaded."""
     whole = (folder / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(whole[:8], "little")
     cuts = [whole[:n] for n in (0, 5, 8, 40, start, start + 1, len(whole) - 1)]
@@ -200,14 +200,14 @@ def test_damaged_files(folder: Path) -> None:
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_configs_that_do_not_fit(folder: Path, change: dict[str, Any], words: str) -> None:
+def test_unsupported_configs_raise(folder: Path, change: dict[str, Any], words: str) -> None:
     config = {name: x for name, x in (CONFIG | change).items() if x is not None}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=words):
         interop.load(folder)
 
 
-def test_folders_without_weights(folder: Path) -> None:
+def test_folders_without_weights_raise(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         interop.load(folder)
@@ -216,7 +216,7 @@ def test_folders_without_weights(folder: Path) -> None:
         interop.load(folder)
 
 
-def test_variables_of_another_model(tmp_path: Path) -> None:
+def test_variables_of_another_model_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not those of the model"):
         interop.save(CONFIG | {"num_hidden_layers": 3}, variables(), tmp_path)
     assert not list(tmp_path.iterdir())
@@ -252,15 +252,15 @@ WINDOWS = ("sliding_attention", "full_attention")
     ],
     ids=str,
 )
-def test_which_layers_have_a_window(change: dict[str, Any], windows: str) -> None:
-    """Also by configs from before `layer_types`, as most folders have them."""
+def test_sliding_window_reaches_the_right_layers(change: dict[str, Any], windows: str) -> None:
+    """Also in configs without `layer_types`, like most folders."""
     config = CONFIG | {"num_hidden_layers": 6} | change
     blocks = interop.family(config).module.decoder.blocks
     masks = [blocks[i % len(blocks)].attention.mask for i in range(6)]
     assert " ".join("no" if x is None else str(x.left + 1) for x in masks) == windows
 
 
-def test_two_bases_as_gemma_3_wrote_them() -> None:
+def test_old_gemma_3_configs_give_two_rotary_bases() -> None:
     old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4,
            "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
     change = {"model_type": "gemma3_text", "sliding_window": 4, "num_hidden_layers": 6}

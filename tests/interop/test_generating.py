@@ -1,4 +1,4 @@
-"""Arguments of `generate` that a folder says, and generation from sound."""
+"""Arguments of `generate` from a folder, and generation from sound."""
 
 import json
 import warnings
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flax_mha import generate, interop
-from tests.interop.odd import CONFIGS
+from tests.interop.odd_configs import CONFIGS
 from tests.interop.test_files import CONFIG, variables
 
 
@@ -21,16 +21,16 @@ def told(path: Path, own: dict[str, Any] | None, **config: Any) -> dict[str, Any
     return interop.generation(path)
 
 
-def test_ends_and_starts(tmp_path: Path) -> None:
+def test_folder_gives_eos_and_start(tmp_path: Path) -> None:
     assert told(tmp_path, None) == {}
     old = told(tmp_path, None, eos_token_id=3, decoder_start_token_id=0)
     assert old == {"eos": (3,), "start": 0}
-    # A token beyond the vocabulary is never written.
+    # A token beyond the vocabulary is never generated.
     assert told(tmp_path, {"eos_token_id": [1, 2, 10**6]}, eos_token_id=3) == {"eos": (1, 2)}
 
 
-def test_draws(tmp_path: Path) -> None:
-    """As in the library, of which some settings count only where tokens are drawn."""
+def test_folder_gives_sampling_settings(tmp_path: Path) -> None:
+    """As in `transformers`, some count only if do_sample is set."""
     own = {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.9, "pad_token_id": 0}
     assert told(tmp_path, own) == {"eos": (1,)}
     drawn = {"eos": (1,), "temperature": 0.6, "top_p": 0.9, "top_k": 50}
@@ -41,7 +41,7 @@ def test_draws(tmp_path: Path) -> None:
         told(tmp_path, {"do_sample": True, "top_p": 2})
 
 
-def test_what_generate_lacks_is_named(tmp_path: Path) -> None:
+def test_unsupported_generation_settings_warn(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         told(tmp_path, {"repetition_penalty": 1.0, "max_length": 20, "transformers_version": "4"})
@@ -54,8 +54,8 @@ SOUND = np.random.default_rng(0).normal(size=(2, 32, 8)).astype(np.float32)
 
 
 @pytest.mark.slow
-def test_sound_goes_on_token_by_token() -> None:
-    """After several first tokens, and up to any of several ends."""
+def test_generation_from_sound_matches_full_forward() -> None:
+    """After several first tokens, and with several eos tokens."""
     module, given = interop.family(WHISPER).module, variables(WHISPER)
     given = jax.tree.map(lambda x: 3 * x, given)
     tokens = np.array([[1, 5, 7]] * 2)
@@ -80,7 +80,7 @@ def test_sound_goes_on_token_by_token() -> None:
         ({"start": (1, 24)}, ValueError, "start must be in 0 … 23, got 24"),
     ],
 )
-def test_calls_that_do_not_fit(call: dict[str, Any], error: Any, words: str) -> None:
+def test_invalid_calls_for_sound_raise(call: dict[str, Any], error: Any, words: str) -> None:
     call = {"prompt": SOUND, "start": 1, "max_new_tokens": 2} | call
     module = interop.family(WHISPER).module
     with pytest.raises(error, match=words):

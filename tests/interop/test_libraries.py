@@ -1,4 +1,4 @@
-"""Attention layers of other libraries: the same numbers, and arrays that come back to the bit."""
+"""Attention layers of other libraries: the same numbers, and arrays that convert back bitwise."""
 
 import functools
 from collections.abc import Callable
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, Callable[[], Theirs]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_layer(name: str) -> None:
+def test_layer_matches_library(name: str) -> None:
     library, make = CASES[name]
     theirs = make()
     want = np.asarray(theirs.run(theirs.arrays, *theirs.given))
@@ -63,7 +63,7 @@ def test_the_layer(name: str) -> None:
     assert back.keys() == theirs.arrays.keys()
     for key, x in theirs.arrays.items():
         np.testing.assert_array_equal(back[key], x)
-    # Theirs takes ours.
+    # The library accepts the converted arrays.
     np.testing.assert_array_equal(theirs.run(back, *theirs.given), want)
 
 
@@ -78,12 +78,12 @@ REFUSED_BY_NAME: dict[str, Callable[[], Theirs]] = {
 
 
 @pytest.mark.parametrize("told", REFUSED_BY_NAME)
-def test_what_ours_has_not(told: str) -> None:
+def test_unsupported_library_arrays_raise(told: str) -> None:
     with pytest.raises(ValueError, match=told):
         interop.from_layer(REFUSED_BY_NAME[told]().arrays, N)
 
 
-def test_haikus_params_as_they_are() -> None:
+def test_nested_haiku_params_are_accepted() -> None:
     theirs = haiku()
     nested: dict[str, dict[str, Any]] = {}
     for name, x in theirs.arrays.items():
@@ -93,8 +93,8 @@ def test_haikus_params_as_they_are() -> None:
     jax.tree.map(np.testing.assert_array_equal, found, flat)
 
 
-def test_masks() -> None:
-    """True is what may be seen, as there."""
+def test_equinox_mask_convention_matches() -> None:
+    """True means visible, as in Equinox."""
     theirs = equinox()
     want = theirs.run(theirs.arrays, X, X, X, np.broadcast_to(np.tri(5, dtype=bool), (2, 5, 5)))
     module, variables = interop.from_layer(theirs.arrays, N)
@@ -102,8 +102,8 @@ def test_masks() -> None:
 
 
 @pytest.mark.parametrize("library", interop.LIBRARIES)
-def test_gradients_and_the_way_back(library: str) -> None:
-    """Without any library: arrays of ours, as theirs, as ours again."""
+def test_library_arrays_convert_back_with_equal_gradients(library: str) -> None:
+    """It needs no library."""
     biased = {"vit-pytorch": ("out",), "x-transformers": False}.get(library, True)
     module: Any = MultiHeadAttention(N, use_bias=biased)
     if library == "vit-pytorch":
@@ -122,13 +122,13 @@ def test_gradients_and_the_way_back(library: str) -> None:
 
 @functools.cache
 def layer(use_bias: bool) -> tuple[MultiHeadAttention, Any]:
-    """A layer, and variables of it."""
+    """Return a layer and its variables."""
     module = MultiHeadAttention(N, use_bias=use_bias)
     return module, random_like(jax.eval_shape(module.init, jax.random.key(0), X))
 
 
 def made(library: str, **changed: Any) -> dict[str, Any]:
-    """Arrays of a layer in a library, some of them changed; None is left out."""
+    """Return a layer's arrays in a library's form, some changed, None removed."""
     tensors = interop.to_layer(*layer(library != "x-transformers"), library) | changed
     return {name: x for name, x in tensors.items() if x is not None}
 
@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("told", MISTAKES)
-def test_mistakes(told: str) -> None:
+def test_wrong_arrays_raise(told: str) -> None:
     with pytest.raises(ValueError, match=told):
         interop.from_layer(*MISTAKES[told])
 
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("told", REFUSED)
-def test_what_a_library_has_not(told: str) -> None:
+def test_layers_that_library_lacks_raise(told: str) -> None:
     module, library = REFUSED[told]
     variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
     with pytest.raises(ValueError, match=told):
@@ -188,7 +188,7 @@ def test_what_a_library_has_not(told: str) -> None:
 
 @pytest.mark.parametrize("library", ["vit-pytorch", "keras"])
 @pytest.mark.parametrize("module", [3, nn.Dense(3), nn.Sequential([nn.LayerNorm(), LAYER])])
-def test_what_is_no_layer(module: Any, library: str) -> None:
+def test_other_modules_raise(module: Any, library: str) -> None:
     told = f"nn.Sequential of nn.LayerNorm.1e-5. and one; got for {library}"
     with pytest.raises(TypeError, match=told):
         interop.to_layer(module, {}, library)

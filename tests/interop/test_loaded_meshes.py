@@ -1,4 +1,4 @@
-"""Folders loaded onto a mesh: what the model then gives, and the folder that it gives back."""
+"""Folders loaded onto a mesh: the model's outputs, and the folder saved from it."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from flax_mha import generate, interop, sharding
 from flax_mha.models import LanguageModel
-from tests.interop.test_published import BERT
+from tests.interop.test_published_checkpoints import BERT
 from tests.support.meshes import FORWARD, KINDS, changed, on
 from tests.support.oracle import error, random_like
 
@@ -27,7 +27,7 @@ FSDP = changed(embed="data")
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "llama": (LLAMA, FSDP),
     "gpt-oss": (GPT_OSS, changed(experts="model", mlp=None, embed="data")),
-    # Its table of two segments divides over no four devices.
+    # Its table of two segments cannot be sharded over four devices.
     "bert": (
         BERT | {"hidden_size": 32, "num_attention_heads": 8}, changed(embed="data", vocab=None)
     ),
@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(0).integers(0, 24, (4, 6))
 
 
 def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
-    """Its output, and what a language model writes."""
+    """Return the output, and the tokens that a language model generates."""
     out = jax.jit(module.apply)(variables, TOKENS)
     if not isinstance(module, LanguageModel):
         return out, None
@@ -46,24 +46,24 @@ def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
-def test_end_to_end(name: str, kind: str, tmp_path: Path) -> None:
+def test_load_run_and_save_on_mesh(name: str, kind: str, tmp_path: Path) -> None:
     config, rules = CASES[name]
     family = interop.family(config)
     shapes = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
     interop.save(config, random_like(shapes), tmp_path / "theirs")
     module, variables = interop.load(tmp_path / "theirs")
-    wanted, written = results(module, variables)
+    expected, written = results(module, variables)
     mesh, leave = on(kind, rules)
     try:
         places = sharding.of(module.init, jax.random.key(0), *family.example)
         _, spread = interop.load(tmp_path / "theirs", shardings=places)
-        found, tokens = jax.device_get(results(module, spread))
+        actual, tokens = jax.device_get(results(module, spread))
         interop.save(config, spread, tmp_path / "ours")
     finally:
         leave()
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(spread))
     assert held < sum(x.nbytes for x in jax.tree.leaves(variables)) / (mesh.size / 2)
-    assert error(found, wanted) < FORWARD
+    assert error(actual, expected) < FORWARD
     np.testing.assert_array_equal(tokens, written)
     file = "model.safetensors"
     assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()

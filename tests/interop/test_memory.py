@@ -1,4 +1,4 @@
-"""What loading takes of a host, in fresh processes: memory, and what is read of the files."""
+"""The memory and the file reads of loading, in fresh processes."""
 
 import json
 import os
@@ -27,7 +27,7 @@ EXPERTS = CONFIG | {
 
 
 def written(folder: Path, config: dict[str, Any], dtype: Any) -> Path:
-    """A folder of such a model, and in it a small one of the same family."""
+    """Save a model of this config, and inside it a small one of the same family."""
     small = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 16)
     rng = np.random.default_rng(0)
     for path, sizes in ((folder, config), (folder / "small", config | small)):
@@ -50,8 +50,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def said(*processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """The last line of each, when they are through."""
+def results(*processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """Wait for the processes, and return the last line of each."""
     try:
         told = [process.communicate(timeout=PATIENCE) for process in processes]
     finally:
@@ -77,9 +77,9 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a high-water mark of Linux")
 @pytest.mark.parametrize("name", CASES)
-def test_memory_beyond_the_shards(name: str, tmp_path: Path) -> None:
+def test_loading_holds_little_beyond_the_shards(name: str, tmp_path: Path) -> None:
     config, dtype, *arguments = CASES[name]
-    (found,) = said(start(str(written(tmp_path, config, dtype)), *arguments))
+    (found,) = results(start(str(written(tmp_path, config, dtype)), *arguments))
     print(name, found["beyond"] / found["largest"])
     assert found["largest"] >= 2**25
     assert found["beyond"] <= 1.2 * found["largest"]
@@ -88,22 +88,22 @@ def test_memory_beyond_the_shards(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["0", "1"])
 def test_two_hosts_read_half_each(axis: str, tmp_path: Path) -> None:
-    """Over a mesh of both, straight into shards; what is not divided is read by every device."""
+    """Over a mesh of both, straight into shards. Unsharded arrays are read by every device."""
     config = CONFIG | {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
     folder = written(tmp_path, config, np.float32)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    both = said(*(start(str(folder), "", axis, address, str(i)) for i in range(2)))
+    both = results(*(start(str(folder), "", axis, address, str(i)) for i in range(2)))
     variables = jax.tree.leaves(interop.load(folder)[1])
     count = 2 * DEVICES
     divided = [x.ndim > 1 and x.shape[int(axis)] % count == 0 for x in variables]
     assert sum(x.nbytes for x, d in zip(variables, divided, strict=True) if d) > 2**18
-    wanted = sum(
+    expected = sum(
         x.nbytes // 2 if d else DEVICES * x.nbytes for x, d in zip(variables, divided, strict=True)
     )
-    for found in both:
-        assert found["read"] == wanted
+    for actual in both:
+        assert actual["read"] == expected
         np.testing.assert_allclose(
-            found["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
+            actual["sums"], [np.square(x.astype(np.float64)).sum() for x in variables], rtol=1e-5
         )

@@ -1,4 +1,4 @@
-"""Configs with wrong values: an error of one line, at once."""
+"""Configs with wrong values raise a one-line error at once."""
 
 import inspect
 import json
@@ -14,16 +14,16 @@ import pytest
 from flax_mha import interop
 from flax_mha.interop import safetensors
 from flax_mha.interop.settings import RULES, FileSettings
-from tests.interop.odd import CONFIGS, LAYERS, odd
+from tests.interop.odd_configs import CONFIGS, LAYERS, odd
 from tests.interop.test_files import CONFIG, variables
-from tests.interop.test_published import written
+from tests.interop.test_published_checkpoints import written
 
-MOST = 5.0  # seconds, of a machine that is busy
+MOST = 5.0  # seconds, on a busy machine
 NAMED = re.compile(r'\b(?:config|given|image|text)(?:\.get\(|\[)"(\w+)"')
 
 
 def told(config: dict[str, Any], build: bool) -> str | None:
-    """The error of a config, None if there is none."""
+    """Return the error of a config, or None."""
     try:
         family = interop.family(config)
         if build:
@@ -34,12 +34,12 @@ def told(config: dict[str, Any], build: bool) -> str | None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_odd_settings_are_built_or_refused(name: str) -> None:
+def test_odd_settings_build_or_raise_one_line(name: str) -> None:
     assert told(CONFIGS[name], build=True) is None
     refused = 0
     for setting, value, config in odd(CONFIGS[name]):
         case, start = f"{setting}={str(value)[:20]}", time.monotonic()
-        # Building takes a while; zeros and true are what most rules let through.
+        # Building is slow; most rules accept zero and True.
         error = told(config, build=value in (0, 1))
         assert time.monotonic() - start < MOST, case
         if error is not None:
@@ -87,12 +87,12 @@ def test_every_setting_that_a_family_reads_has_a_rule() -> None:
         (CONFIGS["vit"] | {"patch_size": 16}, "got 8 × 8 of 16 × 16"),
     ],
 )  # fmt: skip
-def test_the_line_says_what_is_wrong(change: dict[str, Any], words: str) -> None:
+def test_error_names_setting_and_rule(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         interop.family(CONFIG | change)
 
 
-def test_null_is_as_if_it_were_not_there() -> None:
+def test_null_setting_equals_missing_setting() -> None:
     nulls = ("head_dim", "num_key_value_heads", "sliding_window", "rope_scaling", "layer_types")
     module = interop.family(CONFIG | dict.fromkeys(nulls) | {"tie_word_embeddings": None}).module
     assert not module.tied
@@ -100,7 +100,7 @@ def test_null_is_as_if_it_were_not_there() -> None:
     assert (attention.head_dim, attention.num_kv_heads, attention.mask) == (None, None, None)
 
 
-def test_what_is_not_read_is_not_checked() -> None:
+def test_unread_settings_are_not_checked() -> None:
     interop.family(CONFIG | {"pad_token_id": -1, "dtype": ["wide"], "image_size": None})
     kept = {"heads": "all", "more": None}
     mine: list[Any] = []
@@ -113,7 +113,7 @@ def test_what_is_not_read_is_not_checked() -> None:
     assert FileSettings(kept)["more"] is None
 
 
-def test_more_layers_than_the_file_has(tmp_path: Path) -> None:
+def test_more_layers_than_in_file_raise_quickly(tmp_path: Path) -> None:
     """A missing setting is reported before shapes are computed, which takes time per layer."""
     interop.save(CONFIG, variables(), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 512}))
@@ -126,15 +126,15 @@ def test_more_layers_than_the_file_has(tmp_path: Path) -> None:
     assert len(str(error.value)) < 10_000
 
 
-def test_images_that_are_not_square() -> None:
-    """Sizes may be pairs, as in transformers; pixels beyond the last patch are ignored."""
+def test_image_sizes_may_be_pairs() -> None:
+    """As in `transformers`. Pixels beyond the last patch are ignored."""
     family = interop.family(CONFIGS["vit"] | {"image_size": [9, 14], "patch_size": [2, 4]})
     assert family.example[0].shape == (1, 8, 12, 3)
     assert family.shapes()["positions/embedding"].shape == (13, 16)
     assert jax.tree.leaves(family.example)[0].strides == (0, 0, 0, 0)
 
 
-def test_names_of_one_line(tmp_path: Path) -> None:
+def test_tensor_names_are_printed_in_one_line(tmp_path: Path) -> None:
     written(tmp_path, CONFIG, {"a\nb": np.zeros(3, np.float32)})
     with pytest.raises(ValueError, match=r"tensor 'a\\nb' has no dtype, shape"):
         safetensors.read_folder(tmp_path)

@@ -1,4 +1,4 @@
-"""Folders from strangers: files whose headers lie, and files without an end."""
+"""Untrusted folders: files with false headers, and files without an end."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def linked(folder: Path, tmp_path: Path) -> Path:
-    """As the cache of Hugging Face has them: links to files elsewhere."""
+    """Return a folder of links to files elsewhere, like Hugging Face's cache."""
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     return tmp_path
@@ -43,7 +43,7 @@ def read(path: Path, header: Any, size: int = 16) -> dict[str, np.ndarray]:
     return safetensors.read(path)
 
 
-def test_any_order_and_empty_tensors(tmp_path: Path) -> None:
+def test_tensors_in_any_order_and_empty_ones_are_read(tmp_path: Path) -> None:
     empty = {"dtype": "F32", "shape": [0, 3], "data_offsets": [8, 8]}
     header = {"__metadata__": {"format": "pt"}, "b": Y, "c": empty, "a": X}
     tensors = read(tmp_path, header)
@@ -82,7 +82,7 @@ def test_any_order_and_empty_tensors(tmp_path: Path) -> None:
         (b'{"a":' * 10**5, 0, "its JSON can't be read"),
     ],
 )  # fmt: skip
-def test_headers_that_lie(header: Any, size: int, words: str, tmp_path: Path) -> None:
+def test_false_headers_raise(header: Any, size: int, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words) as error:
         read(tmp_path, header, size)
     assert "\n" not in str(error.value)
@@ -96,8 +96,7 @@ def to_shards(path: Path) -> dict[str, str]:
     return weights
 
 
-def test_a_tensor_in_two_files(linked: Path) -> None:
-    """The one counts that the index names."""
+def test_index_selects_file_of_repeated_tensor(linked: Path) -> None:
     to_shards(linked)
     other = {"model.norm.weight": np.full(16, 7, np.float32)}
     safetensors.write(linked / "b.safetensors", {"b": np.zeros(1, np.float32)} | other)
@@ -119,7 +118,7 @@ def test_a_tensor_in_two_files(linked: Path) -> None:
     ],
     ids=["missing", "folder", "long", "zero", "empty"],
 )  # fmt: skip
-def test_shards_that_are_not_there(name: str, words: str, linked: Path) -> None:
+def test_missing_shards_raise(name: str, words: str, linked: Path) -> None:
     weights = to_shards(linked)
     (linked / INDEX).write_text(json.dumps({"weight_map": weights | {"more": name}}))
     with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
@@ -159,7 +158,7 @@ CASES = [
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes and devices")
 @pytest.mark.parametrize(("name", "make", "words"), CASES)
-def test_what_is_no_file_or_too_large(
+def test_special_or_huge_files_raise_quickly(
     name: str, make: Callable[[Path], None], words: str, linked: Path
 ) -> None:
     to_shards(linked)

@@ -1,4 +1,4 @@
-"""Models with Flax's layers, whose attention ours computes: nothing else changes."""
+"""Models of Flax's layers, swapped for ours: nothing else changes."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from flax_mha import interop
 from flax_mha.layer import core
 from tests.support.oracle import error, random_like
 
-# Flax announces that SelfAttention is to go.
+# Flax deprecates SelfAttention.
 pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning")
 D = 16
 X = np.random.default_rng(0).normal(size=(2, 9, D)).astype(np.float32)
@@ -24,7 +24,7 @@ KEY = jax.random.key(1)
 
 
 class Doubled(nn.MultiHeadDotProductAttention):
-    """A class of somebody's own, on top of Flax's."""
+    """A user's subclass of Flax's layer."""
 
     factor: float = 2.0
 
@@ -69,20 +69,20 @@ class Outer(nn.Module):
 
 @functools.cache
 def made() -> Any:
-    """The variables of a model of one block."""
+    """Return the variables of a model with one block."""
     return random_like(jax.eval_shape(Model(1).init, KEY, X))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of our layer."""
+    """Record the calls of our layer."""
     seen: list[Any] = []
     attend = core.attend
     monkeypatch.setattr(core, "attend", lambda *a, **k: (seen.append(a), attend(*a, **k))[1])
     return seen
 
 
-def test_parameters_are_the_same_to_the_bit() -> None:
+def test_swapped_model_has_bitwise_equal_parameters() -> None:
     model = Model()
     ours = interop.swap(model)
     assert isinstance(ours, Model)
@@ -101,7 +101,7 @@ def test_parameters_are_the_same_to_the_bit() -> None:
     ],
     ids=["call", "method", "function of the class", "function", "bound"],
 )
-def test_outputs(way: Any, calls: list[Any]) -> None:
+def test_swapped_model_has_equal_outputs(way: Any, calls: list[Any]) -> None:
     model = Model(1)
     variables = made()
     want = jax.jit(lambda v: way(model, v))(variables)
@@ -111,7 +111,7 @@ def test_outputs(way: Any, calls: list[Any]) -> None:
     assert len(calls) == 4
 
 
-def test_gradients() -> None:
+def test_swapped_model_has_equal_gradients() -> None:
     model = Model(1)
     variables = made()
 
@@ -127,7 +127,7 @@ def test_gradients() -> None:
     "swapped", [lambda m: Outer(interop.swap(m)), lambda m: interop.swap(Outer(m))],
     ids=["the child", "the parent"],
 )  # fmt: skip
-def test_a_model_within_another(swapped: Any, calls: list[Any]) -> None:
+def test_swap_reaches_nested_models(swapped: Any, calls: list[Any]) -> None:
     plain = Outer(Model(1))
     variables = random_like(jax.eval_shape(plain.init, KEY, X))
     ours = jax.jit(swapped(Model(1)).apply)
@@ -135,12 +135,12 @@ def test_a_model_within_another(swapped: Any, calls: list[Any]) -> None:
     assert len(calls) == 4
 
 
-def test_more_fields(calls: list[Any]) -> None:
+def test_swap_passes_further_fields(calls: list[Any]) -> None:
     jax.eval_shape(interop.swap(Model(1), kernel="reference").init, KEY, X)
     assert [settings.kernel for _, settings, *_ in calls] == ["reference"] * 4
 
 
-def test_decoding() -> None:
+def test_swapped_model_decodes_like_full_forward() -> None:
     class Decoder(nn.Module):
         decode: bool = False
 
@@ -173,7 +173,7 @@ class Nnx(nnx.Module):
         return self.last(x, deterministic=True, decode=False)
 
 
-def test_in_nnx(calls: list[Any]) -> None:
+def test_swap_of_nnx_model_shares_parameters(calls: list[Any]) -> None:
     model = Nnx(nnx.Rngs(0))
     ours = interop.swap(model)
     assert type(model.last) is nnx.MultiHeadAttention
@@ -183,7 +183,7 @@ def test_in_nnx(calls: list[Any]) -> None:
     assert len(calls) == 3
     trees = [jax.tree.structure(nnx.to_pure_dict(nnx.state(m, nnx.Param))) for m in (model, ours)]
     assert trees[0] == trees[1]
-    # Shared, so that an optimizer of either moves both.
+    # Shared, so that an optimizer of either updates both.
     model.last.out.bias[...] += 1.0
     assert error(ours(X), np.asarray(model(X))) < 2e-6
     assert type(interop.swap(model.last)) is flax_mha.nnx.MultiHeadAttention
@@ -206,6 +206,6 @@ def product(*args: Any, **kwargs: Any) -> Any:
                                                      rngs=nnx.Rngs(0))), "with qkv_promote_dtype"),
     ],
 )  # fmt: skip
-def test_mistakes(wrong: Any, told: str) -> None:
+def test_unsupported_models_raise(wrong: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         wrong()

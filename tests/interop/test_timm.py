@@ -1,4 +1,4 @@
-"""Vision Transformers of timm: logits, features, and state dicts that come back to the bit."""
+"""Vision Transformers of timm: logits, features, and state dicts that convert back bitwise."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_model(name: str, tmp_path: Any) -> None:
+def test_vit_matches_timm(name: str, tmp_path: Any) -> None:
     options = SIZE | CASES[name]
     theirs = seeded(lambda: timm.VisionTransformer(**options))
     config = {"model_type": "timm_vit", **options}
@@ -41,16 +41,16 @@ def test_the_model(name: str, tmp_path: Any) -> None:
     variables = from_tensors(family, arrays(theirs))
     got = jax.jit(family.module.apply)(variables, OURS[:, :height, :width])
     assert error(got, want) < 2e-6
-    found = to_tensors(family, variables)
-    assert found.keys() == theirs.state_dict().keys()
+    actual = to_tensors(family, variables)
+    assert actual.keys() == theirs.state_dict().keys()
     for key, x in arrays(theirs).items():
-        np.testing.assert_array_equal(found[key], x)
+        np.testing.assert_array_equal(actual[key], x)
     interop.save(config, variables, tmp_path)
     _, loaded = interop.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)
 
 
-def test_gradients() -> None:
+def test_input_gradients_match_timm() -> None:
     theirs = seeded(lambda: timm.VisionTransformer(**SIZE))
     family = interop.family({"model_type": "timm_vit", **SIZE})
     images = torch.tensor(IMAGES, requires_grad=True)
@@ -71,13 +71,13 @@ def test_gradients() -> None:
         ("embed_layer", "hybrid"), ("act_layer", "mish"),
     ],
 )  # fmt: skip
-def test_options_that_are_refused(name: str, value: Any) -> None:
+def test_unsupported_options_raise(name: str, value: Any) -> None:
     told = "activation" if name == "act_layer" else name
     with pytest.raises(ValueError, match=f"the config's {told} must be"):
         interop.family({"model_type": "timm_vit", **SIZE, name: value})
 
 
-def test_tensors_that_do_not_fit() -> None:
+def test_wrong_tensors_raise() -> None:
     theirs = timm.VisionTransformer(**SIZE, qk_norm=True)
     tensors = {k: x for k, x in arrays(theirs).items() if k != "cls_token"}
     tensors["pos_embed"] = np.zeros((1, 3, 16), np.float32)

@@ -1,4 +1,4 @@
-"""Layers of torch.nn: the same numbers, and state dicts that come back to the bit."""
+"""Layers of torch.nn: the same numbers, and state dicts that convert back bitwise."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from flax_mha import (  # noqa: E402
 )
 from tests.support.oracle import error, random_like  # noqa: E402
 
-# That a faster way inside PyTorch is not taken.
+# PyTorch warns that it skips a faster path.
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 D, N = 16, 4
 RNG = np.random.default_rng(0)
@@ -35,7 +35,7 @@ def arrays(module: Any) -> dict[str, np.ndarray]:
 
 
 def seeded(make: Any) -> Any:
-    """With biases and scales that are not those they begin with, and no dropout."""
+    """Build the module with random changes to biases and scales, and no dropout."""
     torch.manual_seed(0)
     module = make().eval()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def ran(module: Any, *given: Any, **more: Any) -> np.ndarray:
 
 
 def same(theirs: Any, ours: Any, variables: Any) -> None:
-    """Back in theirs, to the bit."""
+    """Check that the variables convert back to the module's state dict, bitwise."""
     found = interop.to_torch(ours, variables)
     assert sorted(found) == sorted(theirs.state_dict())
     for name, x in arrays(theirs).items():
@@ -61,7 +61,7 @@ def same(theirs: Any, ours: Any, variables: Any) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("given", [(X, X, X), (X, Y, Y), (X, K, V)], ids=["self", "cross", "kdim"])
-def test_attention(bias: bool, given: Any) -> None:
+def test_attention_matches_torch(bias: bool, given: Any) -> None:
     sizes = {"kdim": 12, "vdim": 20} if given[1] is K else {}
     theirs = seeded(lambda: torch.nn.MultiheadAttention(D, N, bias=bias, batch_first=True, **sizes))
     ours, variables = interop.from_torch(theirs.state_dict(), N)
@@ -69,7 +69,7 @@ def test_attention(bias: bool, given: Any) -> None:
     same(theirs, ours, variables)
 
 
-def test_padding_and_causality() -> None:
+def test_padding_and_causal_masks_match_torch() -> None:
     theirs = seeded(lambda: torch.nn.MultiheadAttention(D, N, batch_first=True))
     ours, variables = interop.from_torch(theirs.state_dict(), N)
     hidden = np.arange(5) >= np.array([[5], [3]])
@@ -87,15 +87,15 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def said(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a state dict does not tell, as ours has them."""
+def other_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a state dict does not contain, in our names."""
     found = {name: x for name, x in options.items() if name != "bias"}
     return found | ({"activation": "gelu_exact"} if "activation" in found else {})
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("layers", [None, 2])
-def test_encoders(name: str, layers: int | None) -> None:
+def test_encoders_match_torch(name: str, layers: int | None) -> None:
     options = BLOCKS[name]
 
     def make() -> Any:
@@ -107,14 +107,14 @@ def test_encoders(name: str, layers: int | None) -> None:
         return torch.nn.TransformerEncoder(block, layers, norm, enable_nested_tensor=False)
 
     theirs = seeded(make)
-    ours, variables = interop.from_torch(theirs.state_dict(), N, **said(options))
+    ours, variables = interop.from_torch(theirs.state_dict(), N, **other_options(options))
     assert error(jax.jit(ours.apply)(variables, X), ran(theirs, X)) < 2e-6
     same(theirs, ours, variables)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("layers", [None, 2])
-def test_decoders(name: str, layers: int | None) -> None:
+def test_decoders_match_torch(name: str, layers: int | None) -> None:
     options = BLOCKS[name]
 
     def make() -> Any:
@@ -122,13 +122,13 @@ def test_decoders(name: str, layers: int | None) -> None:
         return block if layers is None else torch.nn.TransformerDecoder(block, layers)
 
     theirs = seeded(make)
-    ours, variables = interop.from_torch(theirs.state_dict(), N, **said(options))
+    ours, variables = interop.from_torch(theirs.state_dict(), N, **other_options(options))
     want = ran(theirs, X, Y, tgt_mask=torch.tensor(~np.tri(5, dtype=bool)))
     assert error(jax.jit(ours.apply)(variables, X, Y), want) < 2e-6
     same(theirs, ours, variables)
 
 
-def test_bfloat16() -> None:
+def test_bfloat16_weights_stay_bfloat16() -> None:
     theirs = seeded(lambda: torch.nn.MultiheadAttention(D, N).bfloat16())
     _, variables = interop.from_torch(theirs.state_dict(), N)
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("bfloat16")}
@@ -151,12 +151,12 @@ ATTENTION = torch.nn.MultiheadAttention
         (lambda: ({"out_proj.weight": np.ones((D, D))}, N), "missing in_proj_weight"),
     ],
 )
-def test_mistakes(given: Any, told: str) -> None:
+def test_wrong_state_dicts_raise(given: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         interop.from_torch(*given())
 
 
-def test_what_torch_has_not() -> None:
+def test_other_objects_raise() -> None:
     with pytest.raises(TypeError, match="to_torch takes an attention layer"):
         interop.to_torch(3, {})
 
@@ -181,7 +181,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("told", REFUSED)
-def test_what_torch_would_compute_otherwise(told: str) -> None:
+def test_layers_that_torch_lacks_raise(told: str) -> None:
     module = REFUSED[told]
     variables = random_like(jax.eval_shape(module.init, jax.random.key(0), X))
     with pytest.raises(ValueError, match=told.partition(" in a ")[0]):

@@ -1,4 +1,4 @@
-"""vit-pytorch's ViT: logits, features, gradients, and state dicts that come back to the bit."""
+"""vit-pytorch's ViT: logits, features, gradients, and state dicts that convert back bitwise."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_model(name: str, tmp_path: Any) -> None:
+def test_vit_matches_vit_pytorch(name: str, tmp_path: Any) -> None:
     options = SIZE | CASES[name]
     theirs = seeded(lambda: library.ViT(**options))
     config = {"model_type": "vit_pytorch", **options}
@@ -44,17 +44,17 @@ def test_the_model(name: str, tmp_path: Any) -> None:
     gradient, got = jax.jit(jax.grad(loss, has_aux=True))(OURS[:, :height, :width])
     assert error(got, want.detach().numpy()) < 1e-5
     assert error(gradient.transpose(0, 3, 1, 2), images.grad.numpy()) < 1e-4
-    found = to_tensors(family, variables)
+    actual = to_tensors(family, variables)
     for key, x in arrays(theirs).items():
-        if x.size:  # An empty cls_token says nothing.
-            np.testing.assert_array_equal(found.pop(key), x)
-    assert not found
+        if x.size:  # Skip an empty cls_token.
+            np.testing.assert_array_equal(actual.pop(key), x)
+    assert not actual
     interop.save(config, variables, tmp_path)
     _, loaded = interop.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)
 
 
 @pytest.mark.parametrize("change", [{"pool": "max"}, {"heads": 1, "dim_head": 16}], ids=str)
-def test_what_ours_has_not(change: dict[str, Any]) -> None:
+def test_unsupported_options_raise(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"the config's {next(iter(change))}"):
         interop.family({"model_type": "vit_pytorch", **SIZE, **change})

@@ -1,7 +1,7 @@
-"""Which calls the contract is held on: a table of factors, and rows that cover it.
+"""The calls of the kernels' contract: a table of factors, and rows that cover it.
 
-The product of the factors has far more rows than could be run. Mistakes need two or three
-factors to meet, so the ordinary suite covers every pair of values, and the grid every triple.
+The product of the factors has far more rows than could run. Mistakes need two or three factors to
+meet, so the ordinary suite covers every pair of values, and the grid every triple.
 """
 
 import functools
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax_mha import explain, kernels
 
 _PLAIN = (jax.ShapeDtypeStruct((1, 128, 4, 64), jnp.float32),) * 3
-# Those that run here: the others, made for other devices, have tests of their own.
+# The kernels that run here; the ones for other devices have their own tests.
 KERNELS = tuple(name for name in kernels.KERNELS if name not in explain(*_PLAIN).refused)
 
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -34,23 +34,23 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "plain", "bias", "bias_of_keys", "bias_of_heads", "bias_of_rows", "alibi", "t5", "cap",
         "sinks", "all_scores",
     ),
-    # Scores of a few units, or up to ±50: then most rows give all weight to one key.
+    # Scores of a few units, or up to ±50: then most queries give all weight to one key.
     "spread": ("soft", "sharp"),
     "heads": ("mha", "gqa", "mqa", "dv"),
     "dtype": ("float32", "bfloat16", "float16"),
     "dropout": ("no_dropout", "dropout", "dropout_broadcast"),
-    # Where queries and keys stand: from 0, with their ends aligned, or anywhere.
+    # Positions of queries and keys: from 0, with aligned ends, or anywhere.
     "place": ("from_0", "aligned", "scattered"),
-    # Whether masks and positions are known before tracing.
+    # Masks and positions are static or traced.
     "given": ("known", "traced"),
 }  # fmt: skip
 
-# Rows of the ordinary suite, for each kernel.
+# The number of rows in the ordinary suite, per kernel.
 ORDINARY = 260
 
 
 class Case(NamedTuple):
-    """One value of each factor."""
+    """A choice of one value for each factor."""
 
     mask: str
     size: str
@@ -70,12 +70,12 @@ Tuples = set[tuple[tuple[int, str], ...]]
 
 
 def tuples_of(row: Sequence[str], strength: int) -> Iterator[tuple[tuple[int, str], ...]]:
-    """The combinations of that many values in a row, each with the index of its factor."""
+    """Return the combinations of `strength` values in a row, each value with its factor's index."""
     return itertools.combinations(enumerate(row), strength)
 
 
 def all_tuples(factors: Mapping[str, Sequence[str]], strength: int) -> Tuples:
-    """The combinations that some row has."""
+    """Return the combinations that some row has."""
     columns = [[(n, value) for value in values] for n, values in enumerate(factors.values())]
     return {
         combination
@@ -87,11 +87,11 @@ def all_tuples(factors: Mapping[str, Sequence[str]], strength: int) -> Tuples:
 def covering(
     factors: Mapping[str, Sequence[str]], strengths: Sequence[int]
 ) -> Iterator[Sequence[str]]:
-    """Rows that cover all combinations of each strength in turn, by a greedy choice."""
+    """Yield rows that cover all combinations of each strength in turn, by a greedy choice."""
     draw = random.Random(0)
     missing = {strength: all_tuples(factors, strength) for strength in strengths}
     for strength in strengths:
-        # In an order that does not depend on hashes.
+        # Sorted: the order must not depend on hashes.
         for seed in sorted(missing[strength]):
             while seed in missing[strength]:
                 row = _best(dict(seed), missing[strength], strength, draw, [*factors.values()])
@@ -104,7 +104,7 @@ def _best(
     row: dict[int, str], missing: Tuples, strength: int, draw: random.Random,
     columns: Sequence[Sequence[str]],
 ) -> list[str]:  # fmt: skip
-    """Fills a row up, each factor with the value that covers most of what is missing."""
+    """Complete a row, choosing for each factor the value that covers most missing combinations."""
     free = [n for n in range(len(columns)) if n not in row]
     draw.shuffle(free)
     for n in free:
@@ -118,17 +118,17 @@ def _best(
 
 
 def rows() -> Iterator[Case]:
-    """Rows that cover all pairs, as few as a greedy choice finds; then all triples likewise."""
+    """Return rows that cover all pairs, chosen greedily, then rows for all triples."""
     return (Case(*row) for row in covering(FACTORS, (2, 3)))
 
 
 @functools.cache
 def ordinary() -> list[Case]:
-    """The rows of the ordinary suite: every pair of values."""
+    """Return the rows of the ordinary suite, which cover every pair of values."""
     return list(itertools.islice(rows(), ORDINARY))
 
 
 @functools.cache
 def grid() -> list[Case]:
-    """The other rows: with the ordinary ones, every triple of values."""
+    """Return the other rows. With the ordinary ones they cover every triple of values."""
     return list(rows())[ORDINARY:]

@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures that stand in for accelerators in tests of kernels."""
 
 import functools
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from tests.kernels import cudnn_model
 
 @pytest.fixture
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device that says it is a TPU, where Pallas is interpreted; blocks of 128."""
+    """Make the one device report itself as a TPU, with Pallas interpreted and blocks of 128."""
     _interpret(monkeypatch, True)
     for name in ("_outputs", "_gradients"):
-        # What is traced here must not be found by tests that compile it.
+        # Tests that compile these must not find traces made here.
         monkeypatch.setattr(splash, name, getattr(splash, name).__wrapped__)
     monkeypatch.setattr(sharding, "platform", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -31,7 +31,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tpu_memory(tpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same with its memories and copies between them, of which no two may race. Slow."""
+    """Run as `tpu` with its memories and copies, and check that no two race. Slow."""
     _interpret(monkeypatch, pltpu.InterpretParams(detect_races=True))
     monkeypatch.setattr(interpreter, "races", None)
     yield
@@ -52,7 +52,9 @@ def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One device that says it is a GPU with a recent cuDNN; its primitives are not replaced."""
+    """Make the one device report itself as a GPU with a recent cuDNN. Primitives are not
+    replaced.
+    """
     monkeypatch.setattr(sharding, "platform", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(primitives, "gpu", lambda platform: primitives.Gpu((9, 0), (9, 20, 0)))
@@ -60,8 +62,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def nvidia(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
-    """Such a device, where a model stands in for cuDNN."""
-    # Asked once a process: of the model, whose arguments are others, the answer would be no.
+    """Run as `hopper` with a model in place of cuDNN."""
+    # Checked once per process, before the model with its other arguments is in place.
     assert private_jax.missing("cudnn") is None
     monkeypatch.setattr(primitives.fused, "_dot_product_attention_fwd_impl", cudnn_model.forward)
     monkeypatch.setattr(primitives.fused, "_dot_product_attention_bwd_impl", cudnn_model.backward)

@@ -1,10 +1,10 @@
-"""What cuDNN does, in jnp: its primitives by their meaning, and where it promises nothing, NaN.
+"""A model of cuDNN's primitives in jnp, with NaN wherever cuDNN promises nothing.
 
-It stands in for them on machines without a GPU. Written from the graph that XLA builds of them
-(scale, bias, masks that select, softmax; backward from lse and Σ dout·out), not from our kernel.
+It replaces them on machines without a GPU. It follows the graph that XLA builds of them (scale,
+bias, masks that select, softmax; backward from lse and Σ dout·out), not flax_mha's kernel.
 
-In the ragged layout each run is a sequence of its own, as in XLA's graph: q, k, v, out and their
-gradients by offsets, the lse a line for each run. What no run covers is not written, and NaN here.
+In the ragged layout each run is its own sequence, as in XLA's graph: q, k, v, out and their
+gradients by offsets, the lse in one line per run. Values outside all runs are NaN.
 """
 
 import jax
@@ -15,7 +15,7 @@ MASKS = {fused.MaskType.PADDING: False, fused.MaskType.PADDING_CAUSAL: True}
 
 
 def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, window, score_mod):
-    """Float32 [rows, N, T, S]: −∞ where masked."""
+    """Compute the float32 scores [rows, N, T, S], −∞ if masked."""
     (rows, T, N, F), (_, S, K, _) = q.shape, k.shape
     has_bias, has_dbias = variadic_args
     assert q.dtype == k.dtype
@@ -42,7 +42,7 @@ def scores(q, k, bias, q_length, k_length, scale, variadic_args, mask_type, wind
     if MASKS[mask_type]:
         seen &= (j <= i)[None]
     if window is not None:
-        # Without causality the window would have no end.
+        # Without causality the window has no end.
         assert MASKS[mask_type]
         assert window > 0
         seen &= (i - window < j)[None]
@@ -59,7 +59,7 @@ def forward(
     score_mod_args=(), *, scale, seed, dropout_rate, variadic_args, mask_type, layout,
     sliding_window_length, is_training, score_mod=None,
 ):  # fmt: skip
-    """Rows without a key are NaN, and so is what stands behind a row's length."""
+    """Compute out and lse. Fully masked queries, and positions beyond a row's length, are NaN."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
     assert score_mod_args == ()
     check((page_table_k, page_table_v), seed, dropout_rate, layout)
@@ -79,7 +79,7 @@ def of_rows(q, k, v, bias, q_length, k_length, *settings):
     p = jnp.exp(x - top)
     total = p.sum(-1, keepdims=True)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], 2)
-    # As in a kernel, a weight of 0 times NaN is NaN.
+    # As in the kernel, a weight of 0 times NaN is NaN.
     out = jnp.einsum("bnts,bsnf->btnf", (p / total).astype(q.dtype), v)
     return out.astype(q.dtype), (top + jnp.log(total))[..., 0]
 
@@ -89,7 +89,7 @@ def backward(
     activation, fwd_output, grad_output, score_mod_args=(), *, scale, seed, dropout_rate,
     variadic_args, mask_type, layout, sliding_window_length, score_mod=None,
 ):  # fmt: skip
-    """From lse, out and dout as they are given."""
+    """Compute the gradients from the given lse, out and dout."""
     q, k, v, q_length, k_length = query, key, value, q_seqlen, kv_seqlen
     assert score_mod_args == ()
     lse, out, dout = activation, fwd_output, grad_output
@@ -104,8 +104,8 @@ def backward(
         )
         out, dout = (taken(x, covered_q) for x in (out, dout))
         dq, dk, dv = gradients(q, k, v, bias, *lengths, lse, out, dout, *settings)
-        places = (covered_q, query.shape), (covered_k, key.shape), (covered_k, key.shape)
-        return [joined(x, *place) for x, place in zip((dq, dk, dv), places, strict=True)]
+        targets = (covered_q, query.shape), (covered_k, key.shape), (covered_k, key.shape)
+        return [joined(x, *target) for x, target in zip((dq, dk, dv), targets, strict=True)]
     return gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings)
 
 
@@ -120,7 +120,7 @@ def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):
     ds = p * (dp - delta[..., None])
     slope = ds
     if settings[-1] is not None:
-        # As JAX gives it to XLA, of the scores before it.
+        # Like JAX, compute it from the scores before the function.
         plain = jnp.einsum("btnf,bsnf->bnts", q, wide[0].astype(q.dtype),
                            preferred_element_type=jnp.float32) * scale  # fmt: skip
         (slope,) = jax.vjp(settings[-1], plain)[1](ds)
@@ -136,12 +136,12 @@ def gradients(q, k, v, bias, q_length, k_length, lse, out, dout, *settings):
 
 
 def cut(q, k, v, q_lengths, k_lengths, q_offsets, k_offsets):
-    """The runs as rows, their lengths, and the places of their tokens among all [runs, L].
+    """Return the runs as rows, their lengths, and their tokens' indices among all [runs, L].
 
-    As JAX says it of lengths [rows, runs] and offsets [rows, runs + 1] in which −1 is nothing: what
-    is not −1 moves to the front, and the n-th length is that of the n-th offset.
+    JAX describes them by lengths [rows, runs] and offsets [rows, runs + 1], where −1 means no run.
+    Other entries move to the front, and the n-th length belongs to the n-th offset.
     """
-    places = []
+    indices = []
     for x, lengths, offsets in ((q, q_lengths, q_offsets), (k, k_lengths, k_offsets)):
         rows, L = x.shape[:2]
         assert lengths.shape == (rows, offsets.shape[1] - 1)
@@ -154,18 +154,18 @@ def cut(q, k, v, q_lengths, k_lengths, q_offsets, k_offsets):
         (order,) = jnp.nonzero(lengths.reshape(-1) >= 0, size=count, fill_value=count)
         length = jnp.take(lengths.reshape(-1), order, fill_value=0)
         place = begin + jnp.arange(L)[None]
-        # Beyond its length stands what follows; nobody promises what it is.
-        places.append((jnp.where(jnp.arange(L)[None] < length[:, None], place, rows * L), length))
-    (of_q, q_length), (of_k, k_length) = places
+        # Beyond a run's length its contents are undefined.
+        indices.append((jnp.where(jnp.arange(L)[None] < length[:, None], place, rows * L), length))
+    (of_q, q_length), (of_k, k_length) = indices
     return taken(q, of_q), taken(k, of_k), taken(v, of_k), q_length, k_length, of_q, of_k
 
 
-def taken(x, places):
-    """Tokens [runs, L, …] of x [rows, L, …], 1 where there are none."""
-    return jnp.take(x.reshape(-1, *x.shape[2:]), places, 0, mode="fill", fill_value=1)
+def taken(x, indices):
+    """Return the tokens [runs, L, …] of x [rows, L, …], 1 where there are none."""
+    return jnp.take(x.reshape(-1, *x.shape[2:]), indices, 0, mode="fill", fill_value=1)
 
 
-def joined(x, places, shape):
-    """The other way, with NaN where nothing is written."""
+def joined(x, indices, shape):
+    """Write the runs back to their rows, with NaN outside all runs."""
     empty = jnp.full((shape[0] * shape[1], *shape[2:]), jnp.nan, x.dtype)
-    return empty.at[places].set(x, mode="drop").reshape(shape)
+    return empty.at[indices].set(x, mode="drop").reshape(shape)

@@ -1,6 +1,6 @@
-"""Holds one call of one kernel against the float64 oracle, for kernels with tests of their own.
+"""A check of one kernel call against the float64 oracle, for kernels with their own tests.
 
-As in the contract: an error is at most twice that of plain attention in the same dtype.
+As in the contract, an error is at most twice the error of plain attention in the same dtype.
 """
 
 import jax
@@ -11,7 +11,7 @@ from flax_mha import dot_product_attention
 from flax_mha.base.coordinates import whole
 from flax_mha.base.shapes import Dims
 from tests.kernels.test_contract import FLOOR, GRADIENTS
-from tests.support import oracle, plain
+from tests.support import oracle, plain_attention
 
 B, N, H, HV = 2, 4, 8, 5
 
@@ -28,7 +28,7 @@ def table(mask, t: int, s: int) -> np.ndarray | None:
 
 
 def check(kernel: str, operands: list[jax.Array], known: dict, call, learned: dict) -> None:
-    """Holds outputs, lse and all gradients of call(learned) against the oracle's."""
+    """Check outputs, lse and all gradients of call(learned) against the oracle."""
     *qkv, cotangent = operands
 
     @jax.jit
@@ -44,13 +44,13 @@ def check(kernel: str, operands: list[jax.Array], known: dict, call, learned: di
     out, lse, gradients, learned_gradients = run(qkv, learned)
     expected, expected_lse, _ = oracle.attention(*qkv, **known)
     exact = oracle.attention_gradients(*qkv, cotangent=cotangent, **known)
-    rounded, _, rounded_gradients = plain.attention(*qkv, cotangent=cotangent, **known)
+    rounded, _, rounded_gradients = plain_attention.attention(*qkv, cotangent=cotangent, **known)
     assert oracle.error(out, expected) <= max(FLOOR, 2 * oracle.error(rounded, expected))
     seen = np.isfinite(expected_lse)
     np.testing.assert_array_equal(np.isneginf(lse), ~seen)
     np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=2e-5)
-    found = dict(zip("qkv", gradients, strict=True)) | learned_gradients
-    for name, got in found.items():
+    actual = dict(zip("qkv", gradients, strict=True)) | learned_gradients
+    for name, got in actual.items():
         want, yardstick = getattr(exact, name), getattr(rounded_gradients, name)
         if name == "bias":
             yardstick = oracle.summed_to(yardstick, np.shape(want))

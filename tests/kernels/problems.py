@@ -1,6 +1,6 @@
-"""The call that a case describes, and what the float64 oracle says of it.
+"""The call that a case describes, and its results by the float64 oracle.
 
-Scores, as the masks of `scenes`, are written twice: as the library's, and in NumPy.
+Scores are written twice, like the masks of `scenes`: as the library's, and in NumPy.
 """
 
 import functools
@@ -17,26 +17,26 @@ from flax_mha.masks import Mask
 from flax_mha.scores import Alibi, Bias, RelativeBias, ScoreMod, SoftCap
 from tests.kernels.cases import Case
 from tests.kernels.scenes import MASKS, N, Scene
-from tests.support import oracle, plain
+from tests.support import oracle, plain_attention
 
 H = 8
 HEADS = {"mha": (4, H), "gqa": (2, H), "mqa": (1, H), "dv": (2, 5)}
 CAP, RATE, KEY = 1.5, 0.3, 7
-# Times scores of variance 1: the greatest of a few thousand are near 50.
+# This times scores of variance 1: the largest of a few thousand are near 50.
 SHARP = 15
-# Sinks of little, some and most of the weight.
+# Sinks that take little, some and most of the weight.
 SINKS = np.array([0.0, 1.0, -2.0, 5.0], np.float32)
 
 
 def bucket_of(distance: np.ndarray) -> np.ndarray:
-    """T5's bucket of j − i, of 32 up to 128, in integers: 8 exact ones, then two an octave."""
+    """Return T5's bucket of j − i (32 buckets up to 128): 8 exact ones, then two per octave."""
     size = np.abs(distance)
     far = sum((size * size >= 64 * 2**k).astype(int) for k in range(1, 8))
     return np.where(distance > 0, 16, 0) + np.where(size < 8, size, 8 + far)
 
 
 def learned_of(score: str, at: Scene, dtype: str) -> dict[str, np.ndarray]:
-    """The arrays of a case's scores, by the names used here."""
+    """Return the arrays of a case's scores, by the names used here."""
     shapes = {
         "bias": (*at.batch, N, at.T, at.S), "bias_of_keys": (at.S,),
         "bias_of_heads": (N, 1, at.S), "bias_of_rows": (*at.batch, 1, 1, at.S),
@@ -64,7 +64,7 @@ def mods_of(score: str, learned: dict[str, jax.Array]) -> tuple[ScoreMod, ...]:
 
 
 def bias_of(at: Scene, learned: dict[str, np.ndarray]) -> np.ndarray | None:
-    """What the scores add up to, over all rows, heads, queries and keys."""
+    """Return the sum of the scores' biases, over all rows, heads, queries and keys."""
     total = at.table(np.zeros((1, 1, 1, 1)))
     if "bias" in learned:
         total = total + oracle.float64(learned["bias"])
@@ -78,7 +78,7 @@ def bias_of(at: Scene, learned: dict[str, np.ndarray]) -> np.ndarray | None:
 def learned_gradients(
     at: Scene, learned: dict[str, np.ndarray], exact: oracle.Gradients
 ) -> dict[str, np.ndarray]:
-    """The gradients of the scores' arrays from that of their sum."""
+    """Compute the gradients of the scores' arrays from the gradient of their sum."""
     found = {} if exact.sinks is None else {"sinks": exact.sinks}
     if exact.bias is None:
         return found
@@ -95,17 +95,17 @@ def learned_gradients(
 
 
 class Problem(NamedTuple):
-    """A call, and the truth about it.
+    """A call and its exact results.
 
     Attributes:
       qkv: the operands.
-      cotangents: of out and lse.
-      learned: arrays of scores, that take gradients.
+      cotangents: the cotangents of out and lse.
+      learned: arrays of scores that take gradients.
       given: mask, q_positions and kv_positions.
-      call: further arguments from the learned arrays.
+      call: a function from the learned arrays to further arguments.
       truth: out, lse and gradients by name, in float64.
-      plain: the same as `tests.support.plain` computes them.
-      sizes: how large the gradients would be if nothing cancelled.
+      plain: the same values by `tests.support.plain_attention`.
+      sizes: the sizes of the gradients if nothing cancelled.
     """
 
     qkv: tuple[jax.Array, ...]
@@ -127,7 +127,7 @@ def problem_of(case: Case) -> Problem:
 
 
 def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -> Problem:
-    """The problem of that mask, whose table is known."""
+    """Build the problem of this mask with its known table."""
     K, Hv = HEADS[case.heads]
     sizes = [(at.T, N, H), (at.S, K, H), (at.S, K, Hv), (at.T, N, Hv)]
     q, k, v, dout = (at.rng.normal(size=(*at.batch, *size)) for size in sizes)
@@ -153,7 +153,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
 
     known |= {"cotangent": operands[3], "lse_cotangent": dlse}
     truth = by_name(at, learned, *exact(*operands[:3], **known))
-    rounded = by_name(at, learned, *plain.attention(*operands[:3], **known))
+    rounded = by_name(at, learned, *plain_attention.attention(*operands[:3], **known))
     rounded |= {name: rounded[name].astype(x.dtype) for name, x in learned.items()}
     positive = oracle.attention_gradients(*operands[:3], **known, cancelling=False)
     sizes = {
@@ -161,7 +161,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
         for name, x in by_name(at, learned, truth["out"], truth["lse"], positive).items()
         if name not in ("out", "lse")
     }
-    # A number is the other way to say that positions count from it.
+    # A number means that positions count from it.
     ends = case.place == "aligned" and case.given == "known"
     q_positions = at.S - at.T if ends else at.q_positions
     given = (mask, q_positions, at.kv_positions)
@@ -169,7 +169,7 @@ def pose(at: Scene, mask: Mask | None, allowed: np.ndarray | None, case: Case) -
 
 
 def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradients]:
-    """Out, lse and gradients by the oracle."""
+    """Compute out, lse and gradients with the oracle."""
     rest = {name: x for name, x in known.items() if "cotangent" not in name}
     out, lse, _ = oracle.attention(*qkv, **rest)
     return out, lse, oracle.attention_gradients(*qkv, **known)
@@ -178,7 +178,7 @@ def exact(*qkv: Any, **known: Any) -> tuple[np.ndarray, np.ndarray, oracle.Gradi
 def by_name(
     at: Scene, learned: dict[str, Any], out: np.ndarray, lse: np.ndarray, found: oracle.Gradients
 ) -> dict[str, np.ndarray]:
-    """Results, and gradients of operands and learned arrays."""
+    """Return results, and gradients of operands and learned arrays, by name."""
     named = {"out": out, "lse": lse, "q": found.q, "k": found.k, "v": found.v}
     return named | learned_gradients(at, learned, found)
 
@@ -189,5 +189,5 @@ def _keep(broadcast: bool, *coordinates: jax.Array) -> jax.Array:
 
 
 def kept(at: Scene, broadcast: bool) -> np.ndarray:
-    """The weights that dropout leaves; tests of dropout say what the pattern must be."""
+    """Return the weights that dropout keeps. Tests of dropout check the pattern itself."""
     return np.asarray(_keep(broadcast, at.row, at.head[None], at.i, at.j))

@@ -1,6 +1,6 @@
-"""Where the calls of the contract take place: coordinates, and masks by name.
+"""Coordinates for the contract's calls, and masks by name.
 
-Each mask is written twice: as the library's value, and in NumPy from the definition.
+Each mask is written twice: as the library's value, and in NumPy from its definition.
 """
 
 import math
@@ -51,23 +51,25 @@ class Scene:
         return np.reshape(rows, (*self.batch, T)), self.rng.permutation(2 * S)[:S]
 
     def over(self, x: np.ndarray, axis: int) -> np.ndarray:
-        """Numbers [*batch], or for each query (axis 3) or key (axis 2) [*batch, ·] or [·]."""
+        """Return the numbers shaped to broadcast: [*batch], or per query (axis 3) or key (axis
+        2).
+        """
         rows = self.rows if x.ndim > 1 or axis == 0 else 1
         return x.reshape(rows, 1, *{0: (1, 1), 2: (1, -1), 3: (-1, 1)}[axis])
 
     def table(self, allowed: np.ndarray) -> np.ndarray:
-        """The table [*batch, N, T, S]."""
+        """Return the table [*batch, N, T, S]."""
         whole = np.broadcast_to(allowed, (self.rows, N, self.T, self.S))
         return whole.reshape(*self.batch, N, self.T, self.S)
 
     def lengths(self, most: int, shape: tuple[int, ...] = ()) -> np.ndarray:
-        """Numbers up to most, [*batch, *shape]; the last is 0 where there are several."""
+        """Return numbers up to most, [*batch, *shape]. The last is 0 if there are several."""
         x = np.asarray(self.rng.integers(0, most + 1, (*self.batch, *shape)))
         x.flat[x.size - 1 :] = 0 if x.size > 1 else x
         return x
 
     def ids(self, length: int) -> np.ndarray:
-        """Sorted segment ids [*batch, length]."""
+        """Return sorted segment ids [*batch, length]."""
         return np.sort(self.rng.integers(0, 4, (*self.batch, length)))
 
 
@@ -117,7 +119,7 @@ def dense_of_keys(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def dense_in_blocks(at: Scene) -> tuple[Mask, np.ndarray]:
-    """Empty, full and mixed tiles, the same for all."""
+    """Return a mask of empty, full and mixed tiles, the same for all rows and heads."""
     coarse = at.rng.random((at.T // 40 + 1, at.S // 40 + 1)) < 0.4
     table = np.kron(coarse, np.ones((40, 40), bool))[: at.T, : at.S] > 0
     return Dense(table), table
@@ -135,7 +137,7 @@ def dilated(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def neighborhood(at: Scene) -> tuple[Mask, np.ndarray]:
-    """On a lattice of 20 × 30 tokens."""
+    """Return a neighborhood mask on an image of 20 × 30 tokens."""
     mask, allowed = Neighborhood((20, 30), (3, 8)), True
     for size, window, stride in ((20, 3, 30), (30, 8, 1)):
         q, k = (x // stride % size for x in (at.i, at.j))
@@ -152,7 +154,7 @@ def documents(at: Scene) -> tuple[Mask, np.ndarray]:
 
 
 def chosen(at: Scene) -> tuple[Mask, np.ndarray]:
-    """Of blocks of 40 keys some, for each block of 24 queries."""
+    """Return a mask with some blocks of 40 keys for each block of 24 queries."""
     blocks = at.rng.integers(-1, at.S // 40 + 2, (*at.batch, N, -(-at.T // 24), 3))
     each = np.repeat(blocks.reshape(at.rows, N, -1, 3), 24, 2)[:, :, : at.T]
     return Chosen(blocks, 24, 40), (at.j[..., None] // 40 == each[:, :, :, None]).any(-1)

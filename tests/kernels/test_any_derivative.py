@@ -1,4 +1,4 @@
-"""The context that asks for every derivative, errors without it, and costs of `checkpointed`."""
+"""The any_derivative context, errors without it, and the cost of `checkpointed`."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from tests.support import oracle
 from tests.support.meshes import changed
 
 
-def test_auto_in_the_context_has_every_derivative() -> None:
-    """Also of a function that JAX has traced before, and no longer thereafter."""
+def test_auto_has_every_derivative_in_context() -> None:
+    """Also for a function traced before, and not after the context."""
     q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 2, 8)), jnp.float32)
 
     @jax.jit
@@ -40,8 +40,8 @@ def test_auto_in_the_context_has_every_derivative() -> None:
         jax.jvp(loss, (q,), (q,))
 
 
-def asked(loss: Any, q: jax.Array) -> dict[str, Any]:
-    """Ways to ask for forward mode, by which JAX raises in different places."""
+def forward_modes(loss: Any, q: jax.Array) -> dict[str, Any]:
+    """Return calls for forward mode. They raise in different places of JAX."""
     directions = jnp.stack([q, q])
     return {
         "eager": lambda: jax.jvp(loss, (q,), (q,)),
@@ -54,13 +54,13 @@ def asked(loss: Any, q: jax.Array) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "decode"])
-def test_other_kernels_name_the_one_that_can(kernel: str) -> None:
+def test_other_kernels_name_checkpointed_in_error(kernel: str) -> None:
     q = jnp.ones((1, 8, 2, 8))
 
     def loss(q: jax.Array) -> jax.Array:
         return dot_product_attention(q, q, q, kernel=kernel).sum()
 
-    for ask in asked(loss, q).values():
+    for ask in forward_modes(loss, q).values():
         with pytest.raises(TypeError, match=f"'checkpointed' .* forward mode .*'{kernel}'; name"):
             ask()
     if kernel == "decode":
@@ -69,7 +69,9 @@ def test_other_kernels_name_the_one_that_can(kernel: str) -> None:
 
 
 def twice(attend: Any, q: jax.Array) -> dict[str, Any]:
-    """Ways to reverse mode over gradients, by which JAX meets the loops in different places."""
+    """Return calls for reverse mode over gradients, which meet the loops in different places of
+    JAX.
+    """
 
     def loss(q: jax.Array, w: jax.Array) -> jax.Array:
         return (attend(q) ** 2 * w).sum()
@@ -97,15 +99,15 @@ SCATTERED = BlockSparse(np.tile(np.array([[0, 5]], np.int32), (1, 1, 25, 1)), 8,
     [Segments(jnp.zeros((1, 200), jnp.int32)), Lengths(jnp.array([5])), SCATTERED],
     ids=["segments", "lengths", "known, scattered"],
 )
-def test_masks_whose_tiles_are_visited_one_by_one(mask: Any) -> None:
-    """`blockwise` has forward mode over gradients; reverse mode over them is a clear error."""
+def test_reverse_over_gradient_of_tilewise_masks_raises(mask: Any) -> None:
+    """Forward mode over the gradients works."""
     q = jnp.ones((1, 200, 1, 4))
 
     def attend(q: jax.Array, mask: Any) -> jax.Array:
         return dot_product_attention(q, q, q, mask=mask, kernel="blockwise")
 
     def trace(differentiate: Any) -> Any:
-        # The arrays of the mask are arguments.
+        # The mask's arrays are arguments.
         leaves, tree = jax.tree.flatten(mask)
         known = [isinstance(x, np.ndarray) for x in leaves]
 
@@ -122,7 +124,7 @@ def test_masks_whose_tiles_are_visited_one_by_one(mask: Any) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["flex", "splash"])
-def test_kernels_of_first_derivatives_say_so(tpu: None, kernel: str) -> None:
+def test_kernels_without_second_derivatives_raise(tpu: None, kernel: str) -> None:
     q = jnp.ones((1, 128, 1, 8))
 
     def loss(q: jax.Array) -> jax.Array:
@@ -138,17 +140,17 @@ def test_kernels_of_first_derivatives_say_so(tpu: None, kernel: str) -> None:
             jax.eval_shape(twice, q)
 
 
-def products(program: Any) -> int:
-    """The multiplications of a program's matrix products, loops counted as often as they run."""
+def multiplications(program: Any) -> int:
+    """Return the multiplications in a program's matmuls, with every loop iteration."""
     total = 0
     for eqn in program.eqns:
         nodes = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "jaxpr"))
-        inside = [products(getattr(x, "jaxpr", x)) for x in nodes if hasattr(x, "eqns")]
+        inside = [multiplications(getattr(x, "jaxpr", x)) for x in nodes if hasattr(x, "eqns")]
         if eqn.primitive.name == "dot_general":
             ((axes, _), _), shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
             total += eqn.outvars[0].aval.size * np.prod([shape[a] for a in axes], dtype=int)
         elif eqn.primitive.name == "cond":
-            # A tile that is passed over costs nothing.
+            # A skipped tile costs nothing.
             assert min(inside) == 0
             total += max(inside)
         else:
@@ -164,16 +166,16 @@ def test_excluded_tiles_are_skipped() -> None:
         def attend(q: jax.Array) -> jax.Array:
             return dot_product_attention(q, q, q, mask=mask, kernel="checkpointed").sum()
 
-        return products(jax.make_jaxpr(lambda q: differentiate(attend, q))(q).jaxpr)
+        return multiplications(jax.make_jaxpr(lambda q: differentiate(attend, q))(q).jaxpr)
 
     for way in (lambda f, q: jax.jvp(f, (q,), (q,)), lambda f, q: jax.grad(f)(q)):
         assert 0.5 < count(Causal(), way) / count(None, way) < 0.7
-    # What is not known is passed over where it runs, in a branch without products.
+    # A traced mask skips tiles at run time, in a branch without matmuls.
     assert count(Lengths(np.array([5])), lambda f, q: f(q)) < count(None, lambda f, q: f(q))
 
 
 def temporaries(T: int, differentiate: Any, kernel: str = "checkpointed") -> int:
-    """The bytes of them in the compiled program."""
+    """Return the bytes of temporaries in the compiled program."""
     q = jax.ShapeDtypeStruct((1, T, 1, 64), jnp.float32)
 
     @jax.jit
@@ -202,14 +204,16 @@ WAYS = {
     "way", ["jvp", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "jvp")]
 )
 def test_memory_is_linear_in_the_length(way: str) -> None:
-    """Four times the tokens take at most four times the memory; of plain einsums sixteen."""
+    """Four times the tokens take at most four times the memory. Plain einsums would take
+    sixteen.
+    """
     short, long = (temporaries(T, WAYS[way]) for T in (1024, 4096))
     assert long < 4.2 * short
     # Less than one array of all scores.
     assert long < 4096**2 * 4
 
 
-def test_a_ring_has_not_every_derivative() -> None:
+def test_ring_refuses_forward_mode() -> None:
     mesh = jax.make_mesh((1, 8), ("data", "model"))
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)
     rules = changed(heads=None, kv_heads=None, batch=None, length="model", mlp=None, vocab=None)
@@ -226,8 +230,7 @@ def test_a_ring_has_not_every_derivative() -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_in_the_context() -> None:
-    """Hessian-vector products equal those of the reference kernel."""
+def test_hessian_vector_products_of_layer_match_reference() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 300, 16)), jnp.float32)
     layer = MultiHeadAttention(2, mask=Causal())
     params = layer.init(jax.random.key(0), x)

@@ -17,7 +17,7 @@ from flax_mha.masks import Causal, Lengths, Mask, Window
 from flax_mha.scores import Alibi, SoftCap
 from tests.support.meshes import KINDS
 
-# What is costly in making a call ready, by kernel.
+# The expensive step of preparing a call, by kernel.
 LOWERING = {
     "splash": ("flax_mha.kernels.splash.mask", "lower"),
     "flex": ("flax_mha.kernels.flex", "trace"),
@@ -27,7 +27,7 @@ LOWERING = {
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each kernel has lowered a call."""
+    """Count the calls that each kernel has lowered."""
     found = dict.fromkeys(LOWERING, 0)
     for kernel, (module, name) in LOWERING.items():
         real = getattr(import_module(module), name)
@@ -68,14 +68,14 @@ def test_cudnn_lowers_once(nvidia, counts, kernel: str) -> None:
     assert counts == {"splash": 0, "flex": 0, "cudnn": 1}
 
 
-def test_a_layer_on_a_mesh_lowers_once(tpu, counts) -> None:
+def test_call_on_mesh_lowers_once(tpu, counts) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         trace("auto")
     assert counts == {"splash": 1, "flex": 0, "cudnn": 0}
 
 
-def test_auto_asks_no_further_than_it_must() -> None:
+def test_auto_stops_asking_at_first_kernel_that_runs() -> None:
     x = np.ones((1, 512, 2, 8), np.float32)
     call = bind_call(x, x, x, mask=Causal())
     found, _ = choose.decide("auto", *call, Platform("cpu"))
@@ -98,7 +98,7 @@ def test_auto_asks_no_further_than_it_must() -> None:
         (33, 512, True, "blockwise"),
     ],
 )
-def test_on_a_cpu_short_calls_take_plain_einsums(
+def test_short_calls_on_cpu_take_reference_kernel(
     rows: int, length: int, traced: bool, chosen: str
 ) -> None:
     x = jax.ShapeDtypeStruct((rows, length, 2, 8), jnp.float32)
@@ -124,7 +124,7 @@ def test_on_a_cpu_short_calls_take_plain_einsums(
         (Platform("gpu", "NVIDIA H200", cudnn=(9, 1, 0)), "blockwise"),
     ],
 )
-def test_what_a_platform_elsewhere_would_run(platform: Platform, chosen: str) -> None:
+def test_explain_for_another_platform(platform: Platform, chosen: str) -> None:
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, platform=platform).chosen == chosen
 
@@ -138,7 +138,7 @@ H200 = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
         (1, 1, 2048, 2048, "reference"),
         (1, 1, 2048, 2049, "blockwise"),
         (1, 1, 1024, 4096, "reference"),
-        # All rows and heads together: 2²⁸ scores, 1 GiB.
+        # 2²⁸ scores over all rows and heads: 1 GiB.
         (4, 16, 2048, 2048, "reference"),
         (5, 16, 2048, 2048, "blockwise"),
         (16, 16, 1024, 1024, "reference"),
@@ -153,14 +153,14 @@ def test_float32_on_a_gpu_is_bounded_in_memory(
     q = jax.ShapeDtypeStruct((rows, queries, heads, 64), jnp.float32)
     k = jax.ShapeDtypeStruct((rows, keys, 1, 64), jnp.float32)
     assert explain(q, k, k, platform=H200).chosen == chosen
-    # Rows may have several axes, and cuDNN is not bound where it takes the call.
+    # Rows may have several axes; the bound does not apply to cuDNN.
     q, k = (jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in (q, k))
     assert explain(q, k, k, platform=H200).chosen == chosen
     q, k = (jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (q, k))
     assert explain(q, k, k, platform=H200).chosen == "cudnn"
 
 
-def test_explain_says_what_runs_on_a_ring() -> None:
+def test_explain_names_strategy_and_kernel_of_ring() -> None:
     mesh = jax.make_mesh((4,), ("context",), devices=jax.devices()[:4])
     x = jax.ShapeDtypeStruct((2, 512, 3, 64), jnp.float32)
     with jax.set_mesh(mesh), nn.logical_axis_rules([("length", "context")]):
@@ -181,10 +181,10 @@ def test_explain_says_what_runs_on_a_ring() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_ring_elsewhere_would_run(
+def test_explain_of_ring_for_another_platform(
     kind: str, platform: Platform, mask: Mask | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the platform that is meant alone: the one at hand is not asked."""
+    """Only the named platform counts, not the current one."""
     mesh = jax.make_mesh((4,), ("context",), (KINDS[kind],), devices=jax.devices()[:4])
     at = NamedSharding(mesh, P(None, "context"))
     x = jax.ShapeDtypeStruct((2, 2048, 3, 64), jnp.bfloat16, sharding=at)

@@ -10,9 +10,9 @@ from flax_mha import Explanation, dot_product_attention, explain
 from tests.kernels import cases
 from tests.kernels.cases import KERNELS, Case
 from tests.kernels.problems import Problem, exact, problem_of
-from tests.support import oracle, plain
+from tests.support import oracle, plain_attention
 
-# Beside those that run here, those interpreted, and that of which a model stands in for cuDNN.
+# Kernels that run here interpreted, or on a model of cuDNN, with the fixture for each.
 PLATFORMS = {"flex": "tpu", "splash": "tpu", "cudnn": "nvidia"}
 EVERY = (*KERNELS, "decode", *PLATFORMS)
 # Relative to the norm: what no kernel is asked to be better than. In half precision no gradient,
@@ -26,10 +26,10 @@ CANCELLED = 1e-6
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The grid's cases are made only where a marker expression asks for them."""
+    """Create the grid's cases only if a marker expression asks for them."""
     if "case" not in metafunc.fixturenames:
         return
-    # Of kernels that are interpreted, and slow, every third case; with the grid all of them.
+    # Interpreted kernels are slow: they take every third case, and all with the grid.
     grid = "grid" in metafunc.config.option.markexpr
     found: list[Any] = [
         (case, kernel, (pytest.mark.grid,) if n % 3 and kernel not in KERNELS else ())
@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def run(kernel: str, problem: Problem, traced: bool) -> dict[str, np.ndarray]:
-    """What a kernel makes of a problem, by the names of the truth."""
+    """Return a kernel's results for a problem, by the names of the truth."""
 
     def attend(qkv: Any, learned: Any, given: Any) -> Any:
         mask, q_positions, kv_positions = given
@@ -68,7 +68,7 @@ def run(kernel: str, problem: Problem, traced: bool) -> dict[str, np.ndarray]:
 
 
 def errors(problem: Problem, got: dict[str, np.ndarray]) -> dict[str, float]:
-    """How far each result is from the truth."""
+    """Return the error of each result."""
     seen = np.isfinite(problem.truth["lse"])
     np.testing.assert_array_equal(np.isneginf(got["lse"]), ~seen)
     pairs = {name: (np.asarray(got[name]), want) for name, want in problem.truth.items()}
@@ -77,7 +77,9 @@ def errors(problem: Problem, got: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def bounds(problem: Problem) -> dict[str, float]:
-    """The errors allowed: twice those of plain attention in the same dtype, or the floor."""
+    """Return the allowed errors: twice the errors of plain attention in the same dtype, or the
+    floor.
+    """
     yardstick = errors(problem, problem.plain)
     allowed = {name: max(FLOOR, 2 * error) for name, error in yardstick.items()}
     least = GRADIENTS[problem.qkv[0].dtype.name]
@@ -88,7 +90,7 @@ def bounds(problem: Problem) -> dict[str, float]:
 
 
 def refusal(kernel: str, problem: Problem, traced: bool) -> str | None:
-    """Why the kernel can't, if it can't."""
+    """Return the reason why the kernel refuses the problem, or None."""
     found: list[Explanation] = []
 
     def ask(given: Any) -> None:
@@ -107,21 +109,21 @@ def refusal(kernel: str, problem: Problem, traced: bool) -> str | None:
 
 
 def stands_in(kernel: str) -> str | None:
-    """The fixture of what stands in for a kernel's platform; None where it is here."""
+    """Return the fixture that stands in for a kernel's platform, or None if it is here."""
     here = kernel == "cudnn" and jax.default_backend() == "gpu"
     return None if here else PLATFORMS.get(kernel)
 
 
 @pytest.fixture
 def device(kernel: str, request: pytest.FixtureRequest) -> None:
-    """What the kernel runs on, or what stands in for it."""
+    """Set up the kernel's platform or its stand-in."""
     if platform := stands_in(kernel):
         request.getfixturevalue(platform)
 
 
 @pytest.mark.sampled(0.02)
 @pytest.mark.usefixtures("device")
-def test_against_the_oracle(case: Case, kernel: str) -> None:
+def test_kernel_matches_oracle(case: Case, kernel: str) -> None:
     problem = problem_of(case)
     if reason := refusal(kernel, problem, case.given == "traced"):
         pytest.skip(f"{kernel} refuses: {reason}")
@@ -133,7 +135,7 @@ def test_against_the_oracle(case: Case, kernel: str) -> None:
     assert not beyond, f"errors beyond their bounds: {beyond}"
 
 
-def test_on_a_gpu_cudnn_is_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_runs_natively_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stands_in("cudnn") == "nvidia"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert stands_in("cudnn") is None
@@ -157,11 +159,8 @@ def test_there_are_enough_cases() -> None:
 
 @pytest.mark.parametrize("spread", ["soft", "sharp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_the_yardstick_is_that_of_jax(dtype: str, spread: str) -> None:
-    """The errors of plain attention are those of `jax.nn`, within what another order of sums makes.
-
-    In float32 both are nothing but that order.
-    """
+def test_plain_attention_has_the_errors_of_jax_nn(dtype: str, spread: str) -> None:
+    """They agree up to the order of sums. In float32 the errors consist of this order only."""
     row = ("causal", "2x129x129", "bias_of_heads", spread, "gqa", dtype)
     problem = problem_of(Case(*row, "no_dropout", "from_0", "known"))
     q, k, v = problem.qkv
@@ -180,7 +179,7 @@ def test_the_yardstick_is_that_of_jax(dtype: str, spread: str) -> None:
         "allowed": np.tri(129, dtype=bool),
     }  # fmt: skip
     for got, ours, want in zip(
-        (out, *gradients), flat(plain.attention(q, k, v, **known), bias),
+        (out, *gradients), flat(plain_attention.attention(q, k, v, **known), bias),
         flat(exact(q, k, v, **known), bias), strict=True,
     ):  # fmt: skip
         theirs, ours = oracle.error(got, want), oracle.error(ours.astype(got.dtype), want)
@@ -189,6 +188,6 @@ def test_the_yardstick_is_that_of_jax(dtype: str, spread: str) -> None:
 
 
 def flat(found: tuple[Any, Any, oracle.Gradients], bias: Any) -> list[np.ndarray]:
-    """Out, and the gradients of q, k, v and bias."""
+    """Return out, and the gradients of q, k, v and bias."""
     out, _, gradients = found
     return [out, *gradients[:3], oracle.summed_to(gradients.bias, bias.shape)]

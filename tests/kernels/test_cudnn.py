@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA GPUs: its numbers, with a model of cuDNN in place of cuDNN."""
+"""The numbers of the kernel for NVIDIA GPUs, with a model in place of cuDNN."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.scores import SoftCap
 from tests.kernels import cudnn_model
-from tests.kernels.near import close, run
+from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
 
@@ -28,7 +28,7 @@ MASKS: dict[str, Mask | None] = {
     "beyond": Lengths(jnp.array([100, -3])),
     "lengths of queries": Lengths(jnp.array([13, 64]), jnp.array([40, 5])) & Causal(),
     "several lengths": Lengths(np.array([50, 20])) & Lengths(np.array([13, 64])),
-    # The window leaves the row's keys behind: queries from 17 on see nothing.
+    # The window leaves the row's keys behind: queries from 17 on are fully masked.
     "empty windows": Lengths(jnp.array([10, 64])) & Window(7, 0),
     "heads alike": PerHead([Window(left=T), Prefix(S), Window(), Prefix(S)]) & Causal(),
 }
@@ -40,7 +40,7 @@ MASKS: dict[str, Mask | None] = {
     [(mask, 2, "bfloat16") for mask in MASKS]
     + [(mask, K, "float16") for mask in ("none", "lengths of queries") for K in (1, 2, 4)],
 )
-def test_masks(nvidia, mask: str, K: int, dtype: str) -> None:
+def test_cudnn_masks_match_oracle(nvidia, mask: str, K: int, dtype: str) -> None:
     known = {"allowed": table(MASKS[mask], T, S)}
     check("cudnn", arrays(T, S, K, dtype), known, lambda _: {"mask": MASKS[mask]}, {})
 
@@ -48,8 +48,8 @@ def test_masks(nvidia, mask: str, K: int, dtype: str) -> None:
 @pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
 @pytest.mark.parametrize("shape", [(T, S), (N, T, S), (B, 1, T, S), (B, N, T, S)], ids=str)
-def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
-    """With gradients, and biases of −∞ that leave some queries nothing."""
+def test_cudnn_bias_matches_oracle(nvidia, mask: str, shape: tuple[int, ...]) -> None:
+    """With gradients, and biases of −∞ that fully mask some queries."""
     rng = np.random.default_rng(0)
     bias = rng.normal(size=shape)
     bias = np.where((rng.random(shape) < 0.2) | (np.arange(T)[:, None] == 3), -np.inf, bias)
@@ -61,7 +61,7 @@ def test_bias(nvidia, mask: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (1, 65), (65, 1), (33, 129), (130, 7)])
-def test_sizes(nvidia, t: int, s: int) -> None:
+def test_cudnn_sizes_match_oracle(nvidia, t: int, s: int) -> None:
     for mask in (Causal(), Window(5, 0), None):
         known, call = {"allowed": table(mask, t, s)}, {"mask": mask}
         check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
@@ -71,7 +71,7 @@ def test_sizes(nvidia, t: int, s: int) -> None:
 @pytest.mark.parametrize("mask", ["none", "window", "lengths of queries", "empty windows"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("K", [2, 4])
-def test_sinks(nvidia, mask: str, biased: bool, K: int) -> None:
+def test_cudnn_sinks_match_oracle(nvidia, mask: str, biased: bool, K: int) -> None:
     """Their share of the output, the lse with them, and their gradients."""
     learned = {"sinks": jnp.array([-100.0, -1.0, 0.5, 90.0])}
     if biased:
@@ -86,8 +86,8 @@ def test_sinks(nvidia, mask: str, biased: bool, K: int) -> None:
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("mask", ["none", "window", "empty windows"])
 @pytest.mark.parametrize("K", [2, 4])
-def test_soft_caps(nvidia, monkeypatch, mask: str, K: int) -> None:
-    """Near enough to the scores to bend them; the lse too, whose gradient is a pass of its own."""
+def test_cudnn_soft_caps_match_oracle(nvidia, monkeypatch, mask: str, K: int) -> None:
+    """With caps near the scores. The gradient of the lse takes its own pass."""
     monkeypatch.setattr(primitives, "takes_caps", lambda device: True)
     monkeypatch.setattr(private_jax, "takes", lambda function, argument: True)
     known = {"allowed": table(MASKS[mask], T, S), "cap": 1.5}
@@ -119,7 +119,7 @@ POSITIONS = {
 
 @pytest.mark.sampled(0.27)
 @pytest.mark.parametrize("name", POSITIONS)
-def test_positions(nvidia, name: str) -> None:
+def test_cudnn_positions_match_oracle(nvidia, name: str) -> None:
     q, k, mask = POSITIONS[name]
     call = {"q_positions": q, "kv_positions": k, "mask": mask, "scale": 0.7}
     allowed = None
@@ -140,7 +140,7 @@ def test_positions(nvidia, name: str) -> None:
 @pytest.mark.parametrize("sunk", [False, True])
 @pytest.mark.parametrize("with_out", [False, True])
 def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with_out: bool) -> None:
-    """Alone, and together with those of out."""
+    """Alone, and together with the output's."""
     *qkv, cotangent = arrays(T, S, 2, "bfloat16")
     rng = np.random.default_rng(0)
     dlse = jnp.asarray(rng.normal(size=(B, N, T)), jnp.float32)
@@ -165,7 +165,7 @@ def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_lse_costs_a_pass_only_where_it_is_differentiated(nvidia, monkeypatch, asked) -> None:
+def test_lse_costs_a_pass_only_if_differentiated(nvidia, monkeypatch, asked) -> None:
     calls = []
 
     def counted(*args, **kwargs):
@@ -186,7 +186,7 @@ def test_the_lse_costs_a_pass_only_where_it_is_differentiated(nvidia, monkeypatc
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
-    """What nobody sees changes nothing, forward and backward."""
+    """NaN and infinities in masked pairs change neither outputs nor gradients."""
     q, k, v, cotangent = arrays(T, S, 2, "bfloat16")
     mask = Causal() & Window(5) & Lengths(jnp.array([30, 30]), jnp.array([35, 35]))
 
@@ -205,8 +205,8 @@ def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
 @pytest.mark.sampled(0.07)
 @pytest.mark.parametrize("mask", ["all", "window", "lengths", "empty windows"])
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
-def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
-    """By the queries that may see them, and backward by the keys that these see."""
+def test_visible_nan_reaches_outputs_and_gradients(nvidia, mask: str, operand: int) -> None:
+    """It reaches the queries that see it, and backward the keys that these see."""
     *operands, cotangent = arrays(T, S, 2, "bfloat16")
     operands[operand] = operands[operand].at[0, 8, 1].set(jnp.nan)
     bad_q, bad_k = np.zeros((B, N, T), bool), np.zeros((B, N, S), bool)
@@ -219,13 +219,13 @@ def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
 
     out, lse, dq, dk, dv = (np.isnan(x) for x in both(operands))
     allowed = np.broadcast_to(table(MASKS[mask], T, S), (B, N, T, S))
-    spoiled = (allowed & (bad_q[..., None] | bad_k[:, :, None])).any(-1)
-    np.testing.assert_array_equal(lse, spoiled)
+    poisoned = (allowed & (bad_q[..., None] | bad_k[:, :, None])).any(-1)
+    np.testing.assert_array_equal(lse, poisoned)
     for x in (out, dq):
         np.testing.assert_array_equal(
-            x, np.swapaxes(spoiled, 1, 2)[..., None] & np.ones(x.shape, bool)
+            x, np.swapaxes(poisoned, 1, 2)[..., None] & np.ones(x.shape, bool)
         )
-    seen = (allowed & spoiled[..., None]).any(2).reshape(B, 2, 2, S).any(2)
+    seen = (allowed & poisoned[..., None]).any(2).reshape(B, 2, 2, S).any(2)
     for x in (dk, dv):
         np.testing.assert_array_equal(
             x, np.swapaxes(seen, 1, 2)[..., None] & np.ones(x.shape, bool)
@@ -235,8 +235,7 @@ def test_visible_nans_are_seen(nvidia, mask: str, operand: int) -> None:
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("operand", [0, 1, 2, 3], ids=["q", "k", "v", "bias"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_nans_without_a_mask(nvidia, operand: int, biased: bool) -> None:
-    """As by the reference kernel."""
+def test_nan_without_mask_spreads_as_in_reference(nvidia, operand: int, biased: bool) -> None:
     *operands, cotangent = arrays(T, S, 2, "bfloat16")
     operands.append(jnp.zeros((N, T, S), jnp.bfloat16))
     operands[operand] = operands[operand].at[0, 8, 1].set(jnp.nan)
@@ -257,8 +256,8 @@ def test_nans_without_a_mask(nvidia, operand: int, biased: bool) -> None:
 
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("scale", [0.7, np.float32(0.7), jnp.float32(0.5)], ids=str)
-def test_scale(nvidia, scale) -> None:
-    """A number goes to cuDNN; an array is multiplied to the queries, and takes a gradient."""
+def test_cudnn_scale_matches_oracle(nvidia, scale) -> None:
+    """A number is passed to cuDNN. An array multiplies the queries and takes a gradient."""
     *qkv, cotangent = arrays(T, S, 2, "bfloat16")
     known = {"scale": float(scale), "allowed": table(Causal(), T, S)}
     check("cudnn", [*qkv, cotangent], known, lambda _: {"scale": scale, "mask": Causal()}, {})
@@ -277,8 +276,8 @@ def test_scale(nvidia, scale) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("window", [None, (6, 0)])
-def test_the_model_means_what_jax_nn_means(causal: bool, lengths: bool, window) -> None:
-    """So that what is passed to cuDNN natively is what `jax.nn` would pass."""
+def test_cudnn_model_matches_jax_nn(causal: bool, lengths: bool, window) -> None:
+    """It shows that the native arguments for cuDNN are the ones that `jax.nn` would pass."""
     q, k, v, _ = arrays(T, S, 2, "bfloat16")
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, H - HV),))
     q_length, k_length = jnp.array([40, 11]), jnp.array([64, 23])

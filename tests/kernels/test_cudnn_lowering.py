@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA GPUs as XLA gets it, which needs no GPU; and on one, where there is one."""
+"""The kernel for NVIDIA GPUs as lowered for XLA without a GPU, and run on one if present."""
 
 import re
 
@@ -14,7 +14,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Lengths, Window
 from flax_mha.scores import SoftCap
-from tests.kernels.near import run
+from tests.kernels.half_precision import run
 from tests.kernels.oracle_check import B, N, arrays, check, table
 
 T, S = 128, 192
@@ -37,8 +37,8 @@ CALLS = {
 @pytest.mark.sampled(0.7)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_of_cudnn(hopper, monkeypatch, name: str, devices: int) -> None:
-    """One forward and one backward, with these native arguments, whatever is mapped."""
+def test_cudnn_calls_have_native_arguments(hopper, monkeypatch, name: str, devices: int) -> None:
+    """One forward and one backward call, under vmap too."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     call, mask, window, bias = CALLS[name]
     *qkv, _ = arrays(T, S, 2, "bfloat16")
@@ -59,14 +59,14 @@ def test_calls_of_cudnn(hopper, monkeypatch, name: str, devices: int) -> None:
             "mask_type": {mask}, "sliding_window_length": {str(window)},
             "max_seg_per_batch": {"1"},
         }  # fmt: skip
-        # No table of the mask, nor anything else of that size.
+        # No table of the mask, and no other array of that size.
         assert bool(re.search(rf"{T}x{S}x", text)) == bool(bias)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="this JAX's cuDNN has no soft caps")
 @pytest.mark.parametrize("devices", [1, 8])
-def test_a_soft_cap_is_a_function_of_the_scores(hopper, monkeypatch, devices: int) -> None:
-    """Forward and backward, and mapped."""
+def test_soft_cap_lowers_to_score_function(hopper, monkeypatch, devices: int) -> None:
+    """Forward and backward, and under vmap."""
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     *qkv, _ = arrays(T, S, 2, "bfloat16")
 
@@ -79,7 +79,7 @@ def test_a_soft_cap_is_a_function_of_the_scores(hopper, monkeypatch, devices: in
         assert called == ["soft_cap", "soft_cap_bwd"]
 
 
-def test_the_lse_is_a_second_backward(hopper) -> None:
+def test_lse_gradient_takes_a_second_backward_call(hopper) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
     text = lowered(jax.grad(lambda *x: run(*x)[1].sum(), (0, 1, 2)), *qkv)
     assert re.findall(r"__cudnn\$(\w+)", text) == ["fmhaSoftmax", "fmhaSoftmaxBackward"]
@@ -90,7 +90,7 @@ def test_the_lse_is_a_second_backward(hopper) -> None:
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-def test_on_a_mesh_each_device_calls_it(hopper) -> None:
+def test_each_device_of_mesh_calls_cudnn(hopper) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
@@ -103,7 +103,7 @@ def test_on_a_mesh_each_device_calls_it(hopper) -> None:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("t", "s"), [(T, S), (1, 64), (129, 65)])
-def test_on_a_gpu(name: str, dtype: str, t: int, s: int) -> None:
+def test_cudnn_on_gpu_matches_oracle(name: str, dtype: str, t: int, s: int) -> None:
     call = dict(CALLS[name][0])
     learned = {}
     if "bias" in call:
@@ -119,7 +119,7 @@ def test_on_a_gpu(name: str, dtype: str, t: int, s: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [None, Causal(), LENGTHS], ids=["full", "causal", "lengths"])
 @pytest.mark.parametrize("name", ["sinks", "cap"])
-def test_sinks_and_soft_caps_on_a_gpu(name: str, mask) -> None:
+def test_sinks_and_soft_caps_on_gpu_match_oracle(name: str, mask) -> None:
     if name == "cap" and not primitives.takes_caps(primitives.gpu(shards.current_platform())):
         pytest.skip("this JAX, cuDNN or GPU has no soft caps")
     learned = {"sinks": jnp.array([-1.0, 0.0, 1.0, 9.0])} if name == "sinks" else {}
@@ -132,8 +132,8 @@ def test_sinks_and_soft_caps_on_a_gpu(name: str, mask) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shift", [-120.0, 120.0])
 @pytest.mark.parametrize("s", [64, 192, 256, 1000])
-def test_rows_of_very_small_scores_on_a_gpu(shift: float, s: int) -> None:
-    """All scores near −120, where exp(0 − lse) overflows."""
+def test_very_small_scores_on_gpu_match_oracle(shift: float, s: int) -> None:
+    """All scores are near −120, where exp(0 − lse) overflows."""
     q, k, v, cotangent = arrays(s, s, 2, "bfloat16")
     q, k = q.at[..., 0].set(1.0), (k * 0.1).at[..., 0].set(shift)
     known = {"scale": 1.0, "allowed": table(Causal(), s, s)}
@@ -142,7 +142,7 @@ def test_rows_of_very_small_scores_on_a_gpu(shift: float, s: int) -> None:
 
 
 @pytest.mark.gpu
-def test_empty_rows_and_poison_on_a_gpu() -> None:
+def test_masked_nan_on_gpu_changes_nothing() -> None:
     q, k, v, _ = arrays(T, S, 2, "bfloat16")
     mask = Causal() & Window(5) & Lengths(jnp.array([30, 0]), jnp.array([100, 128]))
 
@@ -160,7 +160,7 @@ def test_empty_rows_and_poison_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_auto_takes_it_on_a_gpu() -> None:
+def test_auto_takes_cudnn_on_gpu() -> None:
     assert not isinstance(primitives.gpu(shards.current_platform()), str)
     x = jnp.ones((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, mask=Causal()).chosen == "cudnn"

@@ -1,4 +1,4 @@
-"""Packed documents on NVIDIA GPUs: cuDNN's ragged layout, with a model of cuDNN in its place."""
+"""Packed documents on NVIDIA GPUs in cuDNN's ragged layout, with a model of cuDNN."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ from flax_mha.kernels.mesh import shards
 from flax_mha.masks import Causal, Documents, Lengths, Mask, Segments, Window
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.kernels.near import close, run
+from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
 
 T = 40
@@ -43,15 +43,15 @@ MASKS: dict[str, Mask] = {
 
 
 def traced(mask: Mask) -> Mask:
-    """With arrays of JAX, which are traced inside a jit."""
+    """Convert the mask's arrays to JAX arrays, which are traced inside a jit."""
     return jax.tree.map(jnp.asarray, mask)
 
 
 @pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
-def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
-    """Forward and all gradients; known and, where that is no secret of the ids, traced."""
+def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
+    """Forward and all gradients, with static masks, and traced ones if ids are promised runs."""
     known = {"allowed": np.asarray(MASKS[name].dense(T, T, (B,), N))}
     masks = [MASKS[name]]
     if not ("ids" in name or name == "windows"):
@@ -62,8 +62,8 @@ def test_equal_to_the_definition(nvidia, name: str, K: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MASKS)
-def test_on_a_gpu(name: str) -> None:
-    """Of the sizes that documents have there; below Hopper it is refused."""
+def test_packed_documents_on_gpu_match_definition(name: str) -> None:
+    """Below Hopper cuDNN refuses them."""
     capability = primitives.gpu(shards.current_platform()).capability
     if capability < (9, 0):
         pytest.skip("packed documents need compute capability 9.0")
@@ -71,7 +71,7 @@ def test_on_a_gpu(name: str) -> None:
     check("cudnn", arrays(T, T, 4, "bfloat16"), known, lambda _: {"mask": MASKS[name]}, {})
 
 
-def test_an_id_that_comes_again_is_a_new_segment() -> None:
+def test_repeated_id_starts_new_segment_in_runs() -> None:
     ids = np.array([0, 0, 1, 0, 0, 1])
     again = np.array([0, 0, 1, 2, 2, 3])
     for given in (ids, jnp.asarray(ids)):
@@ -81,8 +81,8 @@ def test_an_id_that_comes_again_is_a_new_segment() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "reference"])
-def test_more_runs_than_promised_are_nan(nvidia, kernel: str) -> None:
-    """And nothing else is, of known ids an error."""
+def test_runs_beyond_at_most_give_nan(nvidia, kernel: str) -> None:
+    """The other runs do not change. For static ids it is an error."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
 
     @jax.jit
@@ -99,8 +99,8 @@ def test_more_runs_than_promised_are_nan(nvidia, kernel: str) -> None:
         run(*qkv, kernel, mask=Segments(IDS, runs=True, at_most=3))
 
 
-def test_no_document_sees_another(nvidia) -> None:
-    """What one holds, NaN too, changes no other's output or gradient, not by a bit."""
+def test_document_does_not_affect_others(nvidia) -> None:
+    """NaN and other changes in a document change no bit of another's output or gradient."""
     q, k, v, cotangent = arrays(T, T, 4, "bfloat16")
     mask = Causal() & Documents(LENGTHS[0])
 
@@ -123,7 +123,7 @@ def test_no_document_sees_another(nvidia) -> None:
 
 
 @pytest.mark.parametrize("with_out", [False, True])
-def test_cotangents_of_the_lse_and_sinks(nvidia, with_out: bool) -> None:
+def test_packed_lse_cotangents_and_sinks_match_reference(nvidia, with_out: bool) -> None:
     *qkv, cotangent = arrays(T, T, 4, "bfloat16")
     mask = Causal() & traced(Documents(LENGTHS)) & Lengths(jnp.array([33, 21]))
     dlse = jnp.asarray(np.random.default_rng(0).normal(size=(B, N, T)), jnp.float32)
@@ -141,8 +141,8 @@ def test_cotangents_of_the_lse_and_sinks(nvidia, with_out: bool) -> None:
     jax.tree.map(close, got, want)
 
 
-def test_vmap(nvidia) -> None:
-    """Over documents, and over keys alone."""
+def test_vmap_of_packed_documents_matches_loop(nvidia) -> None:
+    """Over documents, and over keys only."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
     several = jnp.asarray(np.stack([LENGTHS, LENGTHS[::-1], LENGTHS[:, ::-1]]))
 
@@ -166,8 +166,8 @@ def test_vmap(nvidia) -> None:
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_on_the_shards_of_a_mesh(nvidia, kind: str) -> None:
-    """Rows over one axis, heads over another: documents of a row go with it."""
+def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
+    """Rows over one axis, heads over another. The documents of a row stay with it."""
     qkv = arrays(T, T, 4, "bfloat16")[:3]
     ids = jnp.asarray(IDS)
 
@@ -211,7 +211,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(hopper, monkeypatch, name: str) -> None:
+def test_cudnn_refuses_packed_documents_with_reason(hopper, monkeypatch, name: str) -> None:
     reason, mask, call = REFUSED[name]
     call = {"capability": (9, 0), "groups": True, "T": T, "H": 64, "K": 4} | call
     gpu = primitives.Gpu(call.pop("capability"), (9, 20, 0))
@@ -226,8 +226,8 @@ def test_refusals(hopper, monkeypatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("given", ["traced", "known"])
-def test_a_layer_may_turn_each_document_from_0_on(nvidia, given: str) -> None:
-    """Its `positions` are those of rotary alone: masks go by the order of the tokens."""
+def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
+    """The layer's `positions` reach only rotary. Masks follow the order of tokens."""
     known = np.repeat(np.arange(4), LENGTHS[0]), np.concatenate([*map(np.arange, LENGTHS[0])])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, 32)), jnp.bfloat16)
     layer = MultiHeadAttention(4, rotary=Rotary(), dtype=jnp.bfloat16)
@@ -243,18 +243,18 @@ def test_a_layer_may_turn_each_document_from_0_on(nvidia, given: str) -> None:
         return jax.jit(functools.partial(call, kernel))(*map(jnp.asarray, known))
 
     close(both("cudnn"), both("reference"))
-    # What `auto` does is the same call.
+    # `auto` makes the same call.
     np.testing.assert_array_equal(both("auto"), both("cudnn"))
 
 
-def test_several_devices_without_a_mesh_refuse(hopper, monkeypatch) -> None:
+def test_packed_documents_on_several_devices_need_mesh(hopper, monkeypatch) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     x = jax.ShapeDtypeStruct((B, T, N, 64), jnp.bfloat16)
     assert "need a mesh" in explain(x, x, x, mask=Documents(LENGTHS)).refused["cudnn"]
 
 
-def test_one_run_a_row_needs_no_ragged_layout(hopper) -> None:
-    """JAX would take it for none."""
+def test_one_run_per_row_skips_ragged_layout(hopper) -> None:
+    """JAX would not recognize it as ragged."""
     *qkv, _ = arrays(T, T, 4, "bfloat16")
     for mask in (Segments(jnp.zeros(T, int), runs=True, at_most=1), Segments(np.zeros(T, int))):
         text = lowered(lambda *x, m=mask: run(*x, mask=Causal() & m)[0], *qkv)
@@ -269,8 +269,8 @@ def segments(text: str) -> list[str]:
     return re.findall(r"max_seg_per_batch\\22: (\d+)", text)
 
 
-def test_what_cudnn_is_called_with(hopper) -> None:
-    """One forward, one backward, in the ragged layout; no table of the mask."""
+def test_packed_documents_lower_to_ragged_calls(hopper) -> None:
+    """One forward and one backward call, and no table of the mask."""
     T = 128
     *qkv, _ = arrays(T, T, 4, "bfloat16")
 
@@ -285,8 +285,8 @@ def test_what_cudnn_is_called_with(hopper) -> None:
 
 
 @GROUPS
-def test_what_jax_makes_of_offsets() -> None:
-    """In numbers, as cuDNN counts them: from the first of all rows, with heads of their own."""
+def test_jax_converts_offsets_as_cudnn_counts_them() -> None:
+    """In numbers from the start of all rows, with the heads of each array."""
     q, k = (jnp.zeros((2, 10, n, 8), jnp.bfloat16) for n in (4, 2))
     dims = Dims((2,), 10, 10, 4, 2, 8, 8)
     ids = Documents(np.array([[3, 7], [10, 0]])).bind(dims).resolve(whole(dims)).q.array

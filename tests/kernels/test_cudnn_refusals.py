@@ -1,4 +1,4 @@
-"""What the kernel for NVIDIA GPUs refuses, and in which words; what auto takes, where."""
+"""Calls that the kernel for NVIDIA GPUs refuses, its reasons, and the choice of auto."""
 
 import functools
 import re
@@ -23,14 +23,14 @@ HALF = zeros((T, S), jnp.bfloat16)
 
 
 class Later(Causal):
-    """Not what its parent is."""
+    """A subclass with another meaning."""
 
     def allowed(self, at):
         return at.k >= at.q
 
 
 class Doubled(Bias):
-    """Likewise."""
+    """A subclass with another meaning."""
 
 
 REFUSED = {
@@ -76,8 +76,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(hopper, name: str) -> None:
-    """Each by name, with the same words from both functions; auto takes another kernel.
+def test_cudnn_refuses_with_reason(hopper, name: str) -> None:
+    """Both functions give the same reason, and auto takes another kernel.
 
     Arrays of JAX are traced.
     """
@@ -116,7 +116,7 @@ def device(capability: str = "9.0", version: str = "cuda 13000") -> SimpleNamesp
     (device("9.0"), 91002, 256, None),
     (device("12.0"), 92301, 128, None),
 ])  # fmt: skip
-def test_devices(monkeypatch, found, cudnn, features: int, reason: str | None) -> None:
+def test_refused_devices(monkeypatch, found, cudnn, features: int, reason: str | None) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [found])
     versions = cudnn and SimpleNamespace(cudnn_get_version=lambda: cudnn)
@@ -137,7 +137,7 @@ def test_devices(monkeypatch, found, cudnn, features: int, reason: str | None) -
     ("AMD Instinct MI300X", 64, r"knows no compute capability of 'AMD Instinct MI300X'"),
 ])  # fmt: skip
 def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | None) -> None:
-    """Those of the ambient mesh are asked, not the one at hand."""
+    """The current device does not."""
     found = jax.sharding.AbstractDevice(device_kind=kind, num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=found)
     versions = SimpleNamespace(cudnn_get_version=lambda: 92000)
@@ -158,14 +158,14 @@ def test_devices_elsewhere(monkeypatch, kind: str, features: int, reason: str | 
     (primitives.Gpu((10, 0), (9, 12, 0)), 64, True, r"SoftCap from .* got .*cudnn=\(9, 12, 0\)"),
     (primitives.Gpu((9, 0), (9, 20, 0)), 64, False, r"SoftCap from JAX 0.12, .* got \d"),
 ])  # fmt: skip
-def test_soft_caps(hopper, monkeypatch, device, features: int, newer: bool, reason) -> None:
+def test_refused_soft_caps(hopper, monkeypatch, device, features: int, newer: bool, reason) -> None:
     monkeypatch.setattr(primitives, "gpu", lambda platform: device)
     monkeypatch.setattr(private_jax, "takes", lambda function, argument: newer)
     refused = explain(*half(features=features), scores=(SoftCap(9.0),)).refused.get("cudnn")
     assert (refused is None) if reason is None else re.search(reason, refused)
 
 
-def test_inside_a_shard_map(nvidia) -> None:
+def test_cudnn_inside_shard_map_needs_check_vma_false(nvidia) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
     x = zeros((B, T, N, H), jnp.bfloat16)
@@ -181,7 +181,7 @@ def test_inside_a_shard_map(nvidia) -> None:
         jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(x)
 
 
-def test_a_mesh_without_rules(hopper) -> None:
+def test_cudnn_on_mesh_without_rules_refuses(hopper) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         refused = explain(*half(heads=2), mask=Causal()).refused
@@ -196,17 +196,17 @@ def test_a_mesh_without_rules(hopper) -> None:
     (2048, {"mask": Prefix(3)}, "reference"),
     (2049, {"mask": Prefix(3)}, "blockwise"),
 ])  # fmt: skip
-def test_auto_on_a_gpu(hopper, t: int, call: dict, chosen: str) -> None:
+def test_auto_on_gpu_chooses_kernel(hopper, t: int, call: dict, chosen: str) -> None:
     assert explain(*half(t, t), **call).chosen == chosen
 
 
-def test_several_devices_without_a_mesh(hopper, monkeypatch) -> None:
-    """XLA divides it, as JAX tells it."""
+def test_auto_takes_cudnn_on_several_devices_without_mesh(hopper, monkeypatch) -> None:
+    """XLA partitions the call as JAX directs it."""
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     assert explain(*half(), mask=Causal()).chosen == "cudnn"
 
 
-def test_elsewhere_it_refuses() -> None:
+def test_cudnn_refuses_other_platforms() -> None:
     x = zeros((B, T, N, H), jnp.bfloat16)
     call = functools.partial(dot_product_attention, x, x, x, kernel="cudnn")
     with pytest.raises(ValueError, match="runs on NVIDIA GPUs only, this is cpu"):

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
 from flax_mha.masks import Causal, Lengths
-from tests.kernels.near import close, run
+from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays
 
 T, S = 40, 64
@@ -19,7 +19,7 @@ T, S = 40, 64
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_batch_dimensions_vmap_remat_and_scan(nvidia, batch: tuple[int, ...]) -> None:
+def test_cudnn_under_vmap_remat_and_scan_matches_batch(nvidia, batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
     q, k, v = (
         jnp.asarray(rng.normal(size=(*batch, L, M, H)), jnp.bfloat16)
@@ -57,7 +57,7 @@ MAPPED = [(name,) for name in OPERANDS] + [("q", "v"), ("k", "bias"), ("q", "k",
 @pytest.mark.parametrize(("axis", "heads"), [(0, N), (1, 1)])
 @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
 def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], heads: int, axis: int) -> None:
-    """Some operands have the axis, others are shared by all."""
+    """Some operands have the axis, the others are shared."""
     R = 3
     rng = np.random.default_rng(3)
     sizes = {"q": (B, T, N, H), "k": (B, S, 2, H), "v": (B, S, 2, H), "bias": (heads, T, S)}
@@ -85,8 +85,8 @@ def test_vmap_over_any_arguments(nvidia, mapped: tuple[str, ...], heads: int, ax
         close(one_got, jnp.stack(want))
 
 
-def test_jacobians(nvidia) -> None:
-    """Of which only the cotangent is mapped."""
+def test_jacobian_matches_reference(nvidia) -> None:
+    """Only the cotangent is mapped."""
     q, k, v, _ = (x[:1, :2] for x in arrays(T, S, 2, "bfloat16"))
     results = [
         jax.jit(jax.jacrev(lambda q, kernel=kernel: run(q, k, v, kernel, mask=Causal())[0]))(q)
@@ -95,7 +95,7 @@ def test_jacobians(nvidia) -> None:
     jax.tree.map(close, *results)
 
 
-def test_gradient_of_an_unmapped_loss(nvidia) -> None:
+def test_vmapped_gradient_of_shared_cotangent(nvidia) -> None:
     """A sum has the same cotangent for all."""
     *qkv, _ = arrays(T, S, 2, "bfloat16")
     grad = jax.grad(lambda *qkv: run(*qkv, mask=Causal())[0].sum(dtype=jnp.float32), (0, 1, 2))
@@ -103,7 +103,7 @@ def test_gradient_of_an_unmapped_loss(nvidia) -> None:
     jax.tree.map(lambda one, other: close(one[:, 0], other), got, grad(*qkv))
 
 
-def test_second_derivatives_and_forward_mode_say_so(nvidia) -> None:
+def test_second_derivatives_and_forward_mode_raise(nvidia) -> None:
     *qkv, _ = arrays(T, S, 2, "bfloat16")
 
     def loss(q):
@@ -122,7 +122,7 @@ def test_second_derivatives_and_forward_mode_say_so(nvidia) -> None:
     ids=["none", "lengths"],
 )
 @pytest.mark.parametrize("shape", [None, (T, S), (B, N, T, S)], ids=str)
-def test_on_the_shards_of_a_mesh(nvidia, mask, shape: tuple[int, ...] | None) -> None:
+def test_cudnn_on_mesh_matches_one_device(nvidia, mask, shape: tuple[int, ...] | None) -> None:
     qkv = arrays(T, S, 2, "bfloat16")[:3]
     rng = np.random.default_rng(4)
     bias = None if shape is None else jnp.asarray(rng.normal(size=shape), jnp.bfloat16)

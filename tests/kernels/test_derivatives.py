@@ -1,7 +1,7 @@
 """Derivatives of every mode and order by `checkpointed`, against float64 and on meshes.
 
-All second derivatives of Σ cotangent·result along one direction are the same numbers: the
-oracle's gradients, differentiated once more by central differences.
+Second derivatives of Σ cotangent·result along one direction are the same numbers in every mode:
+the oracle's gradients, differentiated once more by central differences.
 """
 
 import functools
@@ -21,7 +21,7 @@ from tests.kernels.scenes import MASKS, Scene
 from tests.support import oracle
 from tests.support.meshes import KINDS, changed, compare
 
-# Mask, size, scores, heads, dropout, and whether the mask is known before tracing.
+# Mask, size, scores, heads, dropout, and a static or traced mask.
 CALLS = {
     "causal, several stripes": ("causal", "1x600x600", "plain", "gqa", "no_dropout", "known"),
     "tiles from tables, dropout": ("chosen", "2x100x300", "bias", "gqa", "dropout", "traced"),
@@ -36,7 +36,7 @@ EPSILON = 1e-5
 
 
 class Posed:
-    """A call, the oracle's function of it, and a direction in its arrays."""
+    """A call with the oracle's function of it, and a direction in its arrays."""
 
     def __init__(self, mask: str, size: str, score: str, heads: str, dropout: str, given: str):
         *batch, T, S = (int(n) for n in size.split("x"))
@@ -53,7 +53,7 @@ class Posed:
         )
 
     def exact(self, x: Any, gradients: bool) -> Any:
-        """The oracle's out and lse, or its gradients, in float64."""
+        """Return the oracle's out and lse, or its gradients, in float64."""
         learned, known = x["learned"], dict[str, Any](allowed=self.allowed)
         known |= {"bias": problems.bias_of(self.at, learned), "sinks": learned.get("sinks")}
         known |= {"cap": problems.CAP} if self.capped else {}
@@ -69,7 +69,7 @@ class Posed:
         return {"qkv": tuple(found[:3]), "learned": rest}
 
     def along(self, gradients: bool) -> Any:
-        """The derivative of `exact` along the direction."""
+        """Return the derivative of `exact` along the direction."""
         x, t = (jax.tree.map(oracle.float64, tree) for tree in (self.x, self.t))
 
         def moved(step: float) -> Any:
@@ -79,7 +79,7 @@ class Posed:
         return jax.tree.map(lambda a, b: (a - b) / (2 * EPSILON), ahead, behind)
 
     def attend(self, x: Any, mask: Any, kernel: str = "checkpointed") -> Any:
-        """Out and lse, 0 where that is −∞."""
+        """Return out and lse, with 0 instead of −∞."""
         mask = mask if self.traced else self.mask
         out, lse = dot_product_attention(
             *x["qkv"], mask=mask, kernel=kernel, return_residuals=True,
@@ -89,12 +89,12 @@ class Posed:
 
 
 def inner(one: Any, other: Any) -> jax.Array:
-    """The sum of the products of two trees."""
+    """Return the sum of the products of two trees."""
     return sum(map(jnp.vdot, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
 def assert_near(got: Any, want: Any, bound: float = 2e-5) -> None:
-    """Return the error relative to the expected leaves."""
+    """Check the error relative to the expected leaves."""
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert oracle.error(one, other) < bound
 
@@ -125,7 +125,7 @@ SECOND = {
 
 
 def derivatives(posed: Posed, first: Any, second: Any, **call: Any) -> tuple[Any, Any]:
-    """Each of the ways to the first derivatives, and to the second, in one program."""
+    """Compute each of the first derivatives, and of the second, in one program."""
 
     @jax.jit
     def run(x: Any, t: Any, mask: Any) -> Any:
@@ -140,7 +140,7 @@ def derivatives(posed: Posed, first: Any, second: Any, **call: Any) -> tuple[Any
 
 
 @pytest.mark.parametrize("name", ["tiles from tables, dropout", "empty rows, sinks"])
-def test_forward_mode(name: str) -> None:
+def test_forward_mode_matches_differences(name: str) -> None:
     posed = Posed(*CALLS[name])
     found, _ = derivatives(posed, {"jvp": FIRST["jvp"]}, {})
     assert_near(found["jvp"], posed.along(gradients=False))
@@ -148,7 +148,7 @@ def test_forward_mode(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_every_way_to_first_and_second_derivatives(name: str) -> None:
+def test_first_and_second_derivatives_match_differences(name: str) -> None:
     posed = Posed(*CALLS[name])
     first, second = derivatives(posed, FIRST, SECOND)
     for found, gradients in ((first, False), (second, True)):
@@ -157,13 +157,13 @@ def test_every_way_to_first_and_second_derivatives(name: str) -> None:
             assert_near(got, want)
 
 
-def test_hidden_nan_and_empty_rows() -> None:
-    """Neither reaches a tangent; that of an empty row is 0."""
+def test_hidden_nan_reaches_no_tangent() -> None:
+    """The tangent of a fully masked query is 0."""
     rng = np.random.default_rng(0)
     q, k, v, t = (jnp.asarray(rng.normal(size=(2, 20, 2, 8)), jnp.float32) for _ in range(4))
     lengths = jnp.array([13, 0])
     hidden = jnp.arange(20)[None, :, None, None] >= lengths[:, None, None, None]
-    spoiled = (q, jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
+    poisoned = (q, jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
 
     def attend(*qkv: jax.Array) -> jax.Array:
         return dot_product_attention(*qkv, mask=Lengths(lengths), kernel="checkpointed")
@@ -171,15 +171,15 @@ def test_hidden_nan_and_empty_rows() -> None:
     @jax.jit
     def run(*qkv: jax.Array) -> Any:
         tangent = functools.partial(jax.jvp, attend, tangents=(t, t, t))
-        # What is asked of an empty row must not meet its weights either.
+        # The cotangents of a fully masked query must not meet its weights either.
         asked = jnp.ones_like(q).at[1].set(jnp.nan)
         second = jax.vjp(lambda *x: tangent(x)[1], *qkv)[1](asked)
         return *tangent(qkv), second
 
-    out, tangent, second = run(*spoiled)
+    out, tangent, second = run(*poisoned)
     for x in (out, tangent):
         np.testing.assert_array_equal(x[1], 0)
-    clean = run(*(jnp.where(hidden, 0.0, x) if n else x for n, x in enumerate(spoiled)))
+    clean = run(*(jnp.where(hidden, 0.0, x) if n else x for n, x in enumerate(poisoned)))
     assert_near((out, tangent, second), clean, 1e-6)
     for x in second:
         np.testing.assert_array_equal(x[1], 0)
@@ -187,8 +187,8 @@ def test_hidden_nan_and_empty_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["checkpointed", "reference"])
-def test_third_derivatives_of_empty_rows(kernel: str) -> None:
-    """They are 0; those of the other rows are those without them."""
+def test_third_derivatives_of_fully_masked_rows_are_zero(kernel: str) -> None:
+    """The other rows' derivatives do not change."""
     rng = np.random.default_rng(0)
     q, t = (jnp.asarray(rng.normal(size=(2, 5, 1, 4)), jnp.float32) for _ in range(2))
 
@@ -210,8 +210,8 @@ def test_third_derivatives_of_empty_rows(kernel: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("over", ["heads", "ulysses", "all_gather"])
-def test_on_a_mesh(kind: str, over: str) -> None:
-    """Forward mode, and its gradient, as on one device."""
+def test_forward_mode_on_mesh_matches_one_device(kind: str, over: str) -> None:
+    """With its gradient."""
     tokens = changed(heads=None, kv_heads=None, length="model", batch="data")
     rules = sharding.RULES if over == "heads" else tokens
     kernel = "checkpointed" if over == "heads" else f"{over}:checkpointed"

@@ -1,4 +1,4 @@
-"""The dropout mask: a pure function of its coordinates, and as good as random."""
+"""The dropout mask is a pure function of its coordinates, and as good as random."""
 
 import functools
 
@@ -38,14 +38,14 @@ def slices(size: int) -> st.SearchStrategy[slice]:
 
 @pytest.mark.slow
 @given(slices(B), slices(N), slices(T), slices(S))
-def test_a_block_computed_alone_is_that_block_of_the_whole(b, n, t, s) -> None:
+def test_block_computed_alone_equals_block_of_whole(b, n, t, s) -> None:
     dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
     block = keep_block(dropout, b, n, t, s)
     np.testing.assert_array_equal(block, whole_mask()[b, n, t, s])
 
 
-def test_positions_not_places_decide() -> None:
-    """Queries given out of order draw the mask of where they stand."""
+def test_dropout_follows_positions_not_indices() -> None:
+    """Queries out of order get the mask of their positions."""
     dropout = WeightDropout.from_key(jax.random.key(0), 0.3)
     order = np.random.default_rng(0).permutation(T)
     permuted = dropout.keep(
@@ -55,7 +55,7 @@ def test_positions_not_places_decide() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
-def test_rate(rate: float) -> None:
+def test_share_of_dropped_weights_is_rate(rate: float) -> None:
     mask = whole_mask(rate=rate)
     # Five standard deviations of a binomial.
     assert abs((1 - mask.mean()) - rate) < 5 * np.sqrt(rate * (1 - rate) / mask.size)
@@ -112,7 +112,7 @@ def test_broadcast_is_one_pattern_for_all_rows_and_heads() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
 def test_attention_applies_exactly_this_mask(batch: tuple[int, ...]) -> None:
-    """Values that are one-hot in the key position make the output show the dropped weights."""
+    """With values that are one-hot in the key position, the output shows the dropped weights."""
     H = 8
     q, k = (jax.random.normal(jax.random.key(i), (*batch, 16, 4, H)) for i in (1, 2))
     v = jnp.broadcast_to(jnp.eye(16)[:, None, :], (*batch, 16, 4, 16))

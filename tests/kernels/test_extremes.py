@@ -1,4 +1,4 @@
-"""Kernels where numbers overflow, vanish or are none: several tiles each, with gradients."""
+"""Kernels with overflow, underflow, NaN and empty inputs, over several tiles, with gradients."""
 
 from typing import Any
 
@@ -21,14 +21,14 @@ DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(5)}
 
 
 def arrays(t: int = T, s: int = S) -> list[jax.Array]:
-    """q, k, v and a cotangent."""
+    """Return q, k, v and a cotangent."""
     rng = np.random.default_rng(4)
     sizes = [(t, N, H), (s, K, H), (s, K, H), (t, N, H)]
     return [jnp.asarray(rng.normal(size=(B, *size)), jnp.float32) for size in sizes]
 
 
 def pulled(kernel: str, **call: Any) -> Any:
-    """A function of q, k, v and a cotangent that gives out and the gradients."""
+    """Return a function of q, k, v and a cotangent that computes out and the gradients."""
 
     @jax.jit
     def run(q, k, v, cotangent):
@@ -44,11 +44,13 @@ def pulled(kernel: str, **call: Any) -> Any:
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("limited", [False, True])
-def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
-    """Of integers, which no dtype rounds: so the results are as exact as ever."""
+def test_scores_of_ten_thousand_match_oracle(kernel: str, dtype: str, limited: bool) -> None:
+    """The inputs are integers, which no dtype rounds, so results are as exact as for small
+    scores.
+    """
     rng = np.random.default_rng(5)
     q, k = rng.integers(-80, 81, (B, T, N, H)), rng.integers(-80, 81, (B, S, K, H))
-    # Pairs of keys between whose scores there is at most 1, and much between their gradients.
+    # Pairs of keys with scores at most 1 apart, and very different gradients.
     k[:, 1::2, :, :-2] = k[:, ::2, :, :-2]
     k[:, 1::2, :, 0] += 1
     q[..., 0], q[..., -2:] = rng.integers(-1, 2, (B, T, N)), 0
@@ -78,8 +80,8 @@ def test_scores_of_ten_thousand(kernel: str, dtype: str, limited: bool) -> None:
     {"bias": jnp.full((T, S), -jnp.inf)},
 ], ids=["dense", "lengths", "bias"])  # fmt: skip
 @pytest.mark.parametrize("more", [{}, DROPOUT | {"scores": (Alibi(),)}], ids=["plain", "more"])
-def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
-    """Exactly 0 and no gradient, whichever way it was forbidden."""
+def test_fully_masked_queries_give_zero(kernel: str, call: dict, more: dict) -> None:
+    """Exactly 0 and no gradient, for every kind of mask."""
     q, k, v, _ = arrays()
 
     @jax.jit
@@ -101,8 +103,8 @@ def test_queries_that_see_nothing(kernel: str, call: dict, more: dict) -> None:
 @pytest.mark.slow
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
-def test_some_queries_that_see_nothing(kernel: str, sinks: np.ndarray | None) -> None:
-    """Their neighbours in a tile do not change that."""
+def test_fully_masked_queries_among_others_give_zero(kernel: str, sinks: np.ndarray | None) -> None:
+    """Their neighbors in a tile do not change that."""
     lengths = np.random.default_rng(6).integers(0, 3, (B, T)) * 90
     sinks = None if sinks is None else jnp.asarray(sinks)
 
@@ -116,7 +118,7 @@ def test_some_queries_that_see_nothing(kernel: str, sinks: np.ndarray | None) ->
 
 
 SEGMENTS = Segments(np.arange(T) // 50, np.arange(S) // 50)
-# A mask, and the queries and keys that nobody sees.
+# A mask, its fully masked queries, and its keys that no query sees.
 UNSEEN: dict[str, tuple[Mask | np.ndarray, list[int], list[int]]] = {
     "dense": ((np.arange(S) != 4)[None] & (np.arange(T) != 2)[:, None], [2], [4]),
     "lengths": (Lengths(jnp.array([100, 139])), [], [139, 200, S - 1]),
@@ -130,8 +132,8 @@ UNSEEN: dict[str, tuple[Mask | np.ndarray, list[int], list[int]]] = {
 @pytest.mark.sampled(0.08)
 @kernels
 @pytest.mark.parametrize("name", UNSEEN)
-def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
-    """What a masked key, value or query holds changes nothing, forward and backward."""
+def test_masked_values_do_not_leak(kernel: str, name: str) -> None:
+    """NaN or infinities in a masked key, value or query change neither outputs nor gradients."""
     mask, queries, keys = UNSEEN[name]
     q, k, v, cotangent = arrays()
     at_q, at_k = (jnp.array(x, int) for x in (queries, keys))
@@ -146,8 +148,8 @@ def test_what_nobody_sees_does_not_leak(kernel: str, name: str) -> None:
 @pytest.mark.sampled(0.25)
 @kernels
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
-    """Finite, but their products are not: infinity times a weight of 0 must not count."""
+def test_huge_masked_numbers_do_not_leak(kernel: str, dtype: str) -> None:
+    """They are finite but their products are not: infinity times a weight of 0 must not count."""
     q, k, v, cotangent = (x.astype(dtype) for x in arrays(60, 90))
     run = pulled(kernel, mask=np.arange(90) != 4)
     clean = run(q, k, v, cotangent)
@@ -160,10 +162,10 @@ def test_huge_numbers_that_nobody_sees(kernel: str, dtype: str) -> None:
 @pytest.mark.sampled(0.25)
 @kernels
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
-def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
+def test_cotangents_of_fully_masked_queries_count_as_zero(
     kernel: str, sinks: np.ndarray | None
 ) -> None:
-    """Of their outputs, and without a sink of their lse: NaN there reaches nobody."""
+    """For their outputs, and without a sink for their lse. NaN there reaches no gradient."""
     q, k, v, cotangent = arrays(60, 90)
     dlse = jnp.ones((B, N, 60))
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -187,8 +189,7 @@ def test_what_is_asked_of_queries_that_see_nothing_counts_as_0(
 @pytest.mark.sampled(0.16)
 @kernels
 @pytest.mark.parametrize("operand", [0, 1, 2], ids="qkv")
-def test_visible_nans_are_seen(kernel: str, operand: int) -> None:
-    """A NaN reaches the queries that may see it, and only those."""
+def test_visible_nan_reaches_exactly_its_queries(kernel: str, operand: int) -> None:
     operands = arrays()
     operands[operand] = operands[operand].at[:, 130].set(jnp.nan)
     out, *_ = pulled(kernel, mask=Causal())(*operands)
@@ -203,7 +204,7 @@ def test_visible_nans_are_seen(kernel: str, operand: int) -> None:
 ], ids=["plain", "causal", "more"])  # fmt: skip
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(("t", "s"), [(0, 0), (0, 3), (3, 0), (0, 300), (300, 0)])
-def test_no_queries_and_no_keys(kernel: str, call: dict, t: int, s: int) -> None:
+def test_empty_queries_or_keys_give_zero(kernel: str, call: dict, t: int, s: int) -> None:
     out, *grads = pulled(kernel, **call)(*arrays(t, s))
     assert out.shape == (B, t, N, H)
     for x in (out, *grads):
@@ -211,8 +212,8 @@ def test_no_queries_and_no_keys(kernel: str, call: dict, t: int, s: int) -> None
 
 
 @kernels
-def test_sinks_without_keys(kernel: str) -> None:
-    """The lse is the sink, and takes its gradient."""
+def test_lse_without_keys_is_the_sink(kernel: str) -> None:
+    """The sink takes its gradient."""
     q, k, v, _ = arrays(3, 0)
 
     def total(sinks):
@@ -226,7 +227,7 @@ def test_sinks_without_keys(kernel: str) -> None:
 
 @pytest.mark.sampled(0.5)
 @kernels
-def test_repeats_are_bit_equal(kernel: str) -> None:
+def test_repeated_calls_are_bitwise_equal(kernel: str) -> None:
     run = pulled(kernel, mask=Causal() & SEGMENTS, **DROPOUT)
     one, other = (run(*arrays()) for _ in range(2))
     for x, y in zip(one, other, strict=True):
@@ -235,7 +236,7 @@ def test_repeats_are_bit_equal(kernel: str) -> None:
 
 @pytest.mark.slow
 def test_kernels_drop_the_same_weights() -> None:
-    """Bit by bit: with values that are one-hot in the key, the output shows what was kept."""
+    """Bit by bit. With values that are one-hot in the key, the output shows the kept weights."""
     q, k, _, _ = arrays()
     v = jnp.broadcast_to(jnp.eye(S)[:, None, :], (B, S, K, S))
     allowed = np.arange(S) <= np.arange(T)[:, None]
@@ -262,8 +263,8 @@ LONG = 32768
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("mask", [Causal(), Causal() & Window(left=300)], ids=["causal", "window"])
-def test_long_sequences(mask: Mask) -> None:
-    """Some queries at T = 32,768, and all that their gradient reaches."""
+def test_long_sequences_match_oracle(mask: Mask) -> None:
+    """Some queries at T = 32,768, and the gradients that they reach."""
     rng = np.random.default_rng(7)
     q, k, v = (jnp.asarray(rng.normal(size=(LONG, 1, H)), jnp.float32) for _ in range(3))
     some = np.array([0, 1, 255, 256, 511, 512, 20_000, LONG - 1])
@@ -281,8 +282,8 @@ def test_long_sequences(mask: Mask) -> None:
     np.testing.assert_array_equal(jnp.delete(dq, some, axis=0), 0)
 
 
-def test_memory_grows_with_the_length_not_its_square() -> None:
-    """The forward and backward pass at T = 32,768 would need 4 GiB for the scores of a head."""
+def test_memory_is_linear_in_length() -> None:
+    """At T = 32,768 the scores of a head would need 4 GiB."""
     x = jax.ShapeDtypeStruct((LONG, 1, H), jnp.float32)
 
     def loss(q, k, v):

@@ -1,4 +1,4 @@
-"""Our own kernel for TPUs: its numbers in Pallas' interpret modes."""
+"""The numbers of flax_mha's own TPU kernel in Pallas' interpret modes."""
 
 import functools
 from typing import Any
@@ -25,19 +25,19 @@ RNG = np.random.default_rng(3)
 IDS = np.sort(RNG.integers(0, 3, (B, S)))
 PACKED = Causal() & Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(IDS))
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)}
-# Rows of the contract's table: few of them, for each compiles up to six kernels.
+# The number of cases: few, because each compiles up to six kernels.
 SAMPLE = 17
 
 
 @functools.cache
 def sample() -> list[Case]:
-    """Of the ordinary cases those that cover the most values, then the most pairs of them."""
+    """Return the ordinary cases that cover the most values, then the most pairs of them."""
     possible = [case for case in cases.ordinary() if case.dtype != "float16"]
     chosen: list[Case] = []
     covered: set[Any] = set()
 
     def gain(case: Case) -> tuple[int, ...]:
-        # Each of these buckets is a selection, and so they take long to compile.
+        # Each T5 bucket is a selection, so these cases compile slowly.
         slow = case.score in ("t5", "all_scores") and case.score in {x.score for x in chosen}
         return -slow, *(len({*cases.tuples_of(case, n)} - covered) for n in (1, 2))
 
@@ -49,24 +49,24 @@ def sample() -> list[Case]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", sample(), ids=str)
-def test_against_the_oracle(tpu, case: Case) -> None:
+def test_flex_matches_oracle(tpu, case: Case) -> None:
     problem = problem_of(case)
     found = errors(problem, run("flex", problem, case.given == "traced"))
     allowed = bounds(problem)
     if case.dtype == "bfloat16":
-        # δ comes of an output that was rounded.
+        # δ is computed from a rounded output.
         gradients = allowed.keys() - {"out", "lse"}
         allowed |= {name: max(allowed[name], 2**-6) for name in gradients}
     assert not {name: x for name, x in found.items() if not x <= allowed[name]}
 
 
-def test_the_sample_has_every_value() -> None:
+def test_sample_has_every_value_of_each_factor() -> None:
     for n, (factor, values) in enumerate(cases.FACTORS.items()):
         assert {case[n] for case in sample()} >= {*values} - {"float16"}, factor
 
 
 def arrays(dtype: str = "float32", b: int = B) -> list[jax.Array]:
-    """q, k, v and a cotangent."""
+    """Return q, k, v and a cotangent."""
     rng = np.random.default_rng(1)
     sizes = [(T, N, H), (S, K, H), (S, K, 5), (T, N, 5)]
     return [jnp.asarray(rng.normal(size=(b, *size)), dtype) for size in sizes]
@@ -75,8 +75,8 @@ def arrays(dtype: str = "float32", b: int = B) -> list[jax.Array]:
 TABLE = np.array([0.5, -1.0, 2.0, 0.0, 1.0], np.float32)
 
 
-def own(s, row, head, i, j, w, x, t):
-    """Look-ups by head, by distance, in both, in what it closes over; and of a known entry."""
+def user_score(s, row, head, i, j, w, x, t):
+    """Look up arrays by head, by distance, by both, and by a constant index."""
     near = jnp.clip(j - i, -2, 2) + 2
     s = s * (1 + w * jnp.cos((i - j + head + row).astype(s.dtype))) + x[head] * t[0, 1]
     return s + t[head, near] + jnp.asarray(TABLE)[near] + jnp.take(x, jnp.clip(i, 0, 3))
@@ -93,7 +93,7 @@ def learned(*names: str) -> dict[str, jax.Array]:
     return {name: values[name] for name in names}
 
 
-# A call of learned arrays, and their names.
+# Each call as a function of learned arrays, and their names.
 CALLS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "everything": (
         lambda x: {
@@ -102,10 +102,10 @@ CALLS: dict[str, tuple[Any, tuple[str, ...]]] = {
         },
         ("slopes", "table", "bias", "sinks"),
     ),
-    "own": (
+    "user_score": (
         lambda x: {
             "mask": Predicate(lambda b, n, i, j, m: (i + j) % m != b, (np.array(3),)) & Causal(),
-            "scores": (Score(own, (x["w"], x["x"], x["t"])),),
+            "scores": (Score(user_score, (x["w"], x["x"], x["t"])),),
         },
         ("w", "x", "t"),
     ),
@@ -121,7 +121,7 @@ CALLS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def pulled(kernel: str, call: Any, operands: Any, x: Any, jit: Any = jax.jit) -> Any:
-    """out, lse and all gradients of call(x)."""
+    """Compute out, lse and all gradients of call(x)."""
     *qkv, cotangent = operands
 
     @jit
@@ -144,16 +144,16 @@ def close(got: Any, want: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
-def test_learned_arrays(tpu, name: str) -> None:
+def test_flex_gradients_of_learned_arrays_match_reference(tpu, name: str) -> None:
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
     close(pulled("flex", *args), pulled("reference", *args))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["everything", "own", "of keys"])
-def test_in_the_memories_of_a_tpu(tpu_memory, name: str) -> None:
-    """Nothing is read before it was written, nor while it is: of one row, for it is slow."""
+@pytest.mark.parametrize("name", ["everything", "user_score", "of keys"])
+def test_flex_reads_no_memory_before_it_is_written(tpu_memory, name: str) -> None:
+    """With races detected. One row, because it is slow."""
     call, names = CALLS[name]
 
     def one(x):
@@ -167,8 +167,8 @@ def test_in_the_memories_of_a_tpu(tpu_memory, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_dropout_is_that_of_the_reference(tpu, broadcast: bool) -> None:
-    """Values that are one-hot show which weights are dropped."""
+def test_flex_drops_the_weights_of_the_reference(tpu, broadcast: bool) -> None:
+    """One-hot values show the dropped weights."""
     q, k, _, _ = arrays()
     k = k[:, :120]
     v = jnp.broadcast_to(jnp.eye(120)[:, None], (B, 120, K, 120))
@@ -184,8 +184,8 @@ def test_dropout_is_that_of_the_reference(tpu, broadcast: bool) -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_of_a_bias_is_0_where_nobody_looks(tpu) -> None:
-    """In tiles that are skipped, too."""
+def test_bias_gradient_of_masked_pairs_is_zero(tpu) -> None:
+    """In skipped tiles too."""
     call = lambda x: {"mask": Causal(), "bias": x["bias"]}  # noqa: E731
     _, (_, grads) = pulled("flex", call, arrays(), learned("bias"))
     unseen = np.arange(S) > np.arange(T)[:, None]
@@ -195,7 +195,7 @@ def test_the_gradient_of_a_bias_is_0_where_nobody_looks(tpu) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", [np.zeros((T, S), bool), Lengths(jnp.zeros(B, int))])
-def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
+def test_fully_masked_queries_give_zero(tpu, mask: Mask) -> None:
     call = lambda x: {"mask": mask, "scores": (Alibi(x["slopes"]),)} | DROPOUT  # noqa: E731
     (out, _), grads = pulled("flex", call, arrays(), learned("slopes"))
     for x in (out, *jax.tree.leaves(grads)):
@@ -207,7 +207,7 @@ def test_queries_that_see_nothing(tpu, mask: Mask) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
-    """What a masked key, value or query holds changes nothing, forward and backward."""
+    """NaN and −∞ in masked pairs change neither outputs nor gradients."""
     q, k, v, cotangent = arrays()
     call = lambda x: {  # noqa: E731
         "mask": Predicate(lambda b, n, i, j: (j != 4) & (i != 2)), "scores": (SoftCap(2.0),),
@@ -219,8 +219,8 @@ def test_masked_pairs_do_not_leak(tpu, poison: float) -> None:
 
 
 @pytest.mark.slow
-def test_visible_nans_are_seen(tpu) -> None:
-    """A NaN reaches the queries that may see it, and the keys that these see, and only those."""
+def test_visible_nan_reaches_exactly_its_queries_and_keys(tpu) -> None:
+    """A NaN reaches the queries that see it, and backward the keys that these see."""
     q, k, v, cotangent = arrays()
     bad = k.at[:, 4].set(jnp.nan)
     for operands in ((q, bad, v, cotangent), (q, k, v.at[:, 4].set(jnp.inf), cotangent)):
@@ -233,7 +233,7 @@ def test_visible_nans_are_seen(tpu) -> None:
 
 
 @pytest.mark.slow
-def test_jit_changes_nothing_and_repeats_are_equal(tpu) -> None:
+def test_flex_is_bitwise_equal_with_and_without_jit(tpu) -> None:
     call, names = CALLS["of keys"]
     args = call, arrays(), learned(*names)
     first = pulled("flex", *args)
@@ -246,8 +246,8 @@ def test_jit_changes_nothing_and_repeats_are_equal(tpu) -> None:
 
 
 @pytest.mark.slow
-def test_vmap_remat_and_scan(tpu) -> None:
-    """With a mask and a table of tiles for each row, and a score that is shared."""
+def test_flex_under_vmap_remat_and_scan_matches_reference(tpu) -> None:
+    """With a mask and a table of tiles per row, and a shared score."""
     *qkv, _ = arrays()
     ids, table = jnp.asarray(IDS), learned("table")["table"]
 
@@ -272,21 +272,21 @@ def test_vmap_remat_and_scan(tpu) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["everything", "own"])
-def test_on_the_shards_of_a_mesh(tpu, name: str) -> None:
-    """With the dropout, the row and the head of the whole."""
+@pytest.mark.parametrize("name", ["everything", "user_score"])
+def test_flex_on_mesh_matches_one_device(tpu, name: str) -> None:
+    """Dropout follows the global row and head."""
     call, names = CALLS[name]
     args = call, arrays(), learned(*names)
     expected = pulled("reference", *args)
-    kind = AxisType.Explicit if name == "own" else AxisType.Auto
+    kind = AxisType.Explicit if name == "user_score" else AxisType.Auto
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
         close(pulled("flex", *args), expected)
 
 
 @pytest.mark.slow
-def test_tables_of_tiles_too_large_are_joined(tpu, monkeypatch) -> None:
-    """Into one for all heads and rows."""
+def test_large_tile_tables_are_merged(tpu, monkeypatch) -> None:
+    """Into one table for all heads and rows."""
     monkeypatch.setattr(flex, "TABLE", 4)
     mask = PerHead([Causal(), Window(4, 4), ~Causal(), Causal()]) & PACKED
     args = (lambda x: {"mask": mask}), arrays(), {}

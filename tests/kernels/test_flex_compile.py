@@ -1,4 +1,4 @@
-"""Our own kernel for TPUs compiled by their own compiler, which needs no TPU."""
+"""flax_mha's own TPU kernel, compiled for TPUs without one."""
 
 import importlib.util
 
@@ -51,7 +51,7 @@ def compiled(
     sizes=(),
     kernel="flex",
 ):
-    """Loss and gradients, of learned arrays too, for one device or a mesh."""
+    """Compile the loss and its gradients, of learned arrays too, for one device or a mesh."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
     names = ("data", "model")[: len(sizes)] or ("all",)
     devices = np.array(topology.devices[: int(np.prod(sizes, dtype=int))])
@@ -77,7 +77,7 @@ def compiled(
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
-def test_long_sequences_take_no_table(tpu, generation: str) -> None:
+def test_long_sequences_compile_without_mask_table(tpu, generation: str) -> None:
     def call(ids):
         return {"mask": Causal() & Segments(ids), "scores": (Alibi(),)}
 
@@ -85,27 +85,27 @@ def test_long_sequences_take_no_table(tpu, generation: str) -> None:
     text = program.as_text()
     for kernel in ("flex_forward", "flex_dq", "flex_dkv"):
         assert kernel in text
-    # Nobody asked for the gradient of the slopes.
+    # The gradient of the slopes is unused.
     assert "flex_dleaves" not in text
     assert f"{LONG},{LONG}" not in text
-    # A table would take a byte for each pair of each row and head.
+    # A table would take one byte per pair, row and head.
     assert program.memory_analysis().temp_size_in_bytes < 2 * N * LONG**2 / 16
 
 
-def own(s, row, head, i, j, w, x):
+def user_score(s, row, head, i, j, w, x):
     near = jnp.clip(j - i, -2, 2) + 2
     s = s * (1 + w * jnp.tanh((i - j + head + row).astype(s.dtype))) + x[head, 0]
     return s + x[head, near] + jnp.asarray(np.arange(5.0, dtype=np.float32))[near]
 
 
-# A call of segment ids and learned arrays, and the shapes of these.
+# Each call as a function of segment ids and learned arrays, and the arrays' shapes.
 CALLS = {
     "t5": (lambda ids, t: {"mask": Causal(), "scores": (RelativeBias(t),)}, ((N, 32),)),
     "bias, sinks, dropout": (
         lambda ids, bias, sinks: {"mask": Causal(), "bias": bias, "sinks": sinks, **DROPOUT},
         ((1000, 1000), (N,)),
     ),
-    "own": (lambda ids, w, x: {"scores": (Score(own, (w, x)),)}, ((), (N, 5))),
+    "user_score": (lambda ids, w, x: {"scores": (Score(user_score, (w, x)),)}, ((), (N, 5))),
     "traced masks": (
         lambda ids, b: {
             "mask": (Prefix(ids[:, 0]) & Lengths(ids, ids[:, 1]))
@@ -136,13 +136,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_else_compiles(tpu, name: str) -> None:
+def test_options_compile(tpu, name: str) -> None:
     dtype = jnp.float32 if name == "predicate" else jnp.bfloat16
     compiled("v5e", 1000, 64, *CALLS[name], dtype)
 
 
 @pytest.mark.parametrize("which", ["v5e 256", "v5p 256", "v6e 256", "v5e 512"])
-def test_the_blocks_of_the_table_fit(tpu, which: str) -> None:
+def test_largest_blocks_fit_in_memory(tpu, which: str) -> None:
     def call(ids, slopes):
         scores = (SoftCap(3.0), Alibi(slopes))
         return {"mask": Causal() & Segments(ids), "scores": scores, **DROPOUT}
@@ -151,7 +151,7 @@ def test_the_blocks_of_the_table_fit(tpu, which: str) -> None:
     compiled(generation, 1024, int(H), call, ((N,),), jnp.float32)
 
 
-def test_on_a_mesh_nothing_is_gathered(tpu) -> None:
+def test_flex_on_mesh_gathers_nothing(tpu) -> None:
     def call(ids, slopes):
         return {"mask": Causal() & Segments(ids), "scores": (Alibi(slopes),), **DROPOUT}
 

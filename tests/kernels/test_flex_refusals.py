@@ -1,4 +1,4 @@
-"""What our own kernel for TPUs refuses, and in which words; what it takes where others don't."""
+"""Calls that flax_mha's own TPU kernel refuses, its reasons, and calls that only it takes."""
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(tpu, monkeypatch, name: str) -> None:
-    """Each by name, with the same words from both functions; auto takes another kernel."""
+def test_flex_refuses_with_reason(tpu, monkeypatch, name: str) -> None:
+    """Both functions give the same reason, and auto takes another kernel."""
     monkeypatch.setattr(flex, "TABLE", 20)
     reason, call = REFUSED[name]
     sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "float32"}
@@ -67,7 +67,7 @@ def test_refusals(tpu, monkeypatch, name: str) -> None:
         dot_product_attention(q, k, k, kernel="flex", **call)
 
 
-def test_inside_a_shard_map(tpu) -> None:
+def test_flex_inside_shard_map_needs_check_vma_false(tpu) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
 
@@ -82,7 +82,7 @@ def test_inside_a_shard_map(tpu) -> None:
         jax.jit(jax.shard_map(call, mesh=mesh, in_specs=rows, out_specs=rows))(Q)
 
 
-def test_a_mesh_without_rules(tpu, monkeypatch) -> None:
+def test_flex_on_mesh_without_rules_refuses(tpu, monkeypatch) -> None:
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
@@ -91,7 +91,7 @@ def test_a_mesh_without_rules(tpu, monkeypatch) -> None:
         raise ValueError(refused["flex"])
 
 
-def test_auto_takes_it_where_splash_refuses(tpu) -> None:
+def test_auto_takes_flex_if_splash_refuses(tpu) -> None:
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, mask=Causal()).chosen == "splash"
     assert explain(x, x, x, mask=Causal(), scores=(Alibi(),)).chosen == "flex"
@@ -100,7 +100,7 @@ def test_auto_takes_it_where_splash_refuses(tpu) -> None:
     assert explain(small, small, small, scores=(Alibi(),)).chosen == "reference"
 
 
-def test_elsewhere_it_refuses(monkeypatch) -> None:
+def test_flex_refuses_other_platforms(monkeypatch) -> None:
     for platform in ("cpu", "gpu"):
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
         with pytest.raises(ValueError, match=f"runs on TPU only, this is {platform}"):

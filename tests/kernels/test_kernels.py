@@ -1,4 +1,4 @@
-"""What else a call of any kernel promises: scale, weights, scores of one's own, the choice."""
+"""Further promises of every kernel's calls: scale, weights, user-defined scores, the choice."""
 
 import functools
 from typing import Any
@@ -30,14 +30,14 @@ every = pytest.mark.parametrize("kernel", KERNELS)
 
 @functools.cache
 def arrays(dtype: str = "float32") -> list[jax.Array]:
-    """q, k, v and a cotangent."""
+    """Return q, k, v and a cotangent."""
     rng = np.random.default_rng(1)
     sizes = [(T, N, H), (S, K, H), (S, K, H), (T, N, H)]
     return [jnp.asarray(rng.normal(size=(B, *size)), dtype) for size in sizes]
 
 
 def pulled(call: Any, *primals: Any) -> list[jax.Array]:
-    """The result of a call and the gradients of its arguments."""
+    """Return the result of a call and the gradients of its arguments."""
 
     @jax.jit
     def run(*primals):
@@ -49,7 +49,7 @@ def pulled(call: Any, *primals: Any) -> list[jax.Array]:
 
 @every
 def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
-    """Those of a rule that are floating point: 0, and the others' gradients are as ever."""
+    """A floating-point argument has the gradient 0, and the other gradients do not change."""
     q, k, v, _ = arrays()
 
     def call(q: jax.Array, reach: Any) -> jax.Array:
@@ -65,7 +65,7 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
 @every
 @masks
 @pytest.mark.parametrize("traced", [False, True])
-def test_scale(kernel: str, mask: str, traced: bool) -> None:
+def test_scale_matches_oracle(kernel: str, mask: str, traced: bool) -> None:
     ours, allowed = MASKS[mask]
     q, k, v, cotangent = arrays()
     scale = jnp.float32(0.7) if traced else 0.7
@@ -83,8 +83,8 @@ def test_scale(kernel: str, mask: str, traced: bool) -> None:
 @every
 @masks
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 4e-3)])
-def test_weights(kernel: str, mask: str, dtype: str, bound: float) -> None:
-    """As before dropout, whatever the kernel."""
+def test_returned_weights_match_oracle(kernel: str, mask: str, dtype: str, bound: float) -> None:
+    """They are the weights before dropout."""
     ours, allowed = MASKS[mask]
     q, k, v, _ = arrays(dtype)
     _, weights = jax.jit(
@@ -100,10 +100,10 @@ def test_weights(kernel: str, mask: str, dtype: str, bound: float) -> None:
 
 @pytest.mark.slow
 @masks
-def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
+def test_kernels_agree_on_user_defined_scores(mask: str) -> None:
     """With gradients of their arguments, under dropout."""
 
-    def own(s, row, head, i, j, w):
+    def user_score(s, row, head, i, j, w):
         return s * (1 + w * jnp.cos(i - j + head + row))
 
     results = [
@@ -111,7 +111,7 @@ def test_kernels_agree_on_scores_of_ones_own(mask: str) -> None:
             lambda q, k, v, w, kernel=kernel: dot_product_attention(
                 q, k, v, mask=MASKS[mask][0], kernel=kernel, dropout_rate=0.3,
                 dropout_rng=jax.random.key(7),
-                scores=(Score(own, (w,)),),
+                scores=(Score(user_score, (w,)),),
             ),
             *arrays()[:3], jnp.float32(0.5),
         )
@@ -143,13 +143,13 @@ def test_rows_and_heads_computed_together(together: int, monkeypatch: pytest.Mon
         assert oracle.error(a, b) < 1e-5
 
 
-def test_how_many_are_computed_together() -> None:
+def test_number_of_rows_computed_together() -> None:
     def together(b: int, t: int) -> int:
         q = jnp.zeros((b, t, 6, 8))
         *_, spec = bind_call(q, q, q, mask=Causal())
         return tile_plan.plan_call(spec, attention_dims(q, q, q))[0].rows_together
 
-    # Small ones all, then as many as divide them evenly.
+    # All small ones, then as many as divide them evenly.
     assert together(1, 256) == 6
     assert together(5, 1024) == 2
     assert together(1, 8192) == 1

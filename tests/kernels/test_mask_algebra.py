@@ -1,4 +1,4 @@
-"""Kernels under masks that nobody chose: random combinations, lengths and places."""
+"""Kernels under random combinations of masks, lengths and positions."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from tests.support.algebra import Expression, evaluate, expressions
 LENGTHS = st.integers(1, 300)
 
 
-# Each example compiles: to shrink one would take minutes, and there are few to read.
+# Each example compiles: shrinking one would take minutes.
 @pytest.mark.slow
 @settings(max_examples=12, phases=[Phase.generate])
 @given(
@@ -32,7 +32,7 @@ LENGTHS = st.integers(1, 300)
     st.sampled_from(["plain", "all_scores"]),
     st.integers(0, 2**32 - 1),
 )
-def test_random_masks(
+def test_kernels_match_oracle_on_random_masks(
     expression: Expression, T: int, S: int, place: str, given: str, score: str, seed: int
 ) -> None:
     at = Scene((2,), T, S, place, seed)
@@ -52,7 +52,9 @@ def _whole(at: Scene, name: str) -> tuple:
 
 @functools.cache
 def _posed(name: str) -> tuple[Problem, dict[str, float]]:
-    """A mask's problem, which is the same known and traced, and the errors allowed."""
+    """Return the problem of a mask, the same for static and traced masks, and the allowed
+    errors.
+    """
     case = Case(name, "", "bias", "soft", "gqa", "float32", "no_dropout", "from_0", "known")
     at = Scene((2,), 257, 300, "from_0", 5)
     problem = pose(at, *_whole(at, name), case)
@@ -61,8 +63,8 @@ def _posed(name: str) -> tuple[Problem, dict[str, float]]:
 
 @pytest.mark.parametrize("given_as", ["known", "traced"])
 @pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents", "chosen"])
-def test_masks_on_lattices(name: str, given_as: str) -> None:
-    """Skipping tiles that they exclude, and in all that is left."""
+def test_kernels_match_oracle_on_structured_masks(name: str, given_as: str) -> None:
+    """Dilated windows, neighborhoods, documents and chosen blocks."""
     problem, allowed = _posed(name)
     for kernel in KERNELS:
         for part, error in errors(problem, run(kernel, problem, given_as == "traced")).items():
@@ -70,8 +72,8 @@ def test_masks_on_lattices(name: str, given_as: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[3, 2], [[3, 2], [1, 4]]])
-def test_documents_go_by_position(lengths: Any) -> None:
-    """Of the last two tokens alone, as in decoding, and of tokens in another order."""
+def test_documents_follow_positions(lengths: Any) -> None:
+    """For the last two tokens only, as in decoding, and for tokens in another order."""
     q, k, v = (np.random.default_rng(n).normal(size=(2, 7, 2, 4)) for n in range(3))
     q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
     mask = Documents(jnp.asarray(lengths))

@@ -1,4 +1,4 @@
-"""What stands in place of the softmax: formulas in float64, gradients, and who can't."""
+"""Alternatives to the softmax: formulas in float64, gradients, and kernels that refuse them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ import flax_mha
 from flax_mha import Capture, MultiHeadAttention, dot_product_attention, explain, masks, sharding
 from flax_mha.kernels import KERNELS
 from flax_mha.scores import SoftCap
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, float64, random_like
 
 B, T, S, N, K, H = 2, 5, 7, 4, 2, 6
@@ -26,7 +26,7 @@ NAMES = ["sigmoid", "softpick"]
 
 
 def weights(name: str, s: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """By the formulas, of scores [B, N, T, S] in float64."""
+    """Compute the formulas for scores [B, N, T, S] in float64."""
     if name == "sigmoid":
         return np.where(allowed, 1 / (1 + np.exp(-s) * s.shape[-1]), 0)
     e = np.where(allowed, np.expm1(s), 0)
@@ -43,8 +43,8 @@ def expected(name: str, q: Any, k: Any, v: Any, allowed: np.ndarray, cap: Any = 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 30.0])
 @pytest.mark.parametrize("masked", [False, True])
-def test_against_the_formula(name: str, size: float, masked: bool) -> None:
-    """Of scores from a millionth up to some hundreds; a query that sees nothing gives 0."""
+def test_normalizers_match_formula(name: str, size: float, masked: bool) -> None:
+    """For scores from a millionth to some hundreds. Fully masked queries give 0."""
     allowed = np.broadcast_to(np.arange(S) < np.arange(T)[:, None], (B, N, T, S))
     mask = jnp.asarray(allowed[0, 0]) if masked else None
     allowed = allowed if masked else np.ones_like(allowed)
@@ -62,8 +62,8 @@ def test_against_the_formula(name: str, size: float, masked: bool) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1e-6, 1.0])
-def test_gradients(name: str, size: float) -> None:
-    """Against finite differences of the formula in float64; NaN of masked keys does not count."""
+def test_normalizer_gradients_match_differences(name: str, size: float) -> None:
+    """Finite differences of the formula in float64. NaN in masked keys does not count."""
     allowed = np.broadcast_to(np.arange(S) < 5, (B, N, T, S))
     cotangent = RNG.normal(size=Q.shape)
 
@@ -87,8 +87,8 @@ def test_gradients(name: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_layer(name: str) -> None:
-    """In linen and nnx, decoding token by token, and with its heads divided."""
+def test_layer_with_normalizer_decodes_and_shards(name: str) -> None:
+    """In linen and nnx, token by token, and with its heads sharded."""
     layer = MultiHeadAttention(N, num_kv_heads=K, normalizer=name, mask=masks.Causal())
     params = random_like(jax.eval_shape(layer.init, KEY, X))
     whole = np.asarray(jax.jit(layer.apply)(params, X))
@@ -107,7 +107,7 @@ def test_the_layer(name: str) -> None:
         assert error(jax.jit(layer.apply)(params, X), whole) < 2e-6
 
 
-def test_others_refuse_by_name() -> None:
+def test_other_kernels_refuse_normalizers() -> None:
     told = explain(Q, KEYS, V, normalizer="sigmoid")
     assert told.chosen == "reference"
     for name in KERNELS.keys() - {"reference"}:
@@ -127,12 +127,12 @@ def test_others_refuse_by_name() -> None:
         ({"normalizer": "sigmoid", "capture": Capture(("entropy",))}, "entropy are those of"),
     ],
 )
-def test_what_has_no_meaning(call: dict[str, Any], words: str) -> None:
+def test_invalid_combinations_raise(call: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         dot_product_attention(Q, KEYS, V, **call)
 
 
-def test_the_greatest_score_is_captured() -> None:
+def test_max_logit_is_captured() -> None:
     _, seen = dot_product_attention(
         Q, KEYS, V, normalizer="sigmoid", capture=Capture(("max_logit",))
     )
@@ -140,7 +140,7 @@ def test_the_greatest_score_is_captured() -> None:
     assert error(seen["max_logit"], s.max(-1)) < 2e-6
 
 
-def test_a_divided_sequence_goes_no_ring() -> None:
+def test_ring_refuses_normalizers() -> None:
     x = np.ones((2, 8, 4, 8), np.float32)
     mesh = jax.make_mesh((4,), ("context",), devices=jax.devices()[:4])
     with (

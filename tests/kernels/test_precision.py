@@ -1,8 +1,7 @@
-"""`precision` reaches every product of a kernel, forward and backward.
+"""`precision` reaches every matmul of a kernel, forward and backward.
 
-On GPUs float32 is multiplied as TF32 unless it says otherwise: a product that it did not reach
-would have three digits among others of seven. What XLA makes of it: see
-tests/layer/test_gpu_compile.py.
+On GPUs float32 matmuls use TF32 by default: a matmul that `precision` did not reach would have
+three digits among others with seven. For XLA's result see tests/layer/test_gpu_compile.py.
 """
 
 import re
@@ -26,11 +25,11 @@ CALLS = {
 SAID = {None: "DEFAULT", "highest": "HIGHEST", "high": "HIGH"}
 
 
-def products(function, *args) -> list[str]:
-    """The precision of each product of matrices, as lowered.
+def precisions(function, *args) -> list[str]:
+    """Return the precision of each matmul, as lowered.
 
-    A factor that is a vector is the one of ones in `softmax.nan_flag`, and the other is 0 or NaN:
-    exact in any precision.
+    A factor that is a vector is the vector of ones in `softmax.nan_flag`, and the other factor is 0
+    or NaN: exact in any precision.
     """
     text = jax.jit(function).lower(*args).as_text()
     lines = re.findall(r"stablehlo\.dot_general.*?precision = \[(\w+), (\w+)\] : \((.*?)\)", text)
@@ -40,7 +39,7 @@ def products(function, *args) -> list[str]:
 @pytest.mark.parametrize("precision", SAID)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
-def test_forward_and_backward(kernel: str, call: str, precision: str | None) -> None:
+def test_precision_reaches_every_matmul(kernel: str, call: str, precision: str | None) -> None:
     q, k, v = (jnp.ones((B, n, heads, H)) for n, heads in ((T, N), (S, K), (S, K)))
 
     def attend(q, k, v):
@@ -52,8 +51,11 @@ def test_forward_and_backward(kernel: str, call: str, precision: str | None) -> 
         out, lse = attend(*qkv)
         return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
 
-    forward, backward = products(attend, q, k, v), products(jax.grad(loss, (0, 1, 2)), q, k, v)
-    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # what `softmax.of_rows` sums
+    forward, backward = (
+        precisions(attend, q, k, v),
+        precisions(jax.grad(loss, (0, 1, 2)), q, k, v),
+    )
+    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # the sums of `softmax.of_rows`
     assert set(forward) == {SAID[precision]}
     assert set(backward) - exact == {SAID[precision]} - exact
     assert len(forward) >= 2 * 2

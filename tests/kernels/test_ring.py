@@ -1,4 +1,4 @@
-"""Kernels on a ring: what each step is given, and what it computes."""
+"""Kernels on a ring: the inputs of each hop, and its computation."""
 
 import contextlib
 import functools
@@ -18,12 +18,12 @@ from flax_mha.kernels.choose import KERNELS
 from flax_mha.kernels.mesh.ring import schedule
 from flax_mha.masks import Causal, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
-from tests.kernels.near import close as near
+from tests.kernels.half_precision import close as near
 from tests.kernels.test_flex import close
 from tests.support import oracle
 
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
-# What computes attention forward: its module, and its name.
+# The module and name of each kernel's forward function.
 FORWARD = {
     "flex": ("flex.kernels", "_attend"),
     "blockwise": ("blockwise", "_loops"),
@@ -33,8 +33,8 @@ BACKWARD = ("cudnn.primitives", "backward")
 
 
 @pytest.mark.slow
-def test_on_a_ring(tpu) -> None:
-    """Each step's gradients are those of what all of them gave."""
+def test_flex_ring_matches_reference(tpu) -> None:
+    """The gradients of each hop use the results of all hops."""
     rng = np.random.default_rng(4)
     sizes = [(1, 256, 2, 8)] * 3 + [(2, 32)]
     args = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
@@ -59,7 +59,7 @@ def test_on_a_ring(tpu) -> None:
 def passes(
     of: Sequence[tuple[str, str]], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch, **call: Any
 ) -> list[int]:
-    """How often n devices run each function, for out (or all results) and its gradients."""
+    """Count how often n devices run each function, for out (or all results) and its gradients."""
     runs = [0] * len(of)
     places = [(importlib.import_module(f"flax_mha.kernels.{place}"), name) for place, name in of]
 
@@ -91,19 +91,19 @@ def passes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "n"), [("flex", 2), ("blockwise", 8)])
-def test_the_backward_pass_computes_no_attention_again(
+def test_ring_backward_runs_no_second_forward(
     tpu, kernel: str, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under a causal mask each device has a block for itself and each before it, once."""
+    """With a causal mask each device attends once to its own block and each earlier one."""
     blocks = n * (n + 1) // 2
     assert passes([FORWARD[kernel]], kernel, n, monkeypatch) == [blocks]
-    # A kernel that can't go on from what is known computes it again.
+    # A kernel that takes no saved result computes it again.
     monkeypatch.setitem(KERNELS, kernel, KERNELS[kernel]._replace(takes_result=False))
     assert passes([FORWARD[kernel]], kernel, n, monkeypatch) == [2 * blocks]
 
 
-def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its pass for the gradient of the lse is made only where that is asked for."""
+def test_cudnn_ring_runs_no_second_forward(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra backward pass for the lse runs only if the lse is returned."""
     n, blocks = 4, 10
     both = (FORWARD["cudnn"], BACKWARD)
     assert passes(both, "cudnn", n, monkeypatch) == [blocks, blocks]
@@ -119,17 +119,17 @@ def test_nor_does_cudnn(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], []),
         ([0], [((0,), 0, 0)]),
         ([3], [((3,), 3, 0)]),
-        # Blocks come from each device in turn: the first two steps and the last are no loop's.
+        # Blocks come from each device in turn. The first two hops and the last are no loop.
         (
             [0, 1, 2, 3, 4, 5, 6, 7],
             [((0,), 0, 1), ((1,), 1, 1), ((2, 3, 4, 5, 6), 1, 1), ((7,), 1, 0)],
         ),
         ([0, 7, 6, 5, 4], [((0,), 0, 7), ((7,), 7, 7), ((6, 5), 7, 7), ((4,), 7, 0)]),
-        # Of a window that looks back: what no device sees is passed over.
+        # A backward window: hops that no device needs are skipped.
         ([1, 2, 3, 6, 7], [((1,), 1, 1), ((2,), 1, 1), ((3,), 1, 3), ((6,), 3, 1), ((7,), 1, 0)]),
     ],
 )
-def test_the_way_round_is_planned(steps: list[int], legs: list[tuple[Any, ...]]) -> None:
+def test_schedule_of_hops(steps: list[int], legs: list[tuple[Any, ...]]) -> None:
     assert schedule(steps, 8) == legs
 
 
@@ -143,7 +143,7 @@ def pulled(
     kernel: str, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None,
     bias: jax.Array | None = None, *, mask: Mask | None = None,
 ) -> Any:  # fmt: skip
-    """A loss of out and lse, and its gradients."""
+    """Compute a loss of out and lse, and its gradients."""
 
     def loss(*qkvb: Any) -> jax.Array:
         out, lse = dot_product_attention(
@@ -164,21 +164,21 @@ def on_four() -> Iterator[None]:
 
 @pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
 @pytest.mark.parametrize("sunk", [False, True])
-def test_cudnn_on_a_ring(nvidia, mask, sunk: bool) -> None:
-    """What a step needs is full, the diagonal, or nothing: no position is asked."""
+def test_cudnn_ring_matches_reference(nvidia, mask, sunk: bool) -> None:
+    """Each hop is full, the diagonal or empty, so it needs no positions."""
     q, k, v = halves()
     sinks = jnp.array([0.5, -1.0, 0.0, 1.0]) if sunk else None
     expected = pulled("reference", q, k, v, sinks, mask=mask)
     with on_four():
         assert explain(q, k, v, mask=mask, sinks=sinks, kernel="ring").chosen == "cudnn"
         jax.tree.map(near, pulled("ring:cudnn", q, k, v, sinks, mask=mask), expected)
-        # Blocks that a window splits elsewhere than on the diagonal are not of one kind.
+        # A window also splits blocks off the diagonal.
         refused = explain(q, k, v, mask=Causal() & Window(20), kernel="ring").refused["cudnn"]
         assert "q_positions do not count from one number" in refused
 
 
-def test_axes_of_one_device_are_left_to_nobody() -> None:
-    """No rule names "data": Mosaic refuses to run where even such an axis is left."""
+def test_ring_leaves_no_auto_axes() -> None:
+    """Even if no rule names "data". Mosaic refuses to run with such an axis."""
     left = []
 
     def score(s: jax.Array, *at: Any) -> jax.Array:
@@ -220,8 +220,8 @@ def test_gradients_are_summed_in_float32(strategy: str, dtype: str) -> None:
     assert max(a / b for a, b in zip(over, alone, strict=True)) < 1.5, (over, alone)
 
 
-def test_cudnn_on_a_ring_with_a_bias(nvidia) -> None:
-    """Which forbids some queries the keys of a block, and one of them all keys."""
+def test_cudnn_ring_with_bias_matches_reference(nvidia) -> None:
+    """The bias hides keys of a block from some queries, and all keys from one."""
     bias = np.random.default_rng(5).normal(size=(4, 64, 64))
     bias[:, 3:9, 16:32] = -np.inf
     bias[1, 40] = -np.inf
@@ -233,8 +233,8 @@ def test_cudnn_on_a_ring_with_a_bias(nvidia) -> None:
 
 @pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
 @pytest.mark.parametrize("where", range(3))
-def test_what_is_not_finite_goes_no_further_on_a_ring(nvidia, mask, where: int) -> None:
-    """From a query, a key and a value to what they meet, as on one device."""
+def test_nan_spreads_no_further_on_cudnn_ring(nvidia, mask, where: int) -> None:
+    """From a query, a key and a value it spreads as on one device."""
     args = halves()
     args[where] = args[where].at[0, 37, 1, 2].set(jnp.nan)
     _, expected = pulled("cudnn", *args, mask=mask)

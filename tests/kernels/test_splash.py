@@ -1,4 +1,4 @@
-"""The kernel for TPUs: its numbers in Pallas' interpret mode."""
+"""The numbers of the splash kernel for TPUs in Pallas' interpret mode."""
 
 import functools
 
@@ -30,7 +30,7 @@ from tests.support import oracle
 T, S = 280, 300
 RNG = np.random.default_rng(0)
 IDS = np.sort(RNG.integers(-2, 3, (B, S)), axis=1)
-# The second row's keys have no segment of its first queries: these see nothing.
+# The second row's keys lack its first queries' segment: these are fully masked.
 PACKED = Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(np.maximum(IDS, [[-2], [0]])))
 OTHER = Segments(jnp.asarray(RNG.integers(0, 2, T)), jnp.asarray(RNG.integers(0, 2, S)))
 MASKS: dict[str, Mask | None] = {
@@ -64,7 +64,7 @@ MASKS: dict[str, Mask | None] = {
     [(mask, 2) for mask in MASKS]
     + [(mask, K) for mask in ("packed", "per head", "table of heads") for K in (1, 4)],
 )
-def test_masks(tpu, mask: str, K: int) -> None:
+def test_splash_masks_match_oracle(tpu, mask: str, K: int) -> None:
     known = {"allowed": table(MASKS[mask], T, S)}
     check("splash", arrays(T, S, K), known, lambda _: {"mask": MASKS[mask]}, {})
 
@@ -72,7 +72,7 @@ def test_masks(tpu, mask: str, K: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [4, 1])
 @pytest.mark.parametrize("mask", ["none", "packed", "lengths", "per head", "table of heads"])
-def test_sinks_and_soft_cap(tpu, mask: str, K: int) -> None:
+def test_splash_sinks_and_soft_cap_match_oracle(tpu, mask: str, K: int) -> None:
     sinks = jnp.array([0.0, 1.0, -2.0, 5.0])
     known = {"allowed": table(MASKS[mask], T, S), "sinks": sinks, "cap": 1.5}
     *qkv, cotangent = arrays(T, S, K)
@@ -87,15 +87,15 @@ def test_sinks_and_soft_cap(tpu, mask: str, K: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [1, 4])
 @pytest.mark.parametrize(("t", "s"), [(1, 1), (7, 64), (129, 257), (1, 600), (256, 128)])
-def test_sizes(tpu, K: int, t: int, s: int) -> None:
+def test_splash_sizes_match_oracle(tpu, K: int, t: int, s: int) -> None:
     mask = Causal() | Window(3, 3)
     check("splash", arrays(t, s, K), {"allowed": table(mask, t, s)}, lambda _: {"mask": mask}, {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["none", "packed"])
-def test_half_precision(tpu, mask: str) -> None:
-    """With a scale that is a power of two: others round the queries once more."""
+def test_splash_bfloat16_matches_oracle(tpu, mask: str) -> None:
+    """The scale is a power of two. Other scales round the queries once more."""
     known = {"allowed": table(MASKS[mask], T, S), "scale": 0.25}
     operands = arrays(T, S, 2, "bfloat16")
     check("splash", operands, known, lambda _: {"mask": MASKS[mask], "scale": 0.25}, {})
@@ -107,8 +107,8 @@ def run(q, k, v, mask, kernel: str = "splash", **call):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.0, -jnp.inf, 1.0, 2.0])])
-def test_cotangents_of_the_lse(tpu, sinks) -> None:
-    """Beside queries that see nothing."""
+def test_splash_lse_cotangents_match_reference(tpu, sinks) -> None:
+    """Some queries are fully masked."""
     *qkv, cotangent = arrays(T, S, 2)
     mask = MASKS["packed"]
     lse = jnp.asarray(RNG.normal(size=(B, N, T)), jnp.float32)
@@ -139,7 +139,7 @@ def test_cotangents_of_the_lse(tpu, sinks) -> None:
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_masked_pairs_do_not_leak(tpu, poison: float, skipped: bool) -> None:
-    """What a masked key, value or query holds changes nothing, forward and backward."""
+    """NaN and infinities in masked pairs change neither outputs nor gradients."""
     *qkv, cotangent = arrays(T, S, 2)
     q, k, v = qkv
     call = {"mask": Predicate(lambda b, n, i, j: (j != 4) & (i != 2))}
@@ -159,8 +159,7 @@ def test_masked_pairs_do_not_leak(tpu, poison: float, skipped: bool) -> None:
     np.testing.assert_array_equal(clean[0][:, 2], 0)
 
 
-def test_visible_nans_are_seen(tpu) -> None:
-    """A NaN reaches the queries that may see it, and only those."""
+def test_visible_nan_reaches_exactly_its_queries(tpu) -> None:
     q, k, v, _ = arrays(T, S, 2)
     for poisoned in ((q, k.at[:, 4].set(jnp.nan), v), (q, k, v.at[:, 4].set(jnp.inf))):
         out, lse = jax.jit(lambda *qkv: run(*qkv, Causal()))(*poisoned)
@@ -171,7 +170,7 @@ def test_visible_nans_are_seen(tpu) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_batch_dimensions_vmap_remat_and_scan(tpu, batch: tuple[int, ...]) -> None:
+def test_splash_under_vmap_remat_and_scan_matches_batch(tpu, batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(2)
     q, k, v = (
         jnp.asarray(rng.normal(size=(*batch, L, M, H)), jnp.float32)
@@ -206,7 +205,7 @@ def test_batch_dimensions_vmap_remat_and_scan(tpu, batch: tuple[int, ...]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("mapped", ["q", "k", "v", "sinks", "lengths", "qk", "qkv"])
 def test_vmap_over_any_arguments(tpu, mapped: str) -> None:
-    """Some operands have the axis, others are shared by all."""
+    """Some operands have the axis, the others are shared."""
     R, rng = 2, np.random.default_rng(3)
     names = [mapped] if len(mapped) > 3 else list(mapped)
     sizes = {"q": (140, 4, H), "k": (150, 2, H), "v": (150, 2, H), "sinks": (4,)}
@@ -240,7 +239,7 @@ POSITIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("mask", [Causal() & Window(60), Prefix(9) & Lengths(jnp.array([150, 9]))])
-def test_positions(tpu, positions: str, mask: Mask) -> None:
+def test_splash_positions_match_oracle(tpu, positions: str, mask: Mask) -> None:
     operands = arrays(T, S, 2)
     q, k = POSITIONS[positions]
     q, k = (
@@ -254,7 +253,7 @@ def test_positions(tpu, positions: str, mask: Mask) -> None:
 
 
 @pytest.mark.slow
-def test_traced_positions_where_only_ids_are_asked(tpu) -> None:
+def test_splash_takes_traced_positions_for_lengths(tpu) -> None:
     operands = arrays(T, S, 2)
     at = np.arange(S)[::-1]
     call = {"kv_positions": jnp.asarray(at), "mask": Lengths(jnp.array([30, 200]))}
@@ -265,7 +264,7 @@ def test_traced_positions_where_only_ids_are_asked(tpu) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["packed", "lengths and segments", "table"])
 @pytest.mark.parametrize("sinks", [None, jnp.array([0.0, 1.0, -2.0, 5.0])])
-def test_on_the_shards_of_a_mesh(tpu, mask: str, sinks) -> None:
+def test_splash_on_mesh_matches_one_device(tpu, mask: str, sinks) -> None:
     qkv = arrays(T, S, 2)[:3]
 
     def both(qkv, sinks):

@@ -1,4 +1,4 @@
-"""The kernel for TPUs compiled by their own compiler, which needs no TPU."""
+"""The splash kernel, compiled for TPUs without one."""
 
 import importlib.util
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LONG = 32768
-# What is known of the mask before tracing, whether Segments are joined to it, and the heads N, K.
+# The static mask, True to combine it with Segments, and the heads N and K.
 CALLS = {
     "causal, MHA": (Causal(), False, 2, 2),
     "segments, GQA": (None, True, 4, 2),
@@ -35,7 +35,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch, optimized: None) -> None:
 
 
 def compiled(generation, length, N, K, H, attend, dtype=jnp.bfloat16, spec=None, shape=()):
-    """Loss and gradients of attend(q, k, v, ids) for one device, or for a mesh."""
+    """Compile the loss of attend(q, k, v, ids) and its gradients, for one device or a mesh."""
     topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation])
     names = ("data", "model")[: len(shape)] or ("all",)
     devices = np.array(topology.devices[: int(np.prod(shape, dtype=int))]).reshape(shape or (1,))
@@ -57,7 +57,7 @@ def compiled(generation, length, N, K, H, attend, dtype=jnp.bfloat16, spec=None,
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 @pytest.mark.parametrize("call", CALLS)
-def test_long_sequences_take_no_table(tpu, generation: str, call: str) -> None:
+def test_long_sequences_compile_without_mask_table(tpu, generation: str, call: str) -> None:
     known, segments, N, K = CALLS[call]
 
     def attend(q, k, v, ids):
@@ -71,8 +71,8 @@ def test_long_sequences_take_no_table(tpu, generation: str, call: str) -> None:
     for phase in ("fwd", "dq", "dkv"):
         assert f"splash_mha_{phase}" in text
     assert f"{LONG},{LONG}" not in text
-    # A table would take a byte for each pair of each row and head; what is linear takes about 100
-    # MiB, most of it the 128 lanes of float32 that splash gives the lse of each query.
+    # A table would take one byte per pair, row and head. The linear arrays take about 100 MiB,
+    # mostly the 128 float32 lanes that splash gives each query's lse.
     assert program.memory_analysis().temp_size_in_bytes < 2 * N * LONG**2 / 8
 
 
@@ -87,7 +87,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_else_compiles(tpu, case: str) -> None:
+def test_options_compile(tpu, case: str) -> None:
     def attend(q, k, v, ids):
         call = {"mask": Segments(ids) & Segments(ids % 3) & Lengths(ids[:, 0]) & Causal()}
         return dot_product_attention(q, k, v, kernel="splash", **(CASES[case] or call))
@@ -97,7 +97,7 @@ def test_what_else_compiles(tpu, case: str) -> None:
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 @pytest.mark.parametrize("H", [256, 512])
-def test_the_blocks_of_the_table_fit(tpu, generation: str, H: int) -> None:
+def test_largest_blocks_fit_in_memory(tpu, generation: str, H: int) -> None:
     def attend(q, k, v, ids):
         mask = Causal() & Window(600) & Segments(ids)
         return dot_product_attention(q, k, v, mask=mask, kernel="splash")
@@ -105,7 +105,7 @@ def test_the_blocks_of_the_table_fit(tpu, generation: str, H: int) -> None:
     compiled(generation, 2048, 2, 1, H, attend, jnp.float32)
 
 
-def test_on_a_mesh_nothing_is_gathered(tpu) -> None:
+def test_splash_on_mesh_gathers_nothing(tpu) -> None:
     def attend(q, k, v, ids):
         mask = Causal() & Segments(ids)
         assert explain(q, k, v, mask=mask).chosen == "splash"

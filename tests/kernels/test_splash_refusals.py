@@ -1,4 +1,4 @@
-"""What the kernel for TPUs refuses, and in which words; what auto takes instead."""
+"""Calls that the splash kernel refuses, its reasons, and the choice of auto."""
 
 import functools
 
@@ -34,14 +34,14 @@ TRACED = zeros((T, S), bool)
 
 
 class Reversed(Segments):
-    """Not what its parent is."""
+    """A subclass with another meaning."""
 
     def allowed(self, at):
         return ~super().allowed(at)
 
 
 class Doubled(SoftCap):
-    """Likewise."""
+    """A subclass with another meaning."""
 
 
 REFUSED = {
@@ -79,8 +79,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(tpu, monkeypatch, name: str) -> None:
-    """Each by name, with the same words from both functions; auto takes another kernel.
+def test_splash_refuses_with_reason(tpu, monkeypatch, name: str) -> None:
+    """Both functions give the same reason, and auto takes another kernel.
 
     Arrays of JAX are traced.
     """
@@ -98,7 +98,7 @@ def test_refusals(tpu, monkeypatch, name: str) -> None:
         traced(functools.partial(dot_product_attention, q, k, k, kernel="splash"), call)
 
 
-def test_inside_a_shard_map(tpu) -> None:
+def test_splash_inside_shard_map_needs_check_vma_false(tpu) -> None:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     rows = jax.sharding.PartitionSpec("data")
 
@@ -121,7 +121,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_refusals_on_meshes(tpu, monkeypatch, name: str) -> None:
+def test_splash_refuses_on_meshes_with_reason(tpu, monkeypatch, name: str) -> None:
     kind, rules, reason = MESHES[name]
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     x = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32)
@@ -138,11 +138,11 @@ def test_refusals_on_meshes(tpu, monkeypatch, name: str) -> None:
         raise ValueError(refused["splash"])
 
 
-def test_auto_prefers_it_where_it_runs(tpu) -> None:
+def test_auto_prefers_splash_on_tpu(tpu) -> None:
     x = jax.ShapeDtypeStruct((2, 4096, 4, 64), jnp.bfloat16)
     assert explain(x, x, x, mask=Causal()).chosen == "splash"
 
 
-def test_elsewhere_it_refuses() -> None:
+def test_splash_refuses_other_platforms() -> None:
     with pytest.raises(ValueError, match="runs on TPU only, this is cpu"):
         dot_product_attention(Q, Q, Q, kernel="splash")

@@ -16,7 +16,7 @@ from tests.support import oracle
 
 N, K, H, T, S = 4, 2, 8, 150, 140
 OPERANDS = ("q", "k", "v", "bias", "sinks")
-# Each alone, q with each other, and all but one.
+# Each alone, q with each of the others, and all but one.
 MAPPED = [
     *((name,) for name in OPERANDS),
     *(("q", name) for name in OPERANDS[1:]),
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.parametrize("kernel", KERNELS)
 
 
 def arrays(*batch: int) -> dict[str, jax.Array]:
-    """q, k, v, a bias, sinks and a cotangent, each with those axes first."""
+    """Return q, k, v, a bias, sinks and a cotangent, each with these leading axes."""
     rng = np.random.default_rng(2)
     sizes = {
         "q": (T, N, H), "k": (S, K, H), "v": (S, K, H),
@@ -40,7 +40,7 @@ def arrays(*batch: int) -> dict[str, jax.Array]:
 
 
 def pulled(kernel: str, **call: Any) -> Any:
-    """A function of arrays that gives out and all gradients."""
+    """Return a function of the arrays that computes out and all gradients."""
 
     def run(q, k, v, bias, sinks, cotangent):
         out, pull = jax.vjp(
@@ -62,7 +62,7 @@ def assert_close(got: Any, expected: Any) -> None:
 @pytest.mark.sampled(0.03)
 @pytest.mark.parametrize("mapped", MAPPED, ids="_".join)
 def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
-    """Some operands have the axis, others are shared by all."""
+    """Some operands have the axis, the others are shared."""
     R = 2
     many, one = arrays(R), arrays()
     given = one | {name: many[name] for name in (*mapped, "cotangent")}
@@ -79,7 +79,7 @@ def test_vmap_over_any_arguments(kernel: str, mapped: tuple[str, ...]) -> None:
 
 @pytest.mark.sampled(0.5)
 def test_vmap_over_masks(kernel: str) -> None:
-    """Each row has lengths and positions of its own, which are unknown to the trace."""
+    """Each row has its own lengths and positions, which are traced."""
     x = arrays(3)
     lengths, starts = jnp.array([100, 0, S]), jnp.array([0, 40, -7])
 
@@ -94,8 +94,7 @@ def test_vmap_over_masks(kernel: str) -> None:
 
 
 @pytest.mark.slow
-def test_scan_over_layers_and_remat(kernel: str) -> None:
-    """A stack as a scan, rematerialised or not, is the loop that it stands for."""
+def test_scan_and_remat_over_layers_match_loop(kernel: str) -> None:
     layers = 3
     biases = arrays(layers)["bias"]
     rng = np.random.default_rng(3)
@@ -126,7 +125,7 @@ def test_scan_over_layers_and_remat(kernel: str) -> None:
 
 
 @pytest.mark.slow
-def test_with_and_without_jit(kernel: str) -> None:
+def test_kernels_agree_with_and_without_jit(kernel: str) -> None:
     x = arrays(2)
     x |= {"bias": x["bias"][0], "sinks": x["sinks"][0]}
     run = pulled(kernel, mask=Causal(), dropout_rate=0.2, dropout_rng=jax.random.key(0))
@@ -135,7 +134,7 @@ def test_with_and_without_jit(kernel: str) -> None:
 
 @pytest.mark.sampled(0.11)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_batch_dimensions_are_those_of_vmap(kernel: str, batch: tuple[int, ...]) -> None:
+def test_batch_dimensions_match_vmap(kernel: str, batch: tuple[int, ...]) -> None:
     q, k, v, *_ = arrays(*batch).values()
 
     def one(q, k, v):
@@ -149,7 +148,7 @@ def test_batch_dimensions_are_those_of_vmap(kernel: str, batch: tuple[int, ...])
 
 @pytest.mark.sampled(0.5)
 def test_later_keys_have_no_gradient(kernel: str) -> None:
-    """Causality: what a query gives depends on no key and no value after it, exactly."""
+    """The mask is causal, and the gradient is exactly 0."""
     x = arrays(2)
     shared = {"bias": x["bias"][0], "sinks": x["sinks"][0]}
     run = jax.jit(pulled(kernel, mask=Causal()))
@@ -164,7 +163,9 @@ def test_later_keys_have_no_gradient(kernel: str) -> None:
 
 @pytest.mark.slow
 def test_second_derivatives(kernel: str) -> None:
-    """Of every argument, where the kernel has them; the others say so, and give no wrong number."""
+    """Kernels that have them match differences. The others raise instead of returning a wrong
+    number.
+    """
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         sizes = [(2, 5, N, H), (2, 6, K, H), (2, 6, K, H), (N, 1, 6), (N,)]
@@ -188,8 +189,8 @@ def test_second_derivatives(kernel: str) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_of_gradients(kernel: str) -> None:
-    """As those of the reference kernel, over several tiles."""
+def test_gradients_of_gradients_match_reference(kernel: str) -> None:
+    """Over several tiles."""
     x = arrays(2)
     q, k, v = (x[name] for name in "qkv")
 
@@ -206,7 +207,7 @@ def test_gradients_of_gradients(kernel: str) -> None:
 
 
 def test_gradients_of_gradients_under_traced_masks(kernel: str) -> None:
-    """JAX can't reverse loops of unknown length; the error names the kernels without them."""
+    """JAX can't reverse loops of unknown length. The error names the kernels without them."""
     x = arrays(2)
     q, k, v = (x[name] for name in "qkv")
 

@@ -1,4 +1,4 @@
-"""Our function in Flax's layers, linen's and nnx's, and theirs in ours."""
+"""flax_mha's function in the layers of linen and nnx, and Flax's function in flax_mha's layer."""
 
 import functools
 import warnings
@@ -36,8 +36,8 @@ def params_of(layer: nn.Module, x: jax.Array = X) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_in_linen(deterministic: bool) -> None:
-    """Same numbers and sown weights; nothing is dropped at evaluation, and all that is else."""
+def test_our_function_in_linen_layer(deterministic: bool) -> None:
+    """Same numbers and sown weights. Dropout acts in training only."""
     plain = Flax(2, dropout_rate=0.5, force_fp32_for_softmax=True, precision="highest")
     ours = plain.clone(attention_fn=attention_fn)
     params = params_of(Flax(2))
@@ -57,7 +57,7 @@ def test_in_linen(deterministic: bool) -> None:
         assert error(out, run(ours.clone(dropout_rate=0.0))[0]) > 0.05
 
 
-def test_in_linen_decoding() -> None:
+def test_our_function_in_decoding_linen_layer() -> None:
     outs = []
     for function in (nn.dot_product_attention, attention_fn):
         layer = Flax(2, decode=True, attention_fn=function)
@@ -77,8 +77,8 @@ def test_in_linen_decoding() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.parametrize("groups", [2, 1])
-def test_in_nnx(groups: int) -> None:
-    """Causal or not, with its masks, grouped heads and sown weights."""
+def test_our_function_in_nnx_layer(groups: int) -> None:
+    """Causal or not, with nnx's masks, grouped heads and sown weights."""
 
     def run(function: Any) -> Any:
         layer = nnx.MultiHeadAttention(
@@ -96,7 +96,7 @@ def test_in_nnx(groups: int) -> None:
     assert error(weights[0], expected_weights[0]) < OUTPUT
 
 
-def test_with_our_options() -> None:
+def test_our_function_takes_options_by_partial() -> None:
     function = functools.partial(attention_fn, scores=(scores.SoftCap(2.0),), kernel="reference")
     ours = MultiHeadAttention(2, scores=(scores.SoftCap(2.0),))
     params = params_of(ours)
@@ -105,8 +105,8 @@ def test_with_our_options() -> None:
 
 
 @pytest.mark.slow
-def test_theirs_in_ours() -> None:
-    """With all masks of ours, groups and a bias; decoding, and weights that it sows."""
+def test_flax_function_in_our_layer() -> None:
+    """With every kind of mask, grouped heads and a bias. In decoding, and with sown weights."""
     ours = MultiHeadAttention(4, num_kv_heads=2, mask=masks.Causal())
     theirs = ours.clone(attention_fn=nn.dot_product_attention)
     params = params_of(ours)
@@ -128,7 +128,7 @@ def test_theirs_in_ours() -> None:
     assert error(*outs) < OUTPUT
 
 
-def test_it_is_called_as_flax_calls_it() -> None:
+def test_layer_calls_attention_fn_as_flax_does() -> None:
     calls = []
 
     def function(q: Any, k: Any, v: Any, mask: Any = None, **more: Any) -> Any:
@@ -149,7 +149,7 @@ def test_it_is_called_as_flax_calls_it() -> None:
     assert calls[1] == {"rate": 0.0, "deterministic": True}
 
 
-def test_wrong_numbers_in_a_mask_reach_its_outputs() -> None:
+def test_invalid_mask_numbers_give_nan_through_attention_fn() -> None:
     layer = MultiHeadAttention(2, attention_fn=nn.dot_product_attention)
     params = params_of(MultiHeadAttention(2))
     wrong = MASK.copy()
@@ -161,8 +161,8 @@ def test_wrong_numbers_in_a_mask_reach_its_outputs() -> None:
 
 
 @pytest.mark.parametrize("kind", [Flax, MultiHeadDotProductAttention])
-def test_the_dtype_of_sown_weights(kind: Any) -> None:
-    """README's row: under force_fp32_for_softmax Flax's are float32, ours as without it."""
+def test_dtype_of_sown_weights(kind: Any) -> None:
+    """As documented: force_fp32_for_softmax makes Flax's float32 and does not change ours."""
     for forced in (False, True):
         layer = kind(2, dtype=jnp.bfloat16, force_fp32_for_softmax=forced)
         sow = functools.partial(layer.apply, sow_weights=True, mutable="intermediates")
@@ -172,8 +172,8 @@ def test_the_dtype_of_sown_weights(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float64])
-def test_weights_are_those_of_flax(dtype: Any) -> None:
-    """With a mask and a bias, sown too. Grouped keys and an empty row against NumPy."""
+def test_attention_weights_match_flax(dtype: Any) -> None:
+    """With a mask and a bias, sown too. Grouped keys and a fully masked query against NumPy."""
     q, k = (jnp.asarray(normal(2, n, 2, 4)) for n in (5, 3))
     mask, bias = jnp.asarray(normal(2, 1, 5, 3) > 0).at[..., 0].set(True), normal(2, 5, 3)
     call = {"bias": jnp.asarray(bias), "mask": mask, "deterministic": True, "dtype": dtype}
@@ -189,7 +189,7 @@ def test_weights_are_those_of_flax(dtype: Any) -> None:
     assert error(grouped, expected) < OUTPUT
 
 
-def test_weights_after_dropout_are_those_that_the_output_has() -> None:
+def test_returned_weights_include_dropout() -> None:
     class Sows(nn.Module):
         @nn.compact
         def __call__(self, q: jax.Array) -> jax.Array:
@@ -206,7 +206,7 @@ def test_weights_after_dropout_are_those_that_the_output_has() -> None:
     assert error(np.einsum("bnts,bsnh->btnh", weights, q), out) < OUTPUT
 
 
-def test_self_attention_takes_the_mask_second() -> None:
+def test_self_attention_takes_mask_second() -> None:
     """With the parameters, names and numbers of `nn.SelfAttention`."""
 
     class Model(nn.Module):

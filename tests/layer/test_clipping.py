@@ -1,4 +1,4 @@
-"""QK-clip: heads whose scores grow too large are scaled back to the threshold."""
+"""QK-clip scales heads with too large scores back to the threshold."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from flax_mha import Capture, Encoder, EncoderBlock, MultiHeadAttention, QKNorm, qk_clip
 from flax_mha.positions import Rotary
 from flax_mha.variants import MultiHeadLatentAttention, TalkingHeadsAttention
-from tests.support.every_layer import drawn
+from tests.support.layer_checks import drawn
 from tests.support.oracle import error, random_like
 
 X = np.random.default_rng(0).normal(size=(2, 7, 16)).astype(np.float32)
@@ -23,8 +23,8 @@ def captured(module: Any, params: Any, x: Any = X) -> Any:
     return module.apply({"params": params}, x, mutable=["intermediates"])[1]["intermediates"]
 
 
-def greatest(found: Any) -> np.ndarray:
-    """Of each layer and head, [layers, N]."""
+def max_scores(found: Any) -> np.ndarray:
+    """Return the maximum of each layer and head, [layers, N]."""
     return np.stack([np.asarray(x).max((-1, 0)) for x in jax.tree.leaves(found)])
 
 
@@ -41,15 +41,15 @@ def clipped(module: Any, params: Any, clip: Any) -> Any:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2}, {"use_bias": False}], ids=str)
 @pytest.mark.parametrize("balance", [0.5, 0.2])
-def test_heads_beyond_the_threshold(fields: dict[str, Any], balance: float) -> None:
-    """Their scores end at the threshold; the others' parameters stay as they are."""
+def test_clip_scales_only_heads_beyond_threshold(fields: dict[str, Any], balance: float) -> None:
+    """Their scores end at the threshold. The other heads' parameters do not change."""
     module = layer(**fields)
     params = random_like(jax.eval_shape(module.init, KEY, X))["params"]
-    before = greatest(captured(module, params))[0]
+    before = max_scores(captured(module, params))[0]
     threshold = float(np.sort(before)[1:3].mean())
     after = clipped(module, params, qk_clip(threshold, balance))
     np.testing.assert_allclose(
-        greatest(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
+        max_scores(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
     )
     beyond = before > threshold
     for name in ("query", "key"):
@@ -59,15 +59,15 @@ def test_heads_beyond_the_threshold(fields: dict[str, Any], balance: float) -> N
             shared = name == "query" and "num_kv_heads" in fields
             power = 1.0 if shared else balance if name == "query" else 1 - balance
             np.testing.assert_array_equal(changed, beyond)
-            wanted = old * np.minimum(1, threshold / before)[None, :, None] ** power
-            assert error(new, wanted) < 1e-6
+            expected = old * np.minimum(1, threshold / before)[None, :, None] ** power
+            assert error(new, expected) < 1e-6
         else:
             np.testing.assert_array_equal(new, old)
     np.testing.assert_array_equal(after["value"]["kernel"], params["value"]["kernel"])
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_layers_of_a_stack(scan: bool) -> None:
+def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
     module = Encoder(3, EncoderBlock(layer(), 24), scan=scan)
     params = random_like(jax.eval_shape(module.init, KEY, X))["params"]
     after = clipped(module, params, qk_clip(1e-6))
@@ -75,9 +75,9 @@ def test_layers_of_a_stack(scan: bool) -> None:
         assert x.max() < 1e-4
 
 
-@jax.numpy_dtype_promotion("standard")  # For Adam's count of steps.
-def test_a_run_whose_scores_would_grow() -> None:
-    """Several times as large without it; at the threshold with it, and the step is Adam's."""
+@jax.numpy_dtype_promotion("standard")  # Adam's count of steps needs it.
+def test_training_with_clip_keeps_scores_at_threshold() -> None:
+    """The scores grow several times as large if not clipped. The optimizer's step is Adam's."""
     module = layer(use_bias=False)
     params = module.init(KEY, X)["params"]
 
@@ -88,7 +88,7 @@ def test_a_run_whose_scores_would_grow() -> None:
         def step(params: Any, state: Any) -> tuple[Any, Any, Any, Any]:
             def loss(params: Any) -> tuple[jax.Array, Any]:
                 out, seen = module.apply({"params": params}, X, mutable=["intermediates"])
-                # As sharp as can be: each token wants the value of one other.
+                # Each token should copy the value of one other, which needs sharp attention.
                 return jnp.mean((out - 3 * jnp.roll(X, 1, 1)) ** 2), seen["intermediates"]
 
             (value, seen), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -98,12 +98,12 @@ def test_a_run_whose_scores_would_grow() -> None:
         now, state = params, optimizer.init(params)
         for _ in range(150):
             now, state, value, seen = step(now, state)
-        return float(greatest(seen).max()), float(value)
+        return float(max_scores(seen).max()), float(value)
 
     free, _ = run(optax.adam(0.03))
     most, value = run(optax.chain(optax.adam(0.03), qk_clip(4.0)))
     assert free > 12
-    assert most < 4.8  # One step of Adam beyond the threshold.
+    assert most < 4.8  # At most one step of Adam beyond the threshold.
     assert np.isfinite(value)
 
 
@@ -117,7 +117,7 @@ def test_a_run_whose_scores_would_grow() -> None:
         (lambda p, s: qk_clip().update(p, None, p, max_logits={"x": 1}), "needs max_logits="),
     ],
 )
-def test_what_it_refuses(call: Any, words: str) -> None:
+def test_invalid_arguments_raise(call: Any, words: str) -> None:
     module = layer()
     params = module.init(KEY, X)["params"]
     with pytest.raises(ValueError, match=words):
@@ -141,13 +141,13 @@ def test_what_it_refuses(call: Any, words: str) -> None:
         ),
     ],
 )
-def test_layers_that_it_refuses(module: Any, words: str) -> None:
+def test_unsupported_layers_raise(module: Any, words: str) -> None:
     params = module.init(KEY, X)["params"]
     with pytest.raises(ValueError, match=words):
         clipped(module, params, qk_clip())
 
 
-def test_scores_of_another_model() -> None:
+def test_scores_of_another_model_raise() -> None:
     module = layer()
     params = module.init(KEY, X)["params"]
     seen = {"encoder": captured(module, params)}
@@ -155,29 +155,29 @@ def test_scores_of_another_model() -> None:
         qk_clip().update(params, None, params, max_logits=seen)
 
 
-def test_latent_attention() -> None:
-    """The shared key stays, so the part of queries that meets it takes the whole factor."""
+def test_clip_of_latent_attention() -> None:
+    """The shared key stays, so its part of the queries takes the whole factor."""
     module = MultiHeadLatentAttention(
         4, head_dim=6, kv_rank=7, rope_dim=4, rotary=Rotary(), capture=SCORES
     )
     params = drawn(module, X)["params"]
-    before = greatest(captured(module, params))[0]
+    before = max_scores(captured(module, params))[0]
     threshold = float(np.sort(before)[1:3].mean())
     after = clipped(module, params, qk_clip(threshold, 0.3))
     factor = np.minimum(1, threshold / before)[:, None]
     for leaf in ("kernel", "bias"):
         old, new = (tree["query"][leaf] for tree in (params, after))
-        wanted = np.concatenate([old[..., :6] * factor**0.3, old[..., 6:] * factor], -1)
-        assert error(new, wanted) < 1e-6
+        expected = np.concatenate([old[..., :6] * factor**0.3, old[..., 6:] * factor], -1)
+        assert error(new, expected) < 1e-6
         assert error(after["key"][leaf], params["key"][leaf] * factor**0.7) < 1e-6
     np.testing.assert_array_equal(after["kv_down"]["kernel"], params["kv_down"]["kernel"])
     np.testing.assert_allclose(
-        greatest(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
+        max_scores(captured(module, after))[0], np.minimum(before, threshold), rtol=1e-5
     )
 
 
-def test_a_layer_that_takes_keys_of_another() -> None:
-    """Queries alone are scaled there."""
+def test_clip_of_layer_with_shared_kv() -> None:
+    """Only the queries are scaled there."""
     module = layer()
     kv = (jnp.asarray(X[..., None, :4]), jnp.asarray(X[..., None, 4:8]))
     params = random_like(jax.eval_shape(lambda: module.init(KEY, X, kv=kv)))["params"]
@@ -185,9 +185,9 @@ def test_a_layer_that_takes_keys_of_another() -> None:
     def scores(params: Any) -> Any:
         return module.apply({"params": params}, X, kv=kv, mutable=["intermediates"])[1]
 
-    threshold = 0.5 * greatest(scores(params))[0].max()
+    threshold = 0.5 * max_scores(scores(params))[0].max()
     steps = jax.tree.map(jnp.zeros_like, params)
     steps, _ = qk_clip(threshold).update(steps, None, params, max_logits=scores(params))
     after = optax.apply_updates(params, steps)
-    wanted = np.minimum(greatest(scores(params))[0], threshold)
-    np.testing.assert_allclose(greatest(scores(after))[0], wanted, rtol=1e-5)
+    expected = np.minimum(max_scores(scores(params))[0], threshold)
+    np.testing.assert_allclose(max_scores(scores(after))[0], expected, rtol=1e-5)

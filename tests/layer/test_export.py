@@ -1,4 +1,4 @@
-"""Programs of `jax.export` whose batch and lengths are symbols, against NumPy float64."""
+"""Programs of `jax.export` with symbolic batch and lengths, against NumPy in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ TOKENS = jnp.ones((1, 4), int)
 def exported(
     fn: Callable[..., Any], *shapes: str, dtypes: Any = (), bounds: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """The program for axes such as "b, n, 8"."""
+    """Return the exported program for axes such as "b, n, 8"."""
     scope = export.SymbolicScope(bounds)
     dtypes = dtypes or ["float32"] * len(shapes)
     args = [
@@ -68,8 +68,8 @@ def attended(kernel: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "checkpointed", "decode"])
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_kernels(kernel: str, large: bool) -> None:
-    """Forward and gradients, of one tile and of many."""
+def test_exported_kernels_match_formula(kernel: str, large: bool) -> None:
+    """Outputs and gradients, for one tile and for many."""
     n = "3" if kernel == "decode" else "n"
     keyed = "b, m, 1, 4"
     call = exported(
@@ -90,7 +90,7 @@ def test_kernels(kernel: str, large: bool) -> None:
     assert max(map(error, grads, derived[:3])) < 1e-5
 
 
-def test_layer_block_and_model() -> None:
+def test_exported_layer_block_and_model_match() -> None:
     block = EncoderBlock(LAYER, 16)
     model = LanguageModel(
         TokenEmbedding(11, D), Decoder(2, DecoderBlock(LAYER, 16), scan=True),
@@ -110,8 +110,8 @@ def test_layer_block_and_model() -> None:
 
 
 @pytest.mark.parametrize("tokens", ["1", "n"])
-def test_a_call_that_decodes(tokens: str) -> None:
-    """A step, and a prompt that is known to fit; of one that is not, the error says the rule."""
+def test_exported_decoding(tokens: str) -> None:
+    """A step, and a prompt that provably fits. For other prompts the error states the rule."""
     layer, T = LAYER.clone(decode=True), 1 if tokens == "1" else 3
     params = random_like(jax.eval_shape(LAYER.init, KEY, X))
 
@@ -136,7 +136,7 @@ def test_a_call_that_decodes(tokens: str) -> None:
 @pytest.mark.parametrize(
     ("platform", "kernels"), [("tpu", ("splash", "flex")), ("gpu", ("cudnn",))]
 )
-def test_kernels_of_fixed_sizes_refuse(platform: str, kernels: tuple[str, ...]) -> None:
+def test_gpu_and_tpu_kernels_refuse_symbolic_sizes(platform: str, kernels: tuple[str, ...]) -> None:
     b, n = export.symbolic_shape("b, n")
     q = jax.ShapeDtypeStruct((b, n, 2, 64), jnp.bfloat16)
     on = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0)) if platform == "gpu" else Platform("tpu")

@@ -1,4 +1,4 @@
-"""The layer takes the place of `nn.MultiHeadDotProductAttention`: parameters, numbers, errors."""
+"""The layer replaces `nn.MultiHeadDotProductAttention`: same parameters, numbers and errors."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,8 +19,8 @@ from tests.support.oracle import error, random_like
 
 FlaxAttention = nn.MultiHeadDotProductAttention
 KEY = jax.random.key(0)
-# Float32 rounds at 6e-8. Outputs pass four sums of at most 16 terms in another order than Flax's,
-# gradients about twice as many.
+# Float32 rounds at 6e-8. An output is four sums of at most 16 terms in another order than Flax's,
+# a gradient about eight.
 OUTPUT, GRADIENT = 2e-6, 1e-5
 TRIANGLE = np.tril(np.ones((1, 1, 4, 4), bool))
 Fn = Callable[..., Any]
@@ -31,7 +31,7 @@ def normal(*shape: int, seed: int = 1) -> np.ndarray:
 
 
 def lenient(fn: Fn) -> Fn:
-    """Flax itself relies on implicit promotion in places; we don't, and run strictly."""
+    """Run fn with implicit promotion, which Flax relies on and these tests forbid."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -49,7 +49,7 @@ def flat(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def pair(*inputs: Any, **fields: Any) -> tuple[FlaxAttention, MultiHeadAttention, Any]:
-    """The two layers, and parameters for both: their trees are shown to be the same."""
+    """Build both layers and parameters for both, and check that their trees are equal."""
     theirs, ours = FlaxAttention(**fields), MultiHeadAttention(**fields)
     # Caches differ.
     shapes, own = (
@@ -64,7 +64,7 @@ def pair(*inputs: Any, **fields: Any) -> tuple[FlaxAttention, MultiHeadAttention
 
 
 def assert_same_gradients(theirs: nn.Module, ours: nn.Module, params: Any, *inputs: Any) -> None:
-    """The outputs, and the gradients with respect to parameters and inputs."""
+    """Check the outputs, and the gradients with respect to parameters and inputs."""
 
     def both(layer: nn.Module) -> Any:
         out, back = jax.vjp(layer.apply, params, *inputs)
@@ -73,8 +73,8 @@ def assert_same_gradients(theirs: nn.Module, ours: nn.Module, params: Any, *inpu
     out, grads = jax.jit(lambda: both(ours))()
     expected, expected_grads = lenient(jax.jit(lambda: both(theirs)))()
     assert error(out, expected) < OUTPUT
-    # The key bias shifts all scores of a query alike: its gradient is 0 but for rounding. So the
-    # measure is the largest gradient.
+    # The key bias shifts all scores of a query equally, so its gradient is 0 up to rounding.
+    # Compare with the largest gradient instead.
     size = max(np.linalg.norm(g) for g in jax.tree.leaves(expected_grads))
     for grad, wanted in zip(*map(jax.tree.leaves, (grads, expected_grads)), strict=True):
         assert np.linalg.norm(grad - wanted) < GRADIENT * size
@@ -92,12 +92,12 @@ def assert_same_gradients(theirs: nn.Module, ours: nn.Module, params: Any, *inpu
     ],
     ids=["default", "initializers", "bfloat16"],
 )  # fmt: skip
-def test_initial_values_are_the_same_bits(
+def test_initial_values_are_bitwise_equal(
     fields: dict[str, Any], features: tuple[int, ...]
 ) -> None:
     inputs = [normal(3, D) for D in features]
     theirs, ours, _ = pair(*inputs, num_heads=2, **fields)
-    # Threefry, which XLA takes long to compile, for one of them.
+    # XLA compiles threefry slowly: use it for one case only.
     key = jax.random.key(3, impl="unsafe_rbg") if fields else KEY
     actual, expected = (flat(lenient(layer.init)(key, *inputs)) for layer in (ours, theirs))
     for name, value in expected.items():
@@ -107,7 +107,7 @@ def test_initial_values_are_the_same_bits(
 @pytest.mark.sampled(0.16)
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("attends", ["self", "cross", "distinct", "alike"])
-def test_inputs(batch: tuple[int, ...], attends: str) -> None:
+def test_self_and_cross_attention_match_flax(batch: tuple[int, ...], attends: str) -> None:
     q, k, v = normal(*batch, 4, 8), normal(*batch, 5, 6, seed=2), normal(*batch, 5, 7, seed=3)
     alike = [normal(*batch, 4, 8, seed=seed) for seed in (1, 2, 3)]
     inputs = {"self": (q,), "cross": (q, k), "distinct": (q, k, v), "alike": alike}[attends]
@@ -131,7 +131,7 @@ def test_inputs(batch: tuple[int, ...], attends: str) -> None:
     ],
     ids=",".join,
 )
-def test_fields(fields: dict[str, Any]) -> None:
+def test_fields_match_flax(fields: dict[str, Any]) -> None:
     x = normal(2, 4, 8)
     assert_same_gradients(*pair(x, **{"num_heads": 4} | fields), x)
 
@@ -142,7 +142,7 @@ def test_fields(fields: dict[str, Any]) -> None:
     features=st.integers(1, 6), use_bias=st.booleans(), masked=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=8)
-def test_any_sizes(
+def test_any_sizes_match_flax(
     heads: int, head_dim: int, T: int, S: int, features: int, use_bias: bool, masked: bool
 ) -> None:
     q, k = normal(T, 6), normal(S, features, seed=2)
@@ -157,9 +157,9 @@ def test_any_sizes(
 @pytest.mark.parametrize(
     "shape", [(), (5,), (4, 1), (3, 4, 5), (2, 1, 1, 5), (2, 3, 4, 5)], ids=str
 )
-def test_masks_of_all_broadcastable_shapes(shape: tuple[int, ...]) -> None:
+def test_masks_of_all_broadcastable_shapes_match_flax(shape: tuple[int, ...]) -> None:
     mask = np.random.default_rng(1).random(shape) < 0.5
-    # No row may be empty: there the two layers differ, see below.
+    # No query may be fully masked: there the layers differ (test_fully_masked_query_gives_zero).
     mask = mask | (np.arange(5) == 1) if shape[-1:] == (5,) else np.ones(shape, bool)
     q, k = normal(2, 4, 6), normal(2, 5, 6, seed=2)
     theirs, ours, params = pair(q, k, num_heads=3)
@@ -167,15 +167,15 @@ def test_masks_of_all_broadcastable_shapes(shape: tuple[int, ...]) -> None:
     assert error(run(ours, params, q, k, mask=mask), expected) < OUTPUT
 
 
-# Flax takes the softmax in the compute dtype, we in float32, so they differ by the rounding of
-# the low one, 8 significand bits of bfloat16 and 11 of float16. Both are held to float32.
+# Flax computes the softmax in the compute dtype and we in float32, so they differ by the rounding
+# of the former: 8 significand bits in bfloat16, 11 in float16. Both are compared with float32.
 @pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     ("low", "which", "tolerance"),
     [("bfloat16", which, 2e-2) for which in ("dtype", "param_dtype", "inputs", "all")]
     + [("float16", "all", 2e-3)],
 )
-def test_low_precision(low: str, which: str, tolerance: float) -> None:
+def test_low_precision_is_as_close_as_flax(low: str, which: str, tolerance: float) -> None:
     fields = {name: low for name in ("dtype", "param_dtype") if which in (name, "all")}
     x = normal(2, 4, 8).astype(low if which in ("inputs", "all") else "float32")
     theirs, ours, params = pair(x, num_heads=2, **fields)
@@ -185,16 +185,16 @@ def test_low_precision(low: str, which: str, tolerance: float) -> None:
     assert error(out, exact) < tolerance
 
 
-def test_float64() -> None:
+def test_float64_matches_flax() -> None:
     with jax.enable_x64(True):
         x = normal(2, 4, 8).astype(np.float64)
         theirs, ours, params = pair(x, num_heads=2, param_dtype=jnp.float64)
         out, expected = (run(layer, params, x, mask=TRIANGLE) for layer in (ours, theirs))
         assert out.dtype == jnp.float64
-        assert error(out, expected) < 1e-14  # one float32 on the way would leave 1e-7
+        assert error(out, expected) < 1e-14  # a float32 intermediate would leave 1e-7
 
 
-def test_sown_weights() -> None:
+def test_sown_weights_match_flax() -> None:
     x = jnp.asarray(normal(2, 4, 8))
     theirs, ours, params = pair(x, num_heads=2)
     (out, sown), (_, expected) = (
@@ -207,7 +207,7 @@ def test_sown_weights() -> None:
     np.testing.assert_array_equal(out, ours.apply(params, x, mask=TRIANGLE))
 
 
-def test_checkpoint_loads_as_it_is() -> None:
+def test_flax_checkpoint_loads_unchanged() -> None:
     x = normal(2, 4, 8)
     theirs, ours, params = pair(x, num_heads=2, normalize_qk=True)
     target = jax.tree.map(np.zeros_like, params)
@@ -233,7 +233,7 @@ class Stack(nn.Module):
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("how", ["jit", "vmap", "scan", "remat"])
-def test_linen_transformations(how: str) -> None:
+def test_linen_transformations_match_flax(how: str) -> None:
     x = normal(3, 4, 8)
     theirs, ours = Stack(FlaxAttention, how), Stack(MultiHeadAttention, how)
     shapes = jax.eval_shape(theirs.init, KEY, x)
@@ -242,7 +242,7 @@ def test_linen_transformations(how: str) -> None:
     assert error(run(ours, params, x), run(theirs, params, x)) < OUTPUT
 
 
-def test_vmap_and_clone() -> None:
+def test_vmap_matches_batch_and_clone_changes_fields() -> None:
     x = normal(3, 4, 8)
     theirs, ours, params = pair(x, num_heads=2)
     rows = jax.vmap(lambda row: run(ours, params, row))(x)
@@ -252,8 +252,8 @@ def test_vmap_and_clone() -> None:
     assert wider["params"]["out"]["kernel"].shape == (2, 4, 5)
 
 
-def test_a_row_that_sees_nothing_differs() -> None:
-    """The documented difference: Flax averages the forbidden values there, we give 0."""
+def test_fully_masked_query_gives_zero_unlike_flax() -> None:
+    """The documented difference: Flax averages the masked values."""
     x, mask = normal(4, 8), np.ones((1, 4, 4), bool)
     mask[:, 2] = False
     theirs, ours, params = pair(x, num_heads=2, use_bias=False)

@@ -1,6 +1,6 @@
-"""A layer over NVIDIA's GPUs, by their compiler, which needs none.
+"""A layer on NVIDIA GPUs, compiled without one.
 
-The wheels are those of the extra gpu-compile. What is sent is what TPUs send, see
+It needs the wheels of the extra gpu-compile. The collectives equal the ones on TPUs: see
 test_tpu_collectives.py and docs/sharding.md.
 """
 
@@ -24,7 +24,7 @@ from experiments.plan import compiled, gpus, roofline
 from experiments.plan.collectives import read
 from flax_mha import MultiHeadAttention, Platform, dot_product_attention, explain, masks
 from flax_mha.scores import SoftCap
-from tests.support import layers
+from tests.support import lowered_layers
 from tests.support.meshes import KINDS
 
 pytestmark = [
@@ -32,21 +32,21 @@ pytestmark = [
     pytest.mark.gpu_compile,
     pytest.mark.skipif(gpus.lacking() is not None, reason=str(gpus.lacking())),
 ]
-N, H, T, D, ROWS = 8, 64, 512, 256, 2  # rows of each device
+N, H, T, D, ROWS = 8, 64, 512, 256, 2  # rows per device
 
 
 @pytest.mark.parametrize(
     ("chip", "kind", "heads"), [("a100", "Auto", 4), ("h200", "Explicit", 4), ("b200", "Auto", 8)]
 )
-def test_cudnn_is_called_and_the_formula_holds(
+def test_layer_calls_cudnn_and_collectives_match_formula(
     optimized: None, chip: str, kind: str, heads: int
 ) -> None:
-    """`auto` takes cuDNN for GPUs that are not here; heads are divided, and rows over the rest."""
+    """`auto` takes cuDNN for absent GPUs. Heads and rows are sharded."""
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), dtype=jnp.bfloat16)
     devices = np.array(gpus.of(chip, 8)).reshape(-1, heads)
     mesh = Mesh(devices, ("data", "model"), axis_types=(KINDS[kind],) * 2)
     shape = (ROWS * len(devices), T, D)
-    gradient, _, parameters = layers.traced(layer, mesh, shape, jnp.bfloat16)
+    gradient, _, parameters = lowered_layers.traced(layer, mesh, shape, jnp.bfloat16)
     text, found = compiled.dumped(gradient.lower())
     assert re.findall(r"__cudnn\$\w+", text) == [
         "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward",
@@ -61,10 +61,10 @@ def test_cudnn_is_called_and_the_formula_holds(
     assert len(sent) == len(over_heads) + len(over_rows) * (len(devices) > 1)
     assert {one.kind for one in sent} == {"all-reduce"}
     if len(devices) > 1:
-        # Gradients of parameters, summed in the dtype of the products.
+        # Gradients of parameters, summed in the dtype of the matmuls.
         assert sum(one.bytes for one in over_rows) == parameters / 2
 
-    # 12 products of D by H a token for each head, and of all scores 2 forward and 5 backward.
+    # 12 matmuls of D by H per token and head, and 2 of all scores forward, 5 backward.
     mine = N // heads
     projections, attention = 12 * ROWS * T * D * mine * H, 7 * ROWS * mine * T**2 * H
     assert work.flops(Module(text)) == 2 * (projections + attention)
@@ -79,34 +79,36 @@ CUDNN = ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
 
 @pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
 @pytest.mark.parametrize("window", [None, 64])
-def test_packed_documents(optimized: None, chip: str, calls: list[str], window: int | None) -> None:
-    """In cuDNN's ragged layout from Hopper on, rows and grouped heads divided; with sinks."""
+def test_packed_documents_call_cudnn_once_each_way(
+    optimized: None, chip: str, calls: list[str], window: int | None
+) -> None:
+    """In cuDNN's ragged layout, from Hopper on, with sharded rows and grouped heads, and sinks."""
     mask = masks.Causal() & masks.Documents(np.array([200, 1, 311]))
     mask = mask if window is None else mask & masks.Window(window)
     layer = MultiHeadAttention(
         N, head_dim=H, num_kv_heads=N // 2, mask=mask, sinks=True, dtype=jnp.bfloat16
     )
     mesh = Mesh(np.array(gpus.of(chip, 4)).reshape(2, 2), ("data", "model"))
-    gradient = layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
+    gradient = lowered_layers.traced(layer, mesh, (4, T, D), jnp.bfloat16).gradient
     text, _ = compiled.dumped(gradient.lower())
     assert re.findall(r"__cudnn\$\w+", text) == calls
     found = re.findall(r'"max_seg_per_batch":"?(\d+)', text)
     assert found == ["3"] * len(calls)
-    # The lse of each run of each of the two rows, of half of the heads.
+    # The lse of each document of both rows, for half of the heads.
     assert (f"f32[6,{N // 2},{T}]" in text) == bool(calls)
 
 
 @pytest.mark.parametrize(("chip", "calls"), [("a100", []), ("h200", CUDNN), ("b200", CUDNN)])
-def test_soft_caps(optimized: None, chip: str, calls: list[str]) -> None:
-    """As a function of the scores, in operations of which XLA makes cuDNN's.
+def test_soft_cap_compiles_into_cudnn(optimized: None, chip: str, calls: list[str]) -> None:
+    """XLA fuses the soft cap, a function of the scores, into cuDNN's call.
 
-    At a difference whose first operand is a number it would end the process.
+    A difference with a constant as its first operand would abort the process.
     """
     layer = MultiHeadAttention(
         N, head_dim=H, mask=masks.Causal(), scores=(SoftCap(30.0),), dtype=jnp.bfloat16
     )
     mesh = Mesh(np.array(gpus.of(chip, 1)).reshape(1, 1), ("data", "model"))
-    gradient = layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
+    gradient = lowered_layers.traced(layer, mesh, (2, T, D), jnp.bfloat16).gradient
     text, _ = compiled.dumped(gradient.lower())
     assert re.findall(r"__cudnn\$\w+", text) == calls
     bodies = re.findall(r"^%soft_cap\S* \(.*?\n(.*?)^}", text, re.MULTILINE | re.DOTALL)
@@ -117,8 +119,8 @@ def test_soft_caps(optimized: None, chip: str, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("chip", "length"), [("a100", 2), ("h200", 4), ("b200", 4)])
-def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
-    """Each step calls cuDNN: the own block with its causal mask, the others without any."""
+def test_ring_calls_cudnn_in_each_hop(optimized: None, chip: str, length: int) -> None:
+    """A device's own block has the causal mask, the others none."""
     mesh = Mesh(np.array(gpus.of(chip, length)), ("length",))
     rules = [("length", "length"), ("heads", None), ("kv_heads", None), ("batch", None)]
     shape = (1, 128 * length, N, H)
@@ -131,7 +133,7 @@ def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
         text, _ = compiled.dumped(jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x))
     kinds = Counter(re.findall(r'"__cudnn\$(\w+)".*?"mask_type":"(\w+)"', text))
-    # One pass each way for each block: out and lse are kept, and nothing is computed again.
+    # One pass each way per block: out and lse are saved, and nothing is recomputed.
     assert kinds == {
         (kind, mask): count
         for kind in ("fmhaSoftmax", "fmhaSoftmaxBackward")
@@ -142,10 +144,10 @@ def test_a_ring_is_fused(optimized: None, chip: str, length: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(70)])
-def test_what_is_said_of_a_ring_is_what_it_compiles_to(
+def test_explain_of_ring_matches_compiled_program(
     optimized: None, kind: str, mask: masks.Mask
 ) -> None:
-    """Asked on CPUs of a GPU that is not here, and compiled for it."""
+    """Asked on CPUs about an absent GPU, and compiled for it."""
     meant = Platform("gpu", "NVIDIA H200", cudnn=(9, 10, 2))
     programs = []
     for devices in (jax.devices("cpu")[:4], gpus.of("h200", 4)):
@@ -165,10 +167,12 @@ def test_what_is_said_of_a_ring_is_what_it_compiles_to(
 
 
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])
-def test_other_kernels_compile(optimized: None, kernel: str) -> None:
+def test_blockwise_and_reference_compile_for_gpus(optimized: None, kernel: str) -> None:
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
     mesh = Mesh(np.array(gpus.of("h200", 8)).reshape(1, 8), ("data", "model"))
-    text, _ = compiled.dumped(layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower())
+    text, _ = compiled.dumped(
+        lowered_layers.traced(layer, mesh, (2, 256, D), jnp.float32).gradient.lower()
+    )
     assert {one.kind for one in read(text, 8)} == {"all-reduce"}
 
 
@@ -176,12 +180,12 @@ CHIPS = ["a100", "h200", "b200"]
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_the_memory_of_float32(optimized: None, chip: str) -> None:
-    """Scores twice while `auto` takes plain einsums, O(T) beyond: see docs/kernels.md."""
+def test_float32_memory(optimized: None, chip: str) -> None:
+    """Two score arrays while `auto` takes plain einsums, O(T) beyond. See docs/kernels.md."""
     (device,) = gpus.of(chip, 1)
 
     def taken(length: int, heads: int, kernel: str = "auto") -> float:
-        """In inputs, of which the scores are length/H."""
+        """Return the memory in units of the inputs. The scores are length/H of them."""
         found = kernels_memory.taken(device, length, heads, masks.Causal(), kernel, True)
         return found / (4 * length * heads * kernels_memory.H)
 
@@ -190,7 +194,7 @@ def test_the_memory_of_float32(optimized: None, chip: str) -> None:
         assert taken(length, heads) < 4
 
 
-def test_a_line_of_the_table_of_memory(monkeypatch, capsys) -> None:
+def test_memory_table_prints_a_line_per_length(monkeypatch, capsys) -> None:
     monkeypatch.setattr(kernels_memory, "LENGTHS", (256, 8192))
     monkeypatch.setattr(kernels_memory, "HEADS", (16,))
     kernels_memory.main(["--mask=none"])
@@ -201,10 +205,10 @@ def test_a_line_of_the_table_of_memory(monkeypatch, capsys) -> None:
 
 @pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_what_products_of_float32_are(
+def test_float32_matmuls_use_tf32_by_default(
     optimized: None, chip: str, kernel: str, tmp_path: Path
 ) -> None:
-    """TF32, ten bits after the point, unless `precision` says otherwise; then none is."""
+    """TF32 has a mantissa of ten bits. With `precision="highest"` no matmul uses it."""
     mesh = Mesh(np.array(gpus.of(chip, 1)), ("data",))
     x = jax.ShapeDtypeStruct((1, 256, 2, H), jnp.float32, sharding=NamedSharding(mesh, P()))
     tensor_cores = {}

@@ -1,5 +1,5 @@
 # Over 300 lines: a formula for each field, and the laws they share.
-"""What the layer can do beyond Flax's, against its formula in NumPy float64, and its laws."""
+"""The layer's features beyond Flax's, against its formula in NumPy float64, and its laws."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support import oracle
 from tests.support.oracle import error, random_like
 
 KEY = jax.random.key(0, impl="unsafe_rbg")  # Compiles in a tenth of the time of threefry.
-# Float32 rounds at 6e-8; an output passes four sums of at most 16 terms, a gradient twice that.
+# Float32 rounds at 6e-8; an output is four sums of at most 16 terms, a gradient twice as many.
 OUTPUT, GRADIENT = 2e-6, 1e-5
 B, T, S, N, D = 2, 4, 5, 4, 8
 AT_Q, AT_K = np.arange(T)[:, None], np.arange(S)
@@ -41,7 +41,7 @@ compiled = functools.cache(lambda layer: jax.jit(layer.apply))
 
 
 def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> Any:
-    """Compiled once for every layer and shapes, unless arguments must be static."""
+    """Run the layer, compiled once per layer and shapes unless arguments must be static."""
     if not call:
         return compiled(layer)(params, *inputs)
     return jax.jit(lambda *args: layer.apply(*args, **call))(params, *inputs)
@@ -65,7 +65,7 @@ def run(layer: MultiHeadAttention, params: Any, *inputs: Any, **call: Any) -> An
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
-def test_fields(
+def test_fields_match_formula(
     fields: dict[str, Any], value: tuple, out: tuple | None, inputs: tuple[np.ndarray, ...]
 ) -> None:
     layer, params = build(*inputs, **fields)
@@ -88,7 +88,9 @@ def test_fields(
     T=st.integers(1, 5), S=st.integers(1, 5), batch=st.lists(st.integers(1, 2), max_size=2),
 )  # fmt: skip
 @settings(max_examples=8)
-def test_any_sizes(K: int, G: int, H: int, Hv: int, T: int, S: int, batch: list[int]) -> None:
+def test_any_sizes_match_formula(
+    K: int, G: int, H: int, Hv: int, T: int, S: int, batch: list[int]
+) -> None:
     x, y = normal(*batch, T, 5), normal(*batch, S, 3, seed=2)
     layer, params = build(x, y, num_heads=K * G, num_kv_heads=K, head_dim=H, v_head_dim=Hv)
     assert error(run(layer, params, x, y), oracle.multi_head(params["params"], x, y)[0]) < OUTPUT
@@ -112,8 +114,8 @@ MASKS: dict[str, tuple[Mask | np.ndarray, np.ndarray]] = {
 
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_and_weights(name: str) -> None:
-    """With queries that see nothing in most; the weights sum to 1, or there to 0."""
+def test_masks_match_formula_and_weights_sum_to_one(name: str) -> None:
+    """Most have fully masked queries. Their weights sum to 0."""
     mask, allowed = MASKS[name]
     layer, params = build(X, Y, num_kv_heads=2)
     expected, weights = oracle.multi_head(params["params"], X, Y, allowed=allowed)
@@ -131,7 +133,7 @@ def test_masks_and_weights(name: str) -> None:
         np.testing.assert_array_equal(run(layer, params, X, Y, mask=mask), out)
 
 
-def test_mask_field_mask_argument_and_bias_join() -> None:
+def test_mask_field_mask_argument_and_bias_combine() -> None:
     layer, params = build(X, Y, mask=Causal())
     call = {"bias": normal(N, 1, S, seed=4), "allowed": VALID & (AT_Q >= AT_K)}
     expected, _ = oracle.multi_head(params["params"], X, Y, **call)
@@ -141,8 +143,8 @@ def test_mask_field_mask_argument_and_bias_join() -> None:
 
 @pytest.mark.sampled(0.66)
 @pytest.mark.parametrize("shape", [(S,), (N, 1, S), (B, 1, T, S)], ids=str)
-def test_bias_and_gradients(shape: tuple[int, ...]) -> None:
-    """Of the kernel, with grouped heads and rows that see nothing."""
+def test_bias_and_gradients_match_formula(shape: tuple[int, ...]) -> None:
+    """The function alone, with grouped heads and fully masked queries."""
     q, k, v = normal(B, T, N, 3), normal(B, S, 2, 3, seed=2), normal(B, S, 2, 4, seed=3)
     bias, cotangent = normal(*shape, seed=4), normal(B, T, N, 4, seed=5)
     allowed = MASKS["algebra"][1]
@@ -162,8 +164,8 @@ def test_bias_and_gradients(shape: tuple[int, ...]) -> None:
         assert error(actual, wanted) < GRADIENT
 
 
-def test_the_oracle_by_finite_differences() -> None:
-    """Its gradients are derived by hand, so they are held to its own outputs."""
+def test_oracle_gradients_match_finite_differences() -> None:
+    """The oracle's gradients are derived by hand, so they are checked against its outputs."""
     arrays = {"q": normal(T, N, 3), "k": normal(S, 2, 3, seed=2), "v": normal(S, 2, 4, seed=3)}
     arrays |= {"bias": normal(N, 1, S, seed=4), "sinks": normal(N, seed=7)}
     spec = {"allowed": TABLE[0], "keep": TABLE[1] | (AT_K == 2), "rate": 0.3, "cap": 1.5}
@@ -175,7 +177,7 @@ def test_the_oracle_by_finite_differences() -> None:
             (oracle.attention(**arrays | {name: arrays[name] + sign * step}, **spec)[0]).ravel()
             for sign in (1, -1)
         )
-        # Central differences of step 1e-5: 1e-10 by Taylor, and 1e-16/1e-5 of rounding.
+        # Central differences with step 1e-5: 1e-10 by Taylor, and 1e-16/1e-5 of rounding.
         assert error((ahead - behind) @ cotangent.ravel() / 2, (gradient * step).sum()) < 1e-7
 
 
@@ -183,7 +185,7 @@ def test_the_oracle_by_finite_differences() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"interleaved": True}, {"fraction": 0.5, "base": 100.0}], ids=",".join
 )
-def test_rotary(settings: dict[str, Any]) -> None:
+def test_rotary_layer_matches_formula(settings: dict[str, Any]) -> None:
     layer, params = build(X, head_dim=8, num_kv_heads=2, rotary=Rotary(**settings))
     rows = np.array([[0, 1, 2, 3], [7, 2, 5, 5]])
     run_at = jax.jit(lambda at: layer.apply(params, X, positions=at, return_weights=True))
@@ -196,12 +198,12 @@ def test_rotary(settings: dict[str, Any]) -> None:
     assert error(out, turned(rows)[0]) < OUTPUT
     assert error(weights, turned(rows)[1]) < OUTPUT
     assert error(run(layer, params, X), turned(np.arange(T))[0]) < OUTPUT
-    # Scores depend on i − j alone. The angles of far positions round more.
+    # Scores depend only on i − j. The angles of far positions round more.
     np.testing.assert_allclose(run_at(rows + 1000)[1], weights, atol=3e-4)
     assert error(run_at(rows * 2)[1], weights) > 0.01
 
 
-def test_rotary_of_a_pair_of_positions() -> None:
+def test_rotary_takes_a_pair_of_positions() -> None:
     layer, params = build(X, Y, rotary=Rotary())
     at_q, at_k = np.array([5, 6, 7, 8]), np.array([[0, 1, 2, 3, 4], [9, 3, 1, 4, 0]])
     expected, _ = oracle.multi_head(
@@ -211,16 +213,16 @@ def test_rotary_of_a_pair_of_positions() -> None:
     assert error(run(layer, params, X, Y, positions=(at_q, at_k)), expected) < OUTPUT
 
 
-def test_causality() -> None:
-    """The outputs up to t have exactly no gradient with respect to later tokens."""
+def test_causal_layer_has_no_gradient_from_later_tokens() -> None:
+    """The gradient is exactly 0."""
     layer, params = build(X, mask=Causal(), rotary=Rotary())
     jacobian = jax.jit(jax.jacrev(lambda x: layer.apply(params, x)))(X[0])
     size = np.abs(jacobian).max((1, 3))  # [T, T]: of output i with respect to token j
     np.testing.assert_array_equal(size > 0, np.tril(np.ones((T, T), bool)))
 
 
-def test_symmetries() -> None:
-    """The order of keys has no meaning, that of rows is kept, and one array is as good as three."""
+def test_layer_symmetries() -> None:
+    """The order of keys has no effect, the order of rows is kept, and three inputs may be equal."""
     layer, params = build(X, num_kv_heads=2)
     out = run(layer, params, X)
     order = np.array([2, 0, 3, 1])
@@ -235,7 +237,7 @@ def test_symmetries() -> None:
 @pytest.mark.parametrize(
     ("mask", "seen"), [(Lengths(np.array([3, 3])), 3), (Causal(), T)], ids=["padding", "future"]
 )
-def test_what_is_masked_does_not_leak(mask: Mask, seen: int) -> None:
+def test_masked_keys_do_not_leak(mask: Mask, seen: int) -> None:
     layer, params = build(X, Y)
 
     @jax.jit
@@ -252,7 +254,7 @@ def test_what_is_masked_does_not_leak(mask: Mask, seen: int) -> None:
         for actual, expected in zip(outputs_and_gradients(X, bad), clean, strict=True):
             np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(clean[1][:, seen:], 0)
-    assert np.isnan(run(layer, params, X, bad)).all()  # It does spread where it is seen.
+    assert np.isnan(run(layer, params, X, bad)).all()  # Visible NaN does spread.
 
 
 TOKENS = 64
@@ -263,7 +265,7 @@ UNIFORM = {
 
 
 class Twice(nn.Module):
-    """Two layers whose outputs are their weights after dropout: [TOKENS, N, TOKENS] each."""
+    """Two layers that output their weights after dropout, each [TOKENS, N, TOKENS]."""
 
     fields: dict[str, Any]
 
@@ -275,7 +277,7 @@ class Twice(nn.Module):
 
 @functools.cache
 def dropping(**fields: Any) -> Any:
-    """Equal scores for all keys, and values that tell the keys apart."""
+    """Build a model with equal scores for all keys, and values that tell the keys apart."""
     kernels = {"query": np.zeros((TOKENS, N, 1)), "key": np.zeros((TOKENS, N, 1))}
     kernels["value"] = np.repeat(np.eye(TOKENS)[:, None], N, 1)
     layer = {name: {"kernel": jnp.asarray(kernel, jnp.float32)} for name, kernel in kernels.items()}
@@ -285,27 +287,27 @@ def dropping(**fields: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_dropout() -> None:
-    """Drops a share `rate` of the weights, scales the rest, another way in each submodule."""
+def test_dropout_drops_share_and_scales_rest() -> None:
+    """Submodules drop different weights."""
     run = dropping(deterministic=False)
     first, second = run(KEY)
     kept = np.isclose(first, 1 / TOKENS / 0.75, rtol=1e-6)
     np.testing.assert_array_equal(first[~kept], 0)
-    # 4 standard deviations of a mean of 64·64·4 draws.
+    # 4 standard deviations of the mean of 64·64·4 draws.
     assert abs(kept.mean() - 0.75) < 4 * (0.25 * 0.75 / kept.size) ** 0.5
     heads = kept.swapaxes(0, 1)
     for a, b in [(first, second), (heads[0], heads[1]), (first, run(jax.random.key(1))[0])]:
         # Independent masks agree in a share 0.75² + 0.25² = 0.625.
         assert 0.59 < np.mean((a > 0) == (b > 0)) < 0.66
     np.testing.assert_array_equal(first, run(KEY)[0])
-    # A key given in the call comes before the rngs of apply, and is the same for all layers.
+    # A key in the call overrides the rngs of apply, and all layers use the same one.
     given_a, given_b = run(KEY, dropout_rng=jax.random.key(5))
     np.testing.assert_array_equal(given_a, given_b)
     np.testing.assert_array_equal(given_a, run(jax.random.key(1), dropout_rng=jax.random.key(5))[0])
     assert (given_a != first).any()
 
 
-def test_dropout_broadcast_or_off() -> None:
+def test_broadcast_dropout_is_equal_across_heads() -> None:
     weights, _ = dropping(broadcast_dropout=True, deterministic=False)(KEY)
     np.testing.assert_array_equal(weights, np.repeat(weights[:, :1], N, 1))
     assert 0 < np.mean(weights == 0) < 1

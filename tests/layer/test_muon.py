@@ -1,4 +1,4 @@
-"""Muon's matrices: one a head, whose updates need no other device."""
+"""Muon treats each head as one matrix, so that updates need no other device."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ TO, FROM = MuonDimensionNumbers(-3, -1), MuonDimensionNumbers(-2, -1)
 
 @pytest.fixture(autouse=True)
 def lenient() -> Iterator[None]:
-    """Optax itself relies on implicit promotion."""
+    """Allow implicit promotion, which Optax relies on."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -51,7 +51,7 @@ def params_of(module: Any, x: Any = X) -> Any:
 
 
 def orthogonalized(grad: np.ndarray) -> np.ndarray:
-    """A step of Muon from a first gradient [rows, columns], by its definition."""
+    """Compute a step of Muon from a first gradient [rows, columns], by its definition."""
     x = grad / np.linalg.norm(grad)
     for _ in range(5):
         a = x @ x.T
@@ -60,7 +60,7 @@ def orthogonalized(grad: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_each_head_is_a_matrix(scan: bool) -> None:
+def test_muon_orthogonalizes_each_head(scan: bool) -> None:
     layer = MultiHeadAttention(4, num_kv_heads=2, gate="feature")
     grads = params_of(Encoder(2, EncoderBlock(layer, 24), scan=scan))
     optimizer = muon(1.0, muon_weight_dimension_numbers=muon_dimensions)
@@ -77,8 +77,8 @@ def test_each_head_is_a_matrix(scan: bool) -> None:
     assert error(found, orthogonalized(grad)) < 1e-4
 
 
-def test_what_is_no_matrix_goes_to_adam() -> None:
-    """Biases of heads, embeddings, norms, gates of one number; experts have one matrix each."""
+def test_parameters_without_matrix_go_to_adam() -> None:
+    """Biases, embeddings, norms and scalar gates. Each expert has its own matrix."""
     latent = MultiHeadLatentAttention(
         2, rotary=Rotary(), head_dim=8, kv_rank=6, rope_dim=4, q_rank=8
     )
@@ -99,7 +99,7 @@ def test_what_is_no_matrix_goes_to_adam() -> None:
     }
 
 
-def test_nnx_has_the_same() -> None:
+def test_muon_dimensions_of_nnx_layer() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(4, 16, rngs=nnx.Rngs(0))
     names = {"query": TO, "key": TO, "value": TO, "out": FROM}
     state = nnx.state(layer, nnx.Param)
@@ -114,7 +114,7 @@ def test_nnx_has_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_heads_over_devices_need_no_collectives(optimized: None, kind: str) -> None:
+def test_muon_of_sharded_heads_needs_no_collectives(optimized: None, kind: str) -> None:
     layer = MultiHeadAttention(8, num_kv_heads=8)
     optimizer = muon(1.0, muon_weight_dimension_numbers=muon_dimensions)
     _, leave = on(kind, shape=(1, 8))
@@ -127,6 +127,6 @@ def test_heads_over_devices_need_no_collectives(optimized: None, kind: str) -> N
     assert collectives(update.as_text()) == []
 
 
-def test_the_rest_of_a_model_is_as_optax_says() -> None:
+def test_other_parameters_follow_optax_default() -> None:
     params = {"dense": {"kernel": np.ones((3, 4))}, "conv": {"kernel": np.ones((3, 3, 2, 4))}}
     assert matrices(params) == {"dense/kernel": FROM}

@@ -1,4 +1,4 @@
-"""What stands in padding reaches neither outputs nor gradients, of parameters least of all."""
+"""The contents of padding reach neither outputs nor gradients, of inputs or parameters."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(B, T, D)), RNG.normal(size=(B, S, D))
 IMAGES = RNG.normal(size=(B, 2, 2 * T, 3))
 REAL, SEEN = np.arange(T) < LENGTHS[:, None], np.arange(S) < MEMORY[:, None]
-# Of the images' columns, two to a patch.
+# The columns of the images, two per patch.
 SHOWN = np.repeat(REAL, 2, 1)[:, None, :, None]
 
 LAYER = MultiHeadAttention(2, num_kv_heads=1)
@@ -37,7 +37,7 @@ BLOCK = EncoderBlock(LAYER, 16)
 
 
 class Heads(nn.Module):
-    """A layer whose values have inputs of their own."""
+    """A layer with separate inputs for the values."""
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array, **call: Any) -> jax.Array:
@@ -45,7 +45,7 @@ class Heads(nn.Module):
 
 
 MEMORIES = {"memory_lengths": MEMORY}
-# The module, its inputs, which of them are real, and further arguments.
+# The module, its inputs, the bools of their real tokens, and further arguments.
 MODULES: dict[str, tuple[nn.Module, tuple, tuple, dict[str, Any]]] = {
     "self": (LAYER, (X,), (REAL,), {}),
     "values": (Heads(), (X, X[::-1]), (REAL, REAL), {}),
@@ -69,7 +69,9 @@ MODULES: dict[str, tuple[nn.Module, tuple, tuple, dict[str, Any]]] = {
 
 
 def filled(x: np.ndarray, real: np.ndarray, padding: float, dtype: str) -> jax.Array:
-    """An input with that in its padding; tokens are ids beyond the table there."""
+    """Return the input with this value in its padding. Token ids beyond the table if they are
+    ints.
+    """
     if np.issubdtype(x.dtype, np.integer):
         return jnp.where(real, x, 0 if padding == 0 else 10**6)
     real = real if real.ndim == x.ndim else real[..., None]
@@ -86,7 +88,7 @@ CALLS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CALLS)
-def test_padding_reaches_nothing(name: str, dtype: str) -> None:
+def test_padding_reaches_no_output_or_gradient(name: str, dtype: str) -> None:
     module, inputs, real, call = MODULES[name]
     clean = [filled(x, some, 0, dtype) for x, some in zip(inputs, real, strict=True)]
     call = {**call, "lengths": LENGTHS}
@@ -109,7 +111,7 @@ def _check(
             for n, x in zip(floats, floats_, strict=True):
                 given[n] = x
             out = module.apply(params, *given, **call)
-            # Over real tokens only.
+            # Sum over real tokens only.
             out = out if out.ndim == 2 else jnp.where(real[0][..., None], out, 0)
             return jnp.sum(out.astype(jnp.float32) ** 2), out
 

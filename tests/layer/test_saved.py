@@ -1,4 +1,4 @@
-"""Parameters that flax_mha 0.3 has saved load as they are, and give the outputs that it gave."""
+"""Parameters saved by flax_mha 0.3 load unchanged and give the same outputs."""
 
 from pathlib import Path
 
@@ -44,8 +44,8 @@ LAYERS = {
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("name", LAYERS)
-def test_parameters_of_0_3(name: str) -> None:
-    """Names and shapes are those that the layer asks for, and the output is that of 0.3."""
+def test_parameters_of_0_3_load_with_same_outputs(name: str) -> None:
+    """Names and shapes equal a new layer's."""
     flat = {k.partition(":")[2]: v for k, v in SAVED.items() if k.startswith(f"{name}:")}
     x, layer = SAVED["tokens" if name == "model" else "x"], LAYERS[name]
     asked = flatten_dict(jax.eval_shape(layer.init, jax.random.key(0), x)["params"], sep="/")

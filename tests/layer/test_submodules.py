@@ -1,4 +1,4 @@
-"""Submodules of a layer: Flax's tools see their calls, and change them."""
+"""Flax's tools see and change the calls of a layer's submodules."""
 
 import contextlib
 from collections.abc import Callable
@@ -48,18 +48,18 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("inputs", [(X,), (X, Y), (X, Y, X)], ids=["self", "cross", "three"])
-def test_calls_are_captured_as_those_of_flax(inputs: tuple[jax.Array, ...]) -> None:
+def test_capture_intermediates_matches_flax(inputs: tuple[jax.Array, ...]) -> None:
     with jax.default_matmul_precision("highest"):
-        found, expected = (
+        actual, expected = (
             layer.apply(PARAMS, *inputs, capture_intermediates=True)[1]["intermediates"]
             for layer in (OURS, THEIRS)
         )
     assert {path[0] for path in flatten_dict(expected)} == {*SUBMODULES, "__call__"}
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_calls_take_effect_as_in_flax(change: str) -> None:
+def test_intercepted_calls_take_effect_as_in_flax(change: str) -> None:
     def both(layer: nn.Module, name: str) -> Any:
         def loss(params: Any, x: jax.Array) -> jax.Array:
             with changing(name, CHANGES[change]):
@@ -72,7 +72,7 @@ def test_changes_of_calls_take_effect_as_in_flax(change: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["query", "out"])
-def test_outputs_of_another_shape_are_refused(name: str) -> None:
+def test_intercepted_outputs_of_another_shape_raise(name: str) -> None:
     with (
         changing(name, lambda call, x: call(x)[:, :1]),
         pytest.raises(
@@ -99,8 +99,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_listeners_see_calls_alone(name: str) -> None:
-    """And no helper of a module, nor one that has parameters but no call."""
+def test_interceptors_see_only_calls(name: str) -> None:
+    """They see no helper methods, and no submodule that is never called."""
     seen: dict[str, set[str]] = {}
 
     def listen(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -121,12 +121,12 @@ def test_tabulate_shows_each_projection() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_changed_calls_send_no_more_over_a_mesh(optimized, kind: str) -> None:
-    """A gradient sends 2·B·T·D, whether a value is looked at, doubled or left alone."""
+def test_intercepted_calls_send_no_more_over_mesh(optimized, kind: str) -> None:
+    """A gradient sends 2·B·T·D, whether a value is observed, doubled or left alone."""
     layer = flax_mha.MultiHeadAttention(8)
     x = jnp.ones((B, 16, 32))
 
-    def looked_at(call: Any, x: jax.Array) -> jax.Array:
+    def observed(call: Any, x: jax.Array) -> jax.Array:
         return call(x)
 
     def text(listening: Any) -> Any:
@@ -142,7 +142,7 @@ def test_changed_calls_send_no_more_over_a_mesh(optimized, kind: str) -> None:
         params = described(layer, x)
         plain = text(contextlib.nullcontext())
         assert sum(size for _, size in plain) == 2 * 4 * x.size
-        assert text(changing("value", looked_at)) == plain
+        assert text(changing("value", observed)) == plain
         assert text(changing("value", CHANGES["double"])) == plain
     finally:
         leave()
@@ -155,8 +155,8 @@ def nnx_layer(**fields: Any) -> flax_mha.nnx.MultiHeadAttention:
 
 
 @pytest.mark.parametrize("name", sorted(SUBMODULES))
-def test_nnx_calls_what_stands_in_the_place_of_a_submodule(name: str) -> None:
-    """A module of the user's own is called, with its parameters and gradients."""
+def test_nnx_layer_calls_replaced_submodules(name: str) -> None:
+    """A user's module is called, with its own parameters and gradients."""
 
     class Scaled(nnx.Module):
         def __init__(self, inner: nnx.Module) -> None:
@@ -165,7 +165,7 @@ def test_nnx_calls_what_stands_in_the_place_of_a_submodule(name: str) -> None:
         def __call__(self, x: jax.Array) -> jax.Array:
             return self.factor * self.inner(x)
 
-    # A norm of queries would undo the factor before it.
+    # A norm after the query projection would undo the factor.
     normed = name.endswith("_ln")
     layer = nnx_layer(normalize_qk=normed)
     linen = {"params": nnx.to_pure_dict(nnx.state(layer))}
@@ -193,8 +193,8 @@ def test_swapped_layers_are_captured_once() -> None:
         jax.eval_shape(nn.MultiHeadDotProductAttention(N).init, jax.random.key(0), X)["params"]
     )}}  # fmt: skip
     with jax.default_matmul_precision("highest"):
-        found, expected = (
+        actual, expected = (
             model.apply(variables, X, capture_intermediates=True)[1]
             for model in (interop.swap(Model()), Model())
         )
-    chex.assert_trees_all_close(found, expected, atol=1e-5)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)

@@ -113,7 +113,7 @@ def definition(rule: Rule) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ATOMS)
-def test_definition(name: str) -> None:
+def test_mask_matches_its_definition(name: str) -> None:
     mask, rule = ATOMS[name]
     np.testing.assert_array_equal(table(mask), definition(rule))
 
@@ -122,20 +122,20 @@ random_masks = expressions(ATOMS)
 
 
 def meant(expression: Expression) -> tuple[Mask, np.ndarray]:
-    """The mask that an expression builds with operators, and its table."""
+    """Return the mask that an expression builds with operators, and its table."""
     return evaluate(expression, lambda name: (ATOMS[name][0], definition(ATOMS[name][1])))
 
 
 @pytest.mark.slow
 @given(random_masks)
-def test_algebra(expression: Expression) -> None:
+def test_mask_expressions_match_boolean_tables(expression: Expression) -> None:
     mask, expected = meant(expression)
     np.testing.assert_array_equal(table(mask), expected)
 
 
 @given(random_masks, st.integers(1, 4), st.integers(1, 4))
-def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> None:
-    """EMPTY and FULL are what they say, for every tile."""
+def test_tile_states_are_true(expression: Expression, block_q: int, block_k: int) -> None:
+    """EMPTY tiles have no allowed pair and FULL tiles only allowed ones, at every tile size."""
     mask, expected = meant(expression)
     at = whole(DIMS)
     verdict = resolve(mask.bind(DIMS), at).tiles(tiles_of(at.q, at.k, block_q, block_k))
@@ -174,8 +174,8 @@ def test_tiles_never_lie(expression: Expression, block_q: int, block_k: int) -> 
         (Predicate(lambda b, n, i, j: i == j), 0, 0),
     ],
 )
-def test_tiles_are_known_before_tracing(mask: Mask, empty: int, full: int) -> None:
-    """How many of the 4 × 4 tiles of 16 × 16 scores need no work, and no mask."""
+def test_tiles_are_static_for_masks_without_arrays(mask: Mask, empty: int, full: int) -> None:
+    """The number of 4 × 4 tiles of 16 × 16 scores that need no work, or no mask."""
     dims = Dims((), 16, 16, 1, 1, 1, 1)
     at = whole(dims)
     verdict = resolve(mask.bind(dims), at).tiles(tiles_of(at.q, at.k, 4, 4))
@@ -184,14 +184,14 @@ def test_tiles_are_known_before_tracing(mask: Mask, empty: int, full: int) -> No
     assert ((verdict == EMPTY).sum(), (verdict == FULL).sum()) == (empty, full)
 
 
-def test_dense_and_show() -> None:
+def test_dense_and_show_draw_the_mask() -> None:
     np.testing.assert_array_equal(Causal().dense(3)[0], np.tri(3, dtype=bool))
     assert Window(1, 0).show(3, 4) == "█···\n██··\n·██·"
     assert (Causal() & Lengths(np.array([2, 1]))).dense(3, batch=(2,)).shape == (2, 1, 3, 3)
 
 
 @pytest.mark.parametrize("array", [TABLE, jnp.asarray(TABLE)], ids=["numpy", "jax"])
-def test_arrays_join_the_algebra_on_either_side(array: np.ndarray | jax.Array) -> None:
+def test_arrays_combine_with_masks_on_either_side(array: np.ndarray | jax.Array) -> None:
     causal = table(Causal())
     np.testing.assert_array_equal(table(array & Causal()), causal & TABLE)
     np.testing.assert_array_equal(table(Causal() & array), causal & TABLE)
@@ -200,7 +200,7 @@ def test_arrays_join_the_algebra_on_either_side(array: np.ndarray | jax.Array) -
 
 
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)])
-def test_any_number_of_batch_dimensions(batch: tuple[int, ...]) -> None:
+def test_masks_take_any_number_of_batch_dimensions(batch: tuple[int, ...]) -> None:
     dims = Dims(batch, T, S, N, N, 4, 4)
     lengths = np.arange(np.prod(batch, dtype=int)).reshape(batch) % S
     expected = np.arange(S) < lengths[..., None, None, None]
@@ -226,7 +226,7 @@ def table_of(mask: Mask, dims: Dims = DIMS) -> jax.Array:
     return jnp.broadcast_to(allowed, dims.logits)
 
 
-def test_positions_shift_the_meaning() -> None:
+def test_causal_mask_follows_query_positions() -> None:
     """Queries at positions 7 and 8 see the keys up to there."""
     dims = Dims((), 2, 10, 1, 1, 4, 4)
     allowed = Causal().allowed(whole(dims, jnp.array([7, 8])))
@@ -249,8 +249,8 @@ def test_positions_shift_the_meaning() -> None:
         ((3,), (3, 1, 4, 6), None),
     ],
 )
-def test_masks_that_could_be_meant_by_rows(batch, shape, other) -> None:
-    """NumPy's rule holds; where a mask by rows has the same shape, a warning says so."""
+def test_ambiguous_mask_shapes_warn(batch, shape, other) -> None:
+    """NumPy broadcasting holds. A warning names the other reading of the same shape."""
     dims = Dims(batch, 4, shape[-1], 3, 3, 4, 4)
     mask = np.random.default_rng(0).random(shape) < 0.5
     with warnings.catch_warnings(record=True) as caught:
@@ -259,13 +259,13 @@ def test_masks_that_could_be_meant_by_rows(batch, shape, other) -> None:
     np.testing.assert_array_equal(found, np.broadcast_to(mask, dims.logits))
     assert [re.search(other, str(w.message)) is not None for w in caught] == [True] * bool(other)
     if other:
-        # What it says to write is neither warned of nor read otherwise.
+        # The suggested spelling gives no warning and means the same.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             np.testing.assert_array_equal(table(Dense(mask[None]), dims), found)
 
 
-def test_a_warning_stands_where_the_call_does() -> None:
+def test_warning_points_at_the_call() -> None:
     x = jnp.ones((4, 4, 8))
     layer = MultiHeadAttention(2)
     with pytest.warns(UserWarning, match=r"masks.Keys") as caught:
@@ -273,7 +273,7 @@ def test_a_warning_stands_where_the_call_does() -> None:
     assert {w.filename for w in caught} == {__file__}
 
 
-def test_combine() -> None:
+def test_combine_skips_none() -> None:
     assert masks.combine(None, None) is None
     assert masks.combine(None, Causal()) == Causal()
     both = masks.combine(Causal(), None, TABLE)
@@ -281,7 +281,7 @@ def test_combine() -> None:
     np.testing.assert_array_equal(table(both), table(Causal()) & TABLE)
 
 
-def test_a_mask_of_ones_own() -> None:
+def test_user_defined_mask() -> None:
     class Even(Mask):
         def allowed(self, at: At) -> jax.Array:
             return (at.q + at.k) % 2 == 0
@@ -294,6 +294,6 @@ def test_a_mask_of_ones_own() -> None:
 
 
 def test_masks_without_arrays_are_hashable() -> None:
-    """They can be static fields of modules that nn.jit hashes."""
+    """Hashable masks can be static fields of modules that nn.jit hashes."""
     assert hash(Causal() & ~Causal()) == hash(Causal() & ~Causal())
     assert Causal() & Causal() != Causal() | Causal()

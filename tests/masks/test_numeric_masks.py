@@ -1,4 +1,4 @@
-"""Masks of the numbers 1 and 0, as Flax's helpers give them, and of others."""
+"""Masks of the numbers 1 and 0, as Flax's helpers return them, and of other numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +24,9 @@ RNG = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(RNG.normal(size=(B, T, N, H)), jnp.float32) for _ in range(3))
 X = jnp.asarray(RNG.normal(size=(B, T, 8)), jnp.float32)
 LENGTHS = np.array([3, 5])
-# Row 0 has three tokens: its last queries see nothing.
+# Row 0 has three tokens: its last queries are fully masked.
 REAL = np.arange(T) < LENGTHS[:, None]
-# As nn.combine_masks(nn.make_attention_mask(REAL, REAL), nn.make_causal_mask(REAL)) gives it.
+# Equals nn.combine_masks(nn.make_attention_mask(REAL, REAL), nn.make_causal_mask(REAL)).
 BOOLS = np.tril(REAL[:, None, :, None] & REAL[:, None, None, :])
 TABLE = jax.device_put(BOOLS.astype(np.float32))
 
@@ -39,8 +39,8 @@ def attend(mask: Any, **call: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8"])
-def test_numbers_become_bools(dtype: str) -> None:
-    """In NumPy where they can be read, so that kernels know them before tracing."""
+def test_zeros_and_ones_become_bools(dtype: str) -> None:
+    """They stay NumPy arrays where they can be read, so that kernels know them at trace time."""
     assert TABLE.dtype == jnp.float32
     for given in (TABLE.astype(dtype), np.asarray(TABLE).astype(dtype)):
         bound = masks.as_mask(given).bind(DIMS)
@@ -55,8 +55,8 @@ def test_numbers_become_bools(dtype: str) -> None:
             np.testing.assert_array_equal(mask.array.array, BOOLS)
 
 
-def test_gradients() -> None:
-    """Held to the oracle; the same where the mask is traced."""
+def test_gradients_with_numeric_mask_match_bool_mask() -> None:
+    """Outputs match the oracle, with concrete and traced masks."""
 
     def loss(q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         out = dot_product_attention(q, K, V, mask=mask)
@@ -93,8 +93,10 @@ ADDITIVE = np.where(BOOLS, 0.0, -1e9).astype(np.float32)
     ],
     ids=["as given", "not", "nested", "per head", "of an empty row", "NaN", "nearly 0"],
 )
-def test_other_numbers_that_are_traced_give_nan(mask: Callable[..., Any], wrong: Any) -> None:
-    """In the rows that have them, and nowhere else; in all that is asked of those, too."""
+def test_invalid_traced_numbers_give_nan_in_their_rows(
+    mask: Callable[..., Any], wrong: Any
+) -> None:
+    """Every output of the affected queries is NaN, and no other."""
 
     def run(table: jax.Array) -> Any:
         out, weights, lse = attend(mask(table), return_weights=True, return_residuals=True)
@@ -107,8 +109,8 @@ def test_other_numbers_that_are_traced_give_nan(mask: Callable[..., Any], wrong:
         np.testing.assert_array_equal(got[~wrong], expected[~wrong])
 
 
-def test_what_is_added_to_scores_elsewhere_is_no_mask() -> None:
-    """0 and −1e9: never taken the other way round. Its gradients are NaN, too."""
+def test_additive_masks_are_refused_or_give_nan() -> None:
+    """Masks of 0 and −1e9 are never read the wrong way round. Their gradients are NaN too."""
     allowed = np.broadcast_to(np.asarray(TABLE) > 0, (B, N, T, T))
 
     def loss(q: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,8 +130,8 @@ def test_what_is_added_to_scores_elsewhere_is_no_mask() -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_meshes(kind: str) -> None:
-    """Divided over rows and queries, known and traced; a wrong number is found there, too."""
+def test_numeric_masks_on_meshes(kind: str) -> None:
+    """Sharded over rows and queries, concrete and traced. Invalid numbers are detected too."""
     expected = attend(jnp.asarray(BOOLS))
     mesh, leave = on(kind)
     try:
@@ -155,7 +157,7 @@ HERE: dict[str, tuple[nn.Module, Callable[[Any], Any]]] = {
 
 @pytest.mark.sampled(0.66)
 @pytest.mark.parametrize("name", HERE)
-def test_wherever_a_mask_is_taken(name: str) -> None:
+def test_numeric_masks_work_wherever_masks_do(name: str) -> None:
     module, of = HERE[name]
     params = oracle.random_like(jax.eval_shape(module.init, KEY, X))
     known, traced, expected = jax.jit(
@@ -165,7 +167,7 @@ def test_wherever_a_mask_is_taken(name: str) -> None:
     assert error(traced, expected) < 2e-6
 
 
-def test_in_nnx() -> None:
+def test_numeric_masks_work_in_nnx() -> None:
     layer = nnx.bridge.ToNNX(MultiHeadAttention(2), rngs=nnx.Rngs(0)).lazy_init(X)
     run = nnx.jit(lambda layer, m: (layer(X, mask=m), layer(X, mask=m > 0)))
     assert error(*run(layer, TABLE)) < 2e-6
@@ -173,8 +175,8 @@ def test_in_nnx() -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("traced", [True, False])
-def test_decoding(traced: bool) -> None:
-    """Each step with the mask of all slots, of which there are more than tokens."""
+def test_decoding_with_numeric_mask_of_all_slots(traced: bool) -> None:
+    """Each step gets the mask of all slots, which outnumber the tokens."""
     layer = MultiHeadAttention(2, decode=True)
     variables = layer.init(KEY, jnp.zeros((B, T + 2, 8)))
     keep = jnp.asarray([1.0, 0, 1, 1, 1, 1, 1]).reshape(1, 1, 1, -1)

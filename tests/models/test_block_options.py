@@ -1,4 +1,4 @@
-"""What models differ in: norms, biases and activations of blocks."""
+"""Options of blocks and stacks: norms, biases and activations."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from tests.support import oracle
 from tests.support.oracle import Params, error, float64
 
 
-def test_functions_of_ones_own_as_activations() -> None:
+def test_activation_may_be_a_function() -> None:
     params = parameters(MLP(16), X)
     named = run(MLP(16, "gelu_exact"), params, X)
     given = run(MLP(16, functools.partial(nn.gelu, approximate=False)), params, X)
@@ -24,8 +24,8 @@ def test_functions_of_ones_own_as_activations() -> None:
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_the_epsilon_of_norms(norm: str) -> None:
-    """Of the blocks, and of the norm at a stack's end."""
+def test_norm_epsilon_reaches_every_norm(norm: str) -> None:
+    """In the blocks, and at the end of a stack."""
     x = 0.1 * X
     module = block(norm=norm, norm_epsilon=0.02)
     params = parameters(module, x)
@@ -39,7 +39,7 @@ def test_the_epsilon_of_norms(norm: str) -> None:
 
 
 @pytest.mark.parametrize("mlp_bias", [True, False])
-def test_biases_of_the_mlp_apart(mlp_bias: bool) -> None:
+def test_mlp_bias_is_independent_of_attention_bias(mlp_bias: bool) -> None:
     module = block({"use_bias": not mlp_bias}, mlp_bias=mlp_bias)
     params = parameters(module, X)
     assert ("bias" in params["params"]["mlp"]["up"]) == mlp_bias
@@ -47,8 +47,10 @@ def test_biases_of_the_mlp_apart(mlp_bias: bool) -> None:
     assert error(run(module, params, X), oracle.encoder_block(params["params"], X)) < OUTPUT
 
 
-def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_side: Any) -> Any:
-    """A block of every placing of its norms, in float64."""
+def expected_block(
+    params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_side: Any
+) -> Any:
+    """Compute a block with any placement of its norms, in float64."""
 
     def norm(name: str, x: np.ndarray) -> np.ndarray:
         return oracle.layer_norm(params[name], x)
@@ -61,8 +63,8 @@ def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_s
     x = float64(x)
     for together in [("attention", "mlp")] if side_by_side else [("attention",), ("mlp",)]:
         norms = together if side_by_side == "own_norms" else together[:1] * len(together)
-        given = [norm(f"{name}_norm", x) if pre else x for name in norms]
-        x = x + sum(map(added, together, given))
+        inputs = [norm(f"{name}_norm", x) if pre else x for name in norms]
+        x = x + sum(map(added, together, inputs))
         x = x if pre or branch else norm(f"{together[0]}_norm", x)
     return x
 
@@ -73,23 +75,23 @@ def by_formula(params: Params, x: np.ndarray, pre: bool, branch: bool, side_by_s
     ("pre", "side_by_side"),
     [(True, True), (True, False), (True, "own_norms"), (False, True), (False, False)],
 )
-def test_where_norms_stand(pre: bool, branch: bool, side_by_side: Any) -> None:
+def test_norm_placements_match_formula(pre: bool, branch: bool, side_by_side: Any) -> None:
     module = block(pre_norm=pre, branch_norm=branch, parallel=side_by_side, layer_scale=0.5)
     params = parameters(module, X)
-    expected = by_formula(params["params"], X, pre, branch, side_by_side)
+    expected = expected_block(params["params"], X, pre, branch, side_by_side)
     assert error(run(module, params, X), expected) < OUTPUT
     last = Encoder(1, module).init(jax.random.key(0), X)["params"].keys() - {"layers_0"}
     assert last == ({"norm"} if pre or branch else set())
 
 
-def test_layer_scale_begins_there() -> None:
+def test_layer_scale_starts_at_its_value() -> None:
     params = block(layer_scale=0.25).init(jax.random.key(0), X)["params"]
     for name in ("attention", "mlp"):
         np.testing.assert_array_equal(params[f"{name}_scale"], np.full(X.shape[-1], 0.25))
 
 
-def test_a_module_as_norm() -> None:
-    """Each norm is a copy of it, those of the stack too."""
+def test_norm_may_be_a_module() -> None:
+    """Each norm is a copy of it, including the stack's."""
     own = nn.LayerNorm(epsilon=0.02, use_bias=False)
     stack = Encoder(2, block(norm=own), input_norm=True)
     params = parameters(stack, X)["params"]
@@ -99,14 +101,14 @@ def test_a_module_as_norm() -> None:
     assert {path[-1] for path in paths} == {"scale"}
     norms = {(*path[:-1], "bias"): np.zeros_like(scale) for path, scale in paths.items()}
     with_biases = unflatten_dict(flatten_dict(params) | norms)
-    wanted = run(named, {"params": with_biases}, X)
-    assert error(run(stack, {"params": params}, X), wanted) < OUTPUT
+    expected = run(named, {"params": with_biases}, X)
+    assert error(run(stack, {"params": params}, X), expected) < OUTPUT
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("pre_norm", [True, False])
 @pytest.mark.parametrize("norms", [(True, False), (False, True), (True, None)])
-def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> None:
+def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> None:
     first, last = norms
     stack = Encoder(1, block(pre_norm=pre_norm), input_norm=first, final_norm=last)
     params = parameters(stack, X)["params"]
@@ -131,6 +133,6 @@ def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> No
         ({"parallel": "own_norms", "pre_norm": False}, "or where pre_norm is on"),
     ],
 )
-def test_what_options_refuse(fields: dict[str, Any], words: str) -> None:
+def test_invalid_block_options_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         block(**fields).init(jax.random.key(0), X)

@@ -44,14 +44,14 @@ def compiled(module: nn.Module, **static: Any) -> Any:
 
 
 def run(module: nn.Module, params: Any, *inputs: Any, seed: int = 0, **call: Any) -> Any:
-    # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
+    # XLA compiles each threefry hash in seconds, and this generator in milliseconds.
     rngs = {"dropout": jax.random.key(seed, impl="unsafe_rbg")}
     static = {k: call.pop(k) for k in ("deterministic", "sow_weights", "mutable") if k in call}
     return compiled(module, **static)(params, *inputs, rngs=rngs, **call)
 
 
 def differentiate(module: nn.Module, params: Any, x: Any, **call: Any) -> Any:
-    """The output, and its gradients with respect to parameters and input."""
+    """Return the output, and its gradients with respect to parameters and input."""
     rngs = {"dropout": jax.random.key(0, impl="unsafe_rbg")}
 
     @jax.jit
@@ -64,7 +64,7 @@ def differentiate(module: nn.Module, params: Any, x: Any, **call: Any) -> Any:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("activation", [*oracle.ACTIVATIONS])
-def test_mlp(activation: str, gated: bool) -> None:
+def test_mlp_matches_formula(activation: str, gated: bool) -> None:
     module = MLP(16, activation, gated, use_bias=not gated)
     params = parameters(module, X)
     assert set(params["params"]) == {"up", "down"} | ({"gate"} if gated else set())
@@ -75,7 +75,7 @@ def test_mlp(activation: str, gated: bool) -> None:
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize(("activation", "gated"), [("gelu", False), ("silu", True)])
-def test_block(norm: str, pre_norm: bool, activation: str, gated: bool) -> None:
+def test_block_matches_formula(norm: str, pre_norm: bool, activation: str, gated: bool) -> None:
     fields = {"norm": norm, "pre_norm": pre_norm, "activation": activation}
     module = block(gated=gated, **fields)
     params = parameters(module, X)
@@ -83,7 +83,7 @@ def test_block(norm: str, pre_norm: bool, activation: str, gated: bool) -> None:
     assert error(run(module, params, X, mask=MASK), expected) < OUTPUT
 
 
-def test_block_hands_on_its_arguments() -> None:
+def test_block_passes_arguments_to_attention() -> None:
     module, bias = block(), normal(1, T, T, seed=3)
     params = parameters(module, X)
     out, sown = run(module, params, X, bias=bias, sow_weights=True, mutable="intermediates")
@@ -94,7 +94,7 @@ def test_block_hands_on_its_arguments() -> None:
     assert error(weights, expected) < OUTPUT
 
 
-def test_block_fields_of_the_layer_hold_for_all_of_it() -> None:
+def test_layer_fields_hold_for_whole_block() -> None:
     module = block({"use_bias": False, "param_dtype": "bfloat16"})
     # Flax's norms promote their statistics implicitly.
     with jax.numpy_dtype_promotion("standard"):
@@ -105,7 +105,7 @@ def test_block_fields_of_the_layer_hold_for_all_of_it() -> None:
     assert biases == {"['attention_norm']['bias']", "['mlp_norm']['bias']"}
 
 
-def test_dropout() -> None:
+def test_dropout_follows_deterministic_and_key() -> None:
     module = block({"dropout_rate": 0.3}, dropout_rate=0.3)
     params = parameters(module, X, deterministic=True)
     off = run(module, params, X, deterministic=True)
@@ -119,7 +119,7 @@ def test_dropout() -> None:
 
 
 def constant(params: Any, **branches: float) -> Any:
-    """Parameters with which attention and MLP give constants, whatever their inputs."""
+    """Return parameters that make attention and MLP output constants for all inputs."""
     params = jax.tree.map(np.zeros_like, params)
     params["attention"]["out"]["bias"] += branches["attention"]
     params["mlp"]["down"]["bias"] += branches["mlp"]
@@ -128,7 +128,7 @@ def constant(params: Any, **branches: float) -> Any:
 
 @pytest.mark.slow
 def test_each_dropout_acts() -> None:
-    """On the weights, on the hidden features of the MLP, and on what joins the residual."""
+    """On the attention weights, on the MLP's hidden features, and on the residual branches."""
     for module in (block({"dropout_rate": 0.5}), MLP(16, dropout_rate=0.5)):
         params = parameters(module, X, deterministic=True)
         on, off = (run(module, params, X, deterministic=off) for off in (False, True))
@@ -161,7 +161,7 @@ def test_remat_changes_nothing(deterministic: bool) -> None:
 
 
 def stacked(params: Any, layers: int) -> Any:
-    """The loop's parameters as the scan's."""
+    """Stack a loop's parameters for a scan."""
     rest = {name: leaf for name, leaf in params["params"].items() if "layers_" not in name}
     each = [params["params"][f"layers_{i}"] for i in range(layers)]
     return {"params": {"layers": jax.tree.map(lambda *leaves: np.stack(leaves), *each), **rest}}
@@ -170,7 +170,7 @@ def stacked(params: Any, layers: int) -> Any:
 def encoded(
     params: Any, layers: int, norm: str = "layernorm", pre_norm: bool = True, **call: Any
 ) -> np.ndarray:
-    """The formula of the stack, on X."""
+    """Compute the stack's formula on X."""
     x = X
     for i in range(layers):
         x = oracle.encoder_block(params[f"layers_{i}"], x, norm=norm, pre_norm=pre_norm, **call)
@@ -180,7 +180,7 @@ def encoded(
 @pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("remat", [False, True])
-def test_scan_is_the_loop(pre_norm: bool, remat: bool) -> None:
+def test_scan_matches_loop(pre_norm: bool, remat: bool) -> None:
     of = block({"rotary": None}, pre_norm=pre_norm, remat=remat, norm="rmsnorm")
     loop, scan = Encoder(3, of), Encoder(3, of, scan=True)
     params = parameters(loop, X)
@@ -194,8 +194,8 @@ def test_scan_is_the_loop(pre_norm: bool, remat: bool) -> None:
     assert error(run(scan, both, X, mask=MASK), expected) < 3 * OUTPUT
 
 
-def test_scanned_layers_differ() -> None:
-    """In their initial values; and they all sow."""
+def test_scanned_layers_start_differently() -> None:
+    """All of them sow their weights."""
     encoder = Encoder(2, block(remat=True), scan=True)
     init = jax.jit(encoder.init)(jax.random.key(0, impl="unsafe_rbg"), X)
     kernels = init["params"]["layers"]["attention"]["query"]["kernel"]
@@ -207,7 +207,7 @@ def test_scanned_layers_differ() -> None:
 
 
 def test_scanned_layers_drop_differently() -> None:
-    """Of two constants some stay, some go, and, unless both layers drop alike, some halve."""
+    """Some of the sums of two constants halve only if the two layers drop differently."""
     encoder = Encoder(2, block(dropout_rate=0.5, norm="rmsnorm"), scan=True)
     params = parameters(encoder, X, deterministic=True)["params"]
     params = {
@@ -225,8 +225,8 @@ def classifier(**fields: Any) -> Classifier:
 
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "none"])
-def test_classifier(positions: str) -> None:
-    """The whole of it, composed from the formulas; padding has no influence at all."""
+def test_classifier_matches_formula(positions: str) -> None:
+    """The formula is composed from its parts. Padding has no influence at all."""
     tokens, lengths = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.array([3, 4])
     model = classifier(positions=positions)
     params = parameters(model, tokens)
@@ -261,7 +261,7 @@ def test_classifier_padding_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("size", "hw"), [(2, (2, 2)), ((2, 3), (2, 3)), ((4, 1), (4, 1))], ids=str)
-def test_patches(size: Any, hw: tuple[int, int]) -> None:
+def test_patch_embedding_matches_formula(size: Any, hw: tuple[int, int]) -> None:
     images = normal(2, 4, 6, 3)
     module = PatchEmbedding(size, D)
     params = parameters(module, images)
@@ -273,8 +273,8 @@ def test_patches(size: Any, hw: tuple[int, int]) -> None:
 @pytest.mark.sampled(0.25)
 @pytest.mark.parametrize("pre_norm", [True, False], ids=["pre", "post"])
 @pytest.mark.parametrize("given", ["float32", "bfloat16"])
-def test_bfloat16(pre_norm: bool, given: str) -> None:
-    """Computed in bfloat16 with float32 parameters; the loop and the scan give one dtype."""
+def test_bfloat16_loop_and_scan_have_one_dtype(pre_norm: bool, given: str) -> None:
+    """The computation is bfloat16 with float32 parameters."""
     of = block({"dtype": "bfloat16"}, pre_norm=pre_norm)
     x = X.astype(given)
     loop, scan = Encoder(2, of), Encoder(2, of, scan=True)

@@ -20,7 +20,7 @@ KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(4, 8, 16)), jnp.float32)
 PLAIN = Experts(24, 8, 2)
-# With all there is, as gpt-oss has it, and a limit that many features reach.
+# Every option, as in gpt-oss, and a limit that many features reach.
 CLIPPED = Experts(
     24, 8, 3, activation="quick_gelu", limit=0.5, offset=1.0, use_bias=True, normalize=True
 )
@@ -31,7 +31,7 @@ METHODS = {"in turn": {"cpu": experts.expert_by_expert}, "by rows": {}}
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both are there on every platform, and tried on this one."""
+    """Run the test with each method, whichever the platform would choose."""
     monkeypatch.setattr(experts, "METHODS", METHODS[request.param])
     yield request.param
     jax.clear_caches()
@@ -45,8 +45,8 @@ def sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
 
-def by_formula(module: Experts, params: Any, x: Any) -> np.ndarray:
-    """One token after another, in float64."""
+def expected_output(module: Experts, params: Any, x: Any) -> np.ndarray:
+    """Compute one token after another, in float64."""
     w = {name: np.asarray(a, np.float64) for name, a in params.items() if name != "router"}
     router = {name: np.asarray(a, np.float64) for name, a in params["router"].items()}
     x = np.asarray(x, np.float64)
@@ -70,7 +70,7 @@ def by_formula(module: Experts, params: Any, x: Any) -> np.ndarray:
 
 
 def run(module: Experts, params: Any, x: Any) -> tuple[Any, Any]:
-    """Its gradients and its output."""
+    """Return the gradients and the output."""
 
     def loss(params: Any, x: Any) -> Any:
         y = module.apply(params, x)
@@ -80,23 +80,23 @@ def run(module: Experts, params: Any, x: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS_OF)
-def test_the_formula(name: str, method: str) -> None:
+def test_experts_match_formula(name: str, method: str) -> None:
     params = parameters(KINDS_OF[name])
-    expected = by_formula(KINDS_OF[name], params["params"], X)
+    expected = expected_output(KINDS_OF[name], params["params"], X)
     assert error(jax.jit(KINDS_OF[name].apply)(params, X), expected) < 2e-6
-    if name == "plain":  # Without a batch, and with two axes of it.
+    if name == "plain":  # Without a batch axis, and with two.
         assert error(jax.jit(PLAIN.apply)(params, X[0]), expected[0]) < 2e-6
         assert error(jax.jit(PLAIN.apply)(params, X[None]), expected[None]) < 2e-6
 
 
-def test_gradients(method: str) -> None:
-    """Against differences of the formula, along random directions."""
+def test_gradients_match_differences(method: str) -> None:
+    """Finite differences of the formula along random directions."""
     params = parameters(CLIPPED)
     (of_params, of_x), _ = run(CLIPPED, params, X)
     wide = jax.tree.map(lambda a: np.asarray(a, np.float64), params)
 
     def loss(params: Any, x: Any) -> float:
-        return float(np.sin(by_formula(CLIPPED, params["params"], x)).sum())
+        return float(np.sin(expected_output(CLIPPED, params["params"], x)).sum())
 
     rng, step = np.random.default_rng(1), 1e-6
     leaves, tree = jax.tree.flatten((wide, np.asarray(X, np.float64)))
@@ -112,25 +112,25 @@ def test_gradients(method: str) -> None:
         assert abs(np.vdot(gradient, along) - wanted) < 1e-4 * np.linalg.norm(gradient)
 
 
-def test_tokens_do_not_meet(method: str) -> None:
-    """NaN in one token, and what would overflow in another's expert, reach no other."""
+def test_tokens_do_not_affect_each_other(method: str) -> None:
+    """NaN in one token, or an overflow in another's expert, reaches no other token."""
     params = parameters(PLAIN)
     apply = jax.jit(PLAIN.apply)
     clean, dirty = apply(params, X), apply(params, X.at[0, 3].set(jnp.nan).at[1, 2].set(1e30))
     rest = np.ones(X.shape[:-1], bool)
     rest[0, 3] = rest[1, 2] = False
     np.testing.assert_allclose(dirty[rest], clean[rest], atol=1e-6)
-    # A token is never given to experts that it was not sent to, not even to be left out after.
+    # A token never passes through an expert that it is not routed to, not even to be discarded.
     one = jnp.ones((1, 1, 16))
     params["params"]["router"]["kernel"] = np.tile(-np.arange(8, dtype="f"), (16, 1))
-    params["params"]["up_kernel"][2:] = 3e38  # Whose sum is infinite.
+    params["params"]["up_kernel"][2:] = 3e38  # Their sum is infinite.
     (of_params, of_x), y = run(PLAIN, params, one)
     assert np.isfinite(y).all()
     assert np.isfinite(of_x).all()
     assert all(np.isfinite(x[:2]).all() for x in jax.tree.leaves(of_params))
 
 
-def test_padding_does_not_matter(method: str) -> None:
+def test_padding_does_not_affect_experts(method: str) -> None:
     block = DecoderBlock(MultiHeadAttention(2), mlp=CLIPPED, norm="rmsnorm")
     lengths = jnp.array([8, 3, 5, 0])
     real = np.arange(8)[None] < lengths[:, None]
@@ -148,29 +148,28 @@ def test_padding_does_not_matter(method: str) -> None:
     assert not np.any(of_x[~real])
 
 
-def test_in_half_the_precision(method: str) -> None:
-    every = CLIPPED.clone(top_k=8)  # A choice among some may hang on the last digit.
+def test_bfloat16_experts_are_close(method: str) -> None:
+    every = CLIPPED.clone(top_k=8)  # With all experts, no choice depends on the last digit.
     params = parameters(every)
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
     y = jax.jit(every.apply)(half, X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     wide = jax.tree.map(lambda a: np.asarray(a, np.float32), half)
     x = X.astype(jnp.bfloat16).astype(jnp.float32)
-    assert error(y.astype(jnp.float32), by_formula(every, wide["params"], x)) < 0.02
+    assert error(y.astype(jnp.float32), expected_output(every, wide["params"], x)) < 0.02
     cast = jax.eval_shape(every.clone(dtype=jnp.bfloat16).apply, params, X)
     assert cast.dtype == jnp.bfloat16
 
 
-def test_each_expert_begins_by_itself() -> None:
-    """As `MLP` does: the scale is that of one kernel, and no two are the same."""
+def test_experts_start_differently() -> None:
+    """With the scale of a single kernel, as in `MLP`."""
     kernels = Experts(512, 4, 1).init(KEY, jnp.ones((1, 1, 256)))["params"]["up_kernel"]
     np.testing.assert_allclose(jnp.std(kernels, (1, 2)), 256**-0.5, rtol=0.02)
     assert np.abs(kernels[0] - kernels[1]).max() > 0.01
 
 
 @pytest.mark.slow
-def test_in_stacks() -> None:
-    """Under scan, and recomputed."""
+def test_experts_under_scan_and_remat_match_loop() -> None:
     block = DecoderBlock(MultiHeadAttention(2), mlp=PLAIN)
     plain, scanned = Decoder(2, block), Decoder(2, block.clone(remat=True), scan=True)
     params = random_like(jax.eval_shape(plain.init, KEY, X))["params"]
@@ -197,7 +196,7 @@ RULES = {
 
 @functools.cache
 def on_one_device(method: str) -> Any:
-    """Return parameters, and the output of that method with them."""
+    """Return parameters, and the method's output with them."""
     params = jax.jit(CLIPPED.init)(KEY, X)
     bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
     params = {"params": params["params"] | bias}
@@ -207,7 +206,7 @@ def on_one_device(method: str) -> Any:
 @pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULES)
-def test_on_meshes(name: str, kind: str, method: str) -> None:
+def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> None:
     params, wanted = on_one_device(method)
     mesh, leave = on(kind, RULES[name])
     try:
@@ -223,7 +222,7 @@ def test_on_meshes(name: str, kind: str, method: str) -> None:
         assert error(a, b) < BACKWARD
 
 
-def test_two_divisions_by_one_axis() -> None:
+def test_two_shardings_over_one_axis_raise() -> None:
     _, leave = on("Auto", changed(experts="model"))
     try:
         with pytest.raises(
@@ -234,8 +233,8 @@ def test_two_divisions_by_one_axis() -> None:
         leave()
 
 
-def test_what_in_turn_is_for() -> None:
-    """On a CPU `ragged_dot` computes all experts at once; the other holds what one takes."""
+def test_expert_by_expert_needs_memory_of_one_expert() -> None:
+    """On CPUs `ragged_dot` computes all experts at once."""
     x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     module = Experts(128, 16, 2)
     params = jax.eval_shape(module.init, KEY, x)

@@ -1,4 +1,4 @@
-"""Models written for Flax's layer, with ours in its place: one import changes, and nothing else."""
+"""Models written for Flax's layer work with ours after changing one import."""
 
 import dataclasses
 from functools import partial
@@ -21,7 +21,7 @@ REAL = TARGET > 0
 
 
 class Block(nn.Module):
-    """Layers without names, as in Flax's own examples."""
+    """A block of unnamed layers, as in Flax's examples."""
 
     layer: type[nn.Module]
     decode: bool = False
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A translator as Flax's example `wmt`, with its masks."""
+    """A translator like Flax's example `wmt`, with its masks."""
 
     layer: type[nn.Module]
     decode: bool = False
@@ -85,8 +85,8 @@ def models(**fields: Any) -> tuple[Model, Model]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lift", ["remat", "scan"])
-def test_initial_values_are_the_same_bits(lift: str) -> None:
-    """Flax names layers after their class, and draws by these names."""
+def test_initial_values_are_bitwise_equal(lift: str) -> None:
+    """Flax names layers after their class and draws initial values by these names."""
     init = [lenient(jax.jit(model.init))(KEY, SOURCE, TARGET) for model in models(lift=lift)]
     flat = [jax.tree_util.tree_leaves_with_path(tree) for tree in init]
     assert "MultiHeadDotProductAttention_1" in init[1]["params"]["decoder"]
@@ -95,8 +95,8 @@ def test_initial_values_are_the_same_bits(lift: str) -> None:
         np.testing.assert_array_equal(value, expected, err_msg=str(path))
 
 
-def test_outputs_and_gradients() -> None:
-    """Of real tokens: where padding sees nothing Flax averages, and we give 0."""
+def test_outputs_and_gradients_match_flax() -> None:
+    """For real tokens: for fully masked queries Flax averages values and ours returns 0."""
     theirs, ours = models()
     params = random_like(jax.eval_shape(lenient(theirs.init), KEY, SOURCE, TARGET))
 
@@ -115,8 +115,8 @@ def test_outputs_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("lift", ["scan"])
-def test_cached_decoding(lift: str) -> None:
-    """`init` at full length makes room; then a token a call, as Flax's decoding loops do."""
+def test_cached_decoding_matches_flax(lift: str) -> None:
+    """`init` at full length allocates the cache. Each call then decodes one token."""
     outs = []
     for model in models(decode=True, lift=lift):
         init = partial(lenient(model.init), KEY, SOURCE, TARGET)
@@ -142,7 +142,7 @@ DEPRECATED = {
 }  # fmt: skip
 
 
-def test_every_field_of_flax_is_there_with_its_default() -> None:
+def test_layer_has_every_flax_field_with_its_default() -> None:
     theirs, ours = (
         {field.name: field.default for field in dataclasses.fields(layer)}
         for layer in (nn.MultiHeadDotProductAttention, MultiHeadDotProductAttention)
@@ -151,11 +151,11 @@ def test_every_field_of_flax_is_there_with_its_default() -> None:
         default = ours[name]
         same = default == theirs[name] or (callable(default) and callable(theirs[name]))
         assert same, name
-    assert ours["attention_fn"] is None  # The kernels.
+    assert ours["attention_fn"] is None  # None selects flax_mha's kernels.
 
 
-def test_fields_have_to_be_named() -> None:
-    """PyTorch's order, (embed_dim, num_heads), would else be (num_heads, dtype)."""
+def test_fields_must_be_named() -> None:
+    """PyTorch's order (embed_dim, num_heads) would otherwise become (num_heads, dtype)."""
     for layer in (MultiHeadAttention, MultiHeadDotProductAttention):
         with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
             layer(16, 4)

@@ -47,13 +47,13 @@ MODELS = {
     ),
     "translator": translator(),
 }
-# Of parameters by which prompts go on differently, and end after 1 to 4 tokens.
+# Seeds of parameters that continue the prompts differently, for 1 to 4 tokens.
 SEEDS = {"rotary": 8, "scanned, learned positions": 4, "translator": 2}
 
 
 @functools.cache
 def made(name: str) -> tuple[Any, Any, dict[str, int]]:
-    """A model, its parameters, and what generate has to know."""
+    """Return a model, its parameters, and the extra arguments of generate."""
     model = MODELS[name]
     translates = isinstance(model, Translator)
     shapes = jax.eval_shape(model.init, KEY, *[PROMPT] * (1 + translates))
@@ -70,9 +70,9 @@ def _scorer(name: str) -> Any:
 
 
 def scores(name: str, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Log-probabilities [n, NEW, V] of each next token after a prompt and tokens [n, NEW].
+    """Return log-probabilities [n, NEW, V] of each next token after a prompt and tokens [n, NEW].
 
-    Without a cache. Padding at the end is invisible to what stands before.
+    Without a cache. Padding at the end is invisible to earlier tokens.
     """
     n = len(tokens)
     if made(name)[2]:
@@ -89,7 +89,7 @@ def scores(name: str, prompt: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def greedy(name: str, prompt: np.ndarray) -> tuple[list[int], float]:
-    """Token for token, each by a call over everything so far."""
+    """Return the most likely tokens and their score, each by a call over all tokens so far."""
     tokens, total = np.zeros((1, NEW), int), 0.0
     for t in range(NEW):
         last = scores(name, prompt, tokens)[0, t]
@@ -116,25 +116,25 @@ def same(found: Any, expected: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_with_a_cache_is_greedy_without(name: str) -> None:
-    """Ragged prompts, each as if alone; rows end at their own eos; the callback sees each step."""
+def test_greedy_with_cache_matches_greedy_without(name: str) -> None:
+    """Ragged prompts generate as if alone and end at their own eos. The callback sees each step."""
     model, variables, start = made(name)
     call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
-    found = generate(model, variables, PROMPT, **call)
+    actual = generate(model, variables, PROMPT, **call)
     expected = [greedy(name, row[:n]) for row, n in zip(PROMPT, LENGTHS, strict=True)]
-    same(rows(found), expected)
+    same(rows(actual), expected)
     assert len({len(tokens) for tokens, _ in expected}) == 3
 
     seen: list[tuple[int, np.ndarray]] = []
     again = generate(model, variables, PROMPT, callback=lambda *step: seen.append(step), **call)
-    np.testing.assert_array_equal(again.tokens, found.tokens)
-    assert [step for step, _ in seen] == list(range(max(found.lengths)))
+    np.testing.assert_array_equal(again.tokens, actual.tokens)
+    assert [step for step, _ in seen] == list(range(max(actual.lengths)))
     streamed = np.stack([tokens for _, tokens in seen], axis=1)
-    np.testing.assert_array_equal(streamed, found.tokens[:, : len(seen)])
+    np.testing.assert_array_equal(streamed, actual.tokens[:, : len(seen)])
 
 
-def test_ids_out_of_range_are_seen() -> None:
-    """Beyond a prompt's length there may be anything; within it traced ids give a score of NaN."""
+def test_traced_ids_out_of_range_give_nan_scores() -> None:
+    """Only within a prompt's length. Beyond it any id is allowed."""
     model, variables, _ = made("rotary")
 
     @jax.jit
@@ -142,17 +142,17 @@ def test_ids_out_of_range_are_seen() -> None:
         call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS}
         return generate(model, variables, prompt, **call)
 
-    wanted = run(PROMPT)
-    same(rows(run(PROMPT + np.array([[0, 0, 0], [0, -9, V], [0, 0, -1]]))), rows(wanted))
+    expected = run(PROMPT)
+    same(rows(run(PROMPT + np.array([[0, 0, 0], [0, -9, V], [0, 0, -1]]))), rows(expected))
     for wrong in (-1, V):
-        found = run(np.where(PROMPT == 2, wrong, PROMPT))
-        np.testing.assert_array_equal(np.isnan(found.scores), [True, True, False])
+        actual = run(np.where(PROMPT == 2, wrong, PROMPT))
+        np.testing.assert_array_equal(np.isnan(actual.scores), [True, True, False])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rotary", "translator"])
-def test_enough_beams_are_brute_force(name: str) -> None:
-    """With a beam for every sequence nothing is lost; with one, the search is greedy."""
+def test_enough_beams_find_the_best_sequence(name: str) -> None:
+    """With a beam for every sequence nothing is lost. With one beam the search is greedy."""
     model, variables, start = made(name)
     call = {"max_new_tokens": NEW, "lengths": LENGTHS, "eos": EOS, **start}
     found = generate(model, variables, PROMPT, beams=V ** (NEW - 1), **call)
@@ -172,8 +172,8 @@ def test_enough_beams_are_brute_force(name: str) -> None:
     st.integers(1, 9),
     st.floats(0.01, 1.0),
 )
-def test_what_is_drawn_from(logits: list[int], k: int, p: float) -> None:
-    """Against NumPy; of equal logits the smaller tokens come first."""
+def test_top_k_and_top_p_keep_the_right_tokens(logits: list[int], k: int, p: float) -> None:
+    """Against NumPy. Of equal logits, the smaller tokens come first."""
     x = np.asarray(logits, np.float32) / 4
     k = min(k, len(x))
     order = np.argsort(-x, kind="stable")
@@ -183,7 +183,7 @@ def test_what_is_drawn_from(logits: list[int], k: int, p: float) -> None:
 
     likely = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum())[order]
     before = np.cumsum(likely) - likely
-    if np.abs(before - p).min() > 1e-5:  # else float32 may round either way
+    if np.abs(before - p).min() > 1e-5:  # otherwise float32 may round either way
         count = max(1, int((before < p).sum()))
         kept = np.full_like(x, -np.inf)
         kept[order[:count]] = x[order[:count]]
@@ -191,8 +191,8 @@ def test_what_is_drawn_from(logits: list[int], k: int, p: float) -> None:
 
 
 @pytest.mark.slow
-def test_draws_follow_the_distribution() -> None:
-    """Of the tempered and cut logits; and a draw is a function of its key."""
+def test_samples_follow_the_distribution() -> None:
+    """After temperature, top_k and top_p. A sample is a function of its key."""
     logits = jnp.asarray([2.0, 1.0, 0.0, -1.0, -2.0])
     many = jnp.broadcast_to(logits, (20_000, 5))
     rule = sampling.Sampling.checked(temperature=2.0, top_k=4, top_p=0.9)
@@ -218,11 +218,13 @@ def test_draws_follow_the_distribution() -> None:
     [
         ("rotary", 1, "Auto", None),
         ("translator", 3, "Explicit", None),
-        # Three tokens of a prompt, then one, where sequences are divided in training.
+        # Three prompt tokens, then one, under rules that shard sequences in training.
         ("rotary", 2, "Explicit", "model"),
     ],
 )
-def test_a_mesh_changes_nothing(name: str, beams: int, kind: str, length: str | None) -> None:
+def test_generate_on_mesh_matches_one_device(
+    name: str, beams: int, kind: str, length: str | None
+) -> None:
     model, variables, start = made(name)
     prompt, lengths = np.tile(PROMPT[:2], (2, 1)), np.tile(LENGTHS[:2], 2)
     call = {"max_new_tokens": NEW, "eos": EOS, "beams": beams, **start}
@@ -233,7 +235,7 @@ def test_a_mesh_changes_nothing(name: str, beams: int, kind: str, length: str | 
     by_tokens |= {"length": length, "norm_length": length}
     rules = [(n, by_tokens.get(n, axis) if length else axis) for n, axis in sharding.RULES]
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        # In training two tokens can be divided over two devices.
+        # In training two tokens can be sharded over two devices.
         example = prompt[:, :2]
         layout = sharding.of(lambda: model.init(KEY, *[example] * (1 + len(start))))
         found = generate(model, jax.device_put(variables, layout), prompt, lengths=lengths, **call)
@@ -241,8 +243,8 @@ def test_a_mesh_changes_nothing(name: str, beams: int, kind: str, length: str | 
 
 
 @pytest.mark.slow
-def test_several_ends() -> None:
-    """A row ends at any of them, and the first of them fills the rest."""
+def test_rows_end_at_any_of_several_eos() -> None:
+    """The first eos in the list fills the rest of a row."""
     model, variables, _ = made("rotary")
     call = {"max_new_tokens": NEW, "lengths": LENGTHS}
     free = np.asarray(generate(model, variables, PROMPT, **call).tokens)

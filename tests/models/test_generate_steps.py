@@ -1,4 +1,4 @@
-"""Generation by models that are not ours: any function of a cache."""
+"""Generation with any function of a cache instead of flax_mha's models."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import KVCache, MultiHeadAttention, generate
-from tests.support.decoded import cache_of, greedy
+from tests.support.decoding import cache_of, greedy
 from tests.support.oracle import random_like
 
 V, D, N, NEW = 7, 8, 2, 5
@@ -20,7 +20,7 @@ PROMPT = np.array([[3, 4, 2], [2, 5, 1]])
 
 
 class Foreign(nn.Module):
-    """A model as somebody else would write it, with our layer in it, unnamed."""
+    """A user's model with flax_mha's layer in it, unnamed."""
 
     decode: bool = False
 
@@ -35,7 +35,7 @@ class Foreign(nn.Module):
 
 
 def linen() -> tuple[Any, Any, Any]:
-    """The model's step, its variables, and a function of tokens without a cache."""
+    """Return the model's step, its variables, and a function of tokens without a cache."""
     plain, cached = Foreign(), Foreign(decode=True)
     room = jnp.zeros((2, len(PROMPT[0]) + NEW), jnp.int32)
     params = random_like(jax.eval_shape(plain.init, KEY, room, room))
@@ -55,12 +55,12 @@ def linen() -> tuple[Any, Any, Any]:
 class Nnx(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(V, D, rngs=rngs)
-        self.places = nnx.Embed(32, D, rngs=rngs)
+        self.position_table = nnx.Embed(32, D, rngs=rngs)
         self.attention = flax_mha.nnx.MultiHeadAttention(N, D, rngs=rngs)
         self.head = nnx.Linear(D, V, rngs=rngs)
 
     def __call__(self, tokens, positions, decode):
-        x = self.embed(tokens) + self.places(positions)
+        x = self.embed(tokens) + self.position_table(positions)
         return self.head(3 * (x + self.attention(x, decode=decode, is_causal=True)))
 
 
@@ -85,7 +85,7 @@ def nnx_model() -> tuple[Any, Any, Any]:
 
 
 def by_hand() -> tuple[Any, Any, Any]:
-    """No module: two arrays, and caches in a list."""
+    """Build a model without modules: two arrays, and caches in a list."""
     table, head = (
         jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(V, 2, 4), (8, V)])
     )
@@ -114,26 +114,26 @@ MODELS = {"linen": linen, "nnx": nnx_model, "by hand": by_hand}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_is_greedy_without_a_cache(name: str) -> None:
+def test_greedy_matches_greedy_without_cache(name: str) -> None:
     step, (variables, cache), whole = MODELS[name]()
-    found = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
-    np.testing.assert_array_equal(found.tokens, greedy(whole, PROMPT, NEW))
-    full = np.concatenate([PROMPT, found.tokens], 1)
+    actual = generate(step, variables, PROMPT, max_new_tokens=NEW, cache=cache)
+    np.testing.assert_array_equal(actual.tokens, greedy(whole, PROMPT, NEW))
+    full = np.concatenate([PROMPT, actual.tokens], 1)
     log_p = jax.nn.log_softmax(jax.jit(whole)(full))[:, 2:-1]
-    wanted = np.take_along_axis(np.asarray(log_p), np.asarray(found.tokens)[..., None], -1)
-    np.testing.assert_allclose(found.scores, wanted[..., 0].sum(-1), rtol=1e-4)
+    expected = np.take_along_axis(np.asarray(log_p), np.asarray(actual.tokens)[..., None], -1)
+    np.testing.assert_allclose(actual.scores, expected[..., 0].sum(-1), rtol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_beams_score_no_less(name: str) -> None:
+def test_beams_score_no_less_than_greedy(name: str) -> None:
     step, (variables, cache), _ = MODELS[name]()
     one = generate(step, variables, PROMPT, max_new_tokens=3, cache=cache)
     wide = generate(step, variables, PROMPT, max_new_tokens=3, cache=cache, beams=V)
     assert (np.asarray(wide.scores) >= np.asarray(one.scores) - 1e-5).all()
 
 
-def test_prompts_of_several_lengths() -> None:
+def test_ragged_prompts_generate_as_if_alone() -> None:
     step, (variables, cache), whole = linen()
     found = generate(
         step, variables, PROMPT, max_new_tokens=3, cache=cache, lengths=np.array([3, 1])
@@ -159,7 +159,9 @@ def bad(*_: Any) -> Any:
         ({"start": 1}, ValueError, r"start is the token that a Translator's"),
     ],
 )  # fmt: skip
-def test_mistakes(given: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_steps_and_caches_raise(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
     step, (variables, cache), _ = by_hand()
     call = {"model": step, "max_new_tokens": 2, "cache": cache} | given
     with pytest.raises(error, match=message):

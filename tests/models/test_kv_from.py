@@ -1,4 +1,4 @@
-"""Stacks whose layers share keys and values: decoding, memory, scan, and what does not fit."""
+"""Stacks with layers that share keys and values: decoding, memory, scan and errors."""
 
 import functools
 import re
@@ -27,7 +27,7 @@ from flax_mha import (
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
-from tests.support.decoded import decoded, greedy
+from tests.support.decoding import decoded, greedy
 from tests.support.oracle import error, random_like
 
 D, T = 16, 9
@@ -38,7 +38,7 @@ TOKENS = RNG.integers(0, 50, (2, T))
 
 
 def blocks(kind: Any = DecoderBlock, narrow: int = 1, **fields: Any) -> tuple[Any, ...]:
-    """A layer with a ring and one that sees all; the same, less far, and with another score."""
+    """Build a layer with a ring, one that sees all tokens, and a variant of each."""
     local = MultiHeadAttention(
         4, num_kv_heads=2, rotary=Rotary(100.0), mask=masks.Window(2, 0), cache=CacheConfig(slots=4)
     )
@@ -50,7 +50,7 @@ def blocks(kind: Any = DecoderBlock, narrow: int = 1, **fields: Any) -> tuple[An
     return tuple(kind(layer, 24, **fields) for layer in (local, whole, *others))
 
 
-# Two layers that give, and two that take.
+# Two layers share their keys and values, two use them.
 MODEL = LanguageModel(TokenEmbedding(50, D), Decoder(4, blocks(), kv_from=(None, None, 0, 1)))
 
 
@@ -64,27 +64,26 @@ def decoding(decoder: Decoder) -> Decoder:
     return decoder.copy(block=tuple(inner))
 
 
-def test_decoding_is_the_whole() -> None:
+def test_decoding_matches_full_forward() -> None:
     """A prompt of several tokens, then two, then one."""
     params = {"params": parameters()["params"]["decoder"]}
-    wanted = jax.jit(MODEL.decoder.apply)(params, X)
-    found = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
-    assert error(found, np.asarray(wanted)) < 5e-6
+    expected = jax.jit(MODEL.decoder.apply)(params, X)
+    actual = decoded(decoding(MODEL.decoder), params, X, (6, 2, 1))
+    assert error(actual, np.asarray(expected)) < 5e-6
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), pytest.param((5, 3), marks=pytest.mark.slow)])
-def test_generate(lengths: tuple[int, int]) -> None:
-    """Prompts of different lengths, each as if alone."""
-    prompt, count, given = TOKENS[:, :5], 4, np.array(lengths)
-    found = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=given)
+def test_ragged_prompts_generate_as_if_alone(lengths: tuple[int, int]) -> None:
+    prompt, count, sizes = TOKENS[:, :5], 4, np.array(lengths)
+    actual = flax_mha.generate(MODEL, parameters(), prompt, max_new_tokens=count, lengths=sizes)
     for row, n in enumerate(lengths):
         logits = functools.partial(MODEL.apply, parameters())
-        wanted = greedy(logits, prompt[row : row + 1, :n], count)
-        np.testing.assert_array_equal(found.tokens[row], wanted[0])
+        expected = greedy(logits, prompt[row : row + 1, :n], count)
+        np.testing.assert_array_equal(actual.tokens[row], expected[0])
 
 
-def test_what_is_kept() -> None:
-    """Those that take have no parameters for keys and values, and keep nothing."""
+def test_sharing_layers_hold_no_cache() -> None:
+    """They have no parameters for keys and values, and no cache."""
 
     def kept(decoder: Decoder) -> dict[str, int]:
         held = jax.eval_shape(decoding(decoder).init, KEY, X)["cache"]
@@ -100,7 +99,7 @@ def test_what_is_kept() -> None:
 
 
 @pytest.mark.usefixtures("optimized")
-def test_a_step_copies_nothing_of_the_cache() -> None:
+def test_step_does_not_copy_cache() -> None:
     layer = MultiHeadAttention(2, decode=True)
     stack = Decoder(3, DecoderBlock(layer, 8), kv_from=(None, 0, 0))
     x = jnp.ones((2, 1024, 32))
@@ -116,8 +115,8 @@ def test_a_step_copies_nothing_of_the_cache() -> None:
     assert compiled.memory_analysis().temp_size_in_bytes < size
 
 
-def test_under_scan_and_remat() -> None:
-    """Pairs of layers, as in cross-layer attention: the loop, its gradients, and one left over."""
+def test_scan_and_remat_match_loop() -> None:
+    """Pairs of layers as in cross-layer attention, with gradients, and one layer left over."""
     table = (None, 0, None, 2, None)
     loop, scan = (
         Encoder(5, blocks(EncoderBlock, remat=scan)[2:], kv_from=table, scan=scan)
@@ -132,13 +131,13 @@ def test_under_scan_and_remat() -> None:
         return jnp.sum(jnp.sin(stack.apply({"params": params}, x)))
 
     pull = jax.jit(jax.value_and_grad(loss, 2), static_argnums=0)
-    (wanted, wanted_dx), (found, dx) = pull(loop, params, X), pull(scan, together, X)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    (expected, wanted_dx), (actual, dx) = pull(loop, params, X), pull(scan, together, X)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
     np.testing.assert_allclose(dx, wanted_dx, atol=1e-4)
 
 
-def test_one_for_all_layers() -> None:
-    """Layers on the keys and values of another stack, as of YOCO's cross-decoder."""
+def test_stack_takes_keys_and_values_of_another_stack() -> None:
+    """As in YOCO's cross-decoder."""
     block = EncoderBlock(MultiHeadAttention(4, mask=masks.Causal()), 8)
     later = Encoder(2, block, scan=True, final_norm=False)
     joined = Encoder(3, block, kv_from=(None, 0, 0), final_norm=False)
@@ -166,7 +165,7 @@ def take(kv: Any, *inputs: Any, **fields: Any) -> Any:
 
 
 def in_a_ring() -> Any:
-    """A step of a layer that sees more than the ring which it is given."""
+    """Run a step of a layer that sees more tokens than its shared ring holds."""
     wide = MODEL.copy(decoder=MODEL.decoder.copy(block=blocks(narrow=3)))
     return flax_mha.generate(wide, parameters(), TOKENS, max_new_tokens=2)
 
@@ -218,17 +217,17 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit(name: str) -> None:
+def test_invalid_sharing_raises(name: str) -> None:
     make, kind, words = WRONG[name]
     with pytest.raises(kind, match=words):
         make()
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
-def test_variants_neither_take_nor_give(kind: Any) -> None:
+def test_variants_do_not_share_keys_and_values(kind: Any) -> None:
     fields = VARIANTS[kind] | {"kind": kind}
     with pytest.raises(ValueError, match=r"got (inputs_k or )?kv; leave it out"):
         take(PAIR, **fields)
-    if kind is not variants.ChosenBlocksAttention:  # Whose keys and values are those of any layer.
+    if kind is not variants.ChosenBlocksAttention:  # Its keys and values are a standard layer's.
         with pytest.raises(ValueError, match="no keys and values that others could attend to"):
             take(None, call={"return_kv": True}, **fields)

@@ -37,7 +37,7 @@ def parameters(module: nn.Module, *inputs: Any) -> Any:
 def decoder_block(
     params: Any, x: Any, memory: Any, norm: str = "layernorm", pre_norm: bool = True
 ) -> np.ndarray:
-    """The formula, with the memory's padding hidden."""
+    """Compute the formula with the padding of the encoder output hidden."""
     branches = {
         "attention": lambda x: oracle.multi_head(params["attention"], x, allowed=CAUSAL)[0],
         "cross_attention": lambda x: oracle.multi_head(
@@ -53,7 +53,7 @@ def decoder_block(
 
 
 @pytest.mark.parametrize(("norm", "pre_norm"), [("layernorm", True), ("rmsnorm", False)])
-def test_block(norm: str, pre_norm: bool) -> None:
+def test_decoder_block_matches_formula(norm: str, pre_norm: bool) -> None:
     module = block(norm=norm, pre_norm=pre_norm)
     params = parameters(module, X, MEMORY)
     out = jax.jit(module.apply)(params, X, MEMORY, memory_mask=masks.Lengths(LENGTHS))
@@ -61,7 +61,7 @@ def test_block(norm: str, pre_norm: bool) -> None:
     assert error(out, expected) < OUTPUT
 
 
-def test_without_a_memory_it_is_an_encoder_block_under_causality() -> None:
+def test_decoder_block_without_memory_is_causal_encoder_block() -> None:
     decoder = block(cross=False)
     encoder = EncoderBlock(decoder.attention, 16)
     params = parameters(decoder, X)
@@ -75,8 +75,8 @@ def test_without_a_memory_it_is_an_encoder_block_under_causality() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_nothing_comes_from_the_future_or_from_padding(scan: bool) -> None:
-    """The gradients are 0 exactly there; scanned layers are the layers."""
+def test_future_and_padding_have_zero_gradient(scan: bool) -> None:
+    """The gradients are exactly 0. Scanned layers equal the loop."""
     loop, module = (Decoder(2, block(remat=scan), scan=scan) for scan in (False, scan))
     params = parameters(loop, X, MEMORY)
     inner = params["params"]
@@ -102,7 +102,7 @@ def test_nothing_comes_from_the_future_or_from_padding(scan: bool) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("tied", [True, False])
-def test_language_model(tied: bool) -> None:
+def test_language_model_matches_formula(tied: bool) -> None:
     table = PositionEmbedding("sinusoidal")
     decoder = Decoder(2, block(cross=False))
     model = LanguageModel(TokenEmbedding(V, D), decoder, tied, table)
@@ -123,8 +123,8 @@ def test_language_model(tied: bool) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("shared", [True, False])
-def test_translator(shared: bool) -> None:
-    """The whole of it; a source's padding has no influence at all."""
+def test_translator_matches_formula(shared: bool) -> None:
+    """The source's padding has no influence at all."""
     encoder = Encoder(1, EncoderBlock(MultiHeadAttention(2), 16))
     decoder = LanguageModel(TokenEmbedding(V, D), Decoder(1, block()))
     model = Translator(encoder, decoder, None if shared else TokenEmbedding(V, D))
@@ -143,24 +143,24 @@ def test_translator(shared: bool) -> None:
     np.testing.assert_array_equal(apply(padded, TARGET), logits)
 
 
-def test_what_is_out_of_range_is_nan() -> None:
-    """Ids, positions and the wanted token, where they are traced; the rows beside are as ever."""
+def test_traced_values_out_of_range_give_nan() -> None:
+    """Token ids, positions and `at`. The other rows do not change."""
     table = PositionEmbedding(max_length=T)
     layers = Decoder(1, DecoderBlock(MultiHeadAttention(2), 8))
     model = LanguageModel(TokenEmbedding(V, D), layers, position_embedding=table)
     params = parameters(model, TARGET)
-    places = np.broadcast_to(np.arange(T), (B, T))
+    positions = np.broadcast_to(np.arange(T), (B, T))
 
     @jax.jit
     def run(tokens: Any, positions: Any, at: Any) -> Any:
         return model.apply(params, tokens, positions=positions, at=at)
 
-    wanted = run(TARGET, places, np.array([1, 3]))
+    wanted = run(TARGET, positions, np.array([1, 3]))
     for wrong in (-1, 99):
         for call in (
-            (np.where(places * [[1], [0]] == 1, wrong, TARGET), places, np.array([1, 3])),
-            (TARGET, np.where(places * [[1], [0]] == 1, wrong, places), np.array([1, 3])),
-            (TARGET, places, np.array([wrong, 3])),
+            (np.where(positions * [[1], [0]] == 1, wrong, TARGET), positions, np.array([1, 3])),
+            (TARGET, np.where(positions * [[1], [0]] == 1, wrong, positions), np.array([1, 3])),
+            (TARGET, positions, np.array([wrong, 3])),
         ):
             out = run(*call)
             assert np.isnan(out[0]).all()
@@ -168,7 +168,7 @@ def test_what_is_out_of_range_is_nan() -> None:
 
 
 class Plain(DecoderBlock):
-    """A user's block: takes no memory, and nothing that nobody gives."""
+    """A user's block that takes neither an encoder output nor unused arguments."""
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:  # type: ignore[override]
@@ -176,7 +176,7 @@ class Plain(DecoderBlock):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_a_block_of_a_users_own_is_given_what_the_stack_is_given(scan: bool) -> None:
+def test_user_defined_block_gets_the_call_arguments(scan: bool) -> None:
     stack = Decoder(2, Plain(MultiHeadAttention(2), 16, pre_norm=False), scan=scan)
     params = parameters(stack, X)["params"]
     out = stack.apply({"params": params}, X, deterministic=True)

@@ -43,8 +43,8 @@ FLAX: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("name", FLAX)
-def test_flax_with_one_import_changed(name: str) -> None:
-    """Parameters equal to the bit, outputs and gradients as Flax's."""
+def test_replacing_flax_layer_keeps_parameters_and_numbers(name: str) -> None:
+    """Parameters are bitwise equal. Outputs and gradients match Flax's."""
     fields = FLAX[name]
     kinds = (nnx.MultiHeadAttention, MultiHeadAttention)
     theirs, ours = (kind(4, D, rngs=nnx.Rngs(3), **fields) for kind in kinds)
@@ -58,8 +58,8 @@ def test_flax_with_one_import_changed(name: str) -> None:
     bound = 0.03 if name == "dtypes" else 2e-5
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         expected, wanted = nnx.jit(nnx.value_and_grad(loss))(theirs)
-    found, got = nnx.jit(nnx.value_and_grad(loss))(ours)
-    np.testing.assert_allclose(found, expected, rtol=bound)
+    actual, got = nnx.jit(nnx.value_and_grad(loss))(ours)
+    np.testing.assert_allclose(actual, expected, rtol=bound)
     largest = max(np.abs(np.float32(x)).max() for x in jax.tree.leaves(nnx.to_pure_dict(wanted)))
     jax.tree.map(
         lambda a, b: close(np.float32(a) / largest, np.float32(b) / largest, bound),
@@ -81,8 +81,8 @@ BEYOND: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("name", BEYOND)
-def test_it_is_the_linen_layer(name: str) -> None:
-    """Parameters go from one tree to the other as they are, with the same outputs to the bit."""
+def test_nnx_layer_equals_linen_layer(name: str) -> None:
+    """Parameters move between the two unchanged, and outputs are bitwise equal."""
     fields = BEYOND[name]
     ours = MultiHeadAttention(4, D, rngs=nnx.Rngs(0), **fields)
     linen = flax_mha.MultiHeadAttention(4, **fields)
@@ -96,7 +96,7 @@ def test_it_is_the_linen_layer(name: str) -> None:
     np.testing.assert_array_equal(nnx.jit(lambda m: m(X, **call))(ours), expected)
 
 
-def test_layers_alike_have_one_definition() -> None:
+def test_equal_layers_share_one_graphdef() -> None:
     """Equal layers share one compiled program."""
     fields = {"scale": "learned", "sinks": True, "normalize_qk": True, "gate": "head"}
     layers = (MultiHeadAttention(4, D, rngs=nnx.Rngs(n), **fields) for n in range(2))
@@ -105,8 +105,8 @@ def test_layers_alike_have_one_definition() -> None:
     assert hash(one) == hash(other)
 
 
-def test_parameters_of_scores_draw_nothing() -> None:
-    """Layers that are made after this one begin as they would without sinks and a scale."""
+def test_sinks_and_scale_draw_no_random_keys() -> None:
+    """Layers created afterwards start as they would without sinks and a learned scale."""
     counts = []
     for more in ({}, {"sinks": True, "scale": "learned"}):
         rngs = nnx.Rngs(0)
@@ -115,7 +115,7 @@ def test_parameters_of_scores_draw_nothing() -> None:
     assert counts[0] == counts[1]
 
 
-def test_decoding_is_the_causal_forward() -> None:
+def test_decoding_matches_causal_forward() -> None:
     layer = MultiHeadAttention(4, D, rotary=Rotary(), num_kv_heads=2, decode=True, rngs=nnx.Rngs(0))
     whole = nnx.jit(lambda layer: layer(X, decode=False, is_causal=True))(layer)
     layer.init_cache((B, T, D))
@@ -124,12 +124,12 @@ def test_decoding_is_the_causal_forward() -> None:
     close(np.concatenate(steps, axis=1), whole)
     np.testing.assert_array_equal(layer.cache_index, [T, T])
     assert layer.cached_key.shape == (B, T, 2, 4)
-    assert np.isnan(step(layer, X[:, :1])).all()  # Beyond its room.
+    assert np.isnan(step(layer, X[:, :1])).all()  # Beyond its capacity.
     layer.init_cache((B, T, D))
     close(step(layer, X), whole)
 
 
-def test_a_ring_is_the_window() -> None:
+def test_ring_cache_matches_window() -> None:
     layer = MultiHeadAttention(
         4, D, mask=masks.Window(2, 0), cache=CacheConfig(slots=3), decode=True, rngs=nnx.Rngs(0)
     )
@@ -141,7 +141,7 @@ def test_a_ring_is_the_window() -> None:
     close(np.concatenate(steps, axis=1), whole)
 
 
-def test_train_and_eval_turn_dropout_on_and_off() -> None:
+def test_train_and_eval_switch_dropout() -> None:
     layer = MultiHeadAttention(4, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"deterministic=None; give it.*train\(\) or eval"):
         layer(X)
@@ -157,7 +157,7 @@ def test_train_and_eval_turn_dropout_on_and_off() -> None:
         plain(X, deterministic=False)
 
 
-def test_views() -> None:
+def test_view_sets_deterministic_without_changing_layer() -> None:
     layer = MultiHeadAttention(4, D, dropout_rate=0.5, rngs=nnx.Rngs(0))
     evaluated = nnx.view(layer, deterministic=True)
     np.testing.assert_array_equal(evaluated(X), evaluated(X))
@@ -165,7 +165,7 @@ def test_views() -> None:
 
 
 class Tower(nnx.Module):
-    """Somebody's model, with layers under vmap and scan."""
+    """A user's model with layers under vmap and scan."""
 
     def __init__(self, depth: int, rngs: nnx.Rngs) -> None:
         @nnx.split_rngs(splits=depth)
@@ -185,7 +185,7 @@ class Tower(nnx.Module):
 
 
 @pytest.mark.slow
-def test_vmap_scan_remat_and_grad() -> None:
+def test_layers_work_under_vmap_scan_remat_and_grad() -> None:
     tower = Tower(3, nnx.Rngs(0))
     out, grads = nnx.jit(nnx.value_and_grad(lambda tower, x: (tower(x) ** 2).sum()))(tower, X)
     stacked = pure(tower.layers, nnx.Param)
@@ -226,8 +226,8 @@ def test_weights_are_sown_and_returned() -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_on_meshes(kind: AxisType) -> None:
-    """Heads over one axis by nnx's own metadata, rows over the other; numbers as on one device."""
+def test_sharded_nnx_layer_matches_one_device(kind: AxisType) -> None:
+    """Heads are sharded by nnx's metadata over one axis, rows over the other."""
     plain = MultiHeadAttention(4, D, mask=masks.Causal(), rngs=nnx.Rngs(0))
     expected = plain(X)
     mesh = jax.make_mesh((2, 4), ("data", "model"), (kind, kind))
@@ -248,8 +248,8 @@ def test_on_meshes(kind: AxisType) -> None:
     assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(nnx.to_pure_dict(grads)))
 
 
-def test_blocks_through_the_bridge() -> None:
-    """Blocks and models are linen; `nnx.bridge.ToNNX` makes them nnx."""
+def test_linen_blocks_work_through_nnx_bridge() -> None:
+    """Blocks and models are linen modules. `nnx.bridge.ToNNX` converts them."""
     block = flax_mha.EncoderBlock(flax_mha.MultiHeadAttention(4), mlp_dim=32)
     ours = nnx.bridge.ToNNX(block, rngs=nnx.Rngs(0)).lazy_init(X)
     params = block.init(jax.random.key(0), X)["params"]
@@ -282,7 +282,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_answered_plainly(name: str) -> None:
+def test_mistakes_raise_clear_errors(name: str) -> None:
     call, words = MISTAKES[name]
     with pytest.raises((ValueError, TypeError), match=words):
         call()

@@ -1,4 +1,4 @@
-"""The variants in nnx: parameters, outputs, gradients and decoding of the linen layers."""
+"""The nnx variants: parameters, outputs, gradients and decoding equal the linen layers'."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("name", FIELDS)
-def test_it_is_the_linen_layer(name: str) -> None:
-    """To the bit, whatever the values of parameters that start at 0."""
+def test_nnx_variant_equals_linen_variant(name: str) -> None:
+    """Bitwise, with random values for the parameters that start at 0."""
     linen = getattr(variants, name)(4, **FIELDS[name])
     ours = getattr(flax_mha.nnx, name)(4, D, rngs=nnx.Rngs(0), **FIELDS[name])
     shapes = jax.eval_shape(linen.init, jax.random.key(0), X)["params"]
@@ -65,6 +65,6 @@ def _check_decoding(linen: Any, ours: Any, params: Any) -> None:
         np.testing.assert_array_equal(call(ours, X[:, at]), out)
 
 
-def test_a_field_that_a_variant_lacks() -> None:
+def test_unsupported_field_raises() -> None:
     with pytest.raises(ValueError, match="latent attention has no gate, got 'head'; leave it out"):
         flax_mha.nnx.MultiHeadLatentAttention(4, D, gate="head", rotary=Rotary(), rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Rotary on several axes, against the formulas pair by pair, and inside the layer."""
+"""Rotary embeddings on several axes, against the formulas pair by pair, and in the layer."""
 
 import math
 from typing import Any
@@ -9,15 +9,15 @@ import pytest
 
 from flax_mha import MultiHeadAttention, masks
 from flax_mha.positions import Axial, MRope, Rotary
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 
 RNG = np.random.default_rng(0)
 KEY = jax.random.key(0)
 
 
-def turned(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
-    """Pair p of token i as a complex number, times e^(i·angle(i, p)), in float64."""
+def rotated(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
+    """Return x with pair p of token i, as a complex number, times e^(i·angle(i, p)), in float64."""
     out, half = np.array(x, np.float64), x.shape[-1] // 2
     for i in range(x.shape[-3]):
         for p in range(half):
@@ -31,7 +31,9 @@ def turned(x: np.ndarray, angle: Any, interleaved: bool = False) -> np.ndarray:
 @pytest.mark.parametrize("sizes", [(5,), (3, 4), (2, 3, 2)])
 @pytest.mark.parametrize("span", [None, 2 * math.pi])
 @pytest.mark.parametrize("prefix", [0, 2])
-def test_axial(sizes: tuple[int, ...], interleaved: bool, span: float | None, prefix: int) -> None:
+def test_axial_matches_formula(
+    sizes: tuple[int, ...], interleaved: bool, span: float | None, prefix: int
+) -> None:
     T, H = prefix + math.prod(sizes), 12
     x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
     share = H // 2 // len(sizes)
@@ -46,11 +48,11 @@ def test_axial(sizes: tuple[int, ...], interleaved: bool, span: float | None, pr
         return c / 50 ** (p % share / share)
 
     found = Axial(sizes, 50.0, interleaved, span, prefix)(x, np.arange(T))
-    assert error(found, turned(x, angle, interleaved)) < 1e-6
+    assert error(found, rotated(x, angle, interleaved)) < 1e-6
 
 
-def test_beyond_the_lattice() -> None:
-    """A layer refuses more tokens than there are places; positions that are traced give NaN."""
+def test_axial_positions_beyond_grid_raise_or_give_nan() -> None:
+    """The layer refuses more tokens than grid positions. Traced positions give NaN."""
     layer = MultiHeadAttention(2, rotary=Axial((2, 2)))
     x = np.ones((1, 6, 16), np.float32)
     with pytest.raises(ValueError, match=r"positions must be in 0 … 3, got 5; raise Axial\.sizes"):
@@ -64,22 +66,22 @@ def test_beyond_the_lattice() -> None:
     assert np.isnan(found[0, 3:5]).all()
 
 
-def test_one_axis_is_rotary() -> None:
+def test_axial_with_one_axis_equals_rotary() -> None:
     x = RNG.normal(size=(2, 7, 3, 8)).astype(np.float32)
     at = np.array([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7]])
     np.testing.assert_allclose(Axial((10,), 50.0)(x, at), Rotary(50.0)(x, at), atol=1e-6)
 
 
-def test_mrope() -> None:
+def test_mrope_matches_formula() -> None:
     T, H, sections = 6, 16, (2, 3, 3)
     x = RNG.normal(size=(2, T, 3, H)).astype(np.float32)
     at = RNG.integers(0, 30, (T, 3))
     of = np.repeat(np.arange(3), sections)
-    found = MRope(sections, 50.0)(x, at)
-    expected = turned(x, lambda i, p: at[i, of[p]] / 50 ** (2 * p / H))
-    assert error(found, expected) < 2e-6
+    actual = MRope(sections, 50.0)(x, at)
+    expected = rotated(x, lambda i, p: at[i, of[p]] / 50 ** (2 * p / H))
+    assert error(actual, expected) < 2e-6
     rows = np.stack([at, at])
-    np.testing.assert_allclose(MRope(sections, 50.0)(x, rows), found, atol=1e-6)
+    np.testing.assert_allclose(MRope(sections, 50.0)(x, rows), actual, atol=1e-6)
     text = MRope(sections, 50.0)(x, np.arange(T))
     np.testing.assert_allclose(text, Rotary(50.0)(x, np.arange(T)), atol=1e-6)
 
@@ -89,8 +91,8 @@ def test_mrope() -> None:
     ("rotary", "positions"),
     [(Axial((3, 4), 50.0), None), (MRope((1, 1, 2), 50.0), RNG.integers(0, 9, (12, 3)))],
 )
-def test_in_the_layer(rotary: Any, positions: Any) -> None:
-    """Token by token what the whole gives, and gradients that are finite."""
+def test_axial_and_mrope_in_layer_decode_like_full_forward(rotary: Any, positions: Any) -> None:
+    """Decoding token by token equals the full forward, and gradients are finite."""
     x = RNG.normal(size=(2, 12, 16)).astype(np.float32)
     layer = MultiHeadAttention(2, rotary=rotary, mask=masks.Causal())
     params = random_like(jax.eval_shape(layer.init, KEY, x))
@@ -119,6 +121,6 @@ def test_in_the_layer(rotary: Any, positions: Any) -> None:
         (lambda x: MRope((2, 0)), r"MRope.sections\[1\] must be at least 1"),
     ],
 )
-def test_what_they_refuse(make: Any, words: str) -> None:
+def test_invalid_sizes_and_positions_raise(make: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         make(np.ones((1, 4, 1, 8), np.float32))

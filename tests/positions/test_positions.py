@@ -13,7 +13,7 @@ from flax_mha.positions import PositionEmbedding, Rotary, rotary, sinusoidal
 from tests.support import oracle
 
 KEY = jax.random.key(0)
-# Angles up to 1000 are rounded to float32, 6e-8 of 1000, before their sine is taken.
+# Angles up to 1000 are rounded to float32 (6e-8 of 1000) before their sine is taken.
 ANGLE = 1e-4
 T, D = 5, 6
 ROWS = np.array([[0, 3, 1, 7, 7], [9, 2, 0, 1, 4]])
@@ -25,7 +25,7 @@ def normal(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("D", [1, 2, 7, 16])
 @pytest.mark.parametrize("base", [10_000.0, 50.0])
-def test_sinusoidal(D: int, base: float) -> None:
+def test_sinusoidal_matches_formula(D: int, base: float) -> None:
     expected = oracle.sinusoidal(np.arange(1000), D, base)
     np.testing.assert_allclose(sinusoidal(1000, D, base=base), expected, atol=ANGLE)
     np.testing.assert_allclose(
@@ -34,21 +34,21 @@ def test_sinusoidal(D: int, base: float) -> None:
 
 
 @pytest.mark.parametrize("D", [4, 10])
-def test_sinusoidal_in_halves(D: int) -> None:
-    """The fastest and the slowest wavelength are 2π and 2π·base, and sines come first."""
+def test_sinusoidal_halves_match_formula(D: int) -> None:
+    """The fastest and slowest wavelengths are 2π and 2π·base. Sines come first."""
     n = np.arange(D // 2)
     angles = np.arange(1000)[:, None] * np.exp(-np.log(10_000.0) / (D // 2 - 1) * n)
     expected = np.concatenate([np.sin(angles), np.cos(angles)], -1)
     np.testing.assert_allclose(sinusoidal(1000, D, halves=True), expected, atol=ANGLE)
     x = normal(2, T, D)
-    found = PositionEmbedding("sinusoidal_halves").apply({}, x, ROWS)
-    np.testing.assert_allclose(found, x + expected[ROWS], atol=ANGLE)
+    actual = PositionEmbedding("sinusoidal_halves").apply({}, x, ROWS)
+    np.testing.assert_allclose(actual, x + expected[ROWS], atol=ANGLE)
 
 
 def test_sinusoidal_dtype_and_no_tokens() -> None:
     low = sinusoidal(300, D, dtype=jnp.bfloat16)
     assert low.dtype == jnp.bfloat16
-    # The angles are float32's: only the sine is rounded, to 8 significand bits.
+    # The angles are float32; only the sine is rounded, to 8 significand bits.
     np.testing.assert_allclose(
         low.astype(np.float32), oracle.sinusoidal(np.arange(300), D), atol=2**-8
     )
@@ -60,7 +60,7 @@ def test_sinusoidal_dtype_and_no_tokens() -> None:
     rest=st.integers(0, 1), interleaved=st.booleans(), per_row=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=8)
-def test_rotary(
+def test_rotary_matches_formula(
     batch: list[int], N: int, pairs: int, rest: int, interleaved: bool, per_row: bool
 ) -> None:
     H = 2 * pairs * (1 + rest)
@@ -72,7 +72,7 @@ def test_rotary(
     np.testing.assert_array_equal(turned[..., 2 * pairs :], x[..., 2 * pairs :])
 
 
-def test_rotary_dtype() -> None:
+def test_rotary_computes_angles_in_float32() -> None:
     x = normal(300, 1, 8)
     low = rotary(x.astype(jnp.bfloat16), np.arange(300))
     assert low.dtype == jnp.bfloat16
@@ -108,7 +108,7 @@ def applied(
 
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "none"])
 @pytest.mark.parametrize("batch", [(), (2,), (2, 3)], ids=str)
-def test_embedding(kind: str, batch: tuple[int, ...]) -> None:
+def test_embedding_adds_its_table(kind: str, batch: tuple[int, ...]) -> None:
     x = normal(*batch, T, D)
     out, params = applied(x, kind=kind)
     table = {
@@ -131,7 +131,7 @@ def test_embedding_at_given_positions(positions: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["learned", "sinusoidal", "none"])
-def test_embedding_dtypes(kind: str) -> None:
+def test_embedding_dtypes_follow_fields(kind: str) -> None:
     x = normal(T, D)
     for dtype, given_dtype in [("bfloat16", "float32"), (None, "bfloat16"), (None, "float32")]:
         out, params = applied(x.astype(given_dtype), kind=kind, dtype=dtype)

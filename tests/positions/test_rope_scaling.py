@@ -1,4 +1,4 @@
-"""Scalings of rotary embeddings, against their formulas written pair by pair."""
+"""Scalings of rotary embeddings, against their formulas pair by pair."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from flax_mha.positions import (
     rotary,
 )
 from flax_mha.positions.rope_scaling import Scaling
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 
 R, LONG = 64, 9000
 
@@ -32,7 +32,7 @@ def theta(c: int, base: float, R: int = R) -> float:
 def yarn(
     c: int, base: float, factor: float, length: int, fast: float, slow: float, R: int = R
 ) -> float:
-    """From Peng et al.: r(c) turns in the old length; a ramp over c where they cross the betas."""
+    """Return pair c's frequency, after Peng et al.: a ramp over the pairs between the betas."""
 
     def crossing(turns: float) -> float:
         # length·θ_c / 2π = turns, solved for c.
@@ -54,8 +54,8 @@ def llama(c: int, base: float, factor: float, length: int, R: int = R) -> float:
     return (1 - smooth) * plain / factor + smooth * plain
 
 
-def growing(scaling: Any, positions: np.ndarray, angle: Any) -> None:
-    """Each row turned by angles(length of the row), against rotations written out."""
+def check_rows(scaling: Any, positions: np.ndarray, angle: Any) -> None:
+    """Check each row, rotated by angles for its length, against rotations written out."""
     x = np.random.default_rng(0).normal(size=(*positions.shape, 1, 8)).astype(np.float32)
     got = rotary(x, positions, base=100.0, scaling=scaling)
     for i, row in enumerate(positions):
@@ -71,25 +71,25 @@ def growing(scaling: Any, positions: np.ndarray, angle: Any) -> None:
 ROWS = np.array([[0, 1, 2, 3], [3, 4, 5, 6], [9, 20, 30, 39]])
 
 
-def test_a_base_that_grows_with_the_row() -> None:
+def test_dynamic_ntk_grows_base_with_row_length() -> None:
     """From emozilla's code: base·(factor·L/original − (factor − 1))^(R/(R−2))."""
 
     def angle(c: int, length: int) -> float:
         base = 100.0 * (4.0 * max(length, 7) / 7 - 3) ** (8 / 6)
         return base ** (-2 * c / 8)
 
-    growing(DynamicNtk(4.0, 7), ROWS, angle)
+    check_rows(DynamicNtk(4.0, 7), ROWS, angle)
 
 
-def test_factors_for_short_rows_and_long_ones() -> None:
+def test_long_rope_uses_short_and_long_factors() -> None:
     short, long = (1.0, 1.5, 2.0, 3.0), (2.0, 4.0, 8.0, 16.0)
 
     def angle(c: int, length: int) -> float:
         return 100.0 ** (-2 * c / 8) / (long if length > 7 else short)[c]
 
-    growing(LongRope(short, long, 7, attention_factor=1.2), ROWS, angle)
+    check_rows(LongRope(short, long, 7, attention_factor=1.2), ROWS, angle)
     with pytest.raises(ValueError, match=r"short and long must have R/2=4 numbers.*got 3 and 4"):
-        growing(LongRope(short[:3], long, 7), ROWS, angle)
+        check_rows(LongRope(short[:3], long, 7), ROWS, angle)
 
 
 CASES: dict[str, tuple[Scaling, float, Any, float]] = {
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[Scaling, float, Any, float]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_the_formulas(name: str, interleaved: bool) -> None:
+def test_scalings_match_formulas(name: str, interleaved: bool) -> None:
     scaling, base, formula, size = CASES[name]
     x = np.random.default_rng(0).normal(size=(3, 2, R)).astype(np.float32)
     at = np.array([0, 7, LONG])
@@ -114,37 +114,37 @@ def test_the_formulas(name: str, interleaved: bool) -> None:
     first = np.s_[..., ::2] if interleaved else np.s_[..., : R // 2]
     second = np.s_[..., 1::2] if interleaved else np.s_[..., R // 2 :]
     pairs = x[first] + 1j * x[second]
-    wanted = size * pairs * np.exp(1j * angle)[:, None]
+    expected = size * pairs * np.exp(1j * angle)[:, None]
     # An angle of 9,000 is rounded by 5e-4 in float32.
-    np.testing.assert_allclose(turned[first], wanted.real, atol=3e-3 * size)
-    np.testing.assert_allclose(turned[second], wanted.imag, atol=3e-3 * size)
+    np.testing.assert_allclose(turned[first], expected.real, atol=3e-3 * size)
+    np.testing.assert_allclose(turned[second], expected.imag, atol=3e-3 * size)
 
 
-def test_a_factor_of_1_changes_nothing() -> None:
+def test_factor_of_1_changes_nothing() -> None:
     x = np.random.default_rng(0).normal(size=(5, 2, R)).astype(np.float32)
     plain = rotary(x, jnp.arange(5))
     for scaling in (Interpolation(1.0), Ntk(1.0), Yarn(1.0, 64), Llama3(1.0, 64)):
         np.testing.assert_allclose(rotary(x, jnp.arange(5), scaling=scaling), plain, atol=1e-6)
 
 
-def test_without_truncation_the_ramp_begins_between_pairs() -> None:
+def test_yarn_ramp_without_truncation_begins_between_pairs() -> None:
     whole, exact = (Yarn(32.0, 4096, truncate=t)(R, 1.5e5)[0] for t in (True, False))
     assert (np.diff(exact) < 0).all()
     assert 1e-3 < np.abs(whole / exact - 1).max() < 1
     np.testing.assert_array_equal(whole[:8], exact[:8])
 
 
-def test_in_a_layer_that_decodes() -> None:
+def test_scaled_rotary_layer_decodes_like_full_forward() -> None:
     layer = MultiHeadAttention(
         2, mask=masks.Causal(), rotary=Rotary(5e5, scaling=Llama3(8.0, 16)), decode=True
     )
     whole = layer.clone(decode=False)
     x = jax.random.normal(jax.random.key(0), (2, 6, 16))
     params = jax.jit(whole.init)(jax.random.key(1), x)
-    wanted = jax.jit(whole.apply)(params, x)
-    np.testing.assert_allclose(decoded(layer, params, x), wanted, atol=1e-5)
+    expected = jax.jit(whole.apply)(params, x)
+    np.testing.assert_allclose(decoded(layer, params, x), expected, atol=1e-5)
     plain = layer.clone(decode=False, rotary=Rotary(5e5))
-    assert np.abs(jax.jit(plain.apply)(params, x) - wanted).max() > 1e-3
+    assert np.abs(jax.jit(plain.apply)(params, x) - expected).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,6 @@ def test_in_a_layer_that_decodes() -> None:
          r"scaling must be of flax_mha.positions, got 8.0 of float; give Llama3\("),
     ],
 )  # fmt: skip
-def test_mistakes(make: Any, error: type[Exception], message: str) -> None:
+def test_invalid_scalings_raise(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()

@@ -1,4 +1,4 @@
-"""What the tree promises: arrows point one way, and importing is cheap."""
+"""The package's structure: imports point one way, and importing is cheap."""
 
 import ast
 import graphlib
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 
-# Each folder or module may import those before it, and none after.
+# Each folder or module may import the ones before it, and none after it.
 ROOMS = (
     "base", "sharding", "scores", "masks", "positions", "kernels", "cache", "layer", "linen",
     "variants", "nnx", "models", "interop",
@@ -21,7 +21,7 @@ HEIGHT = {name: height for height, name in enumerate((*ROOMS, ""))}
 
 
 def picture() -> str:
-    """Return the rooms as docs/architecture.md shows them, each with the first line of its docs."""
+    """Return the table of rooms for docs/architecture.md, each with the first line of its docs."""
     files = {name: ROOT / "flax_mha" / name for name in ROOMS}
     texts = [(x / "__init__.py" if x.is_dir() else x.with_suffix(".py")).read_text()
              for x in files.values()]  # fmt: skip
@@ -62,7 +62,7 @@ def room(name: str) -> str:
     return name.split(".")[0]
 
 
-def test_the_rooms_are_all_there_is() -> None:
+def test_rooms_list_every_folder_and_module() -> None:
     assert {room(name) for name in MODULES} == {*ROOMS, ""}
     assert len(ROOMS) <= 13
 
@@ -71,7 +71,7 @@ def test_the_rooms_are_all_there_is() -> None:
 def test_rooms_import_one_way(path: Path) -> None:
     above = HEIGHT[room(name_of(path))]
     upward = {other for other in imported(path) if HEIGHT[room(other)] > above}
-    assert not upward, f"{path} imports {upward}, which stand above it"
+    assert not upward, f"{path} imports {upward}, which are above it"
 
 
 @pytest.mark.parametrize("name", ROOMS)
@@ -84,21 +84,21 @@ def test_imports_within_a_room_have_no_circle(name: str) -> None:
     graphlib.TopologicalSorter(arrows).prepare()
 
 
-def test_the_page_shows_the_rooms() -> None:
-    """`python -m tests.repository.test_architecture` writes them anew."""
+def test_page_shows_the_table_of_rooms() -> None:
+    """To regenerate the table, run `python -m tests.repository.test_architecture`."""
     assert f"-->\n\n{picture()}\n\n<!-- end -->" in PAGE.read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_kernels_see_no_mesh(path: Path) -> None:
+def test_kernels_do_not_import_sharding(path: Path) -> None:
     name = name_of(path)
     if name.startswith("kernels.") and not name.startswith("kernels.mesh"):
         assert "sharding" not in imported(path) or name in ("kernels.spec", "kernels.observe")
         assert name == "kernels.bind" or "abstract_mesh" not in path.read_text()
 
 
-def test_a_class_has_a_name_of_its_own() -> None:
-    """Layers of nnx and their submodules have the names of the linen ones."""
+def test_class_names_are_unique() -> None:
+    """The nnx layers share the names of the linen ones."""
     names = [
         node.name
         for path in FILES
@@ -110,11 +110,11 @@ def test_a_class_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_library_knows_nothing_of_the_experiments(path: Path) -> None:
+def test_package_does_not_import_experiments_or_assert(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
             assert "experiments" not in ast.unparse(node)
-        # Assertions vanish under -O: users' errors are raised.
+        # Python -O removes assertions, so errors of users must be raised.
         assert not isinstance(node, ast.Assert)
 
 
@@ -131,8 +131,8 @@ def test_files_and_functions_stay_small() -> None:
                 assert lines <= 60 or reason, f"{path}: {node.name} has {lines} lines"
 
 
-def test_importing_needs_only_the_core_dependencies() -> None:
-    """Beside jax, flax and chex, a user of the layer installs and loads nothing."""
+def test_import_loads_only_core_dependencies() -> None:
+    """The layer needs only jax, flax and chex."""
     code = (
         "import sys, flax.linen, chex; before = set(sys.modules); import flax_mha;"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"

@@ -1,4 +1,4 @@
-"""The examples in docstrings of the reference run."""
+"""The examples in the docstrings of the reference run."""
 
 import doctest
 import inspect
@@ -27,7 +27,7 @@ X = np.ones((2, 16, 64), np.float32)
 
 
 def public() -> dict[str, Any]:
-    """Names that are there after an import, and usual ones."""
+    """Return the names available after an import, and usual ones."""
     names = {name: getattr(flax_mha, name) for name in flax_mha.__all__}
     return names | {"jax": jax, "np": np, "nn": nn, "optax": optax, "rng": jax.random.key(0)}
 
@@ -56,7 +56,7 @@ def of_layer() -> dict[str, Any]:
 
 
 def of_clip() -> dict[str, Any]:
-    """The state is that of the example's optimizer, so it comes from one like it."""
+    """Return the names of the qk_clip example. The state comes from an optimizer like its own."""
     layer = MultiHeadAttention(8, capture=flax_mha.Capture(("max_logit",)))
     params = layer.init(jax.random.key(0), X)["params"]
     _, found = layer.apply({"params": params}, X, mutable="intermediates")
@@ -80,7 +80,7 @@ def of_block(kind: Any) -> dict[str, Any]:
     return {"block": kind(MultiHeadAttention(8), 64)}
 
 
-# What an example takes for granted, beside public names.
+# The names that an example uses beside public ones.
 GIVEN: dict[str, Any] = {
     "flax_mha.cache": lambda: dict.fromkeys("qkv", jnp.ones((2, 3, 4, 8))),
     "flax_mha.layer.qk_clip.qk_clip": of_clip,
@@ -99,7 +99,7 @@ GIVEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     thing = found(name)
     module = thing if inspect.ismodule(thing) else found(name.rpartition(".")[0])
@@ -109,5 +109,5 @@ def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             exec(example.source, scope)
 
 
-def test_what_is_given_is_wanted() -> None:
+def test_every_example_has_its_names() -> None:
     assert {*GIVEN} == {*EXAMPLES}

@@ -1,4 +1,4 @@
-"""Every page of the documentation runs from top to bottom; figures say how they were got."""
+"""Every page of the documentation runs from top to bottom, and figures name their command."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ import pytest
 
 from flax_mha import Decoder, Encoder, interop, masks
 from tests.support import pages
-from tests.support.decoded import cache_of
+from tests.support.decoding import cache_of
 
 ROOT = pages.ROOT
 Scope = dict[str, Any]
@@ -27,7 +27,7 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-# Those run README.md in two steps, and recipes.md once for many tests.
+# These run README.md in two steps, and recipes.md once for many tests.
 ELSEWHERE = {"README.md": "test_readme.py", "docs/recipes.md": "test_recipes.py"}
 SLOW = {"docs/decoding.md", "docs/nnx.md", "docs/sharding.md"}
 
@@ -68,12 +68,12 @@ def variants(scope: Scope) -> None:
 
 
 def own(scope: Scope) -> None:
-    """The mask skips the blocks that it hides; the score and the kernel are what they say."""
+    """Check that the mask skips the blocks that it hides, and check the score and the kernel."""
     q, k, v = scope["q"], scope["k"], scope["v"]
     attend, blocks = scope["dot_product_attention"], scope["Blocks"](64)
-    spoiled = v.at[:, 128:].set(np.nan)
+    poisoned = v.at[:, 128:].set(np.nan)
     np.testing.assert_array_equal(
-        attend(q, k, spoiled, mask=blocks, kernel="blockwise")[:, :128], scope["by_class"][:, :128]
+        attend(q, k, poisoned, mask=blocks, kernel="blockwise")[:, :128], scope["by_class"][:, :128]
     )
     for mask in (blocks, ~blocks, blocks & masks.Causal()):
         found, wanted = (attend(q, k, v, mask=mask, kernel=x) for x in ("blockwise", "reference"))
@@ -92,7 +92,7 @@ def own(scope: Scope) -> None:
 
 
 def scanned(module: nn.Module) -> nn.Module:
-    """A model whose stacks are traced once, not layer by layer; it learns the same numbers."""
+    """Return the model with its stacks scanned, so that they are traced once. Its size is equal."""
     if isinstance(module, (Encoder, Decoder)):
         return module.clone(scan=True)
     parts = {field.name: getattr(module, field.name) for field in dataclasses.fields(module)}
@@ -101,22 +101,22 @@ def scanned(module: nn.Module) -> nn.Module:
 
 
 def size(module: Any, *given: Any) -> int:
-    """How many numbers it learns."""
+    """Return the number of the module's parameters."""
     found = jax.eval_shape(scanned(module).init, jax.random.key(0), *given)["params"]
     return sum(math.prod(x.shape) for x in jax.tree.leaves(found))
 
 
 def models(scope: Scope) -> None:
-    """They have the sizes that their authors count."""
+    """Check that the models have the sizes that their authors report."""
     for code in pages.blocks("python", pages.read("docs/models.md")):
         assert all(len(part.strip().splitlines()) <= 12 for part in code.split("\n\n"))
     tokens, image = np.zeros((1, 1), np.int32), np.zeros((1, 224, 224, 3), np.float32)
-    table = (30522 + 512 + 2) * 768  # Of tokens, positions and segments.
+    table = (30522 + 512 + 2) * 768  # The tables of tokens, positions and segments.
     assert size(scope["bert"], np.zeros((1, 1, 768))) + table == 109_482_240 - 769 * 768
-    assert size(scope["vit_base"], image) == 86_389_248 - 769 * 768  # Without what pools.
+    assert size(scope["vit_base"], image) == 86_389_248 - 769 * 768  # Without the pooler.
     assert size(scope["clip_image"], image) == 87_456_000
     assert size(scope["siglip_image"], image) == 92_884_224 - 7_087_104
-    assert size(scope["dinov3"], image) == 85_660_416 - 768  # Without the token of what is hidden.
+    assert size(scope["dinov3"], image) == 85_660_416 - 768  # Without the mask token.
     sizes = {
         "gpt2": 124_439_808, "llama31": 8_030_261_248, "mistral": 7_241_732_096,
         "qwen3": 596_049_920, "gemma2": 2_614_341_888, "gemma3": 999_885_952,
@@ -133,7 +133,7 @@ def models(scope: Scope) -> None:
         assert size(scope[name], x) > 0
 
 
-# What the code of a page does not assert by itself.
+# Checks that a page's own code does not make.
 CHECKS: dict[str, Callable[[Scope], None]] = {
     "docs/decoding.md": decoding,
     "docs/interop.md": from_folders,
@@ -153,9 +153,9 @@ CHECKS: dict[str, Callable[[Scope], None]] = {
         if pages.blocks("python", pages.read(page)) and page not in ELSEWHERE
     ],
 )
-def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interop, "FAMILIES", dict(interop.FAMILIES))  # The page adds one.
-    monkeypatch.chdir(tmp_path)  # Some make folders.
+def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interop, "FAMILIES", dict(interop.FAMILIES))  # The page registers one.
+    monkeypatch.chdir(tmp_path)  # Some pages create folders.
     scope = pages.run(page)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         CHECKS.get(page, lambda scope: None)(scope)
@@ -163,13 +163,13 @@ def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_notebook_runs(notebook: Path) -> None:
-    """As a program: each asserts what it says."""
+def test_notebook_runs(notebook: Path) -> None:
+    """As a program. Each notebook asserts its claims."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, str(notebook)], cwd=ROOT, env=env, check=True, timeout=180)
 
 
-def test_commands_name_what_is_there() -> None:
+def test_commands_in_pages_name_existing_files() -> None:
     for page in PAGES:
         text = pages.read(page)
         for module in re.findall(r"python -m (experiments\.\w+)", text):
@@ -178,8 +178,8 @@ def test_commands_name_what_is_there() -> None:
             assert (ROOT / path).is_file(), (page, path)
 
 
-def test_pages_say_how_many_devices_they_take() -> None:
-    """A CPU is one device by default, and their meshes need more."""
+def test_pages_with_meshes_set_the_number_of_devices() -> None:
+    """A CPU is one device by default, and the pages' meshes need more."""
     for page in PAGES:
         code = "".join(pages.blocks("python", pages.read(page)))
         for sizes in re.findall(r"make_mesh\(\(([\d, ]+)\)", code):
@@ -188,7 +188,7 @@ def test_pages_say_how_many_devices_they_take() -> None:
 
 
 def is_figure(block: str) -> bool:
-    """Whether it is a picture, or a table whose cells are mostly numbers."""
+    """Return True for a picture, or a table with mostly numbers in its cells."""
     if re.search(r"!\[[^]]*\]\([^)]*\.png\)", block):
         return True
     rows = [line for line in block.splitlines() if line.startswith("|")][2:]
@@ -205,7 +205,7 @@ def test_figures_stand_beside_their_command(page: str) -> None:
             assert command, section[:200]
 
 
-def test_every_picture_is_shown() -> None:
+def test_every_picture_is_shown_on_a_page() -> None:
     shown = "".join(pages.read(page) for page in PAGES)
     for path in (ROOT / "docs").rglob("*.png"):
         assert f"]({path.name})" in shown, path

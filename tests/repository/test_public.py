@@ -1,4 +1,4 @@
-"""The public names: all of them after `import flax_mha`, none loaded before it is asked for."""
+"""All public names exist after `import flax_mha`, and each loads on first use."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import flax_mha
 
 ROOT = Path(__file__).parent.parent.parent
-# In a fresh process: here all modules are loaded already.
+# In a fresh process: this one has all modules loaded.
 FRESH = """
 import sys
 import flax_mha
@@ -33,14 +33,14 @@ try:
     flax_mha.MultiheadAttention
 except AttributeError as error:
     assert "module 'flax_mha' has no attribute 'MultiheadAttention'" in str(error)
-    assert (error.name, error.obj) == ("MultiheadAttention", flax_mha)  # Python suggests by these.
+    assert (error.name, error.obj) == ("MultiheadAttention", flax_mha)  # For suggestions.
 else:
     raise AssertionError
 print("all well")
 """
 
 
-def test_every_name_is_found_after_import_and_loaded_when_asked_for() -> None:
+def test_public_names_exist_after_import_and_load_on_first_use() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FRESH], capture_output=True, text=True, cwd=ROOT, check=False
     )
@@ -54,7 +54,7 @@ def test_type_checkers_see_the_same_names() -> None:
     for node in block.body:
         assert isinstance(node, ast.ImportFrom)
         for alias in node.names:
-            assert alias.asname == alias.name  # Only so it counts as exported.
+            assert alias.asname == alias.name  # Type checkers count only this form as exported.
             seen[alias.name] = node.module
     assert sorted([*flax_mha.__all__, "nnx"]) == sorted(seen)
     homes = {name: f"flax_mha.{home}" for name, home in flax_mha._HOME.items()}

@@ -1,4 +1,4 @@
-"""The README's example runs, and its tree is the tree."""
+"""The README's examples run, and its tree names every file."""
 
 import re
 
@@ -11,7 +11,7 @@ ROOT = pages.ROOT
 README = pages.read("README.md")
 
 
-def test_the_examples_run() -> None:
+def test_readme_examples_run() -> None:
     first, on_a_mesh = pages.blocks("python", README)
     assert sum(1 for line in first.splitlines() if line.strip()) <= 10
     scope: dict = {}
@@ -23,7 +23,7 @@ def test_the_examples_run() -> None:
     np.testing.assert_allclose(jax.device_get(scope["y"]), plain, atol=1e-5)
 
 
-def test_the_tree_names_every_file() -> None:
+def test_readme_tree_names_every_file() -> None:
     (tree,) = [block for block in pages.blocks("", README) if "flax_mha/" in block]
     for folder in ("flax_mha", "experiments", "configs"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The page of recipes runs, and each of its systems gives the numbers of its definition."""
+"""The page of recipes runs, and each of its systems matches its definition."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ OUTPUT = 5e-6
 
 @pytest.fixture(scope="module")
 def page() -> Scope:
-    """The variables that the page's code leaves."""
-    # XLA takes seconds over each of threefry's hashes, and milliseconds over this generator.
+    """Return the variables that the page's code leaves."""
+    # XLA compiles each threefry hash in seconds, and this generator in milliseconds.
     with jax.default_prng_impl("unsafe_rbg"):
         return pages.run("docs/recipes.md")
 
@@ -29,7 +29,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def columns(kernel: Any) -> np.ndarray:
-    """The layer's [D, N, H] as the plain matrix [D, N·H]."""
+    """Return the layer's [D, N, H] as the plain matrix [D, N·H]."""
     return float64(kernel).reshape(len(kernel), -1)
 
 
@@ -38,7 +38,7 @@ def head_columns(head: int, heads: int, width: int) -> slice:
 
 
 def d2l(params: Any, queries: Any, keys: Any, valid_lens: np.ndarray) -> np.ndarray:
-    """Section 11.5 of d2l.ai, row by row, head by head and query by query."""
+    """Compute section 11.5 of d2l.ai, row by row, head by head and query by query."""
     w_q, w_k, w_v = (columns(params[name]["kernel"]) for name in ("query", "key", "value"))
     w_o = float64(params["out"]["kernel"]).reshape(100, 100)
     B, T, _ = queries.shape
@@ -60,7 +60,7 @@ def d2l(params: Any, queries: Any, keys: Any, valid_lens: np.ndarray) -> np.ndar
 @pytest.mark.parametrize(
     ("output", "lens"), [("output", "valid_lens"), ("output_per_query", "per_query")]
 )
-def test_d2l(page: Scope, output: str, lens: str) -> None:
+def test_d2l_matches_its_definition(page: Scope, output: str, lens: str) -> None:
     params = page["params"]["params"]
     assert sorted(params) == ["key", "out", "query", "value"]
     assert all(set(leaves) == {"kernel"} for leaves in params.values())
@@ -70,7 +70,7 @@ def test_d2l(page: Scope, output: str, lens: str) -> None:
 
 
 def vit(to_qkv: Any, out: Any, x: Any, heads: int) -> np.ndarray:
-    """chunk(to_qkv(x), 3), rearrange 'b n (h d) -> b h n d', softmax, back, to_out."""
+    """Compute chunk(to_qkv(x), 3), rearrange 'b n (h d) -> b h n d', softmax, back, to_out."""
     x = float64(x)
     q, k, v = np.split(x @ float64(to_qkv), 3, axis=-1)
     width = q.shape[-1]
@@ -84,9 +84,9 @@ def vit(to_qkv: Any, out: Any, x: Any, heads: int) -> np.ndarray:
     return result @ float64(out["kernel"]).reshape(width, -1) + float64(out["bias"])
 
 
-def test_vit(page: Scope) -> None:
+def test_vit_matches_its_definition(page: Scope) -> None:
     x, params = page["image_tokens"], page["vit_params"]
-    params = {**params, "out": oracle.random_like(params["out"])}  # with a bias that is not 0
+    params = {**params, "out": oracle.random_like(params["out"])}  # with a nonzero bias
     assert set(params["query"]) == {"kernel"}
     actual = page["vit"].apply({"params": {"attention": params}}, x)
     assert error(actual, vit(page["to_qkv"], params["out"], x, 4)) < OUTPUT
@@ -114,7 +114,7 @@ def test_vit_drops_after_its_projection(page: Scope) -> None:
     assert 0.4 < np.mean(np.asarray(out) == 0) < 0.6
 
 
-def test_numpy_layer(page: Scope) -> None:
+def test_layer_matches_numpy_definition(page: Scope) -> None:
     p, x = page["layer_params"]["params"], float64(page["x"])
     q, k, v = (
         (x @ columns(p[name]["kernel"]) + float64(p[name]["bias"]).reshape(-1))
@@ -132,9 +132,9 @@ def test_numpy_layer(page: Scope) -> None:
 
 
 @pytest.mark.parametrize("name", ["logits", "causal_logits"])
-def test_transformer(page: Scope, name: str) -> None:
+def test_transformer_matches_its_definition(page: Scope, name: str) -> None:
     p = page["transformer_params"]["params"]
-    # Each layer has parameters of its own.
+    # Each layer has its own parameters.
     assert set(p) == {"Embed_0", "Encoder_0", "Dense_0"}
     assert set(p["Encoder_0"]) == {"layers_0", "layers_1", "norm"}
     x = float64(p["Embed_0"]["embedding"])[page["tokens"]] + oracle.sinusoidal(np.arange(5), 32)
@@ -149,11 +149,11 @@ def test_transformer(page: Scope, name: str) -> None:
 
 
 def by_heads(p: Any, x: np.ndarray) -> list[np.ndarray]:
-    """Queries, keys and values [B, N, T, H]."""
+    """Return queries, keys and values [B, N, T, H]."""
     return [oracle.project(p[name], x).swapaxes(1, 2) for name in ("query", "key", "value")]
 
 
-def test_swin(page: Scope) -> None:
+def test_swin_matches_its_definition(page: Scope) -> None:
     """Pair by pair, on a window of 4 × 4."""
     p, x = float64(page["swin_params"]["params"]), float64(page["image_tokens"])
     q, k, v = by_heads(p["attention"], x)
@@ -168,8 +168,8 @@ def test_swin(page: Scope) -> None:
 
 
 @pytest.mark.parametrize("T", [16, 272])
-def test_deberta(page: Scope, T: int) -> None:
-    """Equation 4, at a length of one table of scores, and at one where kernels see tiles."""
+def test_deberta_matches_equation_4(page: Scope, T: int) -> None:
+    """At a length with one table of scores, and at one where kernels use tiles."""
     x = np.random.default_rng(0).normal(size=(2, T, 32)).astype(np.float32)
     p = oracle.random_like(page["deberta_params"]["params"])
     found = jax.jit(page["deberta"].apply)({"params": p}, x, page["distances"])
@@ -190,28 +190,28 @@ def test_deberta(page: Scope, T: int) -> None:
     assert page["deberta_features"].shape == (2, 16, 32)
 
 
-def test_looking_inside(page: Scope) -> None:
+def test_captured_values_match_their_definitions(page: Scope) -> None:
     weights = float64(page["weights"])
     np.testing.assert_array_equal(page["watched_output"], page["layer_output"])
     some = weights[:, [0, 3]]
     np.testing.assert_allclose(page["entropy"], -(some * np.log(some)).sum(-1), atol=OUTPUT)
     np.testing.assert_allclose(page["head_weights"], some, atol=OUTPUT)
-    # Outputs are linear in the mask: the derivatives of its heads sum to the output itself.
+    # Outputs are linear in head_mask: the derivatives over its heads sum to the output.
     bias = float64(page["layer_params"]["params"]["out"]["bias"]).sum() * 20
     total = float64(page["layer_output"]).sum() - bias
     np.testing.assert_allclose(float64(page["importance"]).sum(), total, rtol=1e-4)
 
 
-def test_writing(page: Scope) -> None:
+def test_generated_texts_are_consistent(page: Scope) -> None:
     greedy, searched = page["greedy"], page["searched"]
     assert greedy.tokens.shape == page["drawn"].tokens.shape == searched.tokens.shape == (2, 5)
-    # What beams find is at least as likely as what greed finds, by the scores of both.
+    # By their scores, beam search finds at least as likely a sequence as greedy decoding.
     assert (searched.scores >= greedy.scores - 1e-5).all()
     first = page["next_logits"][jnp.arange(2), page["real"] - 1].argmax(-1)
     np.testing.assert_array_equal(greedy.tokens[:, 0], first)
 
 
-def test_blocks_that_queries_choose(page: Scope) -> None:
+def test_chosen_blocks_match_their_definition(page: Scope) -> None:
     q, k = float64(page["long_queries"]), float64(page["long_keys"])
     allowed = np.zeros((2, 4, 20, 20), bool)
     for b, n, i in np.ndindex(2, 4, 20):
@@ -227,10 +227,10 @@ def test_blocks_that_queries_choose(page: Scope) -> None:
     assert page["moba_output"].shape == (2, 20, 64)
 
 
-def test_tokens_that_an_indexer_chooses(page: Scope) -> None:
+def test_indexer_chooses_its_best_tokens(page: Scope) -> None:
     x = np.random.default_rng(1).normal(size=(2, 20, 64)).astype(np.float32)
     p = oracle.random_like(page["sparse_variables"]["params"])
-    # Products that are positive: among scores of 0 there would be no best.
+    # Positive matmuls: among scores of 0 there would be no best.
     for name in ("index_query", "index_key"):
         p[name] = {"kernel": p[name]["kernel"] / 10, "bias": p[name]["bias"] / 10 + 0.5}
     sparse = page["sparse"]
@@ -251,14 +251,14 @@ def test_tokens_that_an_indexer_chooses(page: Scope) -> None:
     logits = np.where(chosen, index, -np.inf)
     gap = -(weights.mean(1)[chosen] * np.log(softmax(logits)[chosen])).sum() / 40
     np.testing.assert_allclose(loss, gap, rtol=1e-4)
-    # The loss is the indexer's alone, and so is its gradient.
+    # Only the indexer has the loss and its gradient.
     for name, tree in slopes.items():
         moved = any(np.abs(leaf).max() > 1e-6 for leaf in jax.tree.leaves(tree))
         assert moved == name.startswith("index_"), name
 
 
-def test_parts_of_models(page: Scope) -> None:
-    """The parts change what they should: none of the layers is another."""
+def test_model_options_change_the_output(page: Scope) -> None:
+    """Each layer's output differs from the others'."""
     x, key = page["decoder_x"], jax.random.key(0)
     params = oracle.random_like(jax.eval_shape(page["qwen3_next"].init, key, x))
     plain = {name: p for name, p in params["params"].items() if name != "output_gate"}

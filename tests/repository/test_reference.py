@@ -1,4 +1,4 @@
-"""The site's reference has every public name, and every page is in its contents."""
+"""The site's reference has every public name, and its contents list every page."""
 
 import ast
 import importlib
@@ -23,7 +23,7 @@ MODULES = [
 
 
 def directives() -> Iterator[tuple[str, str]]:
-    """Each directive of autodoc, and the full name that it is given."""
+    """Yield each autodoc directive with its full name."""
     for page in sorted((DOCS / "api").glob("*.rst")):
         module = ""
         for kind, name in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text(), re.MULTILINE):
@@ -36,7 +36,7 @@ def directives() -> Iterator[tuple[str, str]]:
 
 
 def found(name: str) -> Any:
-    """What has that full name."""
+    """Return the object with this full name."""
     parts = name.split(".")
     for i in range(len(parts), 0, -1):
         try:
@@ -53,7 +53,7 @@ DOCUMENTED = [found(name) for kind, name in directives()]
 
 
 def exported(module: ModuleType) -> Iterator[Any]:
-    """Functions and classes that a module defines, or imports `as` themselves for others."""
+    """Yield functions and classes that a module defines or re-exports `as` themselves."""
     tree = ast.parse(Path(module.__file__ or "").read_text())
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
@@ -67,14 +67,14 @@ def exported(module: ModuleType) -> Iterator[Any]:
                 yield thing
 
 
-def test_every_public_name_is_there() -> None:
+def test_reference_has_every_public_name() -> None:
     names = [name for name in flax_mha.__all__ if getattr(flax_mha, name) not in MODULES]
     assert {*names} <= {name.rpartition(".")[2] for _, name in directives()}
     assert all(any(getattr(flax_mha, name) is one for one in DOCUMENTED) for name in names)
 
 
 @pytest.mark.parametrize("module", [*MODULES, qk_clip, core, table], ids=lambda m: m.__name__)
-def test_everything_in_a_public_module_is_there(module: ModuleType) -> None:
+def test_reference_has_every_name_of_public_modules(module: ModuleType) -> None:
     lacking = [x.__name__ for x in exported(module) if not any(x is one for one in DOCUMENTED)]
     assert not lacking
 
@@ -84,7 +84,7 @@ def test_names_are_documented_once() -> None:
     assert len(names) == len(set(names))
 
 
-def test_every_page_is_in_the_contents() -> None:
+def test_contents_list_every_page() -> None:
     contents = set(re.findall(r"^[\w/-]+$", read("docs/index.md"), re.MULTILINE))
     files = [*DOCS.glob("*.md"), *(DOCS / "api").glob("*.rst"), *(DOCS / "notebooks").glob("*.py")]
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in files}

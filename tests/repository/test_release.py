@@ -1,4 +1,4 @@
-"""What stands in several places is the same in all: the version, commands, versions of Python."""
+"""Facts stated in several places agree: the version, commands, Python versions."""
 
 import re
 import tomllib
@@ -12,7 +12,7 @@ PROJECT = tomllib.loads(pages.read("pyproject.toml"))["project"]
 WORKFLOW = yaml.safe_load(pages.read(".github/workflows/ci.yml"))
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_citation_has_this_version() -> None:
     citation = yaml.safe_load(pages.read("CITATION.cff"))
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors", "version"} <= citation.keys()
@@ -23,7 +23,7 @@ def test_the_citation_is_of_this_version() -> None:
     assert released.groups() == (flax_mha.__version__, str(citation["date-released"]))
 
 
-def test_ci_runs_the_commands_of_the_readme() -> None:
+def test_ci_runs_the_readme_commands() -> None:
     train, test = (
         command.strip()
         for command in pages.blocks("sh", pages.read("README.md"))
@@ -34,13 +34,13 @@ def test_ci_runs_the_commands_of_the_readme() -> None:
     assert steps[2:] == [train, test]
 
 
-def test_ci_runs_on_every_python_that_is_supported() -> None:
+def test_ci_runs_every_supported_python() -> None:
     named = [name.rpartition(" ")[2] for name in PROJECT["classifiers"] if "Python :: 3." in name]
     assert WORKFLOW["jobs"]["commands"]["strategy"]["matrix"]["python"] == named
     assert PROJECT["requires-python"] == f">={named[0]}"
 
 
-def test_ci_builds_the_site_where_the_page_says() -> None:
+def test_ci_builds_the_site_with_the_documented_command() -> None:
     command = "python -m sphinx -W --keep-going"
     places = ("docs/conf.py", "docs/releasing.md", ".ci/run", ".github/workflows/ci.yml")
     assert all(command in pages.read(place) for place in places)

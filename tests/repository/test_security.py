@@ -1,4 +1,4 @@
-"""What SECURITY.md says: folders of runs and models are data, and nothing in them is executed."""
+"""As SECURITY.md says, folders of runs and models are data: nothing in them is executed."""
 
 import ast
 import contextlib
@@ -23,13 +23,13 @@ ROOT = Path(__file__).parent.parent.parent
 SOURCES = sorted(path for top in ("flax_mha", "experiments") for path in (ROOT / top).rglob("*.py"))
 UNPICKLE = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
 RUN = {"eval", "exec", "compile", "__import__", "execfile"}
-# Who may, and what for.
+# The files that may, each with its reason.
 ALLOWED = {
     ("flax_mha/base/private_jax.py", "import_module"),  # names of JAX, from a table
     ("flax_mha/kernels/choose.py", "import_module"),  # names of kernels, from a table
     ("flax_mha/__init__.py", "import_module"),  # names of `__all__`
     ("experiments/pretrained.py", "import_module"),  # tokenizers, by that name
-    ("experiments/runs/writers.py", "import_module"),  # two names that stand there
+    ("experiments/runs/writers.py", "import_module"),  # two names in that file
     ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process
     ("experiments/gpu_day/__main__.py", "subprocess"),  # tests, the benchmark and the trainer
@@ -42,7 +42,7 @@ CONFIG = {
 
 
 def dangers(code: str) -> set[str]:
-    """What in it could execute what it reads."""
+    """Return the names in the code that could execute data."""
     found = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -58,7 +58,7 @@ def dangers(code: str) -> set[str]:
     return found
 
 
-def test_nothing_unpickles_or_evaluates() -> None:
+def test_no_source_unpickles_or_evaluates() -> None:
     found = {
         (path.relative_to(ROOT).as_posix(), danger)
         for path in SOURCES
@@ -73,12 +73,12 @@ def test_nothing_unpickles_or_evaluates() -> None:
      "os.system(x)", "f(shell=True)", "import importlib\nimportlib.import_module(x)",
      "from importlib import import_module\nimport_module(x)"],
 )  # fmt: skip
-def test_each_danger_is_seen(code: str) -> None:
+def test_each_danger_is_detected(code: str) -> None:
     assert dangers(code)
 
 
 def payloads(mark: Path) -> list[Any]:
-    """What loaders that execute would execute."""
+    """Return values that a careless loader would execute."""
     code = f"__import__('pathlib').Path({str(mark)!r}).touch()"
     return [
         code,
@@ -89,8 +89,8 @@ def payloads(mark: Path) -> list[Any]:
     ]
 
 
-def test_a_payload_works_where_it_is_executed(tmp_path: Path) -> None:
-    """So that its absence below says something."""
+def test_payload_works_if_executed(tmp_path: Path) -> None:
+    """Otherwise its absence below would prove nothing."""
     eval(payloads(tmp_path / "mark")[0])
     assert (tmp_path / "mark").exists()
 
@@ -102,7 +102,7 @@ def test_a_payload_works_where_it_is_executed(tmp_path: Path) -> None:
         for i, _ in enumerate(payloads(Path("mark")))
     ],
 )
-def test_a_runs_folder_is_never_executed(which: int, tmp_path: Path) -> None:
+def test_run_folder_is_never_executed(which: int, tmp_path: Path) -> None:
     payload = payloads(tmp_path / "mark")[which]
     config = digits.get_config()
     folder = tmp_path / "run"
@@ -115,7 +115,7 @@ def test_a_runs_folder_is_never_executed(which: int, tmp_path: Path) -> None:
         (folder / rundir.CONFIG).write_text(json.dumps(hostile))
         (folder / rundir.MARK).write_text(json.dumps({**started, "data": payload, "jax": payload}))
         (folder / rundir.METRICS).write_text(json.dumps({"step": payload}) + "\n")
-        # What is wrong with it is another test's question.
+        # Other tests check the error for a damaged folder.
         with contextlib.suppress(Exception):
             run = rundir.open_run(folder, digits.get_config(), {})
             run.begin("hash")
@@ -126,7 +126,7 @@ def test_a_runs_folder_is_never_executed(which: int, tmp_path: Path) -> None:
 
 
 class Touch:
-    """A pickle of this executes when it is read."""
+    """A class with pickles that execute code when read."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -135,7 +135,7 @@ class Touch:
         return os.mkdir, (str(self.mark),)
 
 
-def test_a_models_folder_is_never_executed(tmp_path: Path) -> None:
+def test_model_folder_is_never_executed(tmp_path: Path) -> None:
     mark, folder = tmp_path / "mark", tmp_path / "model"
     family = interop.family(CONFIG)
     variables = jax.eval_shape(family.module.init, jax.random.key(0), *family.example)
@@ -144,7 +144,7 @@ def test_a_models_folder_is_never_executed(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"auto_map": {"AutoModel": "modeling_evil.Model"}, "torch_dtype": payloads(mark)[0]}
     (folder / "config.json").write_text(json.dumps(config))
-    # It may compute something else than the tables do.
+    # The custom code may compute something else than the tables.
     with pytest.raises(ValueError, match="auto_map"):
         interop.load(folder)
     del config["auto_map"]
@@ -158,4 +158,4 @@ def test_a_models_folder_is_never_executed(tmp_path: Path) -> None:
             interop.load(folder)
     assert not mark.exists()
     pickle.loads((folder / "model.safetensors").read_bytes())
-    assert mark.exists()  # Whoever unpickles it executes it.
+    assert mark.exists()  # Unpickling executes it.

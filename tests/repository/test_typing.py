@@ -1,4 +1,4 @@
-"""What type checkers make of users' code, and that the types name the arguments there are."""
+"""Type checkers accept correct calls and find mistakes, and the types name every argument."""
 
 import importlib.util
 import inspect
@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parent / "typed"
 RETURNS = {"return_weights", "return_residuals", "capture"}
 
 
-def test_the_options_are_the_arguments() -> None:
+def test_option_types_name_the_arguments() -> None:
     function = set(inspect.signature(dot_product_attention).parameters)
     assert {*bind.Options.__annotations__, *RETURNS, "q", "k", "v", "kernel"} == function
     call = set(inspect.signature(MultiHeadAttention.__call__).parameters)
@@ -34,7 +34,7 @@ def test_the_options_are_the_arguments() -> None:
     assert {*kernels.explain.__annotations__} >= {"q", "k", "v", "kernel", *RETURNS}
 
 
-def test_the_names_of_kernels_are_in_their_type() -> None:
+def test_kernel_type_names_every_kernel() -> None:
     names = {
         "auto",
         *KERNELS,
@@ -44,9 +44,9 @@ def test_the_names_of_kernels_are_in_their_type() -> None:
     assert {*get_args(choose.KernelName)} == names
 
 
-def faults(said: str) -> set[tuple[str, int]]:
-    """Files and lines of the errors that a type checker names."""
-    found = re.findall(r"(\w+\.py):(\d+)(?::\d+ -)?:? error", said)
+def faults(output: str) -> set[tuple[str, int]]:
+    """Return the files and lines of the errors in a type checker's output."""
+    found = re.findall(r"(\w+\.py):(\d+)(?::\d+ -)?:? error", output)
     return {(name, int(line)) for name, line in found}
 
 
@@ -64,7 +64,8 @@ def mypy(folder: Path) -> str:
 
 
 def pyright(folder: Path) -> str:
-    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)  # It looks at no files outside a project.
+    # Pyright ignores files outside the project.
+    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
     (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
     return run("pyright", f"--project={folder}", f"--pythonpath={sys.executable}")
 
@@ -89,10 +90,10 @@ def installed(*names: str) -> bool:
         ),
     ],
 )
-def test_type_checkers_find_slips_and_nothing_else(
+def test_type_checkers_find_only_the_marked_errors(
     checker: Callable[[Path], str], tmp_path: Path
 ) -> None:
-    said = checker(tmp_path)
+    output = checker(tmp_path)
     lines = (FOLDER / "wrong.py").read_text().splitlines()
     marked = {i for i, line in enumerate(lines, 1) if line.endswith("# error")}
-    assert faults(said) == {("wrong.py", i) for i in marked}, said
+    assert faults(output) == {("wrong.py", i) for i in marked}, output

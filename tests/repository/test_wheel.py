@@ -1,4 +1,4 @@
-"""What is shipped: a wheel with the package, its types and license; no stray files in the sdist."""
+"""The wheel holds the package, its types and license, and the sdist no stray files."""
 
 import importlib.util
 import shutil
@@ -14,7 +14,7 @@ import pytest
 import flax_mha
 
 ROOT = Path(__file__).parent.parent.parent
-# Where `python -m build` would first ask the network for the backend.
+# `python -m build` would first download the backend.
 BUILD = "import hatchling.build as b; b.build_sdist('dist'); b.build_wheel('dist')"
 pytestmark = [
     pytest.mark.slow,
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A build of a working tree in which files lie about."""
+    """Build a working tree with stray files in it."""
     tree = tmp_path_factory.mktemp("tree") / "flax_mha"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", ".*cache"))
     for stray in ("notes.txt", "runs/digits/config.json", "flax_mha/__pycache__/old.pyc"):
@@ -36,7 +36,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree / "dist"
 
 
-def test_the_wheel(dist: Path) -> None:
+def test_wheel_holds_package_types_and_license(dist: Path) -> None:
     (path,) = dist.glob("*.whl")
     assert path.name == f"flax_mha-{flax_mha.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(path) as wheel:
@@ -53,7 +53,7 @@ def test_the_wheel(dist: Path) -> None:
     assert sorted(x.partition(">")[0] for x in core) == ["chex", "flax", "jax"]
 
 
-def test_the_sdist(dist: Path) -> None:
+def test_sdist_holds_sources_and_no_stray_files(dist: Path) -> None:
     (path,) = dist.glob("*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}

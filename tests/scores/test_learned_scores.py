@@ -1,4 +1,4 @@
-"""Scores that learn: whose parameters they are, what they compute, and their gradients."""
+"""Learned scores: the owners of their parameters, their values and their gradients."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from flax_mha.scores import (
     TransformerXL,
     relative_bucket,
 )
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
 
 N, D, T = 4, 16, 40
@@ -32,7 +32,7 @@ def block(**fields: Any) -> EncoderBlock:
 
 
 def bucket_of(d: int, buckets: int, bidirectional: bool, most: int) -> int:
-    """T5's bucket of a distance, in integers: no logarithm is rounded."""
+    """Return T5's bucket of a distance in integers, without rounded logarithms."""
     first = 0
     if bidirectional:
         buckets //= 2
@@ -40,7 +40,7 @@ def bucket_of(d: int, buckets: int, bidirectional: bool, most: int) -> int:
     d = max(-d, 0) if not bidirectional else d
     exact = buckets // 2
     count, bucket = buckets - exact, min(d, exact)
-    # d ≥ exact·(most/exact)^(m/count), both to the power of count.
+    # d ≥ exact·(most/exact)^(m/count), both sides to the power of count.
     while d >= exact and bucket < buckets - 1:
         if d**count < most ** (bucket + 1 - exact) * exact ** (buckets - 1 - bucket):
             break
@@ -48,8 +48,8 @@ def bucket_of(d: int, buckets: int, bidirectional: bool, most: int) -> int:
     return first + bucket
 
 
-def test_buckets() -> None:
-    """At all distances, of 138 settings, those of published models among them."""
+def test_buckets_match_integer_formula() -> None:
+    """At all distances, in 138 settings that include the published models'."""
     distances = np.array([*range(-70, 71), *np.arange(71, 1100, 19), *(-np.arange(80, 1100, 20))])
     settings = [
         (buckets, bidirectional, most)
@@ -60,11 +60,11 @@ def test_buckets() -> None:
     ]
     assert len(settings) >= 135
     for setting in settings:
-        wanted = [bucket_of(int(d), *setting) for d in distances]
-        np.testing.assert_array_equal(relative_bucket(distances, *setting), wanted, str(setting))
+        expected = [bucket_of(int(d), *setting) for d in distances]
+        np.testing.assert_array_equal(relative_bucket(distances, *setting), expected, str(setting))
 
 
-def test_a_layer_learns_its_table() -> None:
+def test_layer_learns_its_bias_table() -> None:
     layer = MultiHeadAttention(N, scores=(SoftCap(9.0), RelativeBias(max_distance=64)))
     params = layer.init(KEY, X)["params"]
     table = params.pop("relative_bias")
@@ -78,7 +78,7 @@ def test_a_layer_learns_its_table() -> None:
 
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", [Encoder, Decoder])
-def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
+def test_layers_of_stack_share_one_bias_table(kind: Any, scan: bool) -> None:
     one = DecoderBlock if kind is Decoder else EncoderBlock
     made = one(MultiHeadAttention(N), mlp_dim=8)
     stack = kind(2, made, scan=scan, scores=(RelativeBias(bidirectional=False, buckets=16),))
@@ -86,7 +86,7 @@ def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
 
     drawn = random_like(jax.eval_shape(stack.init, KEY, X))
 
-    @jax.jit  # In one program: each costs more to compile than to run.
+    @jax.jit  # One program: compiling each would cost more than running it.
     def compute(variables: Any) -> Any:
         params = dict(variables["params"])
         table = params.pop("relative_bias")
@@ -104,12 +104,12 @@ def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
         return pairs, gradient["params"]["relative_bias"]
 
     pairs, gradient = compute(drawn)
-    for found, wanted in pairs:
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
     assert np.abs(gradient).max() > 1e-3
 
 
-def test_two_tables_and_names_of_their_axes() -> None:
+def test_two_bias_tables_get_names_and_axes() -> None:
     layer = MultiHeadAttention(
         N, scores=(RelativeBias(), RelativeBias(buckets=8)), partitioned=True
     )
@@ -120,7 +120,7 @@ def test_two_tables_and_names_of_their_axes() -> None:
     assert stack.init(KEY, X)["params"]["relative_bias"].names == ("heads", None)
 
 
-def test_nnx_learns_it_too() -> None:
+def test_nnx_layer_learns_bias_table() -> None:
     layer = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(),), rngs=nnx.Rngs(0))
     table = layer.relative_bias.get_value()
     given = flax_mha.nnx.MultiHeadAttention(N, D, scores=(RelativeBias(table),), rngs=nnx.Rngs(0))
@@ -129,13 +129,13 @@ def test_nnx_learns_it_too() -> None:
     assert np.abs(gradient["relative_bias"].get_value()).max() > 1e-3
 
 
-def test_on_a_mesh() -> None:
+def test_learned_scores_on_mesh_match_one_device() -> None:
     stack = Encoder(2, block(), scores=(RelativeBias(),))
     variables = stack.init(KEY, X)
-    wanted = stack.apply(variables, X)
+    expected = stack.apply(variables, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), wanted, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(stack.apply)(variables, X), expected, atol=1e-5)
 
 
 VECTORS = {
@@ -151,8 +151,8 @@ VECTORS = {
 
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("kind", VECTORS)
-def test_those_that_see_vectors_learn_too(kind: str) -> None:
-    """In a layer, in nnx, and one for a stack; decoding is the whole."""
+def test_scores_of_vectors_learn(kind: str) -> None:
+    """In a linen layer, in nnx and in a stack. Decoding equals the full forward."""
     score, shapes = VECTORS[kind]
     layer = MultiHeadAttention(N, scores=(score,), num_kv_heads=2, mask=flax_mha.masks.Causal())
     variables = jax.jit(layer.init)(KEY, X)
@@ -174,7 +174,7 @@ def test_those_that_see_vectors_learn_too(kind: str) -> None:
     assert error(other(X), told(X)) < 1e-6
 
 
-def test_without_a_module_it_needs_its_table() -> None:
+def test_relative_bias_without_module_needs_table() -> None:
     q = jnp.ones((1, 4, N, 4))
     with pytest.raises(ValueError, match=r"must have a table .* got None; give one, or give it in"):
         flax_mha.dot_product_attention(q, q, q, scores=(RelativeBias(),))
@@ -184,7 +184,7 @@ def test_without_a_module_it_needs_its_table() -> None:
         MultiHeadAttention(N, scores=(RelativeBias(buckets=0),)).init(KEY, X)
 
 
-def test_a_cap_beyond_int32() -> None:
+def test_soft_cap_may_exceed_int32() -> None:
     q = jax.random.normal(KEY, (1, 3, N, 4))
     capped = flax_mha.dot_product_attention(q, q, q, scores=(SoftCap(2**31),))
     np.testing.assert_allclose(capped, flax_mha.dot_product_attention(q, q, q), atol=1e-6)

@@ -1,4 +1,4 @@
-"""What layers and each way to others' keys send over a mesh, counted in compiled programs."""
+"""Collectives of layers and context-parallel strategies, counted in compiled programs."""
 
 from typing import Any
 
@@ -33,8 +33,10 @@ T = 64
 @pytest.mark.sampled(0.16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("K", "kernel"), [(8, "reference"), (8, "blockwise"), (1, "blockwise")])
-def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind: str) -> None:
-    """Of B·T·D forward and of B·T·D backward, and nothing else."""
+def test_sharded_heads_need_one_all_reduce_each_way(
+    optimized, K: int, kernel: str, kind: str
+) -> None:
+    """It sends B·T·D forward and B·T·D backward, and nothing else."""
     layer = MultiHeadAttention(
         8, num_kv_heads=K, kernel=kernel, mask=masks.Causal(), rotary=Rotary()
     )
@@ -53,16 +55,16 @@ def test_heads_need_one_all_reduce_each_way(optimized, K: int, kernel: str, kind
     assert collectives(forward) == [("all-reduce", BTD)]
     found = collectives(both)
     assert {kind for kind, _ in found} == {"all-reduce"}
-    # One group's keys and values are on every device: their gradients are summed over devices.
+    # One group's keys and values are replicated: their gradients are summed over devices.
     shared = 0 if K == 8 else 2 * 4 * B * 16 * H
     assert sum(size for _, size in found) == 2 * BTD + shared
 
 
 BTD = 4 * X.size
 LATENT: dict[str, Any] = {"head_dim": 4, "kv_rank": 6, "rope_dim": 4, "rotary": Rotary()}
-# Layers of 8 heads over 8 devices, and the bytes that their gradients send by each collective.
+# Layers with 8 heads over 8 devices, and the bytes that their gradients send per collective.
 SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
-    # One group's keys and values are on every device: their gradients are summed over devices.
+    # One group's keys and values are replicated: their gradients are summed over devices.
     "gates and one group": (
         MultiHeadAttention(8, num_kv_heads=1, gate="head"),
         {"all-reduce": 2 * BTD + 2 * 4 * B * 16 * H},
@@ -70,8 +72,8 @@ SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
     "differential": (DifferentialAttention(8, head_dim=4), {"all-reduce": 2 * BTD}),
     "forgetting": (ForgettingAttention(8), {"all-reduce": 2 * BTD}),
     "chosen blocks": (ChosenBlocksAttention(8, block=4, count=2), {"all-reduce": 2 * BTD}),
-    # Gradients of what all heads are projected from: 5 features for queries, 6 for keys and values,
-    # and the 4 that rotary turns.
+    # Gradients of the latents that all heads are projected from: 5 features for queries, 6 for keys
+    # and values, and the 4 rotated ones.
     "latent": (
         MultiHeadLatentAttention(8, q_rank=5, **LATENT), {"all-reduce": BTD + 4 * B * 16 * 15}
     ),
@@ -88,8 +90,8 @@ SENT: dict[str, tuple[MultiHeadAttention, dict[str, int]]] = {
 @pytest.mark.sampled(0.28)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SENT)
-def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kind: str) -> None:
-    layer, wanted = SENT[name]
+def test_joined_projections_send_the_minimum(optimized, name: str, kind: str) -> None:
+    layer, expected = SENT[name]
 
     def loss(params, x):
         return jnp.sum(jnp.sin(layer.apply(params, x)))
@@ -100,14 +102,14 @@ def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kin
         text = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:
         leave()
-    found = dict.fromkeys(wanted, 0)
+    actual = dict.fromkeys(expected, 0)
     for collective, size in collectives(text):
-        # Parameters that heads share, of a few numbers.
+        # Skip small parameters that heads share.
         if size > 64:
-            found[collective] = found.get(collective, 0) + size
-    assert found.keys() == wanted.keys()
-    for collective, size in wanted.items():
-        assert abs(found[collective] - size) <= 64, (found, wanted)
+            actual[collective] = actual.get(collective, 0) + size
+    assert actual.keys() == expected.keys()
+    for collective, size in expected.items():
+        assert abs(actual[collective] - size) <= 64, (actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_joined_projections_send_as_little_as_they_can(optimized, name: str, kin
     ],
     ids=lambda layer: type(layer).__name__,
 )
-def test_steps_send_nothing_that_grows_with_the_cache(optimized, layer) -> None:
+def test_steps_send_bytes_independent_of_cache_size(optimized, layer) -> None:
     cached = layer.clone(decode=True)
 
     def step(variables, x):
@@ -139,8 +141,8 @@ def test_steps_send_nothing_that_grows_with_the_cache(optimized, layer) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None:
-    """For each half of a block, each way; the sums are scattered, not reduced for all."""
+def test_sharded_norms_need_one_gather_and_one_scatter(optimized, kind: str) -> None:
+    """For each half of a block, each way. The sums are reduce-scattered, not all-reduced."""
     block = EncoderBlock(MultiHeadAttention(8), 64)
 
     def loss(params, x):
@@ -154,16 +156,16 @@ def test_divided_norms_need_a_gather_and_a_scatter(optimized, kind: str) -> None
     finally:
         leave()
     whole, own = ("all-gather", 4 * X.size), ("reduce-scatter", 4 * X.size // 8)
-    # The input and the output are those of the user: whole.
+    # The user's input and output are not sharded.
     assert collectives(forward)[:4] == [whole, own, whole, own]
     scattered = [found for found in collectives(both) if found[0] == "reduce-scatter"]
     assert scattered == [own] * 4
-    # Parameters of norms and biases have their gradients summed over positions.
+    # Gradients of norms and biases are summed over positions.
     rest = [size for kind, size in collectives(both) if kind == "all-reduce"]
     assert sum(rest) < X.size
 
 
-def test_a_loss_over_a_divided_vocabulary_gathers_no_logits(optimized) -> None:
+def test_loss_over_sharded_vocabulary_gathers_no_logits(optimized) -> None:
     logits, labels = jnp.asarray(RNG.normal(size=(B, 6, 64)), jnp.float32), jnp.ones((B, 6), int)
 
     def loss(logits: jax.Array) -> jax.Array:
@@ -183,7 +185,7 @@ def test_a_loss_over_a_divided_vocabulary_gathers_no_logits(optimized) -> None:
 def program(
     way: str, mask: masks.Mask | None, K: int, *, grad: bool, dtype: str = "float32"
 ) -> list[tuple[str, int]]:
-    """What is sent for heads of 8 features over 4 devices, forward, or forward and backward."""
+    """Return the collectives for heads of 8 features over 4 devices, forward or both ways."""
 
     def attend(*qkv):
         return dot_product_attention(*qkv, mask=mask, kernel=way)
@@ -208,41 +210,41 @@ def sent(found: list[tuple[str, int]], kind: str) -> int:
 
 
 @pytest.mark.slow
-def test_rings_send_each_block_once_round(optimized: None) -> None:
-    """(n−1)/n of keys and values; backward twice that; less where a mask leaves out steps."""
+def test_ring_sends_each_block_once_around(optimized: None) -> None:
+    """(n−1)/n of keys and values forward, twice that backward, less if the mask skips hops."""
     n, K = 4, 2
     rows = B // 2
     keys_and_values = 2 * 4 * rows * T * K * 8
     once = keys_and_values * (n - 1) // n
     assert sent(program("ring", masks.Causal(), K, grad=False), "collective-permute") == once
     assert sent(program("ring", None, K, grad=True), "collective-permute") == 3 * once
-    # Of float16 half of them, and as many bytes of gradients: a ring sums them in float32.
+    # Float16 halves the keys and values but not the gradients: a ring sums them in float32.
     halves = program("ring", None, K, grad=True, dtype="float16")
     assert sent(halves, "collective-permute") == 2 * once
-    # A window of a block needs one step, of the block before, which is kept till the backward pass.
+    # A window of one block needs one hop; the block before is kept for the backward pass.
     window = masks.Window(T // n, 0)
     block = keys_and_values // n
     assert sent(program("ring", window, K, grad=False), "collective-permute") == block
     assert sent(program("ring", window, K, grad=True), "collective-permute") == 2 * block
 
 
-def test_gathering_sends_all_keys_and_values(optimized: None) -> None:
-    """Each device ends with all of them; their gradients are summed in float32."""
+def test_all_gather_sends_all_keys_and_values(optimized: None) -> None:
+    """Each device ends with all of them. Their gradients are summed in float32."""
     K = 2
     whole = 2 * 4 * (B // 2) * T * K * 8
     assert sent(program("all_gather", masks.Causal(), K, grad=False), "all-gather") == whole
     both = program("all_gather", masks.Causal(), K, grad=True)
     back = [found for found in both if found[0] != "all-gather"]
     assert sum(size for _, size in both) == 2 * whole
-    # XLA:CPU keeps the sum whole: it makes no reduce-scatter of it.
+    # XLA:CPU uses an all-reduce here instead of a reduce-scatter.
     assert sent(back, "all-reduce") == whole
     halves = program("all_gather", masks.Causal(), K, grad=True, dtype="float16")
     assert sent([found for found in halves if found[0] == "all-gather"], "all-gather") == whole // 2
     assert sent([found for found in halves if found[0] != "all-gather"], "all-reduce") == whole
 
 
-def test_ulysses_sends_what_changes_hands(optimized: None) -> None:
-    """q, k, v and out, of which XLA counts a device's own part too; backward the same again."""
+def test_ulysses_sends_queries_keys_values_and_output(optimized: None) -> None:
+    """XLA counts a device's own part too. The backward pass sends as much again."""
     whole = 4 * (B // 2) * T * (2 * N + 2 * 4) * 8 // 4
     assert sent(program("ulysses", masks.Causal(), 4, grad=False), "all-to-all") == whole
     both = sent(program("ulysses", masks.Causal(), 4, grad=True), "all-to-all")

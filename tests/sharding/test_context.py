@@ -1,4 +1,4 @@
-"""A sequence over devices: each way to the others' keys computes what one device does."""
+"""Context parallelism: each strategy computes the result of one device."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ def _warped(s: Any, b: Any, n: Any, i: Any, j: Any, c: Any) -> Any:
     return s * (1 + 0.1 * jnp.sin(c * (i - j + n + b).astype(s.dtype)))
 
 
-# S, K, and the call.
+# The number of keys S, of key/value heads K, and the call.
 CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "causal, dropout": (
         T, 8, {"mask": masks.Causal(), "dropout_rate": 0.3, "dropout_rng": KEY},
@@ -55,7 +55,7 @@ CALLS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def operands(S: int, K: int) -> list[jax.Array]:
-    """q, k, v, a bias, sinks, a table of distances, and a number for a function."""
+    """Return q, k, v, a bias, sinks, a table of distances, and a number for a function."""
     sizes = [(B, T, N, H), (B, S, K, H), (B, S, K, Hv), (N, T, S), (N,), (N, 32), ()]
     return [jnp.asarray(RNG.normal(size=size), jnp.float32) for size in sizes]
 
@@ -84,7 +84,7 @@ def attention(kernel: str, call: dict[str, Any]) -> Any:
         ("all_gather", "Explicit", "any mask of rows and heads, dropout"),
     ],
 )
-def test_as_one_device(way: str, kind: str, name: str) -> None:
+def test_strategies_match_one_device(way: str, kind: str, name: str) -> None:
     S, K, call = CALLS[name]
     over = (None, "model", "data")
     specs = [P(*over), P(*over), P(*over), P(), P(), P(), P()]
@@ -93,9 +93,7 @@ def test_as_one_device(way: str, kind: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", STRATEGIES)
-def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
-    """What a mask knows of each token lies where the token does."""
-
+def test_explicit_mask_ids_are_sharded_like_their_tokens(way: str) -> None:
     def attend(q, k, v, ids):
         mask = masks.Causal() & masks.Segments(ids)
         return dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
@@ -105,13 +103,13 @@ def test_explicit_ids_are_divided_as_their_tokens(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_long_rings_loop() -> None:
+def test_long_ring_matches_one_device() -> None:
     S, K, call = CALLS["causal, dropout"]
     specs = [P(None, "model")] * 3 + [P()] * 4
     compare(attention("ring", call), operands(S, K), "Auto", EIGHT, specs, shape=(1, 8))
 
 
-def test_explicit_results_stay_where_the_queries_are() -> None:
+def test_explicit_output_is_sharded_like_queries() -> None:
     mesh, leave = on("Explicit", FOUR)
     try:
         q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, P(None, "model", "data")))
@@ -123,8 +121,8 @@ def test_explicit_results_stay_where_the_queries_are() -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_a_block() -> None:
-    """T = 65,536 over 8 devices: forward and backward in a few times a device's q, k, v and out."""
+def test_ring_memory_is_proportional_to_a_block() -> None:
+    """T = 65,536 over 8 devices needs a few times a device's q, k, v and out."""
     T, N, H = 65536, 2, 64
     mesh, leave = on("Auto", EIGHT, shape=(1, 8))
 
@@ -144,7 +142,7 @@ def test_memory_is_that_of_a_block() -> None:
 
 
 @pytest.mark.slow
-def test_a_long_sequence_matches_one_device() -> None:
+def test_long_sequence_matches_one_device() -> None:
     T = 16384
     q, k, v = (jnp.asarray(RNG.normal(size=(1, T, 1, 8)), jnp.float32) for _ in "qkv")
 
@@ -163,8 +161,8 @@ def test_a_long_sequence_matches_one_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ring:blockwise", "ulysses"])
-def test_tokens_in_another_order(way: str) -> None:
-    """Causality, documents and rotations go by where the tokens stand."""
+def test_token_order_does_not_change_output(way: str) -> None:
+    """Causality, documents and rotations follow the tokens' positions."""
     layer = MultiHeadAttention(
         8, kernel=way, rotary=Rotary(), mask=masks.Causal() & masks.Segments(IDS),
         scores=(scores.Alibi(),),
@@ -188,12 +186,12 @@ def test_tokens_in_another_order(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_language_model_in_another_order() -> None:
+def test_token_order_does_not_change_language_model() -> None:
     """Scanned and recomputed, with learned positions, on a ring."""
     block = DecoderBlock(MultiHeadAttention(8, kernel="ring", use_bias=False), 32, remat=True)
-    places = PositionEmbedding("learned", T)
+    table = PositionEmbedding("learned", T)
     model = LanguageModel(
-        TokenEmbedding(16, 32), Decoder(2, block, scan=True), position_embedding=places
+        TokenEmbedding(16, 32), Decoder(2, block, scan=True), position_embedding=table
     )
     tokens = jnp.asarray(RNG.integers(0, 16, (B, T)))
     variables, order = model.init(KEY, tokens), sharding.zigzag(T, 4)
@@ -215,7 +213,7 @@ def test_a_language_model_in_another_order() -> None:
 
 
 def test_zigzag_balances_causal_masks() -> None:
-    """Each device computes as many tiles as the next, which without it they do not."""
+    """Each device computes equally many tiles, which it does not in the natural order."""
     T, n = 128, 4
     seen = np.asarray(masks.Causal().dense(T, T)).reshape(T, T)
 
@@ -229,8 +227,8 @@ def test_zigzag_balances_causal_masks() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_auto_takes(kind: str) -> None:
-    """ulysses where heads divide; else what keeps memory to that of the queries."""
+def test_auto_takes_the_best_strategy(kind: str) -> None:
+    """Ulysses if the heads divide, otherwise the strategy with the least memory."""
 
     def way(N: int, K: int, **more: Any) -> str | None:
         q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
@@ -257,13 +255,13 @@ def test_what_auto_takes(kind: str) -> None:
 
 MISUSES = {
     "heads do not divide": (FOUR, (T, 4), "ulysses", "8 devices .* 8 query heads and 4 key/value"),
-    "an unknown way": (FOUR, (T, N), "round:blockwise", "alone or as in 'ring:blockwise'"),
+    "an unknown strategy": (FOUR, (T, N), "round:blockwise", "alone or as in 'ring:blockwise'"),
     "an unknown kernel": (FOUR, (T, N), "ring:fast", "kernel must be 'auto' or one of"),
 }
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse(name: str) -> None:
+def test_misuse_raises(name: str) -> None:
     rules, (S, K), kernel, message = MISUSES[name]
     _, leave = on("Auto", rules)
     q, k = jnp.ones((B, T, N, H)), jnp.ones((B, S, K, H))
@@ -274,8 +272,8 @@ def test_misuse(name: str) -> None:
         leave()
 
 
-def test_a_ring_divides_keys_too() -> None:
-    """On Explicit axes they need not be given so."""
+def test_ring_shards_keys() -> None:
+    """On Explicit axes they may arrive replicated."""
     mesh, leave = on("Explicit", ())
     q, k = jnp.ones((B, T, N, H)), jnp.ones((B, T + 2, N, H))
     try:

@@ -1,4 +1,4 @@
-"""One meaning on every mesh: no mesh, Auto axes, Explicit axes, inside jax.shard_map."""
+"""The same results on every mesh: none, Auto axes, Explicit axes, inside jax.shard_map."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ CALLS: dict[str, tuple[int, dict[str, Any], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CALLS)
-def test_kernels(name: str, kernel: str, kind: str) -> None:
+def test_kernels_on_meshes_match_one_device(name: str, kernel: str, kind: str) -> None:
     K, call, rules = CALLS[name]
     q, k, v = (jnp.asarray(RNG.normal(size=(B, T, n, H)), jnp.float32) for n in (N, K, K))
     bias = jnp.asarray(RNG.normal(size=(N, T, T)), jnp.float32)
@@ -100,8 +100,8 @@ def test_kernels(name: str, kernel: str, kind: str) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_array_in_two_places(kind: str) -> None:
-    """Sinks are divided like heads; the same array as a function's argument is not."""
+def test_one_array_as_sinks_and_argument(kind: str) -> None:
+    """Sinks are sharded like heads, the same array as a function's argument is not."""
     q, each = jnp.asarray(RNG.normal(size=(B, 12, N, H)), jnp.float32), jnp.arange(float(N))
 
     def attend(q, each):
@@ -113,7 +113,7 @@ def test_one_array_in_two_places(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_decoding(kind: str) -> None:
+def test_sharded_decoding_matches_one_device(kind: str) -> None:
     layer = MultiHeadAttention(
         8, num_kv_heads=4, decode=True, rotary=Rotary(), capture=Capture(("entropy",))
     )
@@ -141,7 +141,7 @@ def test_decoding(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_inside_ones_own_shard_map(kernel: str, kind: str) -> None:
+def test_layer_inside_user_shard_map_matches_one_device(kernel: str, kind: str) -> None:
     layer = MultiHeadAttention(4, kernel=kernel, sinks=True, mask=masks.Causal())
     params = layer.init(KEY, X)
 
@@ -190,7 +190,7 @@ MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {
 
 @pytest.mark.parametrize("kind", [*KINDS, *MIXED])
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuses(name: str, kind: str) -> None:
+def test_misuse_raises(name: str, kind: str) -> None:
     rules, shape, heads, message = MISUSES[name]
     layer = MultiHeadAttention(heads, qkv_features=48 if heads == 6 else None)
     params = layer.init(KEY, X)
@@ -202,18 +202,18 @@ def test_misuses(name: str, kind: str) -> None:
         leave()
 
 
-def test_explicit_axes_need_rules_where_something_is_divided() -> None:
+def test_explicit_axes_need_rules_for_sharded_inputs() -> None:
     layer = MultiHeadAttention(8)
     params = layer.init(KEY, X)
     expected = layer.apply(params, X)
     mesh, leave = on("Explicit", ())
     try:
-        # With nothing divided there is nothing to say.
+        # Nothing is sharded: no rules are needed.
         np.testing.assert_allclose(jax.jit(layer.apply)(params, X), expected, atol=1e-5)
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
         with pytest.raises(ValueError, match=r"Explicit mesh axes .* need rules .*; wrap in"):
             jax.jit(layer.apply)(params, x)
-        # Attention alone reads the layout off its arrays.
+        # The function reads the sharding from its arrays.
         q = jax.device_put(X.reshape(B, 16, 8, 4), NamedSharding(mesh, P("data", None, "model")))
         out = jax.jit(dot_product_attention)(q, q, q)
         assert out.sharding.spec == P("data", None, "model", None)
@@ -223,8 +223,8 @@ def test_explicit_axes_need_rules_where_something_is_divided() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("T", "S"), [(0, 0), (0, 4), (4, 0)])
-def test_no_queries_or_no_keys(T: int, S: int, kind: str) -> None:
-    """Of a divided sequence, too, where each device has none of them."""
+def test_empty_queries_or_keys_on_meshes(T: int, S: int, kind: str) -> None:
+    """In a sharded sequence too, where each device has none of them."""
     q, k = jnp.ones((B, T, 4, H)), jnp.ones((B, S, 4, H))
 
     def attend(q: jax.Array, k: jax.Array) -> jax.Array:

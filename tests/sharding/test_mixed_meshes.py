@@ -1,4 +1,4 @@
-"""Meshes of which some axes are Auto, others Explicit, and some perhaps Manual."""
+"""Meshes that mix Auto, Explicit and Manual axes."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from flax_mha.positions import Rotary
 from tests.support.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, MIXED, X, changed, on
 from tests.support.oracle import error
 
-# Without biases: that of keys has the gradient 0, as the softmax takes no notice of it.
+# Without biases: the softmax cancels the key bias, so its gradient is 0.
 LAYER = MultiHeadAttention(8, num_kv_heads=4, use_bias=False, mask=masks.Causal(), rotary=Rotary())
 SWAPPED = changed(batch="model", heads="data", kv_heads="data", mlp="data", vocab="data")
 ENCODER = Encoder(1, EncoderBlock(LAYER, 64, dropout_rate=0.1))
@@ -37,13 +37,13 @@ def gradients(model: nn.Module, params: Any, x: jax.Array) -> Any:
 
 @functools.cache
 def on_one_device(model: nn.Module) -> tuple[Any, Any]:
-    """Parameters, and the gradients and output."""
+    """Return parameters, and the gradients and output."""
     params = jax.jit(functools.partial(model.init, deterministic=True))(KEY, X)
     return params, gradients(model, params, X)
 
 
-def hold(got: Any, wanted: Any) -> None:
-    """Gradients and output of a loss are those of one device."""
+def check(got: Any, wanted: Any) -> None:
+    """Check that gradients and output match the results of one device."""
     assert error(got[1], wanted[1]) < FORWARD
     for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
         assert error(a, b) < BACKWARD
@@ -51,7 +51,7 @@ def hold(got: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("name", CASES)
-def test_auto_and_explicit_trace(name: str, kind: str) -> None:
+def test_auto_and_explicit_axes_trace(name: str, kind: str) -> None:
     model, rules = CASES[name]
     _, leave = on(kind, rules)
     try:
@@ -65,7 +65,7 @@ def test_auto_and_explicit_trace(name: str, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", MIXED)
 @pytest.mark.parametrize("name", CASES)
-def test_auto_and_explicit(name: str, kind: str) -> None:
+def test_auto_and_explicit_axes_match_one_device(name: str, kind: str) -> None:
     model, rules = CASES[name]
     _, wanted = on_one_device(model)
     mesh, leave = on(kind, rules)
@@ -75,7 +75,7 @@ def test_auto_and_explicit(name: str, kind: str) -> None:
         got = jax.device_get(gradients(model, params, placed))
     finally:
         leave()
-    hold(got, wanted)
+    check(got, wanted)
 
 
 PARTLY = {
@@ -86,7 +86,9 @@ PARTLY = {
 
 
 def by_hand(model: nn.Module, manual: str, check_vma: bool, inside: bool) -> Any:
-    """The gradients of a loss whose rows the caller divides over one mesh axis."""
+    """Return a function for the gradients of a loss with rows sharded by the caller over one
+    axis.
+    """
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(model.apply(params, x)))
@@ -110,8 +112,8 @@ def by_hand(model: nn.Module, manual: str, check_vma: bool, inside: bool) -> Any
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("case", PARTLY)
-def test_partly_manual_traces(case: str, check_vma: bool, inside: bool) -> None:
-    """In a `jax.shard_map` over some axes the others divide heads, as the rules say."""
+def test_partly_manual_axes_trace(case: str, check_vma: bool, inside: bool) -> None:
+    """In a `jax.shard_map` over some axes, the others shard heads as the rules say."""
     manual, kind = PARTLY[case]
     rules = sharding.RULES if manual == "data" else SWAPPED
     params = jax.eval_shape(LAYER.init, KEY, X)
@@ -129,7 +131,9 @@ def test_partly_manual_traces(case: str, check_vma: bool, inside: bool) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("case", PARTLY)
-def test_partly_manual(case: str, check_vma: bool, inside: bool, kernel: str) -> None:
+def test_partly_manual_axes_match_one_device(
+    case: str, check_vma: bool, inside: bool, kernel: str
+) -> None:
     manual, kind = PARTLY[case]
     rules = sharding.RULES if manual == "data" else SWAPPED
     model = LAYER.clone(kernel=kernel)
@@ -147,7 +151,7 @@ def test_partly_manual(case: str, check_vma: bool, inside: bool, kernel: str) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_partly_manual_outside_jit(kind: str) -> None:
+def test_partly_manual_axes_work_outside_jit(kind: str) -> None:
     params, (_, wanted) = on_one_device(LAYER)
     mesh, leave = on(kind)
     try:

@@ -1,4 +1,4 @@
-"""Models on meshes: born where they belong, with the gradients of one device."""
+"""Models on meshes are initialized sharded and have the gradients of one device."""
 
 import functools
 from typing import Any
@@ -27,10 +27,10 @@ class Reader(nn.Module):
         return self.translator(x, x, deterministic=deterministic)
 
 
-# Without biases: that of keys has the gradient 0, as the softmax takes no notice of it.
+# Without biases: the softmax cancels the key bias, so its gradient is 0.
 CROSS = MultiHeadAttention(8, use_bias=False)
 LAYER = MultiHeadAttention(8, num_kv_heads=4, rotary=Rotary(), dropout_rate=0.1)
-# One layer: of several a scan takes least to compile.
+# One layer: several would take longer to compile.
 ENCODER = Encoder(1, EncoderBlock(LAYER, 64, gated=True, dropout_rate=0.1))
 MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
     "encoder": (ENCODER, X, sharding.RULES),
@@ -78,7 +78,7 @@ MODELS: dict[str, tuple[nn.Module, jax.Array, Any]] = {
 }
 
 
-# Those that take long are tried where nothing is left to the compiler to guess.
+# Slow models run on Explicit axes only, which leave nothing for the compiler to guess.
 LONG = ("language model", "translator")
 
 
@@ -92,7 +92,7 @@ def model_loss(name: str) -> Any:
 
 @functools.cache
 def without_a_mesh(name: str) -> tuple[Any, Any]:
-    """A model's parameters, and its gradients and output."""
+    """Return a model's parameters, gradients and output."""
     model, inputs, _ = MODELS[name]
     params = jax.jit(functools.partial(model.init, deterministic=True))(KEY, inputs)
     return params, model_loss(name)(params, inputs)
@@ -103,17 +103,17 @@ def without_a_mesh(name: str) -> tuple[Any, Any]:
     ("name", "kind"),
     [(name, kind) for name in MODELS for kind in KINDS if kind == "Explicit" or name not in LONG],
 )
-def test_models(name: str, kind: str) -> None:
+def test_models_on_meshes_match_one_device(name: str, kind: str) -> None:
     model, inputs, rules = MODELS[name]
     params, wanted = without_a_mesh(name)
     mesh, leave = on(kind, rules)
     try:
-        born = sharding.init(model, KEY, inputs, deterministic=True)
+        sharded = sharding.init(model, KEY, inputs, deterministic=True)
         x = jax.device_put(inputs, NamedSharding(mesh, P("data")))
-        got = jax.device_get(model_loss(name)(born, x))
-        born = jax.device_get(born)
+        got = jax.device_get(model_loss(name)(sharded, x))
+        sharded = jax.device_get(sharded)
     finally:
         leave()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), born, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), sharded, params)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert error(a, b) < BACKWARD

@@ -1,4 +1,4 @@
-"""Heads really spread over a mesh, and the numbers stay the same."""
+"""Heads are really sharded over a mesh, and the numbers stay the same."""
 
 import re
 import warnings
@@ -36,7 +36,7 @@ def specs(tree) -> dict[str, P]:
     }
 
 
-def test_parameters_are_born_on_their_devices(mesh) -> None:
+def test_parameters_are_initialized_sharded(mesh) -> None:
     variables = sharding.init(MultiHeadAttention(8, num_kv_heads=4), jax.random.key(1), X)
     assert specs(variables["params"]) == {
         "key/bias": P("model", None),
@@ -54,7 +54,7 @@ def test_parameters_are_born_on_their_devices(mesh) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_initial_values_do_not_depend_on_the_mesh(kind: str) -> None:
-    """To the last bit, which another program would round differently."""
+    """Bitwise: a different program would round differently."""
     layer = MultiHeadAttention(8, head_dim=5)
     plain = sharding.init(layer, jax.random.key(1), X)
     mesh = make_mesh(KINDS[kind])
@@ -70,7 +70,7 @@ def encoder(**options) -> Encoder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_sharded_equals_single(scan: bool) -> None:
+def test_sharded_encoder_matches_one_device(scan: bool) -> None:
     model = encoder(scan=scan)
     plain = sharding.init(model, jax.random.key(1), X)
 
@@ -89,20 +89,20 @@ def test_sharded_equals_single(scan: bool) -> None:
     assert mlp.sharding.spec[-1] == "model"
 
 
-def test_attention_needs_one_all_reduce_and_nothing_else(mesh, optimized) -> None:
-    """Each device computes its own heads; only the output projection sums over devices."""
+def test_layer_needs_exactly_one_all_reduce(mesh, optimized) -> None:
+    """Each device computes its own heads. Only the output projection sums over devices."""
     layer = MultiHeadAttention(8)
     variables = sharding.init(layer, jax.random.key(1), X)
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     text = jax.jit(layer.apply).lower(variables, x).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
     assert not re.findall(r" (?:all-gather|all-to-all|collective-permute|reduce-scatter)", text)
-    # 2 rows of the batch and 2 of the heads on each device.
+    # 2 rows of the batch and 2 heads on each device.
     assert re.search(r"f32\[2,[26],[26],[26]\]", text)
 
 
 @pytest.mark.parametrize("partitioned", [False, True])
-def test_boxes_only_where_asked_for(partitioned: bool) -> None:
+def test_parameters_are_boxed_only_if_partitioned(partitioned: bool) -> None:
     layer = MultiHeadAttention(8, partitioned=partitioned)
     params = layer.init(jax.random.key(1), X)["params"]
     boxed = isinstance(params["query"]["kernel"], nn.LogicallyPartitioned)
@@ -110,14 +110,14 @@ def test_boxes_only_where_asked_for(partitioned: bool) -> None:
     if partitioned:
         expected = P("embed", "heads", "head_dim")
         assert nn.get_partition_spec(params)["query"]["kernel"] == expected
-    # Boxed or not, it computes the same.
+    # The boxes do not change the output.
     plain = nn.meta.unbox(params)
     np.testing.assert_array_equal(
         layer.apply({"params": params}, X), MultiHeadAttention(8).apply({"params": plain}, X)
     )
 
 
-def test_names_survive_traces_that_were_cached_without_them(mesh) -> None:
+def test_axis_names_survive_traces_cached_without_them(mesh) -> None:
     layer = MultiHeadAttention(8)
     init = jax.jit(layer.init)
     init(jax.random.key(1), X)
@@ -126,7 +126,7 @@ def test_names_survive_traces_that_were_cached_without_them(mesh) -> None:
     assert isinstance(init(jax.random.key(1), X)["params"]["query"]["kernel"], jax.Array)
 
 
-def test_ones_own_initializer_box_is_kept() -> None:
+def test_box_of_user_initializer_is_kept() -> None:
     init = nn.with_partitioning(nn.initializers.ones, ("x", "y", "z"))
     params = MultiHeadAttention(8, kernel_init=init).init(jax.random.key(1), X)["params"]
     assert params["query"]["kernel"].names == ("x", "y", "z")
@@ -141,15 +141,15 @@ def test_constrain_does_nothing_without_mesh_or_rules() -> None:
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_constrain_lays_out(kind: AxisType) -> None:
+def test_constrain_shards_by_the_rules(kind: AxisType) -> None:
     with jax.set_mesh(make_mesh(kind)), nn.logical_axis_rules(sharding.RULES):
         y = jax.jit(lambda x: sharding.constrain(x, ("batch", "length", "mlp")))(X)
     assert y.sharding.spec == P("data", None, "model")
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_name_without_a_rule_stays_as_it_is(kind: AxisType) -> None:
-    """Where a rule (name, None) says that it is not divided."""
+def test_axis_without_rule_keeps_its_sharding(kind: AxisType) -> None:
+    """A rule (name, None) replicates the axis instead."""
     mesh = make_mesh(kind)
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
     rules = (("mlp", "model"),)
@@ -161,8 +161,8 @@ def test_a_name_without_a_rule_stays_as_it_is(kind: AxisType) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_rules_for_heads_alone_leave_rows_divided(optimized, kind: AxisType) -> None:
-    """As Flax's rules for its examples, that know nothing of our other names."""
+def test_rules_for_heads_only_keep_rows_sharded(optimized, kind: AxisType) -> None:
+    """Like the rules of Flax's examples, which lack flax_mha's other names."""
     mesh, layer = make_mesh(kind), MultiHeadAttention(8, num_kv_heads=4)
     with (
         jax.set_mesh(mesh),
@@ -176,12 +176,12 @@ def test_rules_for_heads_alone_leave_rows_divided(optimized, kind: AxisType) -> 
     assert compiled.output_shardings.spec[0] == "data"
 
 
-def test_a_mesh_that_rules_do_not_see_is_warned_of() -> None:
+def test_mesh_hidden_from_rules_warns() -> None:
     mesh = make_mesh()
     with nn.logical_axis_rules(sharding.RULES):
         assert sharding.constrain(X, ("batch", "length", None)) is X
         with warnings.catch_warnings():
-            # What JAX itself says of `with mesh:`.
+            # JAX's own warning about `with mesh:`.
             warnings.simplefilter("ignore", DeprecationWarning)
             mesh.__enter__()
         try:
@@ -193,7 +193,7 @@ def test_a_mesh_that_rules_do_not_see_is_warned_of() -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_outside_jit_with_parameters_of_no_mesh(kind: AxisType) -> None:
+def test_unsharded_parameters_work_outside_jit(kind: AxisType) -> None:
     layer = MultiHeadAttention(8)
     variables = layer.init(jax.random.key(1), X)
     expected = layer.apply(variables, X)

@@ -1,6 +1,6 @@
-"""What a layer over a pod's chips sends, by the compiler for TPUs, which needs no TPU.
+"""Collectives of a layer on a TPU pod, counted by the TPU compiler without a TPU.
 
-The numbers are those of the formula in docs/sharding.md.
+The numbers follow the formula in docs/sharding.md.
 """
 
 import importlib.util
@@ -16,14 +16,14 @@ from experiments.counts.hlo import Module
 from experiments.plan import compiled
 from experiments.plan.collectives import read
 from flax_mha import MultiHeadAttention, masks
-from tests.support import layers
+from tests.support import lowered_layers
 from tests.support.meshes import KINDS
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs the wheel libtpu"),
 ]
-N, H, T, D, ROWS = 16, 64, 512, 256, 2  # rows of each device
+N, H, T, D, ROWS = 16, 64, 512, 256, 2  # rows per device
 
 
 @pytest.mark.parametrize(
@@ -34,16 +34,18 @@ N, H, T, D, ROWS = 16, 64, 512, 256, 2  # rows of each device
         ("blockwise", "v5e:4x4", "Explicit"),
     ],
 )  # fmt: skip
-def test_a_layer_sends_what_the_formula_says(
+def test_layer_sends_the_bytes_of_the_formula(
     optimized: None, kernel: str, topology: str, kind: str
 ) -> None:
-    """Heads 16-way, rows over what is left."""
+    """Heads over 16 devices, rows over the other axis."""
     layer = MultiHeadAttention(N, head_dim=H, mask=masks.Causal(), kernel=kernel)
     chips = np.array(
         topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     ).reshape(-1, N)
     mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
-    traced, forward, parameters = layers.traced(layer, mesh, (ROWS * len(chips), T, D), jnp.float32)
+    traced, forward, parameters = lowered_layers.traced(
+        layer, mesh, (ROWS * len(chips), T, D), jnp.float32
+    )
     both, _ = compiled.dumped(traced.lower())
     if topology == "v5e:4x4":
         forward, _ = compiled.dumped(forward())
@@ -59,8 +61,8 @@ def test_a_layer_sends_what_the_formula_says(
         (one,) = read(forward, mesh.size)
         assert (one.kind, one.bytes, one.groups.shape) == ("all-reduce", BTD, (1, N))
     if kernel == "auto":
-        # The kernel of a run on those chips, though this machine has none. 12 products of D by H
-        # a token: 4 forward, and of each two gradients.
+        # The kernel for those chips, though this machine has none. 12 matmuls of D by H per token:
+        # 4 forward, each with two gradients.
         assert "splash_mha_fwd" in both
         assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
         assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2

@@ -1,4 +1,4 @@
-"""Random masks: expressions of `&`, `|` and `~`, and what they mean."""
+"""Random masks: expressions of `&`, `|` and `~`, and their tables."""
 
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
@@ -14,7 +14,7 @@ Meant: TypeAlias = tuple[Mask, np.ndarray]
 
 
 def expressions(names: Iterable[str], most: int = 6) -> st.SearchStrategy[Expression]:
-    """Expressions over masks of those names."""
+    """Build expressions over masks with these names."""
     return st.recursive(
         st.sampled_from(sorted(names)),
         lambda inner: st.one_of(
@@ -25,7 +25,7 @@ def expressions(names: Iterable[str], most: int = 6) -> st.SearchStrategy[Expres
 
 
 def evaluate(expression: Expression, atom: Callable[[str], Meant]) -> Meant:
-    """The mask that the operators build, and NumPy's word on the tables."""
+    """Return the mask that the operators build, and its table by NumPy."""
     if isinstance(expression, str):
         return atom(expression)
     operator, *operands = expression
@@ -43,7 +43,7 @@ def same_document(b: int, n: int, i: int, j: int) -> bool:
 
 
 def near(sizes: tuple[int, ...], window: tuple[int, ...], i: int, j: int) -> bool:
-    """Whether j is in the window of i, axis by axis, as NATTEN has it."""
+    """Return True if j is in the window of i, axis by axis, as NATTEN defines it."""
     places = [np.unravel_index(x, sizes) for x in (i, j)]
     starts = [
         min(max(int(c) - w // 2, 0), n - w)

@@ -1,4 +1,4 @@
-"""A grammar of calls of the public API: good values for every argument, and odd ones."""
+"""A grammar of calls of the public API, with valid and odd values for every argument."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ D = N * H
 
 
 class Traced(NamedTuple):
-    """Stands for a traced array."""
+    """A placeholder for a traced array."""
 
     shape: tuple[int, ...]
     dtype: Any = jnp.float32
@@ -43,7 +43,7 @@ DTYPES = ("float32", "int32", "bool", "bfloat16", "int8", "uint32", "complex64",
 
 
 def odd(draw: random.Random) -> Any:
-    """A value that few arguments are meant to have."""
+    """Return a value that few arguments accept."""
     shape, dtype = draw.choice(SHAPES), draw.choice(DTYPES)
     return draw.choice((
         lambda: draw.choice((None, True, False, 0, 1, -1, 3, 2**31, 2**40, 0.5, -2.0, 1j, "foo", "",
@@ -75,7 +75,7 @@ def language_model(**fields: Any) -> flax_mha.LanguageModel:
 
 
 def run(build: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Builds a module of its fields, and initializes it on the inputs of those names."""
+    """Build a module from its fields and initialize it on the named inputs."""
 
     def call(**given: Any) -> Any:
         inputs = [given.pop(name) for name in names]
@@ -172,7 +172,7 @@ RULES = {"eos": (0,), "rng": (KEY,), "temperature": (1.0,), "top_k": (2,), "top_
          "beams": (2,), "capacity": (12,), "lengths": (np.array([1, 4]), [2, 2])}  # fmt: skip
 NEW = {"q": QKV["q"], "key": QKV["k"], "value": QKV["v"]}
 
-# By name: how often, the function, what it needs, and what it may be given.
+# By name: the frequency, the function, its required arguments, and its optional ones.
 Target = tuple[int, Callable[..., Any], dict[str, Any], dict[str, tuple[Any, ...]]]
 TARGETS: dict[str, Target] = {
     "dot_product_attention": (9, dot_product_attention, QKV, CALL),
@@ -261,7 +261,7 @@ TARGETS: dict[str, Target] = {
 
 
 class Call(NamedTuple):
-    """One call, and which of its arguments are odd."""
+    """A call with the names of its odd arguments."""
 
     target: str
     given: dict[str, Any]
@@ -269,7 +269,7 @@ class Call(NamedTuple):
 
 
 def calls(count: int) -> Iterator[Call]:
-    """The same calls on every run."""
+    """Return an iterator over the same calls on every run."""
     draw = random.Random(0)
     names = [name for name, (often, *_) in TARGETS.items() for _ in range(often)]
     for _ in range(count):

@@ -1,7 +1,7 @@
-"""A layer, a block and a stack with every part, in NumPy float64, of one row of real tokens.
+"""A layer, a block and a stack with every part, in NumPy float64, for one row of real tokens.
 
-Beside `oracle`, whose functions it calls, it has what stands around attention. Nothing here imports
-jax or flax_mha.
+It adds the parts around attention to `oracle` and calls its functions. It imports neither jax nor
+flax_mha.
 """
 
 import math
@@ -16,18 +16,18 @@ Array = np.ndarray
 
 
 class Model(NamedTuple):
-    """What a layer does with its parameters, of which those that are there are used.
+    """The operations of a layer. It uses the parameters that exist.
 
     Attributes:
-      scale: of the scores; None for 1/√H.
-      norm: of queries and keys, (params, x) -> x.
-      after: whether the norm follows the rotation.
+      scale: the scale of the scores; None for 1/√H.
+      norm: the norm of queries and keys, (params, x) -> x.
+      after: True if the norm follows the rotation.
       turn: the rotation, (x [T, ·, H], positions [T]) -> x.
-      score: functions of the scores in turn, (params, s [N, T, T], j − i, q [T, N, H], k) -> s.
+      score: score functions in order, (params, s [N, T, T], j − i, q [T, N, H], k) -> s.
       weigh: "softmax", "sigmoid" or "softpick".
-      keys: how many keys a sigmoid's share is of.
-      allowed: whether i sees j, of arrays that broadcast.
-      shared: whether the second layer takes the keys and values of the first.
+      keys: the number of keys in a sigmoid's bias.
+      allowed: rules (i, j) -> bool for arrays that broadcast.
+      shared: True if the second layer uses the keys and values of the first.
     """
 
     scale: float | None = None
@@ -44,18 +44,18 @@ class Model(NamedTuple):
 def layer(
     params: Any, x: Array, model: Model, taken: tuple[Array, Array] | None = None
 ) -> tuple[Array, tuple[Array, Array]]:
-    """[T, D] to [T, D], and keys and values; with those that were taken, if any."""
+    """Map [T, D] to [T, D], and return keys and values too. `taken` are another layer's."""
     T = len(x)
 
-    def placed(name: str) -> Array:
-        """Queries or keys, normed and turned."""
+    def rotated(name: str) -> Array:
+        """Return queries or keys, normed and rotated."""
         y, norm = oracle.project(params[name], x), params.get(f"{name}_ln")
         y = model.norm(norm, y) if model.norm is not None and not model.after else y
         y = y if model.turn is None else model.turn(y, np.arange(T))
         return model.norm(norm, y) if model.norm is not None and model.after else y
 
-    q = placed("query")
-    own = taken or (placed("key"), oracle.project(params["value"], x))
+    q = rotated("query")
+    own = taken or (rotated("key"), oracle.project(params["value"], x))
     k, v = (np.repeat(each, q.shape[-2] // each.shape[-2], -2) for each in own)
     scale = 1 / math.sqrt(q.shape[-1]) if model.scale is None else model.scale
     scale = params["score_scale"][:, None, None] if "score_scale" in params else scale
@@ -73,7 +73,7 @@ def layer(
 
 
 def weights(params: Any, s: Array, allowed: Array, model: Model) -> Array:
-    """Of scores [N, T, S]."""
+    """Return the attention weights for scores [N, T, S]."""
     if model.weigh == "sigmoid":
         return np.where(allowed, 1 / (1 + np.exp(-s) * model.keys), 0)
     if model.weigh == "softpick":
@@ -85,7 +85,9 @@ def weights(params: Any, s: Array, allowed: Array, model: Model) -> Array:
 
 
 def stack(params: Any, x: Array, model: Model) -> Array:
-    """Pre-norm blocks, and a norm: of parameters `layers_0`, `layers_1`, …, or stacked ones."""
+    """Apply pre-norm blocks and a norm, with parameters `layers_0`, `layers_1`, … or stacked
+    ones.
+    """
     kv = None
     for n in range(2):
         if "layers" not in params:
@@ -102,5 +104,5 @@ def stack(params: Any, x: Array, model: Model) -> Array:
 
 
 def part(tree: Any, n: int) -> Any:
-    """The n-th of parameters that are stacked."""
+    """Return the n-th of stacked parameters."""
     return {name: part(x, n) for name, x in tree.items()} if isinstance(tree, dict) else tree[n]

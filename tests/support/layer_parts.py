@@ -1,4 +1,4 @@
-"""The parts of a layer, each as its fields and as what the float64 model does."""
+"""The parts of a layer, each as fields and as operations of the float64 model."""
 
 import types
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from tests.support.algebra import near
 # Heads, their features, tokens, and the base of rotations.
 N, H, T, BASE = 8, 8, 12, 50.0
 NONE: Mapping[str, Any] = types.MappingProxyType({})
-# Of each block of 4 queries the blocks of 3 keys that it sees.
+# The blocks of 3 keys that each block of 4 queries sees.
 CHOSEN = np.array([[0, 1], [1, 2], [3, 2]])
 
 
 def angles(of: Any, size: float = 1.0) -> Any:
-    """The rotation whose pair c turns by of(c) at each position."""
+    """Return the rotation of each pair c by of(c) at each position."""
 
     def turn(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         first, second = np.split(x, 2, -1)
@@ -34,8 +34,8 @@ def angles(of: Any, size: float = 1.0) -> Any:
     return turn
 
 
-def on_lattice(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The first half of the pairs by the row, the second by the column, of a lattice of 3·4."""
+def on_image(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Apply the rotation on an image of 3·4 tokens: half the pairs by row, half by column."""
     angle = np.stack([positions // 4, positions % 4], -1)[..., None] / BASE ** (np.arange(2) / 2)
     first, second = np.split(x, 2, -1)
     z = (first + 1j * second) * np.exp(1j * angle.reshape(len(positions), 1, -1))
@@ -43,12 +43,14 @@ def on_lattice(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def document(i: np.ndarray) -> np.ndarray:
-    """Which of three a token is of: of 3 and 5 tokens, and the rest."""
+    """Return the document of each token: the first has 3 tokens, the second 5, the third the
+    rest.
+    """
     return (i >= 3).astype(int) + (i >= 8)
 
 
 def normed(name: str, epsilon: float) -> Any:
-    """A norm of oracle, with a scale or without."""
+    """Return a norm of oracle, with a scale or without."""
     function = getattr(oracle, name)
     return lambda params, x: function(params or {"scale": np.ones(H)}, x, epsilon)
 
@@ -71,13 +73,13 @@ def transformer_xl(
 
 
 class Part(NamedTuple):
-    """Fields of the layer, and the same of the model.
+    """Fields of the layer with the same part of the model.
 
     Attributes:
-      fields: of the layer.
-      model: of `layer_model.Model`.
+      fields: fields of the layer.
+      model: fields of `layer_model.Model`.
       stack: fields of the stack.
-      refuses: what it can't meet, by the value of a factor, and what the error says.
+      refuses: the words of the error for factor values that the part does not support.
     """
 
     fields: dict[str, Any]
@@ -138,7 +140,7 @@ PARTS: dict[str, Part] = {
         Yarn(16.0, 64, 8.0), lambda c: yarn(c, BASE, 16, 64, 8, 1, H), 0.1 * np.log(16) + 1
     ),
     "Llama 3.1": rotary(Llama3(8.0, 64), lambda c: llama(c, BASE, 8, 64, H)),
-    "axial": Part({"rotary": Axial((3, 4), BASE)}, {"turn": on_lattice}),
+    "axial": Part({"rotary": Axial((3, 4), BASE)}, {"turn": on_image}),
     "sections": Part(
         {"rotary": MRope((1, 1, 2), BASE)}, {"turn": angles(lambda c: theta(c, BASE, H))}
     ),

@@ -1,4 +1,4 @@
-"""Meshes of 8 devices, and what holds on them as on one."""
+"""Meshes of 8 devices, and comparisons with one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from flax_mha import (
 from tests.support.oracle import error
 
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
-# Of each axis its own.
+# A type for each axis.
 MIXED = {
     "data Auto, model Explicit": (AxisType.Auto, AxisType.Explicit),
     "data Explicit, model Auto": (AxisType.Explicit, AxisType.Auto),
@@ -29,7 +29,7 @@ FORWARD, BACKWARD = 2e-6, 1e-5
 
 
 def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
-    """A mesh of 8 devices and its rules."""
+    """Return a mesh of 8 devices with its rules, and a function that leaves both."""
     types = MIXED[kind] if kind in MIXED else (KINDS[kind],) * 2
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=types)
     stack = jax.set_mesh(mesh)
@@ -45,7 +45,7 @@ def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) 
 
 
 def described(model: nn.Module, *inputs: Any) -> Any:
-    """The variables of a model as they lie on this mesh, for programs that are only compiled."""
+    """Return a model's variables as shapes with shardings on this mesh, for compilation only."""
     return jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
         jax.eval_shape(model.init, KEY, *inputs), sharding.of(model.init, KEY, *inputs),
@@ -56,7 +56,7 @@ def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
 
 
-# Heads over two devices, positions over four; positions alone, over all that "model" has.
+# Heads over two devices and positions over four; or only positions, over "model".
 FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None, vocab=None)
 EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None, vocab=None)
 
@@ -65,7 +65,7 @@ def compare(
     fn: Callable[..., Any], args: Any, kind: str, rules: Any, specs: Any,
     shape: tuple[int, ...] = (2, 4),
 ) -> None:  # fmt: skip
-    """Holds fn's results and gradients on a mesh against those without one."""
+    """Check fn's results and gradients on a mesh against the ones without."""
 
     def loss(*args: Any) -> Any:
         out = fn(*args)
@@ -89,5 +89,5 @@ def compare(
 
 
 def collectives(text: str) -> list[tuple[str, int]]:
-    """The collectives of a compiled program, and the bytes of each on one device."""
+    """Return the collectives of a compiled program, and the bytes of each on one device."""
     return [(one.kind, one.bytes) for one in read(text, devices=8)]

@@ -1,9 +1,9 @@
 # Over 300 lines: short functions, one definition each, that call one another.
-"""What the library should compute, in NumPy float64, written from the definitions.
+"""The expected results in NumPy float64, written from the definitions.
 
-Nothing here imports jax or flax_mha, so that no mistake can be made twice. The letters are those
-of the papers: B batch (any number of axes), T queries, S keys, N heads, K key/value heads, H head
-features, D model features.
+It imports neither jax nor flax_mha, so that no mistake is made twice. The letters are the papers':
+B batch (any number of axes), T queries, S keys, N heads, K key/value heads, H head features,
+D model features.
 """
 
 import functools
@@ -16,12 +16,12 @@ import numpy as np
 Array = np.ndarray
 Params = Mapping[str, Any]
 
-# By BLAS, which is many times faster.
+# With BLAS, which is many times faster.
 einsum = functools.partial(np.einsum, optimize=True)
 
 
 def error(actual: Any, expected: Any) -> float:
-    """‖actual − expected‖ / ‖expected‖ over all leaves; absolute where expected is 0."""
+    """Return ‖actual − expected‖ / ‖expected‖ over all leaves. Absolute if expected is 0."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     size = np.linalg.norm(expected.ravel())
@@ -29,14 +29,14 @@ def error(actual: Any, expected: Any) -> float:
 
 
 def float64(tree: Any) -> Any:
-    """A tree of mappings and arrays, its arrays in float64."""
+    """Convert a tree of mappings and arrays to float64."""
     if isinstance(tree, Mapping):
         return {name: float64(leaf) for name, leaf in tree.items()}
     return np.asarray(tree, np.float64)
 
 
 def random_like(tree: Any, seed: int = 0) -> Any:
-    """Parameters of the shapes and dtypes of the tree, none of them near 0 or 1 by design."""
+    """Return parameters of the tree's shapes and dtypes, with no values that are 0 or 1."""
     rng = np.random.default_rng(seed)
 
     def fill(tree: Any) -> Any:
@@ -60,22 +60,19 @@ def attention(
     keep: Array | None = None,
     rate: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """Attention from its definition; a query that may see nothing gives 0.
+    """Compute attention from its definition. A fully masked query gives 0.
 
     Args:
-      q: [*B, T, N, H].
-      k: [*B, S, K, H]; query head n reads key head n // (N/K).
-      v: [*B, S, K, Hv].
-      allowed: bool, broadcastable to [*B, N, T, S].
-      bias: added to the scores, broadcastable likewise.
-      cap: c·tanh(score/c), before the bias.
-      sinks: [N], a score more for each head, whose weight goes to nothing.
-      scale: of the scores, 1/√H by default.
-      keep: bool [*B, N, T, S], the weights that dropout leaves.
-      rate: of dropout.
-
-    Returns:
-      out [*B, T, N, Hv], lse [*B, N, T], weights [*B, N, T, S] before dropout.
+      q: the queries [*B, T, N, H].
+      k: the keys [*B, S, K, H]; query head n reads key head n // (N/K).
+      v: the values [*B, S, K, Hv].
+      allowed: the mask, bool, broadcastable to [*B, N, T, S].
+      bias: a term of the scores, broadcastable to [*B, N, T, S].
+      cap: the c in c·tanh(score/c), before the bias.
+      sinks: an extra score [N] for each head; its weight is dropped.
+      scale: the scale of the scores, 1/√H by default.
+      keep: the weights that dropout keeps, bool [*B, N, T, S].
+      rate: the dropout rate.
     """
     q, k, v = float64(q), float64(k), float64(v)
     k, v = (np.repeat(x, q.shape[-2] // x.shape[-2], axis=-2) for x in (k, v))
@@ -130,11 +127,11 @@ def attention_gradients(
     rate: float = 0.0,
     cancelling: bool = True,
 ) -> Gradients:
-    """The gradients of Σ out·cotangent + Σ lse·lse_cotangent; arguments as for `attention`.
+    """Compute the gradients of Σ out·cotangent + Σ lse·lse_cotangent by the chain rule.
 
-    By the chain rule; the cotangents are [*B, T, N, Hv] and [*B, N, T]. With cancelling=False all
-    that is summed is taken positive: how large the gradients would be if nothing cancelled, and so
-    what rounding errors are proportional to.
+    The cotangents are [*B, T, N, Hv] and [*B, N, T]; for the other arguments see `attention`. With
+    cancelling=False every summand is taken positive. The result is the size of the gradients if
+    nothing cancelled, which rounding errors are proportional to.
     """
     _, lse, p = attention(q, k, v, allowed=allowed, bias=bias, cap=cap, sinks=sinks, scale=scale)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -164,19 +161,19 @@ def attention_gradients(
 
 
 def grouped(x: Array, group: int) -> Array:
-    """Sums over the query heads that share a key/value head: [..., N, H] to [..., K, H]."""
+    """Return the sum over query heads that share a key/value head, [..., N, H] to [..., K, H]."""
     *lead, N, H = x.shape
     return x.reshape(*lead, N // group, group, H).sum(-2)
 
 
 def summed_to(x: Array, shape: tuple[int, ...]) -> Array:
-    """The transpose of broadcasting from that shape."""
+    """Apply the transpose of broadcasting from this shape."""
     x = x.sum(tuple(range(x.ndim - len(shape))))
     return x.sum(tuple(a for a, n in enumerate(shape) if n == 1), keepdims=True).reshape(shape)
 
 
 def project(params: Params, x: Array, contracted: int = 1) -> Array:
-    """x·W + b over the last axes of x."""
+    """Compute x·W + b over the last axes of x."""
     y = np.tensordot(float64(x), float64(params["kernel"]), contracted)
     return y + float64(params["bias"]) if "bias" in params else y
 
@@ -190,7 +187,7 @@ def multi_head(
     turn: Any = None,
     **call: Any,
 ) -> tuple[Array, Array]:
-    """The layer: out and weights. `turn` rotates the queries and the keys, (q, k) to (q, k)."""
+    """Compute the layer's output and weights. `turn` rotates queries and keys, (q, k) to (q, k)."""
     x_k = x_q if x_k is None else x_k
     x_v = x_k if x_v is None else x_v
     q, k = project(params["query"], x_q), project(params["key"], x_k)
@@ -205,19 +202,19 @@ def multi_head(
 
 
 def layer_norm(params: Params, x: Array, epsilon: float = 1e-6) -> Array:
-    """(x − mean) / √(variance + ε) · scale + bias (Ba et al., 2016)."""
+    """Compute (x − mean) / √(variance + ε) · scale + bias (Ba et al., 2016)."""
     centred = x - x.mean(-1, keepdims=True)
     y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon) * float64(params["scale"])
     return y + float64(params["bias"]) if "bias" in params else y
 
 
 def rms_norm(params: Params, x: Array, epsilon: float = 1e-6) -> Array:
-    """x / √(mean of squares + ε) · scale (Zhang and Sennrich, 2019)."""
+    """Compute x / √(mean of squares + ε) · scale (Zhang and Sennrich, 2019)."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * float64(params["scale"])
 
 
 def gelu(x: Array) -> Array:
-    """The tanh approximation (Hendrycks and Gimpel, 2016, section 2)."""
+    """Compute the tanh approximation (Hendrycks and Gimpel, 2016, section 2)."""
     return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -230,7 +227,7 @@ def silu(x: Array) -> Array:
 
 
 def gelu_exact(x: Array) -> Array:
-    """x·Φ(x), of the normal distribution."""
+    """Compute x·Φ(x) with the normal distribution."""
     return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
@@ -261,7 +258,7 @@ def encoder_block(
     epsilon: float = 1e-6,
     **call: Any,
 ) -> Array:
-    """Pre-norm x + f(norm(x)), or post-norm norm(x + f(x)), for f attention and then the MLP."""
+    """Compute pre-norm x + f(norm(x)) or post-norm norm(x + f(x)), for attention, then MLP."""
 
     def normed(name: str, x: Array) -> Array:
         return NORMS[norm](params[name], x, epsilon)
@@ -275,7 +272,7 @@ def encoder_block(
 
 
 def sinusoidal(positions: Array, D: int, base: float = 10_000.0) -> Array:
-    """P[i, 2c] = sin(i / base^(2c/D)), P[i, 2c+1] = cos(the same) (Vaswani et al., 2017, 3.5)."""
+    """Compute sin(i / base^(2c/D)) at 2c and cos at 2c+1 (Vaswani et al., 2017, 3.5)."""
     table = np.zeros((*np.shape(positions), D))
     for d in range(D):
         angle = np.asarray(positions, np.float64) / base ** (2 * (d // 2) / D)
@@ -306,7 +303,7 @@ def rotary(
 
 
 def patchify(images: Array, h: int, w: int) -> Array:
-    """[B, height, width, C] to one row of h·w·C numbers for each patch, cut out one by one."""
+    """Convert [B, height, width, C] to one row of h·w·C numbers per patch, cut one by one."""
     B, height, width, _ = images.shape
     patches = [
         images[:, top : top + h, left : left + w].reshape(B, -1)

@@ -13,25 +13,25 @@ import jax
 import numpy as np
 
 ROOT = Path(__file__).parent.parent.parent
-# Pages show how these meet ours, and are run without them where they are not installed.
+# Packages that pages use beside flax_mha; their blocks are skipped if they are not installed.
 OPTIONAL = {"torch"}
 
 
 def read(page: str) -> str:
-    """A page, by its path from the root."""
+    """Return a page's text, by its path from the root."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(language: str, text: str) -> list[str]:
-    """What stands between fences of that language."""
+    """Return the code between fences with this language."""
     fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [code for name, code in fences if name == language]
 
 
 def run(page: str) -> dict[str, Any]:
-    """Runs a page's Python from top to bottom, as a user does, and gives its variables.
+    """Run a page's Python from top to bottom, as a user does, and return its variables.
 
-    But for the numbers that parameters begin with: see `_drawn`.
+    Only the initial values of parameters differ: see `_drawn`.
     """
     scope: dict[str, Any] = {"__name__": Path(page).stem}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), _drawn():
@@ -43,9 +43,9 @@ def run(page: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _drawn() -> Iterator[None]:
-    """Lets Flax's `init` trace a model, and draws its parameters with NumPy, all of them random.
+    """Make Flax's `init` draw parameters with NumPy, from traced shapes.
 
-    Op by op, as JAX draws them, each op and shape would be compiled for itself: half of the time.
+    JAX draws them op by op and compiles each op and shape, which would take half of the time.
     """
     init = nn.Module.init
 
@@ -58,7 +58,7 @@ def _drawn() -> Iterator[None]:
         rng = np.random.default_rng(0)
 
         def fill(x: Any) -> jax.Array:
-            # Scales and biases near 1, kernels of some hundred rows in proportion.
+            # Scales and biases near 1, kernels scaled by their number of rows.
             values = (x.ndim < 2) + 0.1 * rng.normal(size=x.shape)
             return jax.device_put(values.astype(x.dtype))
 
@@ -72,7 +72,7 @@ def _drawn() -> Iterator[None]:
 
 
 def _lacks(code: str) -> bool:
-    """Whether it imports what may be missing, and is."""
+    """Return True if the code imports an optional package that is not installed."""
     nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import)]
     names = {alias.name for node in nodes for alias in node.names}
     return any(importlib.util.find_spec(name) is None for name in names & OPTIONAL)

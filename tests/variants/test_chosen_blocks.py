@@ -1,4 +1,4 @@
-"""Blocks that queries choose: by scores, and in a layer, against the formula and in steps."""
+"""Blocks that queries choose: by scores and in a layer, against the formula and in steps."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ from flax_mha import CacheConfig, masks, sharding
 from flax_mha.positions import Rotary
 from flax_mha.variants import ChosenBlocksAttention
 from tests.support import oracle
-from tests.support.decoded import decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.support.decoding import decoded
+from tests.support.layer_checks import check_on_mesh, check_under_scan, drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T, BLOCK = 4, 2, 6, 16, 22, 4
@@ -32,7 +32,7 @@ def layer(**fields: Any) -> ChosenBlocksAttention:
 def expected(
     params: Any, x: Any, share: bool = False, query_block: int = 1, mask: Any = True
 ) -> np.ndarray:
-    """Compute the layer query by query; `mask` is bool, broadcastable to [B, N, T, T]."""
+    """Compute the layer query by query. `mask` is bool, broadcastable to [B, N, T, T]."""
     x, p = float64(x), float64(params)
     q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
     q, k = (oracle.rotary(y, np.arange(T), base=100.0) for y in (q, k))
@@ -68,7 +68,7 @@ def expected(
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
-def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
+def test_chosen_blocks_match_formula(kernel: str, fields: dict[str, Any]) -> None:
     module = layer(kernel=kernel, **fields)
     params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X, **fields)) < 5e-6
@@ -76,11 +76,11 @@ def test_against_the_formula(kernel: str, fields: dict[str, Any]) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 2}, {"query_block": 8}])
-def test_choices_are_of_keys_that_the_mask_shows(fields: dict[str, Any]) -> None:
-    """Means are over those keys, and blocks without any take no place, by any table of pairs."""
+def test_choices_use_only_visible_keys(fields: dict[str, Any]) -> None:
+    """Block means cover visible keys only, and blocks without any are never chosen."""
     rng = np.random.default_rng(2)
     table = rng.random((2, N, T, T)) < 0.5
-    # Whole blocks, those of queries themselves among them, and the first query of a block of them.
+    # Hide whole blocks, including the queries' own, and the first query of a block of queries.
     table &= np.repeat(rng.random((2, N, T, -(-T // BLOCK))) < 0.6, BLOCK, -1)[..., :T]
     table[:, 1, :, 8] = False
     module = layer(**fields)
@@ -100,8 +100,8 @@ def test_choices_are_of_keys_that_the_mask_shows(fields: dict[str, Any]) -> None
     ],
     ids=str,
 )
-def test_a_document_changes_no_other(fields: dict[str, Any], lengths: list[int]) -> None:
-    """One that holds NaN leaves the others as they were."""
+def test_document_does_not_affect_others(fields: dict[str, Any], lengths: list[int]) -> None:
+    """NaN in one document leaves the other documents unchanged."""
     module = layer(mask=masks.Documents(np.array(lengths)), **fields)
     params = drawn(layer(), X)
     ids = np.searchsorted(np.cumsum(lengths), np.arange(T), side="right")
@@ -112,13 +112,13 @@ def test_a_document_changes_no_other(fields: dict[str, Any], lengths: list[int])
     wanted = expected(params["params"], X, query_block=block, mask=mask)
     assert error(out[:2], wanted) < 5e-6
     for n in range(2):
-        found = out[2 * n + 2 : 2 * n + 4, ids != n]
-        assert error(found, wanted[:, ids != n]) < 5e-6
+        actual = out[2 * n + 2 : 2 * n + 4, ids != n]
+        assert error(actual, wanted[:, ids != n]) < 5e-6
 
 
 @pytest.mark.parametrize("fields", [{"share": True}, {"query_block": 8}])
-def test_hidden_keys_tell_nothing(fields: dict[str, Any]) -> None:
-    """NaN of theirs changes nothing, even where they are the first of those that choose."""
+def test_nan_in_hidden_keys_changes_nothing(fields: dict[str, Any]) -> None:
+    """Even if the hidden token is the first of a block of queries."""
     real = np.ones((2, T), bool)
     real[0, [0, 8, 9]] = real[1, 3:17] = False
     module = layer(mask=masks.Keys(real), **fields)
@@ -129,8 +129,8 @@ def test_hidden_keys_tell_nothing(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"share": True}, {"query_block": 8}])
-def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
-    """Not by what is chosen, either."""
+def test_no_query_depends_on_later_tokens(fields: dict[str, Any]) -> None:
+    """The choice of blocks does not either."""
     module = layer(**fields)
     params = drawn(module, X)
     apply = jax.jit(module.apply)
@@ -143,7 +143,7 @@ def test_no_query_knows_what_comes_after_it(fields: dict[str, Any]) -> None:
 @pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("steps", [(1,) * T, (9, 4, 9)])
 @pytest.mark.parametrize("share", [False, True])
-def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
+def test_decoding_matches_full_forward(steps: tuple[int, ...], share: bool) -> None:
     cached = layer(decode=True, share=share)
     params = drawn(layer(), X)
     whole = jax.jit(layer(share=share).apply)(params, X)
@@ -153,22 +153,22 @@ def test_decoding_is_the_whole(steps: tuple[int, ...], share: bool) -> None:
 @pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("over", ["heads", "length"])
-def test_on_a_mesh(kind: str, over: str) -> None:
+def test_sharded_layer_matches_one_device(kind: str, over: str) -> None:
     x = np.concatenate([X, X[:, :2]], 1)
     names = {"heads": None, "kv_heads": None, "length": None} | {over: "model"}
     names |= {"kv_heads": "model"} if over == "heads" else {}
     rules = [(name, names.get(name, axis)) for name, axis in sharding.RULES]
-    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
+    check_on_mesh(layer(num_kv_heads=4), x, kind, rules, decodes=False)
 
 
 @pytest.mark.slow
-def test_in_a_stack() -> None:
-    """In blocks, under scan and remat, with lengths."""
-    same_under_scan(layer(), X, lengths=np.array([T, 5]))
+def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
+    """With lengths."""
+    check_under_scan(layer(), X, lengths=np.array([T, 5]))
 
 
-def test_the_best_and_the_own() -> None:
-    """By hand: what is behind, what is not yet, forced and forbidden ones, and positions."""
+def test_top_blocks_are_the_best_and_the_query_block() -> None:
+    """By hand: earlier and later blocks, forced and forbidden ones, and positions."""
     inf = np.inf
     scores = np.array([[9, 9, 9, 9], [1, 0, 9, 9], [1, inf, 0, 9], [2, -inf, 3, 0]], np.float32)
 
@@ -180,7 +180,7 @@ def test_the_best_and_the_own() -> None:
     assert seen(2) == "█···\n██··\n·██·\n··██"
     assert seen(3) == "█···\n██··\n███·\n█·██"
     assert seen(9, scores[3:], causal=False) == "█·██"
-    # What is not visible takes no place, and NaN none of an own one.
+    # Invisible blocks are never chosen, and NaN never replaces the query's own block.
     visible = np.array([[1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1], [1, 0, 1, 1]], bool)
     assert seen(2, visible=visible) == "█···\n█···\n█·█·\n··██"
     assert seen(2, np.where(np.isfinite(scores), scores, np.nan)) == "█···\n██··\n·██·\n·█·█"
@@ -203,7 +203,7 @@ def test_the_best_and_the_own() -> None:
         ({"decode": True, "cache": CacheConfig(slots=8), "mask": masks.Window(3, 0)}, {}, "ring"),
     ],
 )  # fmt: skip
-def test_what_it_refuses(fields: dict[str, Any], call: dict[str, Any], words: str) -> None:
+def test_invalid_fields_raise(fields: dict[str, Any], call: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         jax.eval_shape(lambda: layer(**fields).init(KEY, X, **call))
 
@@ -229,6 +229,6 @@ def test_what_it_refuses(fields: dict[str, Any], call: dict[str, Any], words: st
         (np.ones((2, 2), np.float32), {"visible": np.ones((3, 2), bool)}, "visible must broadcast"),
     ],
 )
-def test_scores_it_refuses(scores: Any, given: dict[str, Any], words: str) -> None:
+def test_invalid_block_scores_raise(scores: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         masks.top_blocks(scores, **{"count": 1, "query_block": 2, "key_block": 2} | given)

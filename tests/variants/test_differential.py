@@ -1,4 +1,4 @@
-"""Differential attention against its formula, and what it shares with every layer."""
+"""Differential attention against its formula, and the features that every layer has."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from flax_mha import masks
 from flax_mha.positions import Rotary
 from flax_mha.variants import DifferentialAttention
 from tests.support import oracle
-from tests.support.decoded import decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, same_under_scan
+from tests.support.decoding import decoded
+from tests.support.layer_checks import check_on_mesh, check_under_scan, drawn
 from tests.support.oracle import error, float64
 
 N, K, H, D, T = 4, 2, 6, 16, 10
@@ -48,7 +48,7 @@ def expected(params: Any, x: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_against_the_formula(kernel: str) -> None:
+def test_differential_attention_matches_formula(kernel: str) -> None:
     module = layer(kernel=kernel)
     params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
@@ -56,7 +56,7 @@ def test_against_the_formula(kernel: str) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6)])
-def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
     params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
@@ -68,14 +68,14 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_heads_divided(kind: str) -> None:
-    same_on_a_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
+def test_sharded_heads_match_one_device(kind: str) -> None:
+    check_on_mesh(layer(num_kv_heads=4), X, kind, decodes=False)
 
 
-def test_in_a_stack() -> None:
-    """In blocks, under scan and remat, with lengths and a head_mask."""
+def test_stack_under_scan_and_remat_matches_plain_stack() -> None:
+    """With lengths and a head_mask."""
     head_mask = np.array([1.0, 0.0, 0.5, 1.0], np.float32)
-    whole, params = same_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
+    whole, params = check_under_scan(layer(), X, lengths=np.array([T, 4]), head_mask=head_mask)
     bad = np.where(np.arange(T)[:, None] < 4, X, np.nan)
     assert np.isfinite(whole(params, bad, lengths=np.array([4, 4]))).all()
 
@@ -89,6 +89,6 @@ def test_in_a_stack() -> None:
         ({"offset": "0.8"}, "offset must be a number"),
     ],
 )
-def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         layer(**fields).init(KEY, X)

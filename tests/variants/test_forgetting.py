@@ -1,4 +1,4 @@
-"""Forgetting attention against its formula, its cache, and what it shares with every layer."""
+"""Forgetting attention against its formula, its cache, and the features that every layer has."""
 
 import functools
 from typing import Any
@@ -13,8 +13,8 @@ from flax_mha import CacheConfig, masks, sharding
 from flax_mha.scores import Relative
 from flax_mha.variants import ForgettingAttention
 from tests.support import oracle
-from tests.support.decoded import cache_of, decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.decoding import cache_of, decoded
+from tests.support.layer_checks import check_generation, check_on_mesh, drawn
 from tests.support.meshes import EIGHT
 from tests.support.oracle import einsum, error, float64
 
@@ -27,8 +27,8 @@ def layer(**fields: Any) -> ForgettingAttention:
     return ForgettingAttention(N, **{"num_kv_heads": K, "head_dim": H} | fields)
 
 
-def forgotten(params: Any, x: np.ndarray, told: Any = True) -> np.ndarray:
-    """c_i − c_j of each head: the logarithms of the gates between, [B, N, T, T], of `told` ones."""
+def gate_sums(params: Any, x: np.ndarray, told: Any = True) -> np.ndarray:
+    """Return c_i − c_j of each head, [B, N, T, T]: the log gates between j and i where `told`."""
     z = einsum("btd,dn->bnt", x, params["forget_gate"]["kernel"]) + params["forget_bias"][:, None]
     logs = np.where(told, -np.log1p(np.exp(-z)), 0)
     i, j, gate = np.ogrid[: x.shape[1], : x.shape[1], : x.shape[1]]
@@ -38,19 +38,19 @@ def forgotten(params: Any, x: np.ndarray, told: Any = True) -> np.ndarray:
 def expected(params: Any, x: Any, **call: Any) -> np.ndarray:
     x, p = float64(x), float64(params)
     causal = np.tri(x.shape[1], dtype=bool)
-    return oracle.multi_head(p, x, bias=forgotten(p, x), allowed=causal, **call)[0]
+    return oracle.multi_head(p, x, bias=gate_sums(p, x), allowed=causal, **call)[0]
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_against_the_formula(kernel: str) -> None:
+def test_forgetting_attention_matches_formula(kernel: str) -> None:
     module = layer(kernel=kernel)
     params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-def test_gradients() -> None:
-    """Of the gates, by differences of the formula in float64."""
+def test_gate_gradients_match_differences() -> None:
+    """Finite differences of the formula in float64."""
     module = layer(kernel="blockwise")
     params = drawn(module, X)
     found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
@@ -71,7 +71,7 @@ def test_gradients() -> None:
         np.testing.assert_allclose(sum(jax.tree.leaves(parts)), slope, rtol=2e-5)
 
 
-def test_without_a_gate_it_is_multi_head_attention() -> None:
+def test_open_gates_give_multi_head_attention() -> None:
     """At f = 1 nothing is forgotten."""
     module = layer()
     params = drawn(module, X)
@@ -84,7 +84,7 @@ def test_without_a_gate_it_is_multi_head_attention() -> None:
 
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("steps", [(1,) * T, (4, 6), (1, 9)])
-def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
     cached = layer(decode=True)
     params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
@@ -96,12 +96,12 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("window", [False, True])
-def test_a_cache_keeps_gates_to_all_digits(window: bool) -> None:
-    """Of bfloat16 only keys and values are rounded, however large the sums of the gates are."""
+def test_bfloat16_cache_keeps_gates_exact(window: bool) -> None:
+    """Only keys and values are rounded, however large the sums of the gates are."""
     fields = {"mask": masks.Window(4, 0)} if window else {}
     module = layer(**fields)
     params = drawn(module, X)
-    # Every token forgets nearly all: c is near −3,000 at the end. Keys and values say nothing.
+    # Every token forgets nearly all: c is near −3,000 at the end. Keys are zero.
     params["params"]["forget_bias"] = np.full(N, -300.0, np.float32)
     params["params"]["key"]["kernel"] *= 0
     params["params"]["forget_gate"]["kernel"] *= 0
@@ -124,14 +124,14 @@ REAL = np.ones((2, T), bool)
 REAL[0, [0, 4]] = REAL[1, 7:9] = False
 
 
-def test_hidden_tokens_leave_no_trace() -> None:
-    """Neither outputs, gradients nor steps show NaN of theirs: their gates are 1."""
+def test_nan_in_hidden_tokens_changes_nothing() -> None:
+    """NaN of hidden tokens reaches no output, gradient or step: their gates are 1."""
     module = layer(mask=masks.Keys(REAL), kernel="blockwise")
     params = drawn(module, X)
     bad = np.where(REAL[..., None], X, np.nan)
     x, p = float64(X), float64(params["params"])
     allowed = np.tri(T, dtype=bool) & REAL[:, None, None]
-    bias = forgotten(p, x, REAL[:, None])
+    bias = gate_sums(p, x, REAL[:, None])
     wanted = oracle.multi_head(p, x, bias=bias, allowed=allowed)[0]
 
     def loss(params: Any, x: Any) -> tuple[jax.Array, jax.Array]:
@@ -147,8 +147,8 @@ def test_hidden_tokens_leave_no_trace() -> None:
 
 
 @pytest.mark.parametrize("steps", [None, (3, 1, 6)])
-def test_a_document_changes_no_other(steps: Any) -> None:
-    """Tokens that see NaN are NaN, and those of other documents are as they were."""
+def test_document_does_not_affect_others(steps: Any) -> None:
+    """Tokens that see NaN are NaN. Tokens of other documents are unchanged."""
     module = layer(mask=masks.Documents(np.array([5, 3])))
     params = drawn(module, X)
     bad = X.copy()
@@ -163,22 +163,22 @@ def test_a_document_changes_no_other(steps: Any) -> None:
     assert error(found[:, finite], out[:, finite]) < 5e-6
 
 
-def test_a_gate_that_is_no_number_is_seen() -> None:
+def test_nan_gate_gives_nan_output() -> None:
     params = drawn(layer(), X)
     params["params"]["forget_gate"]["kernel"][3, 1] = np.nan
     assert np.isnan(layer().apply(params, X)).all()
 
 
 @pytest.mark.slow
-def test_lengths_order_and_options() -> None:
-    """Rows of different lengths, in a cache too; tokens in another order; norms and gates."""
+def test_lengths_order_norms_and_gates() -> None:
+    """Ragged rows, in a cache too, and tokens in another order."""
     module = layer(gate="head", normalize_qk=True, sinks=True, scale="learned")
     params = drawn(module, X)
     lengths = np.array([T, 6])
     bad = np.where((np.arange(T) < lengths[:, None])[..., None], X, np.nan)
     out = jax.jit(module.apply)(params, bad, lengths=lengths)
     whole = jax.jit(module.apply)(params, X)
-    # Padding attends to nothing: the bias alone is left.
+    # Padding attends to nothing: only the bias is left.
     bias = params["params"]["out"]["bias"]
     np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     assert error(out[1, :6], whole[1, :6]) < 1e-6
@@ -197,15 +197,15 @@ def test_lengths_order_and_options() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_on_a_mesh(kind: str, rules: Any) -> None:
+def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
+    check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
-def test_in_a_model(scan: bool) -> None:
-    writes_as_the_whole(layer(), D, scan, norm="rmsnorm", gated=True)
+def test_model_generates_like_full_forward(scan: bool) -> None:
+    check_generation(layer(), D, scan, norm="rmsnorm", gated=True)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_in_a_model(scan: bool) -> None:
         ({"decode": True, "dtype": jnp.float16}, "all digits .* got float16"),
     ],
 )
-def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(layer(**fields).init, KEY, X)
 
 
-def test_it_is_self_attention() -> None:
+def test_cross_attention_raises() -> None:
     with pytest.raises(ValueError, match="is self-attention"):
         layer().init(KEY, X, X[:, :3])

@@ -16,8 +16,8 @@ from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import MultiHeadLatentAttention
 from tests.support import oracle
-from tests.support.decoded import cache_of, decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.decoding import cache_of, decoded
+from tests.support.layer_checks import check_generation, check_on_mesh, drawn
 from tests.support.oracle import error, float64
 
 N, H, R, HV, RANK, D, T = 4, 6, 4, 5, 7, 16, 11
@@ -34,7 +34,7 @@ def layer(**fields: Any) -> MultiHeadLatentAttention:
 
 
 def expected(params: Any, x: Any) -> np.ndarray:
-    """The equations of DeepSeek-V2, 2.1, one after another."""
+    """Compute the equations of DeepSeek-V2, 2.1, one after another."""
     x, p = float64(x), float64(params)
     of_q = x
     if "query_down" in p:
@@ -54,7 +54,7 @@ def expected(params: Any, x: Any) -> np.ndarray:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("q_rank", [9, None])
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
+def test_latent_attention_matches_formula(q_rank: int | None, kernel: str) -> None:
     module = layer(q_rank=q_rank, kernel=kernel)
     params = drawn(module, X)
     out = jax.jit(module.apply)(params, X)
@@ -63,7 +63,7 @@ def test_against_the_formula(q_rank: int | None, kernel: str) -> None:
 
 @pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("steps", [(1,) * T, (5, 1, 5), (T,)])
-def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
+def test_decoding_matches_full_forward(steps: tuple[int, ...]) -> None:
     """In the absorbed form, from a cache that holds each latent once."""
     cached = layer(decode=True)
     params = drawn(layer(), X)
@@ -76,8 +76,8 @@ def test_decoding_is_the_whole(steps: tuple[int, ...]) -> None:
 
 @pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
-def test_gradients_and_options(cache: str) -> None:
-    """Lengths, a window, sinks, head_mask, weights; and what the cache rounds."""
+def test_options_and_cache_dtypes(cache: str) -> None:
+    """Lengths, a window, sinks, head_mask and weights, within the rounding of the cache."""
     module = layer(mask=masks.Window(4, 0), sinks=True)
     params = drawn(module, X)
     lengths, head_mask = np.array([T, 6]), np.array([1.0, 0.0, 0.5, 2.0], np.float32)
@@ -85,7 +85,7 @@ def test_gradients_and_options(cache: str) -> None:
     apply = jax.jit(functools.partial(module.apply, return_weights=True))
     out, weights = apply(params, X, **call)
     assert weights.shape == (2, N, T, T)
-    # Padding attends to nothing: the bias alone is left.
+    # Padding attends to nothing: only the bias is left.
     bias = params["params"]["out"]["bias"]
     np.testing.assert_array_equal(out[1, 6:], np.broadcast_to(bias, (T - 6, D)))
     cached = module.clone(decode=True, cache=CacheConfig(dtype=cache))
@@ -97,14 +97,14 @@ def test_gradients_and_options(cache: str) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_heads_divided(kind: str) -> None:
-    same_on_a_mesh(layer(), X, kind)
+def test_sharded_heads_match_one_device(kind: str) -> None:
+    check_on_mesh(layer(), X, kind)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
-def test_in_a_model(scan: bool) -> None:
-    writes_as_the_whole(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
+def test_model_generates_like_full_forward(scan: bool) -> None:
+    check_generation(layer(mask=None), D, scan, norm="rmsnorm", gated=True)
 
 
 @pytest.mark.parametrize(
@@ -121,20 +121,20 @@ def test_in_a_model(scan: bool) -> None:
         ({"head_dim": 0}, "head_dim must be at least 1"),
     ],
 )
-def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         layer(**fields).init(KEY, X)
 
 
-def test_qkv_features_are_those_of_all_heads() -> None:
-    """Features that are turned do not count; by default there are as many as the input has."""
+def test_qkv_features_are_divided_over_heads() -> None:
+    """Rotated features do not count. The default is the number of input features."""
     wanted = jax.eval_shape(layer().init, KEY, X)
-    found = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
-    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), found, wanted)
+    actual = jax.eval_shape(layer(head_dim=None, qkv_features=N * H).init, KEY, X)
+    jax.tree.map(lambda a, b: np.testing.assert_equal(a.shape, b.shape), actual, wanted)
     kernel = jax.eval_shape(layer(head_dim=None).init, KEY, X)["params"]["key"]["kernel"]
     assert kernel.shape == (RANK, N, D // N)
 
 
-def test_it_is_self_attention() -> None:
+def test_cross_attention_raises() -> None:
     with pytest.raises(ValueError, match="is self-attention"):
         layer().init(KEY, X, X[:, :3])

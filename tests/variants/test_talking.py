@@ -1,4 +1,4 @@
-"""Talking-heads attention against its formula, and what it shares with every layer."""
+"""Talking-heads attention against its formula, and the features that every layer has."""
 
 import functools
 from typing import Any
@@ -19,8 +19,8 @@ from flax_mha.positions import Rotary
 from flax_mha.scores import Relative
 from flax_mha.variants import TalkingHeadsAttention
 from tests.support import oracle
-from tests.support.decoded import decoded
-from tests.support.every_layer import drawn, same_on_a_mesh, writes_as_the_whole
+from tests.support.decoding import decoded
+from tests.support.layer_checks import check_generation, check_on_mesh, drawn
 from tests.support.meshes import EIGHT
 from tests.support.oracle import einsum, error, float64
 
@@ -34,7 +34,7 @@ def layer(**fields: Any) -> TalkingHeadsAttention:
 
 
 def expected(params: Any, x: Any) -> np.ndarray:
-    """Under a causal mask, from the definition: all heads' scores at once."""
+    """Compute the definition with a causal mask, all heads' scores at once."""
     p, x = float64(params), float64(x)
     q, k, v = (oracle.project(p[name], x) for name in ("query", "key", "value"))
     k, v = (np.repeat(y, N // K, 2) for y in (k, v))
@@ -48,14 +48,14 @@ def expected(params: Any, x: Any) -> np.ndarray:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_against_the_formula(kernel: str) -> None:
+def test_talking_heads_match_formula(kernel: str) -> None:
     module = layer(kernel=kernel, mask=masks.Causal())
     params = drawn(module, X)
     assert error(jax.jit(module.apply)(params, X), expected(params["params"], X)) < 5e-6
 
 
-def test_gradients() -> None:
-    """By differences of the formula in float64."""
+def test_mix_gradients_match_differences() -> None:
+    """Finite differences of the formula in float64."""
     module = layer(kernel="blockwise", mask=masks.Causal())
     params = drawn(module, X)
     found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(module.apply(p, X)))))(params)["params"]
@@ -78,8 +78,8 @@ def test_gradients() -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("across", [False, True])
-def test_it_begins_as_multi_head_attention(across: bool) -> None:
-    """With norms, gates, rotary, sinks, lengths and a head_mask as there; cross-attention too."""
+def test_initial_layer_equals_multi_head_attention(across: bool) -> None:
+    """With norms, gates, rotary, sinks, lengths and head_mask. In cross-attention too."""
     fields: dict[str, Any] = {
         "num_kv_heads": K, "head_dim": H, "gate": "feature", "normalize_qk": True, "sinks": True,
         "rotary": Rotary(), "v_head_dim": 5,
@@ -93,10 +93,10 @@ def test_it_begins_as_multi_head_attention(across: bool) -> None:
     np.testing.assert_array_equal(init, [eye, eye])
     if across:
         memory = X[:, :7]
-        found, wanted = (
+        actual, wanted = (
             jax.jit(m.apply)(v, X, memory) for m, v in ((ours, both), (plain, variables))
         )
-        assert error(found, wanted) < 5e-6
+        assert error(actual, wanted) < 5e-6
         held, plainly = (
             decoded(m.clone(decode=True), v, X, (4, 6), (memory,))
             for m, v in ((ours, both), (plain, variables))
@@ -104,17 +104,17 @@ def test_it_begins_as_multi_head_attention(across: bool) -> None:
         assert error(held, plainly) < 5e-6
         return
     call = {"lengths": np.array([T, 4]), "head_mask": np.array([1.0, 0.0, 0.5, 1.0], np.float32)}
-    found, wanted = (
+    actual, wanted = (
         jax.jit(functools.partial(m.apply, return_weights=True))(v, X, **call)
         for m, v in ((ours, both), (plain, variables))
     )
-    assert error(found[0], wanted[0]) < 5e-6
-    assert error(found[1], wanted[1]) < 5e-6
+    assert error(actual[0], wanted[0]) < 5e-6
+    assert error(actual[1], wanted[1]) < 5e-6
 
 
 @pytest.mark.sampled(0.33)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_decoding_is_the_whole(dtype: str) -> None:
+def test_decoding_matches_full_forward(dtype: str) -> None:
     cached = layer(decode=True, cache=CacheConfig(dtype=dtype))
     params = drawn(layer(), X)
     cache = jax.eval_shape(cached.init, KEY, X)["cache"]
@@ -127,15 +127,15 @@ def test_decoding_is_the_whole(dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rules", [sharding.RULES, EIGHT], ids=["heads", "length"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_on_a_mesh(kind: str, rules: Any) -> None:
+def test_sharded_layer_matches_one_device(kind: str, rules: Any) -> None:
     x = np.random.default_rng(4).normal(size=(2, 16, D)).astype(np.float32)
-    same_on_a_mesh(layer(num_kv_heads=4), x, kind, rules)
+    check_on_mesh(layer(num_kv_heads=4), x, kind, rules)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
-def test_in_a_model(scan: bool) -> None:
-    writes_as_the_whole(layer(rotary=Rotary()), D, scan)
+def test_model_generates_like_full_forward(scan: bool) -> None:
+    check_generation(layer(rotary=Rotary()), D, scan)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,6 @@ def test_in_a_model(scan: bool) -> None:
         ({"scale": "learned"}, "has a number for scale"),
     ],
 )
-def test_what_it_refuses(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_raise(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(layer(**fields).init, KEY, X)

@@ -1,4 +1,4 @@
-"""What a user may write: type checkers find nothing here, and know what comes back."""
+"""Correct calls: type checkers find no error, and infer the type of each result."""
 
 from typing import assert_type
 
@@ -29,7 +29,7 @@ known = np.zeros((2, 4, 2, 8), np.float32)
 
 assert_type(dot_product_attention(q, q, q), jax.Array)
 assert_type(dot_product_attention(known, known, known, mask=np.ones(4, bool)), jax.Array)
-# What a call returns beside its output is not typed: a tuple by what it asks for.
+# Further outputs of a call are not typed: they come as a tuple.
 out, weights = dot_product_attention(q, q, q, mask=masks.Causal(), return_weights=True)
 out, weights, lse = dot_product_attention(q, q, q, return_weights=True, return_residuals=True)
 out, captured = dot_product_attention(q, q, q, capture=Capture(("entropy", "lse"), heads=(0,)))

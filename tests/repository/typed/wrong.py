@@ -1,4 +1,4 @@
-"""Slips that type checkers find: each on a line of its own, which says so."""
+"""Mistakes that type checkers find, each on its own marked line."""
 
 import flax.linen as nn
 import jax

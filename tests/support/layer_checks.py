@@ -1,4 +1,4 @@
-"""What any layer of attention must do, for tests of those with projections of their own."""
+"""Checks that any attention layer must pass, for layers with their own projections."""
 
 import functools
 from typing import Any
@@ -11,30 +11,30 @@ from flax.traverse_util import flatten_dict
 
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, LanguageModel, generate, sharding
 from flax_mha.models import TokenEmbedding
-from tests.support.decoded import cache_of, greedy
+from tests.support.decoding import cache_of, greedy
 from tests.support.oracle import error, random_like
 
 KEY = jax.random.key(0)
 
 
 def drawn(module: nn.Module, *inputs: Any) -> Any:
-    """Return random parameters, of biases and scales too, which would begin at 0 and 1.
+    """Return random parameters, including biases and scales, which would start at 0 and 1.
 
     Every projection must have a bias, so that no test passes because the layer forgets it.
     """
     params = random_like(jax.eval_shape(module.init, KEY, *inputs))
     paths = flatten_dict(params["params"])
     for path in paths:
-        # The bias of the forget gate has a name of its own.
+        # The bias of the forget gate has its own name.
         if path[-1] == "kernel" and "forget_gate" not in path:
             assert (*path[:-1], "bias") in paths, f"no bias beside {path}"
     return params
 
 
-def same_on_a_mesh(
+def check_on_mesh(
     module: nn.Module, x: Any, kind: str, rules: Any = sharding.RULES, decodes: bool = True
 ) -> None:
-    """Gradients, and the step of a cache if it decodes, on 2 × 4 devices are those on one."""
+    """Check gradients, and a cached step if it decodes, on 2 × 4 devices against one device."""
     params = random_like(jax.eval_shape(module.init, KEY, x))
     cached = module.clone(decode=True)
     cache = cache_of(cached, x) if decodes else None
@@ -47,30 +47,32 @@ def same_on_a_mesh(
             return None
         return cached.apply({**params, "cache": cache}, x, mutable="cache")[0]
 
-    wanted = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    expected = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        found = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, wanted)
+        actual = jax.jit(jax.grad(loss))(params, x), jax.jit(step)(params, cache, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), actual, expected
+    )
 
 
-def writes_as_the_whole(layer: nn.Module, features: int, scan: bool, **fields: Any) -> None:
-    """In two decoder blocks, under scan and remat: `generate` gives the whole text's tokens."""
+def check_generation(layer: nn.Module, features: int, scan: bool, **fields: Any) -> None:
+    """Check that `generate` with two decoder blocks returns the tokens of full forwards."""
     block = DecoderBlock(layer, 24, remat=scan, **fields)
     model = LanguageModel(TokenEmbedding(40, features), Decoder(2, block, scan=scan))
     tokens = np.random.default_rng(2).integers(0, 40, (2, 4))
     params = random_like(jax.eval_shape(model.init, KEY, tokens))
-    found = generate(model, params, tokens, max_new_tokens=4).tokens
-    wanted = greedy(functools.partial(model.apply, params), tokens, 4)
-    np.testing.assert_array_equal(found, wanted)
+    actual = generate(model, params, tokens, max_new_tokens=4).tokens
+    expected = greedy(functools.partial(model.apply, params), tokens, 4)
+    np.testing.assert_array_equal(actual, expected)
 
 
-def same_under_scan(layer: nn.Module, x: Any, **call: Any) -> Any:
-    """Of two encoder blocks under scan and remat what they give unrolled.
+def check_under_scan(layer: nn.Module, x: Any, **call: Any) -> Any:
+    """Check two encoder blocks under scan and remat against the unrolled stack.
 
     Returns:
-      What computes them unrolled, and their parameters.
+      The unrolled apply function, and its parameters.
     """
     loop, scan = (
         Encoder(2, EncoderBlock(layer, 24, remat=scan), scan=scan) for scan in (False, True)

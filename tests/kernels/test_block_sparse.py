@@ -1,4 +1,4 @@
-"""Blocks of keys that data chooses: numbers, what is visited, and transformations."""
+"""Key blocks chosen by data: numbers, visited tiles, and transformations."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ RNG = np.random.default_rng(7)
 
 
 def chosen(T: int, S: int, query_block: int, key_block: int, k: int = 3) -> np.ndarray:
-    """Indices with duplicates, and some that are of no block."""
+    """Return block indices with duplicates, and some that exceed the blocks."""
     return RNG.integers(-2, S // key_block + 2, (B, N, -(-T // query_block), k))
 
 
 def table(blocks: np.ndarray, T: int, S: int, query_block: int, key_block: int) -> np.ndarray:
-    """Pair by pair."""
+    """Return the mask's table, pair by pair."""
     blocks = np.broadcast_to(blocks, (B, N, *blocks.shape[-2:]))
     allowed = np.zeros((B, N, T, S), bool)
     for b, n, i, j in np.ndindex(*allowed.shape):
@@ -38,11 +38,11 @@ def table(blocks: np.ndarray, T: int, S: int, query_block: int, key_block: int) 
 
 
 def traced(blocks: np.ndarray) -> jax.Array:
-    """Inside `jit`, an array of which nothing is known."""
+    """Return the blocks as an array that is unknown inside `jit`."""
     return jax.lax.optimization_barrier(jnp.asarray(blocks, jnp.int32))
 
 
-# Queries, keys, queries and keys of a block: whole blocks, and such that end anywhere.
+# Queries, keys, and their block sizes: whole blocks, and partial ones.
 SIZES = [(96, 128, 16, 32), (90, 101, 17, 23), (40, 70, 1, 5), (7, 50, 3, 16)]
 
 
@@ -53,7 +53,7 @@ SIZES = [(96, 128, 16, 32), (90, 101, 17, 23), (40, 70, 1, 5), (7, 50, 3, 16)]
     + [("decode", sizes) for sizes in SIZES if sizes[0] <= QUERIES],
     ids=str,
 )
-def test_against_the_oracle(kernel: str, sizes: Any) -> None:
+def test_chosen_blocks_match_oracle(kernel: str, sizes: Any) -> None:
     T, S, query_block, key_block = sizes
     blocks = chosen(*sizes)
     allowed = table(blocks, *sizes)
@@ -69,32 +69,32 @@ def test_against_the_oracle(kernel: str, sizes: Any) -> None:
 
 
 def planned(mask: Mask, T: int, kernel: Any = plan_call) -> Any:
-    """What a traced call of N heads and one row is divided into."""
+    """Return the plan of a traced call with N heads and one row."""
     q = jnp.zeros((1, T, N, 8))
     *qkv, spec = bind_call(q, q, q, mask=mask)
     return kernel(spec, attention_dims(*qkv))
 
 
 @pytest.mark.parametrize("block", [16, 64])
-def test_visits_what_is_chosen(block: int) -> None:
-    """One by one, and evaluates the mask only where the diagonal splits what is chosen."""
+def test_only_chosen_tiles_are_visited(block: int) -> None:
+    """One by one. The mask is evaluated only in chosen tiles that the diagonal splits."""
     T = 8 * block
     blocks = np.stack([[0, 5, 5, i] for i in range(8)])
 
     @jax.jit
     def tables(blocks: jax.Array) -> Any:
-        plan, found = planned(Causal() & Chosen(blocks, block, block), T)
+        plan, actual = planned(Causal() & Chosen(blocks, block, block), T)
         assert (plan.block_q, plan.block_k) == (block, block)
-        return found
+        return actual
 
     order, full, some = jax.tree.map(np.asarray, tables(jnp.asarray(blocks)))
     for i in range(8):
-        wanted = {j for j in (0, 5, i) if j <= i}
-        assert {*order[0, 0, i, : some[0, 0, i]].tolist()} == wanted
-        assert {*order[0, 0, i, : full[0, 0, i]].tolist()} == wanted - {i}
+        expected = {j for j in (0, 5, i) if j <= i}
+        assert {*order[0, 0, i, : some[0, 0, i]].tolist()} == expected
+        assert {*order[0, 0, i, : full[0, 0, i]].tolist()} == expected - {i}
 
 
-def test_the_finest_grain_of_a_mask() -> None:
+def test_smallest_blocks_of_combined_masks() -> None:
     one, other = Chosen([[0]], 64, 128), Chosen([[0]], 32, 256)
     assert (
         smallest_blocks(Causal() & one)
@@ -129,8 +129,8 @@ def test_tiles_hold_whole_blocks_or_parts_of_one(grain: Any, tiles: Any) -> None
 
 
 @pytest.mark.slow
-def test_memory_is_that_of_what_is_chosen(optimized: None) -> None:
-    """Twice the tokens, as many keys chosen for each: twice the memory, and no table of pairs."""
+def test_memory_is_linear_in_chosen_keys(optimized: None) -> None:
+    """Twice the tokens, with as many chosen keys each, take twice the memory and no pair table."""
 
     def compiled(T: int) -> Any:
         def loss(q: jax.Array, k: jax.Array, v: jax.Array, blocks: jax.Array) -> jax.Array:
@@ -146,8 +146,8 @@ def test_memory_is_that_of_what_is_chosen(optimized: None) -> None:
     assert large < 4096**2
 
 
-def test_what_was_not_chosen_is_not_looked_at() -> None:
-    """Nor is it in the gradients, whatever it holds."""
+def test_nan_in_unchosen_blocks_changes_nothing() -> None:
+    """Gradients neither."""
     T, block = 64, 16
     q, k, v, _ = arrays(T, T, 2)
     blocks = jnp.asarray([[0, 2]])
@@ -161,12 +161,12 @@ def test_what_was_not_chosen_is_not_looked_at() -> None:
 
         return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
 
-    spoiled = (jnp.where(unseen, jnp.nan, x) for x in (k, v))
-    jax.tree.map(np.testing.assert_array_equal, pull(*spoiled), pull(k, v))
+    poisoned = (jnp.where(unseen, jnp.nan, x) for x in (k, v))
+    jax.tree.map(np.testing.assert_array_equal, pull(*poisoned), pull(k, v))
 
 
-def test_transformations() -> None:
-    """Under vmap over calls, in a scan, and with blocks that are computed inside."""
+def test_chosen_blocks_under_vmap_and_scan() -> None:
+    """Also with blocks computed inside."""
     T, block = 32, 8
     q, k, v, _ = arrays(T, T, 2)
     blocks = jnp.asarray(RNG.integers(0, 4, (3, B, N, 4, 2)), jnp.int32)
@@ -187,7 +187,7 @@ def test_transformations() -> None:
         assert oracle.error(outs[n], want) < 1e-6
 
 
-# Ways over a mesh: shards that cut blocks of queries, and of keys; rows and heads are divided too.
+# Strategies on a mesh, with shards that cut blocks; rows and heads are sharded too.
 @pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_transformations() -> None:
     [("ring:blockwise", EIGHT), ("ring", FOUR), ("all_gather", FOUR), ("ulysses", FOUR)],
     ids=["ring over 4", "ring", "all_gather", "ulysses"],
 )
-def test_on_a_mesh(way: str, rules: Any, kind: str) -> None:
+def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str) -> None:
     T, heads = 64, 8
     rng = np.random.default_rng(3)
     qkv = [jnp.asarray(rng.normal(size=(2, T, heads, 4)), jnp.float32) for _ in range(3)]
@@ -212,7 +212,7 @@ def test_on_a_mesh(way: str, rules: Any, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(256, 384, 128, 128), (130, 200, 48, 40)], ids=str)
-def test_on_tpus(tpu, sizes: Any) -> None:
+def test_chosen_blocks_with_flex_match_oracle(tpu, sizes: Any) -> None:
     T, S, query_block, key_block = sizes
     blocks = chosen(*sizes)
     allowed = table(blocks, *sizes) & np.tri(T, S, dtype=bool)
@@ -223,7 +223,7 @@ def test_on_tpus(tpu, sizes: Any) -> None:
     check("flex", arrays(T, S, 2), {"allowed": allowed}, call, {})
 
 
-def test_tiles_of_tpus_are_as_fine_as_their_tables_allow() -> None:
+def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
     def tiles(T: int, *grain: int) -> tuple[int, int]:
         plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, trace).call.plan
         return plan.block_q, plan.block_k
@@ -232,12 +232,12 @@ def test_tiles_of_tpus_are_as_fine_as_their_tables_allow() -> None:
     assert tiles(4096, 64, 64) == (128, 128)
     assert tiles(4096, 200, 64) == (256, 128)
     assert tiles(4096, 10**6, 10**6) == (most, most)
-    # N heads of 256² tiles are more than the table has.
+    # The table has no room for N heads of 256² tiles.
     assert tiles(32768, 64, 64) == (256, 256)
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
-def test_other_kernels_refuse_it(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_refuse_chosen_blocks(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q = jax.ShapeDtypeStruct((1, 512, 4, 64), jnp.bfloat16)
     from flax_mha import Platform
 

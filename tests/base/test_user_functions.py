@@ -1,4 +1,4 @@
-"""Masks and scores of a user's own: what they must give, and what they may hold."""
+"""User-defined masks and scores: the results that they may return and the values they may hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,18 +16,18 @@ Q = jnp.ones((2, 4, 3, 8))
 HALF = jnp.float32(0.5)
 
 
-def forgotten(*_: Any) -> None:
-    """A function whose author forgot to return."""
+def forgetful(*_: Any) -> None:
+    """Return nothing, like a function whose author forgot to return."""
 
 
-class Own(Mask):
+class Bad(Mask):
     given: Any
 
     def allowed(self, at: Any) -> Any:
         return self.given
 
 
-class OwnScore(ScoreMod):
+class BadScore(ScoreMod):
     given: Any
 
     def __call__(self, score: jax.Array, at: Any) -> Any:
@@ -43,7 +43,7 @@ def score(fn: Callable[..., Any], *args: Any) -> dict[str, Any]:
 
 
 WRONG = {
-    "mask: no return": (predicate(forgotten), TypeError,
+    "mask: no return": (predicate(forgetful), TypeError,
                         r"Predicate must give bools.*got None; return a comparison"),
     "mask: ints": (predicate(lambda b, n, i, j: j - i), TypeError, r"got int32 .*; return"),
     "mask: floats": (predicate(lambda b, n, i, j: HALF), TypeError, r"got float32 \(\)"),
@@ -57,18 +57,18 @@ WRONG = {
                          r"Predicate.args must be a tuple, got .*; give \(x,\)"),
     "mask: odd args": (predicate(lambda *_: True, "3"), TypeError,
                        r"Predicate.args must be arrays or numbers, got '3' of str; keep"),
-    "own: ints": ({"mask": Own(jnp.ones((), int))}, TypeError, r"Own must give bools.*got int32"),
-    "own: none, joined": ({"mask": Own(None) & Causal()}, TypeError, r"Own must give.*got None"),
-    "own: none, negated": ({"mask": ~Own(None)}, TypeError, r"Own must give.*got None"),
-    "own: none, of a head": ({"mask": PerHead([Own(None)] * 3)}, TypeError, r"Own must give"),
-    "score: no return": (score(forgotten), TypeError, r"Score must give the new score.*got None; "),
+    "bad: ints": ({"mask": Bad(jnp.ones((), int))}, TypeError, r"Bad must give bools.*got int32"),
+    "bad: none, joined": ({"mask": Bad(None) & Causal()}, TypeError, r"Bad must give.*got None"),
+    "bad: none, negated": ({"mask": ~Bad(None)}, TypeError, r"Bad must give.*got None"),
+    "bad: none, of a head": ({"mask": PerHead([Bad(None)] * 3)}, TypeError, r"Bad must give"),
+    "score: no return": (score(forgetful), TypeError, r"Score must give the new score.*got None; "),
     "score: ints": (score(lambda s, b, n, i, j: i - j), TypeError, r"got int32 .*; return it"),
     "score: too few": (score(lambda s, i, j: s), TypeError,
                        r"Score.fn must.*of 5 arguments, got one of \(s, i, j\); take the score"),
     "score: class": (score(SystemError), TypeError, r"Score.fn must be a function.*got <class"),
     "score: shape": (score(lambda s, *_: s[..., :2]), ValueError,
                      r"what Score gives must broadcast to the score.*got \(2, 3, 4, 2\); compute"),
-    "own score: none": ({"scores": (OwnScore(None),)}, TypeError, r"OwnScore must give.*got None"),
+    "bad score: none": ({"scores": (BadScore(None),)}, TypeError, r"BadScore must give.*got None"),
     "PerHead of one": ({"mask": PerHead(Causal())}, TypeError,
                        r"PerHead needs a sequence.*the 3 query heads, got Causal; one mask"),
     "PerHead of none": ({"mask": PerHead(())}, ValueError, r"each of the 3 query heads, got 0; "),
@@ -77,7 +77,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes(name: str) -> None:
+def test_wrong_results_of_user_functions_are_refused(name: str) -> None:
     call, error, message = WRONG[name]
     for function in (dot_product_attention, explain):
         with pytest.raises(error, match=f"(?s){message}") as raised:
@@ -85,15 +85,15 @@ def test_mistakes(name: str) -> None:
         assert raised.type is error
 
 
-def test_what_is_smaller_or_narrower_fits() -> None:
-    """A score may be a number for all pairs, in another dtype; a mask one bool for all."""
+def test_user_functions_may_return_scalars_and_other_dtypes() -> None:
+    """A score may return one number for all pairs in another dtype, a mask one bool for all."""
     given = Score(lambda s, b, n, i, j: jnp.where(j > 1, 1.0, 2.0).astype(jnp.bfloat16))
     out = dot_product_attention(Q, Q, Q, scores=(given,), mask=Predicate(lambda *_: True))
     np.testing.assert_allclose(out, Q)
 
 
 def closing_over(x: jax.Array, q: jax.Array, kind: str) -> jax.Array:
-    """The sum of an attention call one of whose functions closes over x."""
+    """Return the sum of an attention call with a function that closes over x."""
     if kind == "mask":
         call = {"mask": Predicate(lambda b, n, i, j: j <= x.astype(int))}
     else:
@@ -105,7 +105,7 @@ def closing_over(x: jax.Array, q: jax.Array, kind: str) -> jax.Array:
 @pytest.mark.parametrize("T", [4, 600])
 @pytest.mark.parametrize("under", ["jit", "grad", "vmap", "scan"])
 def test_closures_over_traced_arrays_are_refused(under: str, T: int, kind: str) -> None:
-    """At every length, whichever kernel runs: their gradients would be lost, or JAX would fail."""
+    """At every length and with every kernel: the gradients would be lost, or JAX would fail."""
     q = jnp.ones((1, T, 1, 2))
 
     def call(x: jax.Array) -> jax.Array:
@@ -120,7 +120,7 @@ def test_closures_over_traced_arrays_are_refused(under: str, T: int, kind: str) 
         jax.eval_shape(calls[under], 2.0)
 
 
-def test_closures_over_known_arrays_are_taken() -> None:
+def test_closures_over_concrete_arrays_are_accepted() -> None:
     limit = jnp.int32(1)
     call = {"mask": Predicate(lambda b, n, i, j: j <= limit)}
     _, weights = jax.jit(lambda q: dot_product_attention(q, q, q, **call, return_weights=True))(Q)
@@ -129,8 +129,8 @@ def test_closures_over_known_arrays_are_taken() -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_numbers_among_args(rng: np.random.Generator, kernel: str) -> None:
-    """A float is an argument like an array, in the backward pass too."""
+def test_float_args_work_in_both_passes(rng: np.random.Generator, kernel: str) -> None:
+    """A float among `args` works like an array, in the backward pass too."""
     q = jnp.asarray(rng.normal(size=(1, 6, 1, 2)), jnp.float32)
 
     def total(q: jax.Array, *args: Any) -> jax.Array:

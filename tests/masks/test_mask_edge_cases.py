@@ -1,4 +1,4 @@
-"""Masks at their seams: rules with one answer for all pairs, and pictures of other positions."""
+"""Edge cases of masks: rules with one answer for all pairs, and pictures at other positions."""
 
 import flax.linen as nn
 import jax
@@ -12,8 +12,8 @@ from flax_mha.masks import BlockSparse, Causal, Chosen, Predicate, Window
 
 
 @pytest.mark.parametrize("answer", [True, np.bool_(False)], ids=repr)
-def test_a_rule_may_give_one_answer_for_all_pairs(answer: bool) -> None:
-    """Alone, negated and joined, through every way to ask it."""
+def test_predicate_may_return_one_bool_for_all_pairs(answer: bool) -> None:
+    """Alone, negated and combined, in every place that takes a mask."""
     q, rule = jnp.ones((1, 3, 2, 4)), Predicate(lambda *_: answer)
     table = jnp.full((3, 3), bool(answer))
     for mask, same in ((rule, table), (~rule, ~table), (rule & Causal(), jnp.tril(table))):
@@ -25,8 +25,8 @@ def test_a_rule_may_give_one_answer_for_all_pairs(answer: bool) -> None:
     assert jax.eval_shape(layer.init_with_output, jax.random.key(0), q[0])[0].shape == (3, 2, 4)
 
 
-def test_a_picture_of_queries_that_stand_elsewhere() -> None:
-    """Bottom-right causality, and a step of a ring cache with rows of their own."""
+def test_show_and_dense_take_positions() -> None:
+    """Bottom-right causality, and a step of a ring cache with positions for each row."""
     lines = Causal().show(2, 4, q_positions=2).split("\n")
     assert lines == ["███·", "████"]
     assert Causal().show(2, 4, kv_positions=np.array([0, 9, 1, 0])).split("\n") == ["█··█", "█·██"]
@@ -37,7 +37,7 @@ def test_a_picture_of_queries_that_stand_elsewhere() -> None:
 
 
 class Named(Causal):
-    """A mask of a user's own, with methods by their names in 0.3."""
+    """A user-defined mask with methods under their names of 0.3."""
 
     def reach(self) -> int:
         return 3
@@ -46,7 +46,7 @@ class Named(Causal):
         return 16, 32
 
 
-def test_names_of_0_3() -> None:
+def test_names_of_0_3_still_work() -> None:
     assert Chosen is BlockSparse
     mask = Window(5) & Named()
     assert mask.max_lookback() == 3

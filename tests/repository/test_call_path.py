@@ -1,4 +1,4 @@
-"""The way of one input through the layer, counted: the functions that a reader has to follow."""
+"""The call path of one input through the layer, counted in files and functions to follow."""
 
 import ast
 import contextlib
@@ -22,14 +22,14 @@ from flax_mha.kernels.reference import multiplied
 ROOT = Path(flax_mha.__file__).parent
 
 
-def test_an_input_seldom_comes_back_to_a_file_it_has_left() -> None:
+def test_call_path_seldom_returns_to_a_file() -> None:
     layer, x = MultiHeadAttention(8), jnp.ones((2, 17, 64))
     variables = layer.init(jax.random.key(0), x)
 
     def call(x: jax.Array) -> jax.Array:
         return layer.apply(variables, x, mask=masks.Causal())
 
-    jax.make_jaxpr(call)(x[:, 1:])  # What is imported on the way is now there.
+    jax.make_jaxpr(call)(x[:, 1:])  # Load the modules that the call imports.
     stays = _stays(call, x)
     assert stays[0] == "linen.py"
     assert {"layer/core.py", "layer/linear.py", "kernels/choose.py", "kernels/reference.py"} <= set(
@@ -39,16 +39,16 @@ def test_an_input_seldom_comes_back_to_a_file_it_has_left() -> None:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_few_functions_stand_between_a_call_and_its_product(devices: int) -> None:
+def test_few_frames_between_call_and_matmul(devices: int) -> None:
     q = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.float32)
     mesh = jax.make_mesh((1, devices), ("data", "model"), devices=jax.devices()[:devices])
-    way: list[str] = []
+    path: list[str] = []
 
     def look(frame: FrameType | None, event: str, _: Any) -> None:
-        if frame and event == "call" and frame.f_code is multiplied.__code__ and not way:
+        if frame and event == "call" and frame.f_code is multiplied.__code__ and not path:
             while frame:
                 if frame.f_code.co_filename.startswith(str(ROOT)):
-                    way.insert(0, frame.f_code.co_name)
+                    path.insert(0, frame.f_code.co_name)
                 frame = frame.f_back
 
     def call(q: jax.Array) -> jax.Array:
@@ -63,11 +63,11 @@ def test_few_functions_stand_between_a_call_and_its_product(devices: int) -> Non
             sys.setprofile(None)
     on_mesh = ["run", "over", "inside"] if devices > 1 else []
     product = ["run", "attend", "scores", "isolated", "multiplied"]
-    assert way == ["dot_product_attention", *on_mesh, *product]
+    assert path == ["dot_product_attention", *on_mesh, *product]
 
 
 def _stays(call: Any, x: jax.Array) -> list[str]:
-    """The files, one after the other, whose functions are given x or what was made of it."""
+    """Return the files, in order, with functions that receive x or a value computed from it."""
     files: list[str] = []
     inside: list[FrameType] = []
 
@@ -78,7 +78,7 @@ def _stays(call: Any, x: jax.Array) -> list[str]:
                 inside.clear()
         elif event == "call" and code.co_filename.startswith(str(ROOT)):
             if code.co_name == "initialize":
-                # Flax calls initializers for the shapes of parameters: no input goes there.
+                # Flax calls initializers for the shapes of parameters; no input enters them.
                 inside.append(frame)
             elif any(_is_traced(frame.f_locals.get(name)) for name in _arguments(code)):
                 file = Path(code.co_filename).relative_to(ROOT).as_posix()
@@ -99,7 +99,7 @@ def _arguments(code: CodeType) -> tuple[str, ...]:
 
 
 def _is_traced(x: Any) -> bool:
-    """Whether it is a traced array, or holds one."""
+    """Return True if x is a traced array or holds one."""
     if isinstance(x, dict):
         return any(map(_is_traced, x.values()))
     if isinstance(x, tuple | list):
@@ -113,13 +113,13 @@ OPTIONS = (
     "broadcast_dropout", "capture", "dropout_rate", "head_mask", "normalizer", "param_dtype",
     "partitioned", "project_out", "qk_norm", "rotary", "sinks", "use_bias",
 )  # fmt: skip
-# Which give options to layers, as users do; and functions of Flax's signatures.
+# Folders that pass options to layers as users do, and functions with Flax's signatures.
 CALLERS = ("interop", "kernels", "models")
 FLAX = "attention_fn.py"
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_is_known_to_few_files(option: str) -> None:
+def test_few_files_name_an_option(option: str) -> None:
     files = [
         path
         for path in sorted(ROOT.rglob("*.py"))
@@ -143,8 +143,8 @@ def _names(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "most"), [(None, 9), (AxisType.Auto, 12), (AxisType.Explicit, 12)]
 )
-def test_the_product_of_queries_and_keys_is_near(kind: AxisType | None, most: int) -> None:
-    """Frames of ours from the layer's call to the matrix product q·kᵀ."""
+def test_few_frames_between_layer_and_score_matmul(kind: AxisType | None, most: int) -> None:
+    """Frames of flax_mha from the layer's call to the matmul q·kᵀ."""
     T, H = 29, 8
     layer, x = MultiHeadAttention(4, mask=masks.Causal(), kernel="reference"), jnp.ones((2, T, 32))
     with contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ def test_the_product_of_queries_and_keys_is_near(kind: AxisType | None, most: in
             if all(T in shape and H in shape for shape in sides):
                 depths.append(_ours(frame))
 
-        jax.clear_caches()  # Functions of JAX that it has traced would not be called.
+        jax.clear_caches()  # Otherwise JAX would not call functions that it has traced before.
         sys.setprofile(look)
         try:
             jax.eval_shape(layer.apply, variables, x)

@@ -14,7 +14,7 @@ import flax_mha
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, QKNorm, masks, sharding
 from flax_mha.positions import Rotary
 from tests.support import oracle
-from tests.support.decoded import decoded
+from tests.support.decoding import decoded
 from tests.support.oracle import error, float64, random_like
 
 N, K, H, HV, D, T = 4, 2, 8, 6, 16, 12
@@ -61,7 +61,7 @@ def expected(params: Any, x: np.ndarray, norm: QKNorm | None) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("norm", "gate"), list(itertools.product(NORMS, GATES)))
-def test_against_the_formula(norm: str, gate: str | None) -> None:
+def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     module = layer(norm, gate)
     params = random_like(jax.eval_shape(module.init, KEY, X))
     assert ("output_gate" in params["params"]) == (gate is not None)
@@ -71,7 +71,7 @@ def test_against_the_formula(norm: str, gate: str | None) -> None:
 
 @pytest.mark.parametrize(("norm", "gate"), [("rms", "head"), ("layer after", "feature")])
 @pytest.mark.parametrize("cross", [False, True])
-def test_decoding_is_the_whole(norm: str, gate: str | None, cross: bool) -> None:
+def test_decoding_matches_full_forward(norm: str, gate: str | None, cross: bool) -> None:
     whole = layer(norm, gate, mask=None if cross else masks.Causal())
     if cross:
         whole = whole.clone(rotary=None)
@@ -83,7 +83,7 @@ def test_decoding_is_the_whole(norm: str, gate: str | None, cross: bool) -> None
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_heads_divided(kind: str) -> None:
+def test_sharded_heads_match_one_device(kind: str) -> None:
     module = layer("rms after, no scale", "feature", num_kv_heads=4)
     params = random_like(jax.eval_shape(module.init, KEY, X))
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
@@ -94,12 +94,12 @@ def test_heads_divided(kind: str) -> None:
     wanted = jax.jit(jax.grad(loss))(params, X)
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(jax.grad(loss))(params, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, wanted)
+        actual = jax.jit(jax.grad(loss))(params, X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, wanted)
 
 
 @pytest.mark.parametrize(("norm", "gate"), [("rms", "feature"), ("layer", "head")])
-def test_nnx_is_linen(norm: str, gate: str) -> None:
+def test_nnx_layer_equals_linen_layer(norm: str, gate: str) -> None:
     module = layer(norm, gate)
     params = random_like(jax.eval_shape(module.init, KEY, X))
     same = flax_mha.nnx.MultiHeadAttention(
@@ -113,8 +113,8 @@ def test_nnx_is_linen(norm: str, gate: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_a_scanned_stack_with_padding(dtype: str) -> None:
-    """Gradients are finite, and nothing of padding reaches them."""
+def test_padding_does_not_reach_gradients_under_scan(dtype: str) -> None:
+    """Gradients are finite."""
     block = EncoderBlock(layer("rms", "head", dtype=dtype), 8, remat=True)
     stack = Encoder(2, block, scan=True)
     lengths = jnp.array([T, 5])
@@ -129,10 +129,10 @@ def test_in_a_scanned_stack_with_padding(dtype: str) -> None:
     # Flax's norms promote their statistics implicitly.
     with jax.numpy_dtype_promotion("standard"):
         params = random_like(jax.eval_shape(stack.init, KEY, X.astype(dtype)))
-        (found, dx), (wanted, _) = (pull(params, jnp.asarray(x, dtype)) for x in (bad, X))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        (actual, dx), (wanted, _) = (pull(params, jnp.asarray(x, dtype)) for x in (bad, X))
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
     assert np.isfinite(dx).all()
-    assert np.abs(found["params"]["layers"]["attention"]["output_gate"]["kernel"]).max() > 0
+    assert np.abs(actual["params"]["layers"]["attention"]["output_gate"]["kernel"]).max() > 0
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,6 @@ def test_in_a_scanned_stack_with_padding(dtype: str) -> None:
          r"gate must be one of \['feature', 'head'\], got 'heads'"),
     ],
 )  # fmt: skip
-def test_mistakes(make: Any, error: type[Exception], message: str) -> None:
+def test_invalid_norms_and_gates_raise(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()

@@ -1,4 +1,4 @@
-"""What is captured beside the output, and that the output does not know of it."""
+"""Captured values beside the output, which they do not change."""
 
 import functools
 
@@ -19,7 +19,7 @@ IDS = np.sort(np.random.default_rng(0).integers(0, 3, (B, S)), axis=1)
 MASKS = {
     "none": None,
     "causal": masks.Causal(),
-    # The second row's queries of segment 1 see nothing.
+    # The second row's queries of segment 1 are fully masked.
     "empty rows": masks.Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(np.where(IDS == 1, 3, IDS))),
     "per head": masks.PerHead([masks.Causal(), masks.Window(3), ~masks.Causal(), masks.Prefix(9)]),
 }
@@ -37,7 +37,7 @@ ARRAYS = {
 
 
 def expected(q, k, allowed=None, **known) -> dict[str, np.ndarray]:
-    """Of the definitions, in float64."""
+    """Compute the definitions in float64."""
     _, lse, p = oracle.attention(q, k, k, allowed=allowed, **known)
     with np.errstate(divide="ignore"):
         log = np.where(p > 0, np.log(p), 0.0)
@@ -58,7 +58,7 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
 @pytest.mark.parametrize("K", [4, 1])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("extras", EXTRAS)
-def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
+def test_captured_values_match_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
     q, k, v, _ = arrays(T, S, K)
     call, known = ({name: ARRAYS.get(x, x) if isinstance(x, str) else x for name, x in d.items()}
                    for d in EXTRAS[extras])  # fmt: skip
@@ -80,9 +80,9 @@ def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocked", [False, True])
-def test_gradients(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_captured_values(blocked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if blocked:
-        monkeypatch.setattr(observe, "_SCORES", 1)  # 16 queries a block: the last is not full.
+        monkeypatch.setattr(observe, "_SCORES", 1)  # 16 queries per block: the last is partial.
     q, k, v, _ = arrays(T, S, 2)
     mask = MASKS["empty rows"]
     rng = np.random.default_rng(2)
@@ -120,23 +120,23 @@ IN_PARTS = {
 
 @pytest.mark.sampled(0.4)
 @pytest.mark.parametrize("name", IN_PARTS)
-def test_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of queries in several blocks each part leaves out keys that none of it may see."""
+def test_capture_in_blocks_matches_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block leaves out the keys that none of its queries may see."""
     q, k, v, _ = arrays(T, S, 2)
     call = {"bias": ARRAYS["bias"], "sinks": ARRAYS["sinks"], "mask": IN_PARTS[name]}
 
-    def look(what: tuple, q: jax.Array) -> dict:
-        return dot_product_attention(q, k, v, **call, capture=Capture(what))[1]
+    def captured(names: tuple, q: jax.Array) -> dict:
+        return dot_product_attention(q, k, v, **call, capture=Capture(names))[1]
 
     def slope(q: jax.Array) -> jax.Array:
-        found = look(("entropy", "max_logit"), q)
+        found = captured(("entropy", "max_logit"), q)
         return sum(jnp.where(x == -jnp.inf, 0.0, jnp.sin(x)).sum() for x in found.values())
 
     dq = jax.jit(jax.grad(slope))(q)
     monkeypatch.setattr(observe, "_SCORES", 1)
     wanted = expected(q, k, table(IN_PARTS[name], T, S), bias=call["bias"], sinks=call["sinks"])
-    for what in (("max_logit",), ("entropy", "max_logit")):
-        for part, value in jax.jit(functools.partial(look, what))(q).items():
+    for names in (("max_logit",), ("entropy", "max_logit")):
+        for part, value in jax.jit(functools.partial(captured, names))(q).items():
             close(value, wanted[part])
     close(jax.jit(jax.grad(lambda q: slope(q)))(q), dq)
 
@@ -144,8 +144,8 @@ def test_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_changes(kernel: str, dtype: str) -> None:
-    """Outputs and gradients are equal to the bit, compiled and not, long and short."""
+def test_capture_does_not_change_output(kernel: str, dtype: str) -> None:
+    """Outputs and gradients are bitwise equal, compiled or not, long and short."""
     for t, compiled in ((30, jax.jit), (30, lambda f: f), (600, jax.jit)):
         q, k, v, cotangent = arrays(t, t, 2, dtype)
         key = jax.random.key(0)
@@ -159,8 +159,8 @@ def test_nothing_changes(kernel: str, dtype: str) -> None:
             return jnp.sum(out * cotangent), (out, captured)
 
         (_, (plain, _)), plain_dq = compiled(jax.value_and_grad(run, has_aux=True))(q)
-        look = functools.partial(run, capture=Capture(NAMES))
-        (_, (out, seen)), dq = compiled(jax.value_and_grad(look, has_aux=True))(q)
+        captured = functools.partial(run, capture=Capture(NAMES))
+        (_, (out, seen)), dq = compiled(jax.value_and_grad(captured, has_aux=True))(q)
         np.testing.assert_array_equal(out, plain)
         np.testing.assert_array_equal(dq, plain_dq)
         assert seen["weights"].dtype == q.dtype
@@ -168,7 +168,7 @@ def test_nothing_changes(kernel: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-def test_entropy_takes_no_table() -> None:
+def test_entropy_needs_no_score_table() -> None:
     t = 8192
     q = jax.ShapeDtypeStruct((1, t, 2, 8), jnp.float32)
 
@@ -183,7 +183,7 @@ def test_entropy_takes_no_table() -> None:
     assert program.memory_analysis().temp_size_in_bytes < 2**27
 
 
-def test_a_masked_nan_is_not_seen() -> None:
+def test_masked_nan_is_not_captured() -> None:
     q, k, v, _ = arrays(T, S, 4)
     k = k.at[:, 50].set(jnp.nan)
     mask = masks.Causal()
@@ -194,7 +194,7 @@ def test_a_masked_nan_is_not_seen() -> None:
         assert np.isfinite(value[:, :, :50]).all(), name
 
 
-def test_no_queries_and_no_keys() -> None:
+def test_capture_without_queries_or_keys() -> None:
     for t, s in ((0, 5), (5, 0)):
         _, seen = dot_product_attention(*arrays(t, s, 4)[:3], capture=Capture(NAMES))
         assert seen["entropy"].shape == (B, N, t)
@@ -203,7 +203,7 @@ def test_no_queries_and_no_keys() -> None:
 
 
 @pytest.mark.slow
-def test_vmap_is_batch() -> None:
+def test_vmapped_capture_matches_batch() -> None:
     q, k, v, _ = arrays(T, S, 2)
     run = functools.partial(dot_product_attention, mask=masks.Causal(), capture=Capture(NAMES))
     for a, b in zip(*map(jax.tree.leaves, (jax.vmap(run)(q, k, v), run(q, k, v))), strict=True):
@@ -214,7 +214,7 @@ X = jax.device_put(np.random.default_rng(0).normal(size=(2, 12, 16)).astype(np.f
 
 
 @pytest.mark.slow
-def test_layer_sows() -> None:
+def test_layer_sows_captured_values() -> None:
     layer = MultiHeadAttention(
         4, num_kv_heads=2, mask=masks.Causal(), sinks=True,
         capture=Capture(NAMES, heads=(1,), queries=range(4)),
@@ -232,13 +232,13 @@ def test_layer_sows() -> None:
         "attention_entropy": (2, 1, 4),
         "attention_max_logit": (2, 1, 4),
     }
-    # Sown once, also where the call asks too.
+    # Sown once, even if the call asks for it too.
     _, again = layer.apply(params, X, sow_weights=True, mutable="intermediates")
     assert len(again["intermediates"]["attention_weights"]) == 1
 
 
 @pytest.mark.slow
-def test_decoding_is_captured() -> None:
+def test_decoding_captures_like_full_forward() -> None:
     layer = MultiHeadAttention(4, decode=True, capture=Capture(("entropy",)))
     whole = MultiHeadAttention(4, mask=masks.Causal(), capture=Capture(("entropy",)))
     variables = layer.init(jax.random.key(1), X)
@@ -251,7 +251,7 @@ def test_decoding_is_captured() -> None:
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_head_mask(per_row: bool) -> None:
+def test_head_mask_scales_heads(per_row: bool) -> None:
     layer = MultiHeadAttention(4, project_out=False)
     params = layer.init(jax.random.key(1), X)
     scale = jnp.array([0.0, 1.0, 2.0, 0.5])
@@ -270,7 +270,7 @@ def test_head_mask(per_row: bool) -> None:
     np.testing.assert_array_equal(run(scale > 0), run((scale > 0).astype(int)))
 
 
-def test_of_no_rows() -> None:
+def test_capture_of_empty_batch() -> None:
     q = jnp.ones((0, 4, N, H))
     _, found = dot_product_attention(q, q, q, capture=Capture(NAMES))
     assert found["weights"].shape == (0, N, 4, 4)
@@ -278,8 +278,8 @@ def test_of_no_rows() -> None:
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_an_lse_that_nobody_reads_is_not_traced(reads: bool) -> None:
-    """In float32 it has scores of its own, and so exponentials."""
+def test_unused_lse_is_not_traced(reads: bool) -> None:
+    """In float32 the lse has its own scores and exponentials."""
     q, k, v = (jnp.ones((1, 8, 2, 4)) for _ in range(3))
     program = jax.make_jaxpr(
         functools.partial(dot_product_attention, kernel="reference", return_residuals=reads)

@@ -1,10 +1,10 @@
-"""A small config of every family, and the same with one setting that is odd."""
+"""A small config of every family, and the same configs with one odd setting."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from tests.interop.test_files import CONFIG
-from tests.interop.test_published import (
+from tests.interop.test_published_checkpoints import (
     BERT,
     DISTILBERT,
     GPT2,

@@ -1,4 +1,4 @@
-"""Functions carried out in the operations that kernels for TPUs have: the same results."""
+"""Functions rewritten into operations that TPU kernels have give the same results."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax_mha.kernels.flex.mosaic import Function, flat
 
 T, S, N = 4, 6, 3
 KNOWN = np.array([0.5, -1.0, 2.0, 4.0], np.float32)
-# Of a score, a head, positions, a table [N, 8] and numbers [N].
+# Functions of a score, a head, positions, a table [N, 8] and numbers [N].
 FUNCTIONS = {
     "by head": lambda s, n, i, j, t, x: s * x[n],
     "by head and distance": lambda s, n, i, j, t, x: s + t[n, jnp.clip(j - i, 0, 7)],
@@ -29,22 +29,22 @@ FUNCTIONS = {
 
 @pytest.mark.sampled(0.55)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_results_and_gradients(name: str) -> None:
+def test_rewritten_functions_match_in_value_and_gradient(name: str) -> None:
     fn, rng = FUNCTIONS[name], np.random.default_rng(0)
     s, t, x = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((T, S), (N, 8), (N,)))
-    places = jnp.array([[1]]), jnp.arange(T)[:, None], jnp.arange(S)[None]
+    positions = jnp.array([[1]]), jnp.arange(T)[:, None], jnp.arange(S)[None]
     with jax.numpy_dtype_promotion("standard"):
-        function, consts = Function.of(fn, s, *places, t, x)
+        function, consts = Function.of(fn, s, *positions, t, x)
         assert function.lacks() is None
 
         def lowered(s, t, x):
-            args = [y.reshape(flat(y.shape)) for y in (*consts, s, *places, t, x)]
+            args = [y.reshape(flat(y.shape)) for y in (*consts, s, *positions, t, x)]
             return function(*args)
 
         @jax.jit
         def both(*args):
             results = []
-            for call in (lowered, lambda s, t, x: fn(s, *places, t, x)):
+            for call in (lowered, lambda s, t, x: fn(s, *positions, t, x)):
                 out, pull = jax.vjp(call, *args)
                 results.append((out, *pull(jnp.cos(s))))
             return results

@@ -1,7 +1,7 @@
-"""Every part of the layer with everything that it may meet, pair by pair, against NumPy float64.
+"""Every part of the layer with every mode, pair by pair, against NumPy in float64.
 
-In a stack of two blocks: outputs of all real tokens, and the gradient of parameters and inputs
-along one direction, against the difference quotient of the float64 model.
+The module is a stack of two blocks. Compared are the outputs of all real tokens, and the gradient
+of parameters and inputs along one direction with the difference quotient of the float64 model.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from flax_mha.positions import Rotary
 from tests.kernels.cases import covering
 from tests.positions.test_rope_scaling import theta
 from tests.support import layer_model, oracle
-from tests.support.decoded import cache_of
+from tests.support.decoding import cache_of
 from tests.support.layer_model import Model
 from tests.support.layer_parts import BASE, PARTS, H, N, T, angles
 from tests.support.oracle import float64, random_like
@@ -26,7 +26,7 @@ from tests.support.oracle import float64, random_like
 D = 16
 KEY = jax.random.key(0)
 X = np.random.default_rng(1).normal(size=(2, T, D)).astype(np.float32)
-# Of each row the tokens that are real; in decoding the first step has 7 slots, 5 of them filled.
+# Real tokens of each row. In decoding the first step has 7 slots, 5 of them filled.
 REAL = {"whole": (12, 5), "steps": (7, 5)}
 ERROR = {"float32": 5e-6, "bfloat16": 3e-2}
 
@@ -46,7 +46,7 @@ FACTORS = {
 
 
 class Pair(NamedTuple):
-    """One value of each factor."""
+    """A choice of one value for each factor."""
 
     part: str
     mode: str
@@ -64,13 +64,13 @@ class Pair(NamedTuple):
 
     @property
     def refused(self) -> str | None:
-        """What the error says, if there is to be one."""
+        """The words of the expected error, or None."""
         found = PARTS[self.part].refuses.items()
         return next((words for value, words in found if value in self), None)
 
 
 def built(pair: Pair) -> tuple[nn.Module, Model]:
-    """The stack, and what computes the same."""
+    """Build the stack and the float64 model of it."""
     part = PARTS[pair.part]
     fields: dict[str, Any] = {"mask": masks.Causal()} | part.fields
     model = Model(**part.model)
@@ -87,13 +87,13 @@ def built(pair: Pair) -> tuple[nn.Module, Model]:
         N, head_dim=H, kernel=pair.kernel, dtype=pair.dtype, decode=pair.mode == "steps", **fields
     )
     block = EncoderBlock(layer, 8, remat=pair.remat == "remat", activation="gelu")
-    # Under scan layers share within one step.
+    # Under scan, layers share keys within one step.
     blocks = (block, block) if model.shared else block
     return Encoder(2, blocks, scan=pair.scan == "scan", **part.stack), model
 
 
 def expected(params: Any, x: Any, model: Model, real: list[np.ndarray]) -> list[np.ndarray]:
-    """Of each row its real tokens."""
+    """Return the float64 outputs of each row's real tokens."""
     return [layer_model.stack(params, row[at], model) for row, at in zip(x, real, strict=True)]
 
 
@@ -104,7 +104,7 @@ def moved(tree: Any, along: Any, step: float) -> Any:
 
 
 def stepwise(stack: nn.Module, params: Any, pair: Pair) -> tuple[jax.Array, list[np.ndarray]]:
-    """The outputs of 7 tokens at once, of which not all are real, and of the others one by one."""
+    """Decode 7 slots at once, not all of them real, and the other tokens one by one."""
     filled = REAL["steps"] if pair.lengths == "lengths" else (7, 7)
     cache = cache_of(stack, X)
 
@@ -125,7 +125,9 @@ def stepwise(stack: nn.Module, params: Any, pair: Pair) -> tuple[jax.Array, list
 def trained(
     stack: nn.Module, params: Any, pair: Pair, along: Any
 ) -> tuple[jax.Array, list[np.ndarray], tuple[float, float]]:
-    """Outputs, the real tokens, the gradient of Σ sin(out) along that direction, and its size."""
+    """Return the outputs, the real tokens, and the directional derivative of Σ sin(out) with its
+    size.
+    """
     filled = REAL["whole"] if pair.lengths == "lengths" else (T, T)
     lengths = jnp.array(filled) if pair.lengths == "lengths" else None
     real = (np.arange(T) < np.array(filled)[:, None])[..., None]
@@ -156,7 +158,7 @@ PAIRS = [Pair(*row) for row in covering(FACTORS, (2,))]
 
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.refused], ids=str)
-def test_what_cannot_be_is_refused_by_name(pair: Pair) -> None:
+def test_unsupported_pair_raises_its_name(pair: Pair) -> None:
     with pytest.raises(ValueError, match=pair.refused):
         jax.eval_shape(built(pair)[0].init, KEY, X[:, :7])
 
@@ -165,7 +167,7 @@ def test_what_cannot_be_is_refused_by_name(pair: Pair) -> None:
 @jax.numpy_dtype_promotion("standard")
 @pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if not pair.refused], ids=str)
-def test_a_pair(pair: Pair) -> None:
+def test_pair_matches_float64_model(pair: Pair) -> None:
     stack, model = built(pair)
     whole, _ = built(pair._replace(mode="whole"))
     params = random_like(jax.eval_shape(whole.init, KEY, X))

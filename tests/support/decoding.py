@@ -1,4 +1,4 @@
-"""A layer fed in steps from a cache, compiled once for each width of a step."""
+"""Run a layer in steps from a cache, compiled once for each number of tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ KEY = jax.random.key(0)
 
 
 def cache_of(layer: nn.Module, *inputs: Any) -> Any:
-    """The empty cache of a layer with decode=True."""
-    # The parameters, which nobody reads, are neither drawn nor compiled.
+    """Return the empty cache of a layer with decode=True."""
+    # XLA removes the unused parameters: they are neither drawn nor compiled.
     return jax.jit(lambda *inputs: layer.init(KEY, *inputs)["cache"])(*inputs)
 
 
@@ -20,15 +20,15 @@ def decoded(
     layer: nn.Module, params: Any, x: Any, steps: Sequence[int] | None = None,
     memory: Sequence[Any] = (), positions: Any = None,
 ) -> jax.Array:  # fmt: skip
-    """What a layer with decode=True gives for all of x.
+    """Return the outputs of a layer with decode=True for all of x.
 
     Args:
-      layer: see above.
+      layer: the layer, with decode=True.
       params: its variables without a cache.
-      x: [*B, T, D].
-      steps: how many tokens come at once (default: one).
-      memory: inputs_k, which the first step alone is given.
-      positions: [T] of the tokens.
+      x: the inputs [*B, T, D].
+      steps: the number of tokens in each call (default: one each).
+      memory: inputs_k of the first call; the others get none.
+      positions: the tokens' positions [T].
     """
 
     @jax.jit
@@ -47,15 +47,15 @@ def decoded(
 
 
 def greedy(logits: Any, tokens: Any, count: int) -> jax.Array:
-    """The most likely tokens [B, count] after those of a prompt, by the whole text each time.
+    """Return the most likely tokens [B, count] after a prompt, by a call over all tokens each time.
 
     Args:
-      logits: of a causal model, tokens [B, T] -> [B, T, V].
-      tokens: [B, T], the prompt.
-      count: how many.
+      logits: a causal model, tokens [B, T] -> [B, T, V].
+      tokens: the prompt [B, T].
+      count: the number of new tokens.
     """
     length = tokens.shape[1]
-    # Padded, so that it is compiled once: no token sees those after it.
+    # Padded, so that it compiles once: no token sees later ones.
     text, whole = jnp.pad(tokens, ((0, 0), (0, count))), jax.jit(logits)
     for at in range(length, length + count):
         text = text.at[:, at].set(jnp.argmax(whole(text)[:, at - 1], -1))

@@ -16,8 +16,8 @@ from tests.interop.test_files import CONFIG, variables
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_gemma_stays_in_its_dtype(dtype: str, tmp_path: Path) -> None:
-    """Scales too, which the file keeps as their distance from 1, rounded once on each way."""
+def test_gemma_keeps_its_dtype(dtype: str, tmp_path: Path) -> None:
+    """Scales too: the file stores their difference from 1, rounded once in each direction."""
     config = CONFIG | {"model_type": "gemma3_text", "sliding_window": 4}
     kept = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
     given = jax.tree.map(lambda x: np.asarray(x, kept), variables(config))
@@ -32,7 +32,7 @@ def test_gemma_stays_in_its_dtype(dtype: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(got, wanted, atol=2 * float(ml_dtypes.finfo(kept).eps))
 
 
-def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
+def test_saved_config_names_the_dtype_of_the_weights(tmp_path: Path) -> None:
     half = jax.tree.map(lambda x: np.asarray(x, np.float16), variables())
     old = CONFIG | {"torch_dtype": "bfloat16"}
     for given, name in ((half, "float16"), (variables(), "float32")):
@@ -41,7 +41,7 @@ def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
         assert saved == old | {"dtype": name, "torch_dtype": name}
 
 
-def test_saving_holds_one_tensor_more(tmp_path: Path) -> None:
+def test_saving_needs_memory_for_one_tensor(tmp_path: Path) -> None:
     sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
     given = variables(CONFIG | sizes)
     largest = max(x.nbytes for x in jax.tree.leaves(given))
@@ -54,8 +54,10 @@ def test_saving_holds_one_tensor_more(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, interop.load(tmp_path)[1], given)
 
 
-def test_pieces_are_read_in_any_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Small pieces of a file, transposed, with several tiles, by several threads."""
+def test_transposed_reads_in_pieces_are_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Small pieces of a file with several tiles, read by several threads."""
     monkeypatch.setattr(device_put, "_AT_ONCE", 2**12)
     monkeypatch.setattr(device_put, "_TILE", 8)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""A layer's gradient, lowered for devices that need not be there."""
+"""A layer's gradient, lowered for devices that may be absent."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from flax_mha import MultiHeadAttention, sharding
 
 
 class Traced(NamedTuple):
-    """Of a layer over a mesh, its rows over "data" and its heads over "model".
+    """A layer on a mesh, its rows over "data" and its heads over "model".
 
     Attributes:
       gradient: the traced gradient of its parameters and input.
-      forward: lowers its output.
-      parameters: bytes of them on a device.
+      forward: a function that lowers its output.
+      parameters: the bytes of its parameters on a device.
     """
 
     gradient: Any
@@ -28,7 +28,7 @@ class Traced(NamedTuple):
 
 
 def traced(layer: MultiHeadAttention, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Traced:
-    """Of inputs of that shape."""
+    """Return the layer traced for inputs of this shape."""
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def create(key: Any) -> Any:

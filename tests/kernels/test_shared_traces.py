@@ -1,4 +1,4 @@
-"""Layers that call a kernel alike share its trace."""
+"""Layers with equal kernel calls share a trace."""
 
 from typing import Any
 
@@ -43,14 +43,14 @@ def test_layers_share_a_trace(monkeypatch: pytest.MonkeyPatch, gradient: bool) -
         jax.jit(jax.grad(call) if gradient else call).trace(variables, x[:, 1:])
         return len(calls)
 
-    # Lengths that nothing else has traced.
+    # Lengths that no other test traces.
     length = 145 if gradient else 141
     one, three = traced(1, length), traced(3, length + 2)
     assert one == three > 0
 
 
 def operations(program: Any) -> int:
-    """The number of operations of a program, those of loops and functions counted once."""
+    """Return the number of operations of a program, counting loops and functions once."""
     inside = 0
     for eqn in program.eqns:
         nodes = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
@@ -60,7 +60,7 @@ def operations(program: Any) -> int:
 
 @pytest.mark.parametrize(("mask", "most"), [(None, 200), (masks.Causal(), 500)])
 def test_few_operations_are_traced(mask: Any, most: int) -> None:
-    """The time of tracing goes with their number: with twice as many it is twice as long."""
+    """The time of tracing is proportional to their number."""
     q = jax.ShapeDtypeStruct((1, 2048, 8, 64), jnp.float32)
 
     def attend(q: jax.Array) -> jax.Array:
@@ -69,8 +69,8 @@ def test_few_operations_are_traced(mask: Any, most: int) -> None:
     assert operations(jax.make_jaxpr(jax.grad(attend))(q).jaxpr) < most
 
 
-def test_what_a_function_reads_may_change() -> None:
-    """Functions of a user's are traced each time."""
+def test_user_functions_are_traced_in_every_call() -> None:
+    """The variables that they read may change."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 9, 2, 4)).astype(np.float32) for _ in range(3))
     i, j = np.indices((9, 9))
@@ -80,6 +80,6 @@ def test_what_a_function_reads_may_change() -> None:
         return (i - j) % stride[0] == 0
 
     for stride[0] in (3, 2):
-        found = dot_product_attention(q, k, v, mask=masks.Predicate(rule), kernel="blockwise")
+        actual = dot_product_attention(q, k, v, mask=masks.Predicate(rule), kernel="blockwise")
         expected = oracle.attention(q, k, v, allowed=(i - j) % stride[0] == 0)[0]
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)

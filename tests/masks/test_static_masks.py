@@ -1,4 +1,4 @@
-"""What is known of masks before tracing."""
+"""Masks whose arrays are known at trace time."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_constants_of_jax_are_known_before_tracing(name: str) -> None:
-    """In the closure of a jitted function, as arrays of NumPy are: nothing is left to XLA."""
+def test_closed_over_jax_arrays_are_static(name: str) -> None:
+    """JAX arrays in a jitted function's closure are read while tracing, like NumPy arrays."""
     dims = Dims((B,), 300, 300, N, N, 4, 4)
     array = jnp.asarray(np.random.default_rng(0).integers(0, 300, (B, 1, 300, 300)), jnp.int32)
     mask = KNOWN[name](array)
@@ -43,7 +43,7 @@ def test_constants_of_jax_are_known_before_tracing(name: str) -> None:
         assert not isinstance(x, jax.Array)
 
 
-def test_arrays_divided_over_a_mesh_stay_there() -> None:
+def test_sharded_mask_arrays_stay_on_their_mesh() -> None:
     mesh = jax.make_mesh((B,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:B])
     at = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     ids = jax.device_put(jnp.zeros((B, 6), jnp.int32), at)

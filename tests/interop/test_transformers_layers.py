@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_layer(name: str) -> None:
+def test_layer_matches_transformers(name: str) -> None:
     ours, model, config = LAYERS[name]
     theirs = make(Case(model, config, {}, ()))
     attention = theirs.model.layers[1].self_attn
@@ -53,7 +53,7 @@ def test_the_layer(name: str) -> None:
     assert error(out, seen["y"].numpy()) < 1e-5
 
 
-def test_whispers_positions() -> None:
+def test_sinusoidal_halves_match_whisper() -> None:
     from transformers.models.whisper.modeling_whisper import sinusoids
 
     table = positions.sinusoidal(1500, 384, halves=True)
@@ -61,7 +61,7 @@ def test_whispers_positions() -> None:
 
 
 class Gemma3n(MultiHeadAttention):
-    """Gemma 3n norms values, too."""
+    """A layer of Gemma 3n, which also norms its values."""
 
     def compute(
         self, p: Any, x_q: jax.Array, x_k: Any, x_v: Any, call: Any, cache: Any
@@ -74,7 +74,7 @@ class Gemma3n(MultiHeadAttention):
 
 
 def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
-    """A layer, and the parameters that it has: of those that take, for queries and out."""
+    """Return a layer and its parameters. Layers with shared keys have only queries and out."""
     local = kind == "sliding_attention"
     layer = Gemma3n(
         N, num_kv_heads=K, head_dim=H, use_bias=False, qk_norm=QKNorm("rmsnorm"), scale=1.0,
@@ -88,8 +88,8 @@ def gemma3n(kind: str, w: Tensors) -> tuple[Any, Any]:
     return layer, params
 
 
-def test_layers_that_share_keys_and_values() -> None:
-    """Gemma 3n's: the last two of four layers attend to the keys of the first two."""
+def test_layers_with_shared_kv_match_transformers() -> None:
+    """In Gemma 3n, the last two of four layers attend to the keys of the first two."""
     kinds = ["sliding_attention", "full_attention"] * 2
     theirs = make(Case(hf.Gemma3nForCausalLM, hf.Gemma3nTextConfig(
         **DECODER | {"num_hidden_layers": 4, "intermediate_size": [48] * 4}, layer_types=kinds,
@@ -115,8 +115,8 @@ def test_layers_that_share_keys_and_values() -> None:
         for at in (giver, taker):
             tensors = {key: x.numpy() for key, x in layers[at].state_dict().items()}
             layer, params = gemma3n(kinds[at], tensors)
-            x, wanted = seen[at]
+            x, expected = seen[at]
             assert ("key" in params) == (at == giver)
             out, kv = layer.apply({"params": params}, x, kv=given, return_kv=True)
-            assert error(out, wanted) < 1e-5
+            assert error(out, expected) < 1e-5
             given = kv

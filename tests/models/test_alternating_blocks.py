@@ -1,4 +1,4 @@
-"""Stacks of several blocks in turn: layers that differ, in a loop and under `scan`."""
+"""Stacks of alternating blocks: layers that differ, in a loop and under `scan`."""
 
 import functools
 from typing import Any
@@ -12,7 +12,7 @@ import flax_mha
 from flax_mha import Decoder, DecoderBlock, Encoder, EncoderBlock, MultiHeadAttention, masks
 from flax_mha.models import LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
-from tests.support.decoded import greedy
+from tests.support.decoding import greedy
 from tests.support.oracle import error, random_like
 
 N, D, T = 4, 16, 9
@@ -21,7 +21,9 @@ KEY = jax.random.key(0)
 
 
 def blocks(kind: Any = EncoderBlock) -> tuple[Any, ...]:
-    """As in today's models: windows, a layer that sees all, and one without positions."""
+    """Build three blocks as in current models: a window, full attention, and one without
+    positions.
+    """
     local = MultiHeadAttention(N, mask=masks.Window(2, 0), rotary=Rotary(100.0), head_dim=4)
     whole = MultiHeadAttention(N, num_kv_heads=2, rotary=Rotary(1e4), head_dim=4)
     bare = MultiHeadAttention(N, head_dim=4, mask=masks.Window(4, 0))
@@ -29,7 +31,7 @@ def blocks(kind: Any = EncoderBlock) -> tuple[Any, ...]:
 
 
 def stacked(params: Any, layers: int, several: int) -> Any:
-    """The parameters of a loop as those of a scan."""
+    """Convert the parameters of a loop for a scan."""
     steps = layers // several
     found = {}
     for name, tree in params.items():
@@ -44,8 +46,8 @@ def stacked(params: Any, layers: int, several: int) -> Any:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("layers", [6, 8])
-def test_in_turn(layers: int) -> None:
-    """The loop is the blocks one by one, and the scan is the loop, gradients too."""
+def test_alternating_blocks_match_their_sequence(layers: int) -> None:
+    """The loop equals the blocks one by one, the scan equals the loop, gradients included."""
     loop, scan = (Encoder(layers, blocks(), scan=scan, final_norm=False) for scan in (False, True))
     params = random_like(jax.eval_shape(loop.init, KEY, X))["params"]
     at = 3 * np.arange(T)
@@ -67,14 +69,14 @@ def test_in_turn(layers: int) -> None:
     wanted, out = gradient(params, loop)
     assert error(out, expected) < 1e-6
     wanted = stacked(wanted, layers, 3)
-    found, _ = gradient(together, scan)
+    actual, _ = gradient(together, scan)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
-    jax.tree.map(close, found, wanted)
+    jax.tree.map(close, actual, wanted)
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_what_each_layer_has_of_its_own(scan: bool) -> None:
-    """A head_mask each, also where some layers are left over after the last step."""
+def test_each_layer_takes_its_own_head_mask(scan: bool) -> None:
+    """Also with layers left over after the last scan step."""
     stack = Encoder(4, blocks(), scan=scan)
     params = random_like(jax.eval_shape(stack.init, KEY, X))
     keep = [jnp.ones(N)] * 4
@@ -88,27 +90,27 @@ def test_what_each_layer_has_of_its_own(scan: bool) -> None:
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
-def test_decoding(scan: bool) -> None:
-    """Rings for the windows, all tokens for the rest: token by token what the whole gives."""
+def test_decoding_matches_full_forward(scan: bool) -> None:
+    """Rings for the windows, full caches for the other layers."""
     model = LanguageModel(TokenEmbedding(50, D), Decoder(5, blocks(DecoderBlock), scan=scan))
     tokens = np.random.default_rng(1).integers(0, 50, (2, T))
     params = random_like(jax.eval_shape(model.init, KEY, tokens))
-    found = flax_mha.generate(model, params, tokens[:, :3], max_new_tokens=5)
-    wanted = greedy(functools.partial(model.apply, params), tokens[:, :3], 5)
-    np.testing.assert_array_equal(found.tokens, wanted)
+    actual = flax_mha.generate(model, params, tokens[:, :3], max_new_tokens=5)
+    expected = greedy(functools.partial(model.apply, params), tokens[:, :3], 5)
+    np.testing.assert_array_equal(actual.tokens, expected)
 
 
-def test_positions_that_no_layer_reads() -> None:
+def test_positions_without_rotary_raise() -> None:
     stack = Encoder(2, (blocks()[2],))
     with pytest.raises(ValueError, match="rotary is None"):
         stack.init(KEY, X, positions=np.arange(T))
 
 
 @pytest.mark.parametrize("block", [(), (blocks()[0], None), "gelu"])
-def test_what_is_no_block(block: Any) -> None:
+def test_invalid_blocks_raise(block: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="block must be"):
         Encoder(2, block).init(KEY, X)
 
 
-def test_a_list_of_blocks() -> None:
+def test_list_of_blocks_equals_tuple() -> None:
     assert hash(Encoder(3, [*blocks()])) == hash(Encoder(3, blocks()))

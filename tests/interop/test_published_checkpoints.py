@@ -1,4 +1,4 @@
-"""Checkpoints as they were published: older names and configs, and heads that are left out."""
+"""Published checkpoints: older names and configs, and heads that are left out."""
 
 import json
 from collections.abc import Callable
@@ -38,7 +38,7 @@ LLAMA = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 24,
     "hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 16,
 }  # fmt: skip
-# As of the first T5s: which activation, and which distances, is not said.
+# Like the first T5s, which state neither the activation nor the distances.
 T5 = {
     "model_type": "t5", "vocab_size": 24, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2,
     "num_heads": 4, "relative_attention_num_buckets": 8, "layer_norm_epsilon": 1e-6,
@@ -60,7 +60,7 @@ def of_tensorflow(tensors: Tensors) -> Tensors:
 
 
 def bare(tensors: Tensors) -> Tensors:
-    """Without what comes first, as a model without its head is saved."""
+    """Remove the first part of the names, as in a model saved without its head."""
     return {name.partition(".")[2]: x for name, x in tensors.items()}
 
 
@@ -70,7 +70,7 @@ def and_copies(name: str, *copies: str) -> Callable[[Tensors], Tensors]:
     )
 
 
-# The config, what becomes of our names, what comes beside them; and which of that is a head.
+# The config, a function that renames tensors, further tensors, and tensors of heads.
 PUBLISHED: dict[str, tuple[Any, Any, tuple[str, ...], tuple[str, ...]]] = {
     "bert": (
         BERT, of_tensorflow, ("bert.embeddings.position_ids",),
@@ -106,25 +106,25 @@ def written(path: Path, config: Any, tensors: Tensors) -> Path:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_loads(name: str, tmp_path: Path) -> None:
+def test_published_checkpoint_loads(name: str, tmp_path: Path) -> None:
     config, renamed, beside, heads = PUBLISHED[name]
     family = interop.family(config)
-    wanted = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
-    interop.save(config, wanted, tmp_path)
+    expected = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
+    interop.save(config, expected, tmp_path)
     tensors = {name: np.array(x) for name, x in safetensors.read_folder(tmp_path).items()}
     whole = renamed(tensors) | dict.fromkeys((*beside, *heads), X)
     written(tmp_path, config, whole)
     if heads:
         told = f"left out, as this .* has no place for them: {', '.join(sorted(heads))}$"
         with pytest.warns(UserWarning, match=told):
-            _, found = interop.load(tmp_path)
+            _, actual = interop.load(tmp_path)
     else:
-        _, found = interop.load(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        _, actual = interop.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 @pytest.mark.parametrize("surplus", ["bert.encoder.more.weight", "more", "encoder.layer.9.bias"])
-def test_what_is_no_head_is_surplus(surplus: str, tmp_path: Path) -> None:
+def test_unknown_tensor_is_surplus(surplus: str, tmp_path: Path) -> None:
     family = interop.family(BERT)
     variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(BERT, variables, tmp_path)
@@ -134,7 +134,7 @@ def test_what_is_no_head_is_surplus(surplus: str, tmp_path: Path) -> None:
         interop.load(tmp_path)
 
 
-def test_one_tensor_under_two_names(tmp_path: Path) -> None:
+def test_tensor_under_two_names_is_surplus(tmp_path: Path) -> None:
     family = interop.family(BERT)
     variables = random_like(jax.eval_shape(family.module.init, jax.random.key(0), *family.example))
     interop.save(BERT, variables, tmp_path)
@@ -151,7 +151,7 @@ def test_one_tensor_under_two_names(tmp_path: Path) -> None:
     [(None, False, "relu"), ("relu", False, "relu"), ("gated-gelu", True, "gelu"),
      ("gated-silu", True, "silu")],
 )  # fmt: skip
-def test_the_activation_of_old_t5s(form: str | None, gated: bool, activation: str) -> None:
+def test_activation_of_old_t5_configs(form: str | None, gated: bool, activation: str) -> None:
     module = interop.family(T5 | ({} if form is None else {"feed_forward_proj": form})).module
     block = module.encoder.block
     assert (block.gated, block.activation) == (gated, activation)

@@ -1,4 +1,4 @@
-"""Scores that see queries and keys, against their formulas in NumPy: values and every gradient."""
+"""Scores of query and key vectors, against their formulas in NumPy: values and every gradient."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def mods(kind: str, *args: Any) -> tuple[Any, ...]:
 
 
 class Formula:
-    """What a score adds in float64, and the gradients through it."""
+    """The bias that a score adds, in float64, and the gradients through it."""
 
     def __init__(self, kind: str, q: Any, k: Any, i: Any, j: Any, *args: Any) -> None:
         self.kind, self.args = kind, [float64(x) for x in args]
@@ -62,7 +62,7 @@ class Formula:
             self.bias = SCALE * einsum("btnh,ntsh->bnts", self.q, self.r)
 
     def gradients(self, ds: np.ndarray) -> tuple[Any, Any, list[np.ndarray]]:
-        """Of q, k [B, S, K, H] and the arrays."""
+        """Return the gradients of q, of k [B, S, K, H] and of the arrays."""
         if self.kind == "score":
             (a,) = self.args
             per_key = ds.sum(2).transpose(0, 2, 1)
@@ -86,7 +86,7 @@ class Formula:
 
 
 def problem(kind: str, T: int, S: int, dtype: Any = jnp.float32) -> tuple[list[Any], list[Any]]:
-    """q, k, v and the score's arrays; cotangents of out and lse."""
+    """Return q, k, v and the score's arrays, and the cotangents of out and lse."""
     rng = np.random.default_rng(0)
     sizes = [(B, T, N, H), (B, S, K, H), (B, S, K, Hv)]
     args = [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
@@ -95,21 +95,21 @@ def problem(kind: str, T: int, S: int, dtype: Any = jnp.float32) -> tuple[list[A
     return args, [jnp.asarray(x, t) for x, t in zip(cotangents, (dtype, jnp.float32), strict=True)]
 
 
-def wanted(kind: str, args: Any, cotangents: Any, i: Any, j: Any, **known: Any) -> list[Any]:
-    """Out, lse, and the gradients of all args."""
+def expected(kind: str, args: Any, cotangents: Any, i: Any, j: Any, **known: Any) -> list[Any]:
+    """Compute out, lse, and the gradients of all args, in float64."""
     q, k, v, *arrays = args
     formula = Formula(kind, q, k, i, j, *arrays)
     known |= {"bias": formula.bias, "scale": SCALE}
     out, lse, _ = oracle.attention(q, k, v, **known)
-    found = oracle.attention_gradients(
+    actual = oracle.attention_gradients(
         q, k, v, cotangent=cotangents[0], lse_cotangent=cotangents[1], **known
     )
-    dq, dk, darrays = formula.gradients(found.bias)
-    return [out, lse, found.q + dq, found.k + dk, found.v, *darrays]
+    dq, dk, darrays = formula.gradients(actual.bias)
+    return [out, lse, actual.q + dq, actual.k + dk, actual.v, *darrays]
 
 
-def found(kind: str, args: Any, cotangents: Any, given: Any = None, **call: Any) -> list[Any]:
-    """Likewise by the library; what is given is traced."""
+def actual(kind: str, args: Any, cotangents: Any, given: Any = None, **call: Any) -> list[Any]:
+    """Compute the same with the library. The arguments in `given` are traced."""
 
     @jax.jit
     def both(args: Any, given: Any) -> Any:
@@ -133,25 +133,25 @@ def close(got: list[Any], want: list[Any], bound: float = 5e-6) -> None:
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise", "decode"])
-def test_in_one_tile(kernel: str, kind: str) -> None:
+def test_vector_scores_in_one_tile_match_formula(kernel: str, kind: str) -> None:
     """Causal with aligned ends, at T=20 and S=40."""
     i, j = 20 + np.arange(20), np.arange(40)
     args, cotangents = problem(kind, 20, 40)
-    want = wanted(kind, args, cotangents, i, j, allowed=j <= i[:, None])
-    got = found(kind, args, cotangents, mask=masks.Causal(), q_positions=20, kernel=kernel)
+    want = expected(kind, args, cotangents, i, j, allowed=j <= i[:, None])
+    got = actual(kind, args, cotangents, mask=masks.Causal(), q_positions=20, kernel=kernel)
     close(got, want)
 
 
 @pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("traced", [False, True])
-def test_in_many_tiles(kind: str, traced: bool) -> None:
-    """Of lengths and dropout, in stripes or, where the mask isn't known, tile by tile."""
+def test_vector_scores_in_many_tiles_match_formula(kind: str, traced: bool) -> None:
+    """With lengths and dropout, in stripes, or tile by tile if the mask is traced."""
     T, i = 600, np.arange(600)
     args, cotangents = problem(kind, T, T)
     mask, key = masks.Lengths(np.array([600, 333])), jax.random.key(7)
     given = {"mask": mask} if traced else {}
-    got = found(
+    got = actual(
         kind, args, cotangents, given, mask=mask, dropout_rng=key, dropout_rate=0.2,
         kernel="blockwise",
     )  # fmt: skip
@@ -161,44 +161,44 @@ def test_in_many_tiles(kind: str, traced: bool) -> None:
     )]  # fmt: skip
     keep = np.asarray(WeightDropout.from_key(key, 0.2, False).keep(*map(jnp.asarray, places)))
     allowed = i < np.array([600, 333])[:, None, None, None]
-    want = wanted(kind, args, cotangents, i, i, allowed=allowed, keep=keep, rate=0.2)
+    want = expected(kind, args, cotangents, i, i, allowed=allowed, keep=keep, rate=0.2)
     close(got, want, 2e-5)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kind", ["relative", "xl"])
-def test_half_precision(kind: str) -> None:
-    """Where queries are scaled in float32, after the product."""
+def test_vector_scores_in_bfloat16_match_formula(kind: str) -> None:
+    """Queries are scaled in float32, after the matmul."""
     T, i = 80, np.arange(80)
     args, cotangents = problem(kind, T, T, jnp.bfloat16)
-    want = wanted(kind, args, cotangents, i, i, allowed=i <= i[:, None])
-    close(found(kind, args, cotangents, mask=masks.Causal(), kernel="blockwise"), want, 2e-2)
+    want = expected(kind, args, cotangents, i, i, allowed=i <= i[:, None])
+    close(actual(kind, args, cotangents, mask=masks.Causal(), kernel="blockwise"), want, 2e-2)
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-def test_positions_and_what_is_masked(kernel: str) -> None:
-    """Far positions are as exact as near ones; NaN of what is masked reaches nothing."""
+def test_far_positions_are_exact_and_masked_nan_is_inert(kernel: str) -> None:
+    """Far positions are as exact as near ones."""
     T = 64
     args, cotangents = problem("xl", T, T)
-    # In float32 the angles of such positions are off by more than the whole bound.
+    # In float32 the angles of these positions would be off by more than the bound.
     i = np.stack([np.arange(T) + 1_000_000, 3 * np.arange(T)])
     q_pos = jnp.asarray(i, jnp.int32)
     real = np.arange(T) < np.array([T, 40])[:, None]
     bad = [jnp.where(real[..., None, None], x, jnp.nan) for x in args[1:3]]
-    got = found(
+    got = actual(
         "xl", [args[0], *bad, *args[3:]], cotangents, kernel=kernel,
         mask=masks.Causal() & masks.Keys(real), q_positions=q_pos, kv_positions=q_pos,
     )  # fmt: skip
     for row in range(B):
         a = i[row]
         allowed = (a <= a[:, None]) & real[row]
-        want = wanted("xl", args, cotangents, a, a, allowed=allowed)
+        want = expected("xl", args, cotangents, a, a, allowed=allowed)
         close([x[row] for x in got[:4]], [x[row] for x in want[:4]])
 
 
-def test_in_a_cache() -> None:
-    """One token at a time, of int8 keys too, is the whole; of groups and heads."""
+def test_vector_scores_decode_like_full_forward() -> None:
+    """One token at a time, with int8 keys too, and grouped heads."""
     T = 9
     (q, k, v, table), _ = problem("relative_of_heads", T, T)
     whole = dot_product_attention(q, k, v, scores=(Relative(table),), mask=masks.Causal())
@@ -213,7 +213,7 @@ def test_in_a_cache() -> None:
 
 
 @pytest.mark.slow
-def test_captures_see_them_too() -> None:
+def test_capture_includes_vector_scores() -> None:
     (q, k, v, *arrays), _ = problem("xl", 12, 12)
     bias = Formula("xl", q, k, np.arange(12), np.arange(12), *arrays).bias
     _, _, weights = oracle.attention(q, k, v, bias=bias, scale=SCALE)
@@ -226,7 +226,7 @@ def test_captures_see_them_too() -> None:
     assert error(seen["entropy"], -(some * np.log(some)).sum(-1)) < 2e-6
 
 
-# Rows and heads divided; heads alone, so that groups share keys; queries too, each way.
+# Rows and heads sharded; heads only, so that groups share keys; queries too, by each strategy.
 WAYS = {
     "heads": (meshes.changed(), "blockwise"),
     "ulysses": (meshes.FOUR, "all_gather:blockwise"),
@@ -237,18 +237,18 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["relative_of_heads", "xl"])
 @pytest.mark.parametrize("way", WAYS)
-def test_on_meshes(way: str, kind: str) -> None:
+def test_vector_scores_on_meshes_match_formula(way: str, kind: str) -> None:
     T = 64
     i = np.arange(T)
     args, cotangents = problem(kind, T, T)
-    want = wanted(kind, args, cotangents, i, i, allowed=i <= i[:, None])
+    want = expected(kind, args, cotangents, i, i, allowed=i <= i[:, None])
     rules, kernel = WAYS[way]
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        close(found(kind, args, cotangents, mask=masks.Causal(), kernel=kernel), want)
+        close(actual(kind, args, cotangents, mask=masks.Causal(), kernel=kernel), want)
 
 
-def test_other_kernels_refuse_them() -> None:
+def test_other_kernels_refuse_vector_scores() -> None:
     args, _ = problem("relative", 128, 128)
     told = explain(*args[:3], scores=(SoftCap(5.0), Relative(args[3])))
     assert told.chosen == "reference"
@@ -276,15 +276,15 @@ WRONG: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("mod", "words"), WRONG)
-def test_what_does_not_fit(mod: Any, words: str) -> None:
+def test_invalid_vector_scores_raise(mod: Any, words: str) -> None:
     args, _ = problem("relative", 3, 3)
     with pytest.raises((TypeError, ValueError), match=words):
         dot_product_attention(*args[:3], scores=(mod,))
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_square(optimized: None) -> None:
-    """Of forward and backward pass: twice the tokens take twice the memory, not four times."""
+def test_memory_of_vector_scores_is_linear(optimized: None) -> None:
+    """In the forward and backward pass, twice the tokens take twice the memory."""
 
     def peak(T: int) -> int:
         q = jax.ShapeDtypeStruct((1, T, 1, H), jnp.float32)

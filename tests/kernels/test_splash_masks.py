@@ -1,4 +1,4 @@
-"""Masks in splash's terms: ids that are exact, functions that stay functions."""
+"""Masks in splash's terms: exact ids, and functions that stay functions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +20,8 @@ EXTREMES = np.array([-(2**31), 2**31 - 1, 0, 1, 2, 3, 4, -1])
 @pytest.mark.sampled(0.83)
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_ids_are_exact(lengths: bool, kinds: int) -> None:
-    """Whatever the ids: all that int32 holds."""
+def test_segment_ids_are_exact(lengths: bool, kinds: int) -> None:
+    """For all ids that int32 holds."""
     rng = np.random.default_rng(4)
     dims = Dims((3,), 20, 24, 1, 1, 1, 1)
     mask: Mask = Segments(rng.choice(EXTREMES, (3, 20)), rng.choice(EXTREMES, (3, 24)))
@@ -43,7 +43,7 @@ def test_ids_are_exact(lengths: bool, kinds: int) -> None:
     [Causal(), Window(1024), Predicate(lambda b, n, i, j: j % 64 <= i), Causal() | Prefix(9)],
     ids=["causal", "window", "predicate", "prefix"],
 )
-def test_nothing_of_size_t_s_is_made_before_tracing(mask: Mask) -> None:
+def test_splash_mask_makes_no_table_of_all_pairs(mask: Mask) -> None:
     length = 2**17
     dims = Dims((), length, length, 8, 8, 64, 64)
     call = spec.AttentionSpec(mask.bind(dims), (), None, None, None, None, 1.0)
@@ -56,8 +56,8 @@ def test_nothing_of_size_t_s_is_made_before_tracing(mask: Mask) -> None:
     assert sum(x.nbytes for x in info if isinstance(x, np.ndarray)) < 2**20
 
 
-def test_equal_masks_are_equal() -> None:
-    """Splash keeps what it made of a mask for the next layer that has the same."""
+def test_lowered_masks_compare_equal() -> None:
+    """Splash caches a mask's tables for the next layer with an equal mask."""
     dims = Dims((2,), 300, 300, 2, 2, 8, 8)
 
     def lowered(mask, dims=dims):
@@ -72,8 +72,8 @@ def test_equal_masks_are_equal() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1000])
-def test_one_entry_stands_for_a_block(shift: int) -> None:
-    """A mask and a table answer splash alike; where no key is seen, of one block."""
+def test_block_states_match_the_table(shift: int) -> None:
+    """A query block that sees no key visits one block."""
     dims, blocks = Dims((), 500, 600, 1, 1, 8, 8), splash_mask.Blocks(128, 256)
     i, j = np.arange(500)[:, None] - shift, np.arange(768)
     call = spec.AttentionSpec(

@@ -1,4 +1,4 @@
-"""Calls of kernels in half precision, and when two of their results are the same."""
+"""Calls of kernels in half precision, and the comparison of two results."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ def run(q, k, v, kernel: str = "cudnn", **call):
 
 
 def close(got, want, bound: float = 3e-2) -> None:
-    """Equal where not finite, and near elsewhere."""
+    """Check that got equals want where it is not finite, and is near elsewhere."""
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     seen = np.isfinite(want)
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))

@@ -1,4 +1,4 @@
-"""Weights that people use: the sentence encoder all-MiniLM-L6-v2, a BERT, from its package."""
+"""Published weights: the sentence encoder all-MiniLM-L6-v2, a BERT, from its package."""
 
 from importlib import resources
 
@@ -22,7 +22,7 @@ SENTENCES = [
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_nearest_sentences() -> None:
+def test_real_encoder_pairs_related_sentences() -> None:
     folder = resources.files(package) / "model"
     tokenizer = hf.AutoTokenizer.from_pretrained(str(folder))
     rows = [tokenizer(sentence)["input_ids"] for sentence in SENTENCES]

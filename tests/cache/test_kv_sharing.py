@@ -1,4 +1,4 @@
-"""Keys and values that one layer gives and others take, against NumPy float64 and by laws."""
+"""Keys and values shared between layers, against NumPy in float64 and by laws."""
 
 import functools
 from typing import Any
@@ -30,7 +30,7 @@ TAKER = MultiHeadAttention(N, mask=masks.Causal(), **FIELDS)
 
 
 class Pair(nn.Module):
-    """A layer, and one that attends to its keys and values by another mask."""
+    """A layer, and a second one that attends to its keys and values with another mask."""
 
     @nn.compact
     def __call__(self, x: jax.Array, **call: Any) -> jax.Array:
@@ -38,16 +38,16 @@ class Pair(nn.Module):
         return TAKER.copy(name="taker")(y, kv=kv, **call)
 
 
-def by_formula(params: Any, x: np.ndarray) -> np.ndarray:
-    def turned(name: str, params: Any, x: np.ndarray) -> np.ndarray:
+def expected_output(params: Any, x: np.ndarray) -> np.ndarray:
+    def rotated(name: str, params: Any, x: np.ndarray) -> np.ndarray:
         x = oracle.rms_norm(params[f"{name}_ln"], oracle.project(params[name], x))
         return oracle.rotary(x, np.arange(T), base=100.0)
 
     giver, taker, x = params["giver"], params["taker"], float64(x)
-    k, v = turned("key", giver, x), oracle.project(giver["value"], x)
+    k, v = rotated("key", giver, x), oracle.project(giver["value"], x)
     near = np.tri(T, dtype=bool) & ~np.tri(T, k=-3, dtype=bool)
     for layer, allowed in ((giver, near), (taker, np.tri(T, dtype=bool))):
-        out, _, _ = oracle.attention(turned("query", layer, x), k, v, allowed=allowed)
+        out, _, _ = oracle.attention(rotated("query", layer, x), k, v, allowed=allowed)
         x = oracle.project(layer["out"], out, contracted=2)
     return x
 
@@ -57,8 +57,8 @@ def pair() -> Any:
     return random_like(jax.eval_shape(Pair().init, KEY, X))
 
 
-def test_against_the_formula() -> None:
-    """And so are gradients, those of the giver's projections too, along a direction for each."""
+def test_shared_kv_matches_formula() -> None:
+    """Gradients too, including the giver's projections, along one direction for each parameter."""
     variables = pair()
     params = variables["params"]
     assert params["giver"].keys() - params["taker"].keys() == {"key", "value", "key_ln"}
@@ -69,7 +69,7 @@ def test_against_the_formula() -> None:
         return jnp.vdot(out, cotangent.astype(np.float32)), out
 
     grads, out = jax.jit(jax.grad(loss, has_aux=True))(variables)
-    assert error(out, by_formula(params, X)) < 5e-6
+    assert error(out, expected_output(params, X)) < 5e-6
     wide, step = float64(params), 1e-6
     for path, grad in jax.tree_util.tree_leaves_with_path(grads["params"]):
         way = RNG.normal(size=grad.shape)
@@ -78,27 +78,27 @@ def test_against_the_formula() -> None:
             moved = jax.tree_util.tree_map_with_path(
                 lambda at, x: x + size * way if at == path else x, wide
             )
-            return float(np.vdot(by_formula(moved, X), cotangent))
+            return float(np.vdot(expected_output(moved, X), cotangent))
 
         slope = (along(step) - along(-step)) / (2 * step)
         assert np.vdot(grad, way) == pytest.approx(slope, rel=1e-4, abs=1e-3), path
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_heads_divided(kind: str) -> None:
+def test_sharded_heads_match_one_device(kind: str) -> None:
     def loss(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.sin(Pair().apply(variables, x)))
 
-    wanted = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=kinds)
     with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-        found = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, wanted)
+        actual = jax.jit(jax.grad(loss, (0, 1)))(pair(), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), actual, expected)
 
 
-def test_padding_and_order() -> None:
-    """Nothing of padding reaches the rows, and tokens may lie in another order."""
+def test_shared_kv_with_padding_and_order() -> None:
+    """Padding reaches no real token, and tokens may come in another order."""
     lengths, order = jnp.array([T, 5]), np.random.default_rng(1).permutation(T)
     apply = jax.jit(Pair().apply)
     whole = apply(pair(), X)
@@ -111,8 +111,8 @@ def test_padding_and_order() -> None:
     assert error(ordered[:, np.argsort(order)], whole) < 1e-6
 
 
-def test_a_pair_of_arrays() -> None:
-    """Weights, keys and values are returned as asked for; the keys may be anybody's."""
+def test_kv_may_be_a_plain_pair_of_arrays() -> None:
+    """The layer returns weights, keys and values on request, and takes keys from any source."""
     variables = {"params": pair()["params"]["giver"]}
     out, weights, kv = GIVER.apply(variables, X, return_weights=True, return_kv=True)
     assert isinstance(kv, KeyValue)
@@ -120,13 +120,13 @@ def test_a_pair_of_arrays() -> None:
     assert weights.shape == (2, N, T, T)
     again = GIVER.apply(variables, X, kv=(kv.key, kv.value))
     np.testing.assert_array_equal(again, out)
-    # As it is not in the call, a pair of 3 tokens is attended to as other inputs are.
+    # Without a mask in the call, 3 shared tokens act like any other keys.
     plain = MultiHeadAttention(N, **FIELDS)
     found = plain.apply(variables, X, kv=(kv.key[:, :3], kv.value[:, :3]))
     assert found.shape == (2, T, D)
 
 
-def test_nnx_is_linen() -> None:
+def test_nnx_shares_kv_like_linen() -> None:
     giver, taker = (
         flax_mha.nnx.MultiHeadAttention(
             N, D, mask=layer.mask, in_kv_features=own, rngs=nnx.Rngs(0), **FIELDS
@@ -144,11 +144,11 @@ def test_nnx_is_linen() -> None:
         y, kv = layers[0](x, return_kv=True, decode=decode)
         return layers[1](y, kv=kv, decode=decode)
 
-    wanted = jax.jit(Pair().apply)(pair(), X)
+    expected = jax.jit(Pair().apply)(pair(), X)
     layers = nnx.List([giver, taker])
-    np.testing.assert_allclose(run(layers, X), wanted, atol=1e-6)
+    np.testing.assert_allclose(run(layers, X), expected, atol=1e-6)
     for layer in layers:
         layer.init_cache(X.shape)
     assert taker.kv is None
     parts = [run(layers, x, decode=True) for x in (X[:, :8], X[:, 8:])]
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), wanted, atol=1e-6)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=1e-6)

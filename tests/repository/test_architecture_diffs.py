@@ -1,4 +1,4 @@
-"""What docs/architecture.md adds: each change applies, is short, and does what it says."""
+"""The changes shown in docs/architecture.md apply, are short, and work."""
 
 import re
 import shutil
@@ -89,7 +89,7 @@ def same(call=None, *args, **fixed):
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git, to apply a diff")
 @pytest.mark.parametrize(("name", "diff"), [*zip(TRIED, DIFFS, strict=True)], ids=list(TRIED))
-def test_the_change_does_what_it_says(name: str, diff: str, tmp_path: Path) -> None:
+def test_documented_change_applies_and_works(name: str, diff: str, tmp_path: Path) -> None:
     assert diff.count("\n") <= 60
     shutil.copytree(ROOT / "flax_mha", tmp_path / "flax_mha")
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)

@@ -1,4 +1,4 @@
-"""JAX's private names: where they stand, when they are loaded, and what is left without them."""
+"""JAX's private names: the files that use them, when they load, and the behavior without them."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ from flax_mha.kernels.choose import KERNELS
 from flax_mha.kernels.cudnn import primitives
 
 ROOT = Path(__file__).parent.parent.parent
-# Each stands in one file, which only its own kernel loads.
+# The one file that uses each private module; only its kernel loads it.
 HOMES = {
     "jax._src.cudnn": "kernels/cudnn/primitives.py",
     "splash_attention_kernel": "kernels/splash/__init__.py",
@@ -31,7 +31,7 @@ PALLAS = "kernels/flex/"
 
 
 def imported(path: Path) -> set[str]:
-    """Names that a file imports, with their modules."""
+    """Return the names that a file imports, with their modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -41,7 +41,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_private_imports_stand_in_their_places() -> None:
+def test_private_imports_stay_in_their_files() -> None:
     seen = set()
     for path in (ROOT / "flax_mha").rglob("*.py"):
         here = path.relative_to(ROOT / "flax_mha").as_posix()
@@ -58,8 +58,8 @@ def test_private_imports_stand_in_their_places() -> None:
     assert seen == {PALLAS, *HOMES.values()}
 
 
-def test_the_table_names_what_is_used() -> None:
-    """Every attribute taken of a private module stands in `private_jax.NAMES`."""
+def test_private_jax_lists_every_used_attribute() -> None:
+    """Every attribute of a private module that a kernel uses is listed in `private_jax.NAMES`."""
     modules = {"fused": "cudnn", "kernels": "splash", "mask_info": "splash", "splash": "splash",
                "pl": "flex", "pltpu": "flex", "ad": "limits", "batching": "limits",
                "mlir": "limits", "metadata": "any_derivative"}  # fmt: skip
@@ -75,8 +75,8 @@ def test_the_table_names_what_is_used() -> None:
                 assert part is None or node.attr in listed[part], f"{path}: {ast.unparse(node)}"
 
 
-def test_a_caller_on_a_cpu_loads_none_of_them() -> None:
-    """Beside what flax and chex load: no private module through us, no Pallas, no splash."""
+def test_cpu_call_loads_no_private_module() -> None:
+    """Beyond the imports of flax and chex: no private module, no Pallas and no splash."""
     code = """
 import sys, flax.linen, chex
 import jax, jax.numpy as jnp
@@ -103,8 +103,8 @@ PARTS = [(part, name) for part in KERNELS for name in private_jax.NAMES.get(part
 
 
 @pytest.fixture
-def anew() -> Iterator[None]:
-    """What is asked of JAX is asked again, here and after."""
+def fresh_check() -> Iterator[None]:
+    """Clear the cached check of JAX's names before and after the test."""
     private_jax.missing.cache_clear()
     yield
     private_jax.missing.cache_clear()
@@ -114,13 +114,13 @@ def _owner(name: private_jax.Name) -> tuple[object, str]:
     owner = import_module(name.module)
     *path, last = name.name.split(".")
     if path:
-        # Of an enumeration's members and a primitive's methods: what holds them goes.
+        # For a member of an enumeration or a method of a primitive, remove its owner.
         return owner, path[0]
     return owner, last
 
 
-def _lost(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
-    """What the part's users see: the refusal of a kernel, and which kernel auto takes."""
+def _refusal(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
+    """Return the part's refusal, and check which kernel auto chooses instead."""
     platform = KERNELS[part].platform
     monkeypatch.setattr(sharding, "platform", lambda: platform)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
@@ -133,16 +133,18 @@ def _lost(monkeypatch: pytest.MonkeyPatch, part: str) -> str:
 
 
 @pytest.mark.parametrize(("part", "name"), PARTS, ids=lambda x: getattr(x, "name", x))
-def test_without_a_name_its_kernel_refuses(monkeypatch, anew, part, name) -> None:
+def test_kernel_refuses_without_its_private_name(monkeypatch, fresh_check, part, name) -> None:
     owner, attribute = _owner(name)
     monkeypatch.delattr(owner, attribute)
-    assert f"has no {name.module}." in _lost(monkeypatch, part)
+    assert f"has no {name.module}." in _refusal(monkeypatch, part)
 
 
 @pytest.mark.parametrize(
     ("part", "name"), [(p, n) for p, n in PARTS if n.forms], ids=lambda x: getattr(x, "name", x)
 )
-def test_with_other_arguments_its_kernel_refuses(monkeypatch, anew, part, name) -> None:
+def test_kernel_refuses_if_private_function_changed_arguments(
+    monkeypatch, fresh_check, part, name
+) -> None:
     owner, attribute = _owner(name)
     old = getattr(owner, attribute)
 
@@ -150,33 +152,33 @@ def test_with_other_arguments_its_kernel_refuses(monkeypatch, anew, part, name) 
         return old(*args, **kwargs)
 
     monkeypatch.setattr(owner, attribute, changed)
-    assert "takes other arguments" in _lost(monkeypatch, part)
+    assert "takes other arguments" in _refusal(monkeypatch, part)
 
 
 @pytest.mark.parametrize("part", [part for part in KERNELS if part in private_jax.NAMES])
-def test_without_a_module_its_kernel_refuses(monkeypatch, anew, part) -> None:
+def test_kernel_refuses_without_its_private_module(monkeypatch, fresh_check, part) -> None:
     monkeypatch.setitem(sys.modules, private_jax.NAMES[part][0].module, None)
-    assert "has no" in _lost(monkeypatch, part)
+    assert "has no" in _refusal(monkeypatch, part)
     assert all(private_jax.missing(other) is None for other in ("blockwise", "reference", "decode"))
 
 
 @pytest.mark.parametrize("name", private_jax.NAMES["limits"], ids=lambda x: x.name)
-def test_without_a_name_of_limits_the_error_is_that_of_jax(monkeypatch, anew, name) -> None:
+def test_forward_mode_raises_jax_error_without_limits_names(monkeypatch, fresh_check, name) -> None:
     monkeypatch.delattr(*_owner(name))
     x = jnp.ones((1, 8, 1, 8))
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda x: dot_product_attention(x, x, x, kernel="blockwise"), (x,), (x,))
 
 
-def test_without_metadata_the_context_says_what_to_name(monkeypatch, anew) -> None:
+def test_any_derivative_error_without_metadata_names_remedy(monkeypatch, fresh_check) -> None:
     (name,) = private_jax.NAMES["any_derivative"]
     monkeypatch.delattr(*_owner(name))
     with pytest.raises(RuntimeError, match=r"has no .*set_xla_metadata.*'checkpointed'"):
         kernels.any_derivative().__enter__()
 
 
-def test_what_varies_is_read_of_either_name(monkeypatch) -> None:
-    """JAX moved it once; where it is gone, nothing is taken to vary."""
+def test_varying_axes_are_read_from_old_and_new_attribute(monkeypatch) -> None:
+    """JAX renamed the attribute once. Without both, no axis counts as varying."""
     axes = frozenset({"data"})
     for kind, expected in (
         (SimpleNamespace(mat=SimpleNamespace(varying=axes)), axes),

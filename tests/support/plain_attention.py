@@ -1,9 +1,9 @@
-"""The yardstick of rounding: attention as anybody writes it, in a dtype of one's choice.
+"""Attention in plain operations of a chosen dtype: the yardstick of rounding.
 
-Products of the dtype, summed in float32, with a float32 softmax between them: what
-`jax.nn.dot_product_attention` computes, here in NumPy and with every feature that the oracle has.
-Its errors against the oracle are what a kernel's are held against; `tests/kernels/test_contract.py`
-checks that they are those of `jax.nn`.
+Matmuls of the dtype are summed in float32, with a float32 softmax between them. This is the
+computation of `jax.nn.dot_product_attention`, in NumPy and with every feature of the oracle. Its
+errors against the oracle bound a kernel's; `tests/kernels/test_contract.py` checks that they equal
+the errors of `jax.nn`.
 """
 
 import math
@@ -32,7 +32,7 @@ def attention(
     keep: Array | None = None,
     rate: float = 0.0,
 ) -> tuple[Array, Array, Gradients]:
-    """Out, lse and gradients; arguments as for `oracle.attention_gradients`."""
+    """Compute out, lse and gradients. For the arguments see `oracle.attention_gradients`."""
     dtype = np.asarray(q).dtype
 
     def rounded(x: Array) -> Array:

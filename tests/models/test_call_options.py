@@ -1,4 +1,4 @@
-"""What a call may say is said to any block, stack or model, and reaches the layer."""
+"""Options of a call reach the layer through every block, stack and model."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ KINDS = [
 
 @pytest.fixture
 def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the core is given, call by call."""
+    """Record the arguments of each call of the core."""
     found: list[dict[str, Any]] = []
     real = core.attend
 
@@ -81,7 +81,7 @@ def arrived(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_these_are_all() -> None:
+def test_options_table_is_complete() -> None:
     assert set(GIVEN) == set(LayerOptions.__annotations__)
 
 
@@ -102,7 +102,7 @@ def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[An
             if name == "deterministic":
                 assert call["dropout_rng"] is not None
             elif name == "dropout_rng":
-                # Of a stack each layer has a key of its own, made of it.
+                # In a stack each layer gets its own key, derived from this one.
                 alone = kind in (MultiHeadAttention, EncoderBlock, DecoderBlock)
                 assert call["dropout_rng"] is value if alone else call["dropout_rng"] is not None
             elif name == "sow_weights":
@@ -118,7 +118,7 @@ def test_each_argument_reaches_the_layer(kind: type[nn.Module], arrived: list[An
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_layers_given_one_key_drop_different_weights(scan: bool, arrived: list[Any]) -> None:
+def test_layers_with_one_dropout_key_drop_different_weights(scan: bool, arrived: list[Any]) -> None:
     cross = DecoderBlock(
         layer(), mlp_dim=8, cross_attention=MultiHeadAttention(N, dropout_rate=0.1)
     )
@@ -132,14 +132,14 @@ def test_layers_given_one_key_drop_different_weights(scan: bool, arrived: list[A
     assert all(call["dropout_rng"] is not None for call in arrived)
 
 
-def test_a_misspelled_argument_is_an_error() -> None:
+def test_misspelled_argument_raises() -> None:
     built, x = model(LanguageModel)
     with pytest.raises(TypeError, match="unexpected keyword argument 'lenghts'"):
         jax.eval_shape(lambda: built.init(KEY, x, deterministic=True, lenghts=jnp.ones(B, int)))
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_head_masks_of_each_block(scan: bool) -> None:
+def test_head_mask_may_differ_for_each_block(scan: bool) -> None:
     encoder, x = model(Encoder, scan)
     variables = encoder.init(KEY, x, deterministic=True)
     of_each = [jnp.array([1.0, 0.0]), jnp.array([0.5, 2.0])]
@@ -152,10 +152,10 @@ def test_head_masks_of_each_block(scan: bool) -> None:
         encoder.apply(variables, x, deterministic=True, head_mask=[of_each[0]] * 3)
 
 
-def test_scale() -> None:
+def test_scale_multiplies_the_scores() -> None:
     plain, scaled = layer(), layer(scale=0.1)
     variables = plain.init(KEY, X, deterministic=True)
-    # The bias is 0: queries of another size are scores of another.
+    # The bias is 0, so scaled queries give scaled scores.
     params = variables["params"]
     query = jax.tree.map(lambda x: x * (0.1 * (D // N) ** 0.5), params["query"])
     small = {"params": {**params, "query": query}}

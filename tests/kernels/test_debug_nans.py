@@ -1,4 +1,4 @@
-"""Kernels where JAX looks for infinities and NaN in whatever is computed."""
+"""Kernels under JAX's checks for infinities and NaN in every computation."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from flax_mha import dot_product_attention
 from flax_mha.masks import Causal, Dense, Lengths, Mask, Window
 
 T, N, H = 20, 2, 4
-# Blocks of several sizes are not filled, and some masks leave nothing for what fills them.
+# Some blocks are partial, and some masks hide all of their padding.
 MASKS: dict[str, Mask] = {
     "causal": Causal() & Window(5, 0),
     "lengths": Lengths(np.array([T, 3])),
@@ -45,7 +45,7 @@ def attended(kernel: str, mask: Mask, dtype: str, jit: bool) -> Any:
     return (jax.jit(run) if jit else run)(q, k, v)
 
 
-# Outside jit blockwise and decode compile their loops in each call.
+# Outside jit, blockwise and decode compile their loops in each call.
 COSTLY = pytest.mark.slow
 CALLS = [("reference", mask, jit, ()) for mask in MASKS for jit in (False, True)]
 CALLS += [("blockwise", "lengths", False, ()), ("blockwise", "causal", True, ())]
@@ -58,7 +58,7 @@ CALLS += [("decode", "causal", False, ()), ("decode", "lengths", False, COSTLY)]
     ("kernel", "mask", "jit"), [pytest.param(*call, marks=marks) for *call, marks in CALLS]
 )
 @pytest.mark.usefixtures("suspicious")
-def test_nothing_is_found(kernel: str, mask: str, jit: bool) -> None:
+def test_kernels_pass_debug_nans_and_infs(kernel: str, mask: str, jit: bool) -> None:
     for x in attended(kernel, MASKS[mask], "float32", jit):
         assert np.isfinite(x).all()
 
@@ -66,7 +66,7 @@ def test_nothing_is_found(kernel: str, mask: str, jit: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", pytest.param("blockwise", marks=COSTLY)])
 @pytest.mark.usefixtures("suspicious")
-def test_nothing_is_found_in_float64(kernel: str) -> None:
+def test_kernels_pass_debug_nans_and_infs_in_float64(kernel: str) -> None:
     with jax.enable_x64(True):
         for x in attended(kernel, MASKS["causal"], "float64", jit=False):
             assert np.isfinite(x).all()
@@ -75,10 +75,10 @@ def test_nothing_is_found_in_float64(kernel: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["reference", "decode"])
 @pytest.mark.usefixtures("suspicious")
-def test_an_infinite_lse_is_found(kernel: str) -> None:
-    """It is what a query without keys has, so it is no stand-in for it."""
+def test_infinite_lse_raises_under_debug_infs(kernel: str) -> None:
+    """A fully masked query has an lse of −∞, and no stand-in for it."""
     q = jnp.ones((2, 4, N, H))
-    jax.clear_caches()  # What was compiled before is not looked into.
+    jax.clear_caches()  # Programs compiled before are not checked.
     with pytest.raises(FloatingPointError):
         dot_product_attention(
             q, q, q, mask=Lengths(np.array([4, 0])), kernel=kernel, return_residuals=True
