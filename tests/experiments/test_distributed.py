@@ -21,9 +21,7 @@ from tests.experiments.launch import settings, together
 HEARTBEAT = 10
 
 
-def alone(
-    config: ConfigDict, workdir: Path, built: program.Program | None = None
-) -> loop.Result:
+def alone(config: ConfigDict, workdir: Path, built: program.Program | None = None) -> loop.Result:
     """The run in this process, as the command does it."""
     run = runs.open_run(workdir, config, {})
     built = built or loop.build(config, data.make(config))

@@ -178,7 +178,7 @@ def test_the_oracle_is_asked_about_cudnn(tmp_path: Path) -> None:
     command = [*step.command(tmp_path, 100.0), "--collect-only"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = [line for line in names.splitlines() if "::" in line]
-    assert sum(line.endswith("-cudnn]") for line in found) > 80
+    assert sum(line.endswith("-cudnn]") for line in found) > 60
 
 
 @pytest.mark.parametrize("total", ["-1", "nan", "inf", "soon"])

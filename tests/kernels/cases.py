@@ -8,7 +8,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,11 @@ def _best(
 
         row[n] = max(draw.sample(columns[n], len(columns[n])), key=gain)
     return [row[n] for n in range(len(columns))]
+
+
+def pairs(**factors: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return rows that cover all pairs of values, for tests whose whole product would be long."""
+    return [*covering(factors, (2,))]
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.scores import SoftCap
 from tests.kernels import cudnn_model
+from tests.kernels.cases import pairs
 from tests.kernels.near import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
@@ -67,10 +68,14 @@ def test_sizes(nvidia, t: int, s: int) -> None:
         check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("mask", ["none", "window", "lengths of queries", "empty windows"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("K", [2, 4])
+# All pairs of these occur, not their whole product.
+SUNK = pairs(
+    mask=("none", "window", "lengths of queries", "empty windows"), biased=(False, True), K=(2, 4)
+)
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize(("mask", "biased", "K"), SUNK)
 def test_sinks(nvidia, mask: str, biased: bool, K: int) -> None:
     """Their share of the output, the lse with them, and their gradients."""
     learned = {"sinks": jnp.array([-100.0, -1.0, 0.5, 90.0])}
@@ -134,11 +139,15 @@ def test_positions(nvidia, name: str) -> None:
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
 
 
-@pytest.mark.sampled(0.07)
-@pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("with_out", [False, True])
+# All pairs of these occur, not their whole product.
+ASKED = pairs(
+    mask=("none", "causal window", "empty windows"), biased=(False, True), sunk=(False, True),
+    with_out=(False, True),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize(("mask", "biased", "sunk", "with_out"), ASKED)
 def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with_out: bool) -> None:
     """Alone, and together with those of out."""
     *qkv, cotangent = arrays(T, S, 2, "bfloat16")

@@ -9,7 +9,7 @@ import pytest
 
 from flax_mha import Capture, MultiHeadAttention, dot_product_attention, masks, scores
 from flax_mha.kernels import observe
-from tests.kernels.cases import KERNELS
+from tests.kernels.cases import KERNELS, pairs
 from tests.kernels.oracle_check import B, H, N, arrays, table
 from tests.support import oracle
 
@@ -53,11 +53,12 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=atol)
 
 
+# All pairs of these occur, not their whole product.
+DEFINED = pairs(kernel=KERNELS, K=(4, 1), mask=(*MASKS,), extras=(*EXTRAS,))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("K", [4, 1])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize(("kernel", "K", "mask", "extras"), DEFINED)
 def test_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
     q, k, v, _ = arrays(T, S, K)
     call, known = ({name: ARRAYS.get(x, x) if isinstance(x, str) else x for name, x in d.items()}
