@@ -240,7 +240,10 @@ def test_where_cudnn_loses_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_day_runs_anywhere(tmp_path: Path) -> None:
+def test_a_small_day_runs_anywhere(tmp_path: Path, monkeypatch) -> None:
+    # However busy the machine is.
+    patient = [step._replace(seconds=10 * step.seconds) for step in steps.plan(True)]
+    monkeypatch.setattr(steps, "plan", lambda small: patient)
     day.main(["--small", f"--workdir={tmp_path / 'day'}"])
     found = json.loads((tmp_path / "day" / "day.json").read_text())["steps"]
     assert {name: step["status"] for name, step in found.items()} == dict.fromkeys(found, "ok")

@@ -104,7 +104,7 @@ def changes(path: Path, flips: int) -> Iterator[tuple[str, bytes | None]]:
     yield "gone", None
 
 
-@pytest.mark.parametrize("flips", [1, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_no_change_of_any_file_alters_what_is_loaded(
     folder: Path, flips: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
