@@ -192,9 +192,7 @@ def test_the_lse_costs_a_pass_only_where_it_is_differentiated(nvidia, monkeypatc
     assert len(calls) == 1 + asked
 
 
-@pytest.mark.sampled(0.33)
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
+def test_masked_pairs_do_not_leak(nvidia) -> None:
     """What nobody sees changes nothing, forward and backward."""
     q, k, v, cotangent = arrays(T, S, 2, "bfloat16")
     mask = Causal() & Window(5) & Lengths(jnp.array([30, 30]), jnp.array([35, 35]))
@@ -205,10 +203,11 @@ def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
         return *results, *pull((cotangent, jnp.ones((B, N, T))))
 
     clean = both(q, k, v)
-    bad = k.at[:, 30:].set(poison), v.at[:, 30:].set(poison)
-    for got, want in zip(both(q.at[:, 35:].set(poison), *bad), clean, strict=True):
-        np.testing.assert_array_equal(got, want)
-        assert not np.isnan(want).any()
+    for poison in (np.nan, np.inf, -np.inf):
+        bad = k.at[:, 30:].set(poison), v.at[:, 30:].set(poison)
+        for got, want in zip(both(q.at[:, 35:].set(poison), *bad), clean, strict=True):
+            np.testing.assert_array_equal(got, want)
+            assert not np.isnan(want).any()
 
 
 @pytest.mark.sampled(0.07)
