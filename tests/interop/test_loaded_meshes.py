@@ -12,7 +12,7 @@ import pytest
 from flax_mha import generate, interop, sharding
 from flax_mha.models import LanguageModel
 from tests.interop.test_published import BERT
-from tests.support.meshes import FORWARD, KINDS, changed, on
+from tests.support.meshes import FORWARD, changed, on
 from tests.support.oracle import error, random_like
 
 LLAMA: dict[str, Any] = {
