@@ -23,13 +23,13 @@ from tests.experiments.launch import settings, together
 HEARTBEAT = 10
 
 
-def alone(config: ConfigDict, workdir: Path) -> loop.Result:
+def alone(config: ConfigDict, workdir: Path, built: mesh.Program | None = None) -> loop.Result:
     """Run the training in this process, as the command does."""
     run = rundir.open_run(workdir, config, {})
-    task = tasks.make(config)
-    run.begin(fingerprint(task))
+    built = built or loop.build(config, tasks.make(config))
+    run.begin(fingerprint(built.task))
     try:
-        return loop.train(loop.build(config, task), run.path)
+        return loop.train(built, run.path)
     finally:
         lock.release(run.path)
 
@@ -88,13 +88,13 @@ def test_four_processes_resume_run_of_eight_devices(
     """Parameters, heads and positions are sharded, and a ring passes keys between processes."""
     config.mesh.data, config.mesh.fsdp, config.mesh.model = 4, 1, 2
     config.model.kernel = "ring"
-    whole = alone(config, tmp_path / "whole")
+    built = loop.build(config, tasks.make(config))
+    whole = alone(config, tmp_path / "whole", built)
     half = tmp_path / "half"
     with monkeypatch.context() as patch:
         patch.setattr(signals, "stoppable", lambda: contextlib.nullcontext(lambda step: step == 3))
         with pytest.raises(SystemExit, match="stopped at step 3"):
-            alone(config, half)
-    built = loop.build(config, tasks.make(config))
+            alone(config, half, built)
     np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
 
     monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
@@ -113,20 +113,21 @@ def test_four_processes_resume_run_of_eight_devices(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"data": 2, "model": 2}, {"fsdp": 4}])
 def test_parameters_sharded_within_a_process_are_saved(
-    mesh: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With minimal threads, where programs that wait for each other's devices would deadlock."""
+    # By fsdp, too: see test_lost_processes.py, where the same run goes on.
     monkeypatch.setenv("NPROC", "1")
+    config.mesh.data, config.mesh.model = 2, 2
     run = tmp_path / "run"
-    flags = [
-        "--config.steps=6", "--config.log_every=1", "--config.evaluate_every=3",
-        "--config.checkpoint_every=3", f"--workdir={run}",
-        *(f"--config.mesh.{axis}={size}" for axis, size in mesh.items()),
-    ]  # fmt: skip
-    with together(2, tmp_path / "logs", *flags) as processes:
+    with together(2, tmp_path / "logs", *settings(config), f"--workdir={run}") as processes:
         assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+    assert_saved(run)
+
+
+def assert_saved(run: Path) -> None:
+    """Assert that a run of six steps has logged each of them, and left both of its checkpoints."""
     assert [row["step"] for row in rows(run) if row["split"] == "train"] == [*range(1, 7)]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"3", "6"}
 

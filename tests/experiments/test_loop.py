@@ -48,11 +48,12 @@ def stop_after(steps: int) -> Any:
 def test_resumed_run_equals_uninterrupted_run(
     config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = train(config, tmp_path / "whole")
+    built = loop.build(config, tasks.make(config))
+    whole = loop.train(built, tmp_path / "whole")
     with monkeypatch.context() as patch:
         patch.setattr(signals, "stoppable", stop_after(4))
         with pytest.raises(SystemExit, match="stopped at step 4; to go on: --workdir="):
-            train(config, tmp_path / "parts")
+            loop.train(built, tmp_path / "parts")
     resumed = train(config, tmp_path / "parts")
     assert (whole.start, resumed.start) == (0, 4)
     assert resumed.rows == whole.rows
@@ -60,7 +61,7 @@ def test_resumed_run_equals_uninterrupted_run(
     assert_equal(resumed.state.params, whole.state.params)
     assert resumed.state.key == whole.state.key
 
-    again = train(config, tmp_path / "parts")
+    again = loop.train(built, tmp_path / "parts")
     assert again.start == config.steps
     assert again.rows == whole.rows
     assert_equal(again.metrics, whole.metrics)
@@ -80,18 +81,16 @@ def test_seeds_in_one_step_equal_separate_runs(config: ConfigDict, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 1, 4, 1), (1, 2, 2, 2)], ids=str)
-def test_training_on_mesh_matches_one_device(
-    config: ConfigDict, sizes: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_training_on_mesh_matches_one_device(config: ConfigDict, tmp_path: Path) -> None:
     config.steps = 50
     config.log_every, config.evaluate_every, config.checkpoint_every = 1, 50, 50
     config.model.dropout_rate = 0.1
     one = train(config, tmp_path / "one")
-    config.mesh.update(dict(zip(mesh.AXES, sizes, strict=True)))
-    eight = train(config, tmp_path / "eight")
-    assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
-    np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
+    for sizes in ((2, 1, 4, 1), (1, 2, 2, 2)):
+        config.mesh.update(dict(zip(mesh.AXES, sizes, strict=True)))
+        eight = train(config, tmp_path / str(sizes))
+        assert len(eight.state.params["head"]["kernel"].sharding.device_set) == 8
+        np.testing.assert_allclose(losses(eight), losses(one), rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -11,17 +11,23 @@ from ml_collections import ConfigDict
 from experiments.runs import hosts
 from experiments.runs.failures import RunError
 from tests.experiments.launch import settings, together
-from tests.experiments.test_distributed import alone
+from tests.experiments.test_distributed import alone, assert_saved
 
 HEARTBEAT = 10
 
 
 @pytest.mark.slow
-def test_damage_seen_by_one_process_ends_all(config: ConfigDict, tmp_path: Path) -> None:
-    config.steps, config.checkpoint_every, config.mesh.data, config.mesh.fsdp = 6, 2, 1, 4
+def test_damage_seen_by_one_process_ends_all(
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters divided by fsdp are saved, with the least threads; then damaged."""
+    config.mesh.data, config.mesh.fsdp = 1, 4
     run, heartbeat = tmp_path / "run", f"--heartbeat_timeout={HEARTBEAT}"
-    with together(2, tmp_path / "1", *settings(config), f"--workdir={run}") as processes:
-        assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+    with monkeypatch.context() as patch:
+        patch.setenv("NPROC", "1")
+        with together(2, tmp_path / "1", *settings(config), f"--workdir={run}") as processes:
+            assert processes.wait() == [0, 0], processes.said(0) + processes.said(1)
+    assert_saved(run)
     (path,) = (run / "checkpoints/6/state/d").iterdir()
     content = bytearray(path.read_bytes())
     content[4000:4016] = bytes(16)  # In an array's chunk, which another process may not read.

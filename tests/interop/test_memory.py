@@ -1,10 +1,12 @@
 """The memory and the file reads of loading, in fresh processes."""
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +64,38 @@ def results(*processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
 
 
-CASES = {
-    "rows": (LARGE, np.float32, "", "0"),
-    "rows, cast up": (LARGE, ml_dtypes.bfloat16, "float32", "0"),
-    "columns, cast up": (LARGE, ml_dtypes.bfloat16, "float32", "1"),
-    "columns, cast down": (LARGE, np.float32, "bfloat16", "1"),
-    "NumPy": (LARGE, np.float32, "", ""),
-    "NumPy, bfloat16": (LARGE, ml_dtypes.bfloat16, "", ""),
-    "NumPy, cast up": (LARGE, ml_dtypes.bfloat16, "float32", ""),
-    "experts, cast up": (EXPERTS, ml_dtypes.bfloat16, "float32", "0"),
+FOLDERS = {
+    "large": (LARGE, np.float32),
+    "large, bfloat16": (LARGE, ml_dtypes.bfloat16),
+    "experts": (EXPERTS, ml_dtypes.bfloat16),
 }
+# A folder, which is only read, and the arguments of the loader.
+CASES = {
+    "rows": ("large", "", "0"),
+    "columns, cast down": ("large", "bfloat16", "1"),
+    "NumPy": ("large", "", ""),
+    "rows, cast up": ("large, bfloat16", "float32", "0"),
+    "columns, cast up": ("large, bfloat16", "float32", "1"),
+    "NumPy, bfloat16": ("large, bfloat16", "", ""),
+    "NumPy, cast up": ("large, bfloat16", "float32", ""),
+    "experts, cast up": ("experts", "float32", "0"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a folder of that name at its first call."""
+    return functools.cache(lambda name: written(tmp_path_factory.mktemp("x"), *FOLDERS[name]))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a high-water mark of Linux")
 @pytest.mark.parametrize("name", CASES)
-def test_loading_holds_little_beyond_the_shards(name: str, tmp_path: Path) -> None:
-    config, dtype, *arguments = CASES[name]
-    (found,) = results(start(str(written(tmp_path, config, dtype)), *arguments))
+def test_loading_holds_little_beyond_the_shards(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    folder, *arguments = CASES[name]
+    (found,) = results(start(str(folder_of(folder)), *arguments))
     print(name, found["beyond"] / found["largest"])
     assert found["largest"] >= 2**25
     assert found["beyond"] <= 1.2 * found["largest"]

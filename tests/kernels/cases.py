@@ -8,7 +8,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,9 +44,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     # Masks and positions are static or traced.
     "given": ("known", "traced"),
 }  # fmt: skip
-
-# The number of rows in the ordinary suite, per kernel.
-ORDINARY = 260
 
 
 class Case(NamedTuple):
@@ -117,18 +114,20 @@ def _best(
     return [row[n] for n in range(len(columns))]
 
 
-def rows() -> Iterator[Case]:
-    """Return rows that cover all pairs, chosen greedily, then rows for all triples."""
-    return (Case(*row) for row in covering(FACTORS, (2, 3)))
+def pairs(**factors: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return rows that cover all pairs of values, for tests whose whole product would be long."""
+    return [*covering(factors, (2,))]
 
 
 @functools.cache
 def ordinary() -> list[Case]:
-    """Return the rows of the ordinary suite, which cover every pair of values."""
-    return list(itertools.islice(rows(), ORDINARY))
+    """The rows of the ordinary suite: every pair of values, in as few as a greedy choice finds."""
+    return [Case(*row) for row in covering(FACTORS, (2,))]
 
 
 @functools.cache
 def grid() -> list[Case]:
     """Return the other rows. With the ordinary ones they cover every triple of values."""
-    return list(rows())[ORDINARY:]
+    # The greedy choice begins with the rows of the ordinary suite.
+    rows = covering(FACTORS, (2, 3))
+    return [Case(*row) for row in itertools.islice(rows, len(ordinary()), None)]

@@ -9,7 +9,7 @@ import pytest
 
 from flax_mha import Capture, MultiHeadAttention, dot_product_attention, masks, scores
 from flax_mha.kernels import observe
-from tests.kernels.cases import KERNELS
+from tests.kernels.cases import KERNELS, pairs
 from tests.kernels.oracle_check import B, H, N, arrays, table
 from tests.support import oracle
 
@@ -53,11 +53,12 @@ def close(actual, wanted, atol: float = 2e-5) -> None:
     np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, atol=atol)
 
 
+# All pairs of these occur, not their whole product.
+DEFINED = pairs(kernel=KERNELS, K=(4, 1), mask=(*MASKS,), extras=(*EXTRAS,))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("K", [4, 1])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("extras", EXTRAS)
+@pytest.mark.parametrize(("kernel", "K", "mask", "extras"), DEFINED)
 def test_captured_values_match_definitions(kernel: str, K: int, mask: str, extras: str) -> None:
     q, k, v, _ = arrays(T, S, K)
     call, known = ({name: ARRAYS.get(x, x) if isinstance(x, str) else x for name, x in d.items()}
@@ -141,30 +142,40 @@ def test_capture_in_blocks_matches_formula(name: str, monkeypatch: pytest.Monkey
     close(jax.jit(jax.grad(lambda q: slope(q)))(q), dq)
 
 
+# A length, and whether it is compiled.
+RUNS = {"short": (30, True), "eager": (30, False), "long": (600, True)}
+
+
+# All pairs of these occur, not their whole product.
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_capture_does_not_change_output(kernel: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "name"),
+    pairs(kernel=KERNELS, dtype=("float32", "bfloat16"), name=(*RUNS,)),
+)
+def test_capture_does_not_change_output(kernel: str, dtype: str, name: str) -> None:
     """Outputs and gradients are bitwise equal, compiled or not, long and short."""
-    for t, compiled in ((30, jax.jit), (30, lambda f: f), (600, jax.jit)):
-        q, k, v, cotangent = arrays(t, t, 2, dtype)
-        key = jax.random.key(0)
+    t, is_compiled = RUNS[name]
+    q, k, v, cotangent = arrays(t, t, 2, dtype)
+    key = jax.random.key(0)
 
-        def run(q, capture=None, k=k, v=v, cotangent=cotangent, key=key):
-            result = dot_product_attention(
-                q, k, v, mask=masks.Causal(), kernel=kernel, capture=capture,
-                dropout_rate=0.1, dropout_rng=key,
-            )  # fmt: skip
-            out, captured = result if capture else (result, {})
-            return jnp.sum(out * cotangent), (out, captured)
+    def run(q, capture=None):
+        result = dot_product_attention(
+            q, k, v, mask=masks.Causal(), kernel=kernel, capture=capture,
+            dropout_rate=0.1, dropout_rng=key,
+        )  # fmt: skip
+        out, captured = result if capture else (result, {})
+        return jnp.sum(out * cotangent), (out, captured)
 
-        (_, (plain, _)), plain_dq = compiled(jax.value_and_grad(run, has_aux=True))(q)
-        captured = functools.partial(run, capture=Capture(NAMES))
-        (_, (out, seen)), dq = compiled(jax.value_and_grad(captured, has_aux=True))(q)
-        np.testing.assert_array_equal(out, plain)
-        np.testing.assert_array_equal(dq, plain_dq)
-        assert seen["weights"].dtype == q.dtype
-        assert seen["entropy"].dtype == jnp.float32
+    def both(capture):
+        slope = jax.value_and_grad(functools.partial(run, capture=capture), has_aux=True)
+        return (jax.jit(slope) if is_compiled else slope)(q)
+
+    (_, (plain, _)), plain_dq = both(None)
+    (_, (out, seen)), dq = both(Capture(NAMES))
+    np.testing.assert_array_equal(out, plain)
+    np.testing.assert_array_equal(dq, plain_dq)
+    assert seen["weights"].dtype == q.dtype
+    assert seen["entropy"].dtype == jnp.float32
 
 
 @pytest.mark.slow

@@ -152,6 +152,11 @@ def test_cases_cover_all_combinations(strength: int, some: Any) -> None:
     assert not missing
 
 
+def test_interpreted_kernels_meet_every_value() -> None:
+    for n, (factor, values) in enumerate(cases.FACTORS.items()):
+        assert {case[n] for case in cases.ordinary()[::3]} == {*values}, factor
+
+
 def test_there_are_enough_cases() -> None:
     assert len(set(cases.ordinary())) * len(KERNELS) >= 500
     assert len(set(cases.grid())) * len(KERNELS) >= 2000

@@ -12,6 +12,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Prefix, Window
 from flax_mha.scores import SoftCap
 from tests.kernels import cudnn_model
+from tests.kernels.cases import pairs
 from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
@@ -67,10 +68,14 @@ def test_cudnn_sizes_match_oracle(nvidia, t: int, s: int) -> None:
         check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize("mask", ["none", "window", "lengths of queries", "empty windows"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("K", [2, 4])
+# All pairs of these occur, not their whole product.
+SUNK = pairs(
+    mask=("none", "window", "lengths of queries", "empty windows"), biased=(False, True), K=(2, 4)
+)
+
+
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize(("mask", "biased", "K"), SUNK)
 def test_cudnn_sinks_match_oracle(nvidia, mask: str, biased: bool, K: int) -> None:
     """Their share of the output, the lse with them, and their gradients."""
     learned = {"sinks": jnp.array([-100.0, -1.0, 0.5, 90.0])}
@@ -134,11 +139,15 @@ def test_cudnn_positions_match_oracle(nvidia, name: str) -> None:
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
 
 
-@pytest.mark.sampled(0.07)
-@pytest.mark.parametrize("mask", ["none", "causal window", "empty windows"])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("sunk", [False, True])
-@pytest.mark.parametrize("with_out", [False, True])
+# All pairs of these occur, not their whole product.
+ASKED = pairs(
+    mask=("none", "causal window", "empty windows"), biased=(False, True), sunk=(False, True),
+    with_out=(False, True),
+)  # fmt: skip
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize(("mask", "biased", "sunk", "with_out"), ASKED)
 def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with_out: bool) -> None:
     """Alone, and together with the output's."""
     *qkv, cotangent = arrays(T, S, 2, "bfloat16")
@@ -183,9 +192,7 @@ def test_lse_costs_a_pass_only_if_differentiated(nvidia, monkeypatch, asked) -> 
     assert len(calls) == 1 + asked
 
 
-@pytest.mark.sampled(0.33)
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
+def test_masked_pairs_do_not_leak(nvidia) -> None:
     """NaN and infinities in masked pairs change neither outputs nor gradients."""
     q, k, v, cotangent = arrays(T, S, 2, "bfloat16")
     mask = Causal() & Window(5) & Lengths(jnp.array([30, 30]), jnp.array([35, 35]))
@@ -196,10 +203,11 @@ def test_masked_pairs_do_not_leak(nvidia, poison: float) -> None:
         return *results, *pull((cotangent, jnp.ones((B, N, T))))
 
     clean = both(q, k, v)
-    bad = k.at[:, 30:].set(poison), v.at[:, 30:].set(poison)
-    for got, want in zip(both(q.at[:, 35:].set(poison), *bad), clean, strict=True):
-        np.testing.assert_array_equal(got, want)
-        assert not np.isnan(want).any()
+    for poison in (np.nan, np.inf, -np.inf):
+        bad = k.at[:, 30:].set(poison), v.at[:, 30:].set(poison)
+        for got, want in zip(both(q.at[:, 35:].set(poison), *bad), clean, strict=True):
+            np.testing.assert_array_equal(got, want)
+            assert not np.isnan(want).any()
 
 
 @pytest.mark.sampled(0.07)

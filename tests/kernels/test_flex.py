@@ -14,10 +14,7 @@ from flax_mha import dot_product_attention, sharding
 from flax_mha.kernels import flex
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
-from tests.kernels import cases
-from tests.kernels.cases import Case
-from tests.kernels.problems import SINKS, problem_of
-from tests.kernels.test_contract import bounds, errors, run
+from tests.kernels.problems import SINKS
 from tests.support import oracle
 
 B, T, S, N, K, H = 2, 130, 200, 4, 2, 8
@@ -25,44 +22,6 @@ RNG = np.random.default_rng(3)
 IDS = np.sort(RNG.integers(0, 3, (B, S)))
 PACKED = Causal() & Segments(jnp.asarray(IDS[:, :T]), jnp.asarray(IDS))
 DROPOUT = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)}
-# The number of cases: few, because each compiles up to six kernels.
-SAMPLE = 17
-
-
-@functools.cache
-def sample() -> list[Case]:
-    """Return the ordinary cases that cover the most values, then the most pairs of them."""
-    possible = [case for case in cases.ordinary() if case.dtype != "float16"]
-    chosen: list[Case] = []
-    covered: set[Any] = set()
-
-    def gain(case: Case) -> tuple[int, ...]:
-        # Each T5 bucket is a selection, so these cases compile slowly.
-        slow = case.score in ("t5", "all_scores") and case.score in {x.score for x in chosen}
-        return -slow, *(len({*cases.tuples_of(case, n)} - covered) for n in (1, 2))
-
-    while len(chosen) < SAMPLE:
-        chosen.append(max(possible, key=gain))
-        covered.update(x for n in (1, 2) for x in cases.tuples_of(chosen[-1], n))
-    return chosen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sample(), ids=str)
-def test_flex_matches_oracle(tpu, case: Case) -> None:
-    problem = problem_of(case)
-    found = errors(problem, run("flex", problem, case.given == "traced"))
-    allowed = bounds(problem)
-    if case.dtype == "bfloat16":
-        # δ is computed from a rounded output.
-        gradients = allowed.keys() - {"out", "lse"}
-        allowed |= {name: max(allowed[name], 2**-6) for name in gradients}
-    assert not {name: x for name, x in found.items() if not x <= allowed[name]}
-
-
-def test_sample_has_every_value_of_each_factor() -> None:
-    for n, (factor, values) in enumerate(cases.FACTORS.items()):
-        assert {case[n] for case in sample()} >= {*values} - {"float16"}, factor
 
 
 def arrays(dtype: str = "float32", b: int = B) -> list[jax.Array]:

@@ -4,7 +4,8 @@ The module is a stack of two blocks. Compared are the outputs of all real tokens
 of parameters and inputs along one direction with the difference quotient of the float64 model.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -33,7 +34,7 @@ ERROR = {"float32": 5e-6, "bfloat16": 3e-2}
 
 FACTORS = {
     "part": tuple(PARTS),
-    "mode": ("whole", "Auto", "Explicit", "steps"),
+    "mode": ("whole", "mesh", "steps"),
     "heads": ("each", "gqa"),
     "rotary": ("still", "rotary"),
     "window": ("unbounded", "window"),
@@ -153,7 +154,23 @@ def trained(
     return out, [np.arange(n) for n in filled], (slope, size)
 
 
-PAIRS = [Pair(*row) for row in covering(FACTORS, (2,))]
+def on_either_mesh(pairs: Iterable[Pair]) -> Iterator[Pair]:
+    """Make every other mesh Explicit: each part is on one of them, not on both."""
+    kinds = itertools.cycle(("Auto", "Explicit"))
+    for pair in pairs:
+        yield pair._replace(mode=next(kinds)) if pair.mode == "mesh" else pair
+
+
+PAIRS = [*on_either_mesh(Pair(*row) for row in covering(FACTORS, (2,)))]
+
+
+def test_meshes_of_either_kind_meet_everything_else() -> None:
+    """Every value but those of parts, which are many."""
+    for kind in ("Auto", "Explicit"):
+        rows = [pair for pair in PAIRS if pair.mode == kind]
+        for n, (factor, values) in enumerate(FACTORS.items()):
+            if factor not in ("part", "mode"):
+                assert {row[n] for row in rows} == {*values}, (kind, factor)
 
 
 @jax.numpy_dtype_promotion("standard")

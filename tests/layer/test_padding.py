@@ -78,12 +78,9 @@ def filled(x: np.ndarray, real: np.ndarray, padding: float, dtype: str) -> jax.A
     return jnp.where(real, jnp.asarray(x, dtype), jnp.asarray(padding, dtype))
 
 
-QUICK = ("self", "block", "decoder block", "classifier")
-CALLS = [
-    pytest.param(name, dtype, marks=() if name in QUICK and fast else pytest.mark.slow)
-    for name in MODULES
-    for dtype, fast in (("float32", True), ("bfloat16", False))
-]
+# In bfloat16 those that the others are part of.
+HALF = ("ordered", "decoder", "classifier", "language model")
+CALLS = [(name, "float32") for name in MODULES] + [(name, "bfloat16") for name in HALF]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mha import Encoder, EncoderBlock, MultiHeadAttention, masks, sharding
 from flax_mha.positions import Rotary
+from tests.kernels.cases import pairs
 from tests.support.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, MIXED, X, changed, on
 from tests.support.oracle import error
 
@@ -126,11 +127,15 @@ def test_partly_manual_axes_trace(case: str, check_vma: bool, inside: bool) -> N
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, (params, X))
 
 
+# All pairs of these occur; their whole product is traced above.
+BY_HAND = pairs(
+    case=(*PARTLY,), check_vma=(False, True), inside=(False, True),
+    kernel=("reference", "blockwise"),
+)  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("case", PARTLY)
+@pytest.mark.parametrize(("case", "check_vma", "inside", "kernel"), BY_HAND)
 def test_partly_manual_axes_match_one_device(
     case: str, check_vma: bool, inside: bool, kernel: str
 ) -> None:
