@@ -1,5 +1,6 @@
 """The changes shown in docs/architecture.md apply, are short, and work."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -34,37 +35,39 @@ import flax_mha.nnx
 from flax_mha.variants import NormedValuesAttention
 x = qkv[0].reshape(2, T, 8)
 layer = NormedValuesAttention(2, mask=masks.Causal())
-params = layer.init(jax.random.key(0), x)["params"]
+params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
 params["value_ln"]["scale"] = jnp.array([0.5, 2.0, 1.0, 3.0])
-want = layer.apply({"params": params}, x)
+apply = jax.jit(lambda params: layer.apply({"params": params}, x))
+want = apply(params)
 unscaled = params | {"value_ln": {"scale": jnp.ones(4)}}
-assert np.abs(want - layer.apply({"params": unscaled}, x)).max() > 0.01
+assert np.abs(want - apply(unscaled)).max() > 0.01
 ours = flax_mha.nnx.NormedValuesAttention(2, 8, mask=masks.Causal(), rngs=nnx.Rngs(0))
-nnx.update(ours, nnx.State(params))
-np.testing.assert_array_equal(ours(x), want)
+graph = nnx.graphdef(ours)
+found = jax.jit(lambda params: nnx.merge(graph, nnx.State(params))(x))(params)
+np.testing.assert_array_equal(found, want)
 """,
     "option": """
 from flax import nnx
 import flax_mha.nnx
 x = qkv[0].reshape(2, T, 8)
 layer = flax_mha.MultiHeadAttention(2, value_scale=3.0, use_bias=False)
-variables = layer.init(jax.random.key(0), x)
-out, plain = (layer.clone(value_scale=s).apply(variables, x) for s in (3.0, 1.0))
+variables = jax.jit(layer.init)(jax.random.key(0), x)
+out, plain = (jax.jit(layer.clone(value_scale=s).apply)(variables, x) for s in (3.0, 1.0))
 np.testing.assert_allclose(out, 3 * plain, rtol=1e-5, atol=1e-6)
 ours = flax_mha.nnx.MultiHeadAttention(2, 8, value_scale=3.0, use_bias=False, rngs=nnx.Rngs(0))
 nnx.update(ours, nnx.State(variables["params"]))
-np.testing.assert_array_equal(ours(x), out)
+np.testing.assert_allclose(ours(x), out, rtol=1e-6, atol=1e-6)
 """,
     "layer": """
 from flax_mha import plain
 from flax_mha.layer import core
 params = plain.init(jax.random.key(0), 8, 2)
 x = qkv[0].reshape(2, T, 8)
-out = plain.apply(params, x, core.Settings(), mask=masks.Causal())
+out = jax.jit(lambda x: plain.apply(params, x, core.Settings(), mask=masks.Causal()))(x)
 tree = {name: {"kernel": p} for name, p in params.items()}
 tree["out"]["kernel"] = jnp.moveaxis(params["out"], 0, -1)
 layer = flax_mha.MultiHeadAttention(2, use_bias=False)
-want = layer.apply({"params": tree}, x, mask=masks.Causal())
+want = jax.jit(lambda x: layer.apply({"params": tree}, x, mask=masks.Causal()))(x)
 np.testing.assert_allclose(out, want, atol=1e-6)
 """,
 }
@@ -73,7 +76,7 @@ import jax, jax.numpy as jnp, numpy as np
 import flax_mha
 from flax_mha import masks
 T = 300
-qkv = [jax.random.normal(jax.random.key(i), (2, T, 2, 4)) for i in range(3)]
+qkv = np.random.default_rng(0).normal(size=(3, 2, T, 2, 4)).astype(np.float32)
 
 def same(call=None, *args, **fixed):
     def pull(kernel):
@@ -81,17 +84,49 @@ def same(call=None, *args, **fixed):
             given = call(*args) if call else fixed
             out = flax_mha.dot_product_attention(*qkv, kernel=kernel, **given)
             return jnp.sin(out).sum()
-        return jax.value_and_grad(loss, tuple(range(len(args))))(*args) if args else loss()
+        pulled = jax.value_and_grad(loss, tuple(range(len(args)))) if args else loss
+        return jax.jit(pulled)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3),
                  pull("blockwise"), pull("reference"))
 """
 
 
+# Run each case in a fork that has imported everything but this package.
+FORKS = """
+import os, sys, traceback
+import jax, numpy
+from flax import linen, nnx
+
+failed = []
+for name, folder, code in CASES:
+    if not (child := os.fork()):
+        sys.path.insert(0, folder)
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(f"failed: {failed}" if failed else 0)
+"""
+
+
+def test_documented_changes_are_short() -> None:
+    assert len(DIFFS) == len(TRIED)
+    assert all(diff.count("\n") <= 60 for diff in DIFFS)
+
+
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git, to apply a diff")
-@pytest.mark.parametrize(("name", "diff"), [*zip(TRIED, DIFFS, strict=True)], ids=list(TRIED))
-def test_documented_change_applies_and_works(name: str, diff: str, tmp_path: Path) -> None:
-    assert diff.count("\n") <= 60
-    shutil.copytree(ROOT / "flax_mha", tmp_path / "flax_mha")
-    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
-    code = f"{BEFORE}\n{TRIED[name]}\nassert flax_mha.__file__.startswith({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+def test_documented_changes_apply_and_work(tmp_path: Path) -> None:
+    cases = []
+    for (name, tried), diff in zip(TRIED.items(), DIFFS, strict=True):
+        folder = tmp_path / name
+        shutil.copytree(ROOT / "flax_mha", folder / "flax_mha")
+        subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=folder, check=True)
+        code = f"{BEFORE}\n{tried}\nassert flax_mha.__file__.startswith({str(folder)!r})"
+        cases.append((name, str(folder), code))
+    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    code = f"CASES = {cases!r}\n{FORKS}"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=True)

@@ -2,9 +2,10 @@
 
 import ast
 import contextlib
+import functools
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,24 @@ def _drawn() -> Iterator[None]:
 
         return jax.tree.map(fill, shapes)
 
+    calls = nn.Module.apply, nn.Module.init_with_output
     nn.Module.init = draw
+    nn.Module.apply, nn.Module.init_with_output = map(_as_one_program, calls)
     try:
         yield
     finally:
         nn.Module.init = init
+        nn.Module.apply, nn.Module.init_with_output = calls
+
+
+def _as_one_program(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def traced(module: nn.Module, first: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((first, args, kwargs))):
+            return call(module, first, *args, **kwargs)
+        return jax.jit(lambda first: call(module, first, *args, **kwargs))(first)
+
+    return traced
 
 
 def _lacks(code: str) -> bool:
