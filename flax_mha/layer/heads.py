@@ -140,7 +140,6 @@ def rotate(
                 "set it to positions.Rotary(), or drop positions"
             )
         return q, k
-    check_rotation(rotation)
     if positions is None and isinstance(rotation, Axial):
         # Inside `jit` q_pos and k_pos are traced, but T tokens need T places wherever they start.
         for x in (q, k):

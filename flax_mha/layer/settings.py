@@ -16,7 +16,6 @@ from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.observe import as_capture
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
@@ -158,7 +157,6 @@ def captured(
 
     An `attention_fn` sows weights by itself, and refuses the rest.
     """
-    capture = as_capture(capture)
     if attention_fn is not None:
         return capture
     if not listened:
