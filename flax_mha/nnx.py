@@ -70,21 +70,9 @@ class Projection(nnx.LinearGeneral):
         )  # fmt: skip
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class _Sizes:
-    """The positional arguments of Flax's layer, in its order."""
-
-    num_heads: int
-    in_features: int
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
-    in_kv_features: int | None = None
-
-
 @described_as(linen.MultiHeadAttention)
 @dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, _Sizes, nnx.Module):
+class MultiHeadAttention(Attention, nnx.Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
@@ -361,7 +349,8 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             value: jax.Array = getattr(self, name).get_value()
             return value
 
-        return learned(self.scores, self.num_heads, self.sizes(self.in_features)[2], read)
+        head_dim: Any = self.head_dim
+        return learned(self.scores, self.num_heads, head_dim, read)
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""

@@ -28,11 +28,11 @@ class Differential(Attention):
     norm_epsilon: float = 1e-5
 
     def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        self: Any, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
         common.check_inputs("differential attention", x_q, x_k, x_v)
-        _, K, _, _ = self.sizes(x_q.shape[-1])
+        K = self.num_kv_heads or self.num_heads
         heads = core.project_heads(p, self, x_q, x_q, x_q, call, cache)
         v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
 

@@ -40,10 +40,11 @@ class Latent(Attention):
     ) -> core.Output:  # fmt: skip
         common.check_inputs("latent attention", x_q, x_k, x_v)
         without_vectors("latent attention", call.scores)
-        (_, _, H, _), R = self.sizes(x_q.shape[-1]), self.rope_dim
         order = core.check_order(call.order, cache is None, x_q.shape[-2])
         x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
         q = p["query"](x if self.q_rank is None else p["query_norm"](p["query_down"](x)))
+        R = self.rope_dim
+        H = q.shape[-1] - R
         kv = p["kv_down"](x)
         latent = p["kv_norm"](kv[..., : self.kv_rank])
         q_rope, r = turn(

@@ -26,16 +26,16 @@ class TalkingHeads(Attention):
     """Talking-heads attention, see `TalkingHeadsAttention`."""
 
     def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
+        self: Any, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
         without_vectors("talking-heads attention", call.scores)
         if isinstance(cache, Shared):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
-        _, K, H, _ = self.sizes(x_q.shape[-1])
-        if self.scale is None:  # Not of queries that are longer.
-            call = dataclasses.replace(call, scale=H**-0.5)
+        K = self.num_kv_heads or self.num_heads
+        if self.scale is None:  # Mixed queries are longer.
+            call = dataclasses.replace(call, scale=heads.q.shape[-1] ** -0.5)
         mix = functools.partial(_mixed_queries, K, self.precision)
         q = _gathered(mix, heads.q, p["mix_scores"])
         k, v = (
