@@ -27,7 +27,7 @@ from flax_mha.layer.settings import (
 )
 from flax_mha.scores import ScoreMod, as_scores
 
-# One function for equal values, so that the definitions of equal layers of nnx are equal.
+# One function for equal values, so that equal nnx layers have equal definitions.
 _constant = functools.cache(nn.initializers.constant)
 _OF_CALL = {field.name for field in dataclasses.fields(Call)}
 
@@ -36,8 +36,8 @@ _OF_CALL = {field.name for field in dataclasses.fields(Call)}
 class Attention(Fields):
     """A kind of attention: fields, a table of parameters, and a function of arrays.
 
-    The layers of both libraries inherit from it. They make the parameters by going through `table`,
-    and call `compute` with them; another kind defines both anew.
+    The layers of linen and nnx inherit from it. They make the parameters that `table` lists, and
+    call `compute` with them. Another kind of attention overrides both.
     """
 
     if not TYPE_CHECKING:  # Type checkers and editors show the fields.
@@ -128,12 +128,12 @@ class Attention(Fields):
     def to_heads(
         self: Any, name: str, features: int, heads: shapes.Shape, axis: str = "heads"
     ) -> LinearEntry:
-        """Return the entry of a projection [D] to [N, H], whose axis of heads has that name."""
+        """Return the entry of a projection [D] to [N, H]; `axis` names the axis of heads."""
         names = ("embed", axis, "head_dim")
         return LinearEntry((features,), heads, names, has_bias(self.use_bias, name))
 
     def out_table(self: Any, N: int, Hv: int, D: int) -> Table:
-        """Return the output projection from heads [N, Hv], if there is one."""
+        """Return the table of the output projection from heads [N, Hv]."""
         checks.optional(out_features=self.out_features)
         if not self.project_out:
             return {}
@@ -143,7 +143,7 @@ class Attention(Fields):
         return {"out": LinearEntry((N, Hv), features, names, biased, rows, is_out=True)}
 
     def score_table(self: Any, H: int) -> Table:
-        """Return sinks and scales of the scores, if they are learned."""
+        """Return the table of learned sinks and scales of the scores."""
         entries: Table = {}
         if self.sinks:
             entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS, is_random=False)
