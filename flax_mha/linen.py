@@ -204,10 +204,7 @@ class MultiHeadAttention(Attention, nn.Module):
         if isinstance(entry, ArrayEntry):
             init = sharding.named(entry.init, entry.names, self.partitioned)
             return self.param(name, init, entry.shape, self.param_dtype)
-        kernel_init, bias_init = self.kernel_init, self.bias_init
-        if entry.is_out:
-            kernel_init = self.out_kernel_init or kernel_init
-            bias_init = self.out_bias_init or bias_init
+        kernel_init, bias_init = self.initializers(entry)
         return Projection(
             entry.features, entry.names, len(entry.inputs), entry.rows, kernel_init,
             bias_init if entry.has_bias else None, self.dtype, self.param_dtype, self.precision,

@@ -180,19 +180,13 @@ class MultiHeadAttention(Attention, nnx.Module):
         kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
         self.rngs = kept  # type: ignore[attr-defined]
 
-    def _projection(
-        self, entry: LinearEntry, rngs: nnx.Rngs, kernel_metadata: Mapping[str, Any],
-        bias_metadata: Mapping[str, Any],
-    ) -> Projection:  # fmt: skip
-        kernel_init, bias_init = self.kernel_init, self.bias_init
-        if entry.is_out:
-            kernel_init = self.out_kernel_init or kernel_init
-            bias_init = self.out_bias_init or bias_init
+    def _projection(self, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Any) -> Projection:
+        kernel_init, bias_init = self.initializers(entry)
         projection = Projection(
             entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
             use_bias=entry.has_bias, dtype=self.dtype, param_dtype=self.param_dtype,
             precision=self.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-            kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
+            kernel_metadata=metadata[0], bias_metadata=metadata[1],
         )  # fmt: skip
         projection.names, projection.rows = entry.names, entry.rows
         return projection

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
+from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_renamed
@@ -97,7 +98,7 @@ class Attention(Fields):
         return Call(**named)
 
     def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
-        """Return N, K, H and Hv, for inputs_q of that width."""
+        """Return N, K, H and Hv, for inputs_q with `features` features."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features, self.head_dim,
             self.v_head_dim,
@@ -128,7 +129,7 @@ class Attention(Fields):
     def to_heads(
         self: Any, name: str, features: int, heads: shapes.Shape, axis: str = "heads"
     ) -> LinearEntry:
-        """Return the entry of a projection [D] to [N, H]; `axis` names the axis of heads."""
+        """Return the entry of a projection [D] to heads [N, H]."""
         names = ("embed", axis, "head_dim")
         return LinearEntry((features,), heads, names, has_bias(self.use_bias, name))
 
@@ -153,6 +154,12 @@ class Attention(Fields):
                 (self.num_heads,), ("heads",), init, is_random=False
             )
         return entries
+
+    def initializers(self, entry: LinearEntry) -> tuple[Initializer, Initializer]:
+        """Return the initializers of an entry's kernel and bias."""
+        if not entry.is_out:
+            return self.kernel_init, self.bias_init
+        return self.out_kernel_init or self.kernel_init, self.out_bias_init or self.bias_init
 
     def compute(
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
