@@ -1,4 +1,3 @@
-# Over 300 lines: half of them describe fields and arguments.
 """The linen layers: they make parameters, hold caches, and call the functions of `layer`."""
 
 import dataclasses
@@ -183,7 +182,7 @@ class MultiHeadAttention(Attention, nn.Module):
                 inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
             inputs = (inputs_q, inputs_k, inputs_v)
             table = self.checked_table(*(0 if x is None else x.shape[-1] for x in inputs))
-            call = self.make_call(
+            call = self._make_call(
                 options, with_parameters(self, self.scores, self, inputs_q.shape[-1]),
                 self._dropout_rng(options), self.is_mutable_collection("intermediates"),
                 return_weights,

@@ -255,7 +255,7 @@ class MultiHeadAttention(Attention, nnx.Module):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         is_captured = hasattr(self, "__captures__")
-        call = self.make_call(
+        call = self._make_call(
             options, self._learned(), self._dropout_rng(options), is_captured, return_weights
         )
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)

@@ -25,27 +25,15 @@ Function = Callable[..., Any]
 
 
 def attention_fn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: masks.MaskLike | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Dtype | None = None,
-    precision: PrecisionLike = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Function | None = None,
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Dtype | None = None, precision: PrecisionLike = None, module: Any = None,
+    force_fp32_for_softmax: bool = False, einsum_dot_general: Function | None = None,
     qk_attn_weights_einsum: Function | None = None,
-    attn_weights_value_einsum: Function | None = None,
-    *,
-    promote_dtype: Function | None = None,
-    is_causal: bool = False,
-    **call: Any,
-) -> jax.Array:
+    attn_weights_value_einsum: Function | None = None, *, promote_dtype: Function | None = None,
+    is_causal: bool = False, **call: Any,
+) -> jax.Array:  # fmt: skip
     """Compute `dot_product_attention`, with the signature that Flax's layers expect.
 
     Args:
@@ -101,25 +89,14 @@ def attention_fn(
 
 @described_as(attention_fn)
 def dot_product_attention_weights(  # noqa: D417
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None = None,
-    mask: masks.MaskLike | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Dtype | None = None,
-    precision: PrecisionLike = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Function | None = None,
-    einsum: Function | None = None,
-    *,
-    is_causal: bool = False,
-    **call: Any,
-) -> jax.Array:
-    """Return the weights of attention, with the signature of Flax's function of that name.
+    query: jax.Array, key: jax.Array, bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Dtype | None = None, precision: PrecisionLike = None, module: Any = None,
+    force_fp32_for_softmax: bool = False, einsum_dot_general: Function | None = None,
+    einsum: Function | None = None, *, is_causal: bool = False, **call: Any,
+) -> jax.Array:  # fmt: skip
+    """Return the weights of attention, with the signature of the function in Flax.
 
         weights = dropout(softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows))
 
@@ -141,7 +118,7 @@ def dot_product_attention_weights(  # noqa: D417
     _refuse(remedy, einsum_dot_general=einsum_dot_general, einsum=einsum)
     query, key = _promote(None, dtype, query=query, key=key)
     call |= {"mask": masks.combine(masks.Causal(), mask) if is_causal else mask, "bias": bias}
-    values = jnp.zeros_like(key[..., :1])  # The output is not used.
+    values = jnp.zeros_like(key[..., :1])  # Not used.
     weights: jax.Array = dot_product_attention(
         query, key, values, precision=precision, return_weights=True, **call
     )[1]

@@ -100,7 +100,20 @@ def turn(
     rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return queries and keys, rotated by the positions of their tokens."""
+    """Return queries and keys, rotated by `positions` (of both, or a pair), or by their places.
+
+    The keys are None where a cache holds them, rotated.
+
+    Raises:
+      ValueError: if positions are given without a rotation, or an image grid has too few places.
+    """
+    if rotary is None:
+        if positions is not None:
+            raise ValueError(
+                "positions say where `rotary` turns queries and keys, and rotary is None; "
+                "set it to positions.Rotary(), or drop positions"
+            )
+        return q, k
     q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = k_pos = jnp.asarray(order)
@@ -108,37 +121,16 @@ def turn(
         q_pos = k_pos = cache.next_positions(q.shape[-3])
     if isinstance(cache, Extended):
         q_pos = cache.q_positions
-    return rotate(rotary, q, k, positions, q_pos, k_pos)
-
-
-def rotate(
-    rotation: Rotation | None, q: jax.Array, k: jax.Array | None,
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None, q_pos: jax.Array, k_pos: jax.Array,
-) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
-    """Return queries and keys rotated by `positions` (of both, or a pair), or by q_pos and k_pos.
-
-    The keys are None where a cache holds them, rotated.
-
-    Raises:
-      ValueError: if positions are given without a rotation, or an image grid has too few places.
-    """
-    if rotation is None:
-        if positions is not None:
-            raise ValueError(
-                "positions say where `rotary` turns queries and keys, and rotary is None; "
-                "set it to positions.Rotary(), or drop positions"
-            )
-        return q, k
-    if positions is None and isinstance(rotation, Axial):
-        # Inside `jit` q_pos and k_pos are traced, but T tokens need T places wherever they start.
+    if positions is None and isinstance(rotary, Axial):
+        # Positions may be traced, but T tokens need T places from any start.
         for x in (q, k):
-            rotation.check(np.arange(0 if x is None else x.shape[-3]))
+            rotary.check(np.arange(0 if x is None else x.shape[-3]))
     if isinstance(positions, tuple) and len(positions) == 2:
         q_pos, k_pos = positions
     elif positions is not None:
         k_pos = positions if q_pos.shape[-1] == k_pos.shape[-1] else k_pos
         q_pos = positions
-    return _turned(rotation, q, q_pos), None if k is None else _turned(rotation, k, k_pos)
+    return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
 
 
 def check_rotation(rotation: Any) -> None:
@@ -147,7 +139,7 @@ def check_rotation(rotation: Any) -> None:
     checks.function("rotary", rotation, "(x, positions) -> x", remedy, 2)
 
 
-def _turned(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
+def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
     """Return queries or keys after a rotation, perhaps a user-defined one."""
     y = rotation(x, positions)
     if getattr(y, "shape", None) != x.shape:

@@ -74,7 +74,8 @@ class Attention(Fields):
             tables.append(self.table(D, Dk, Dv))
         return tables[0]
 
-    def make_call(
+    # Not public, or `nnx.tabulate` would take it for a call.
+    def _make_call(
         self, options: Mapping[str, Any], scores: tuple[ScoreMod, ...],
         dropout_rng: jax.Array | None, is_captured: bool, return_weights: bool,
     ) -> Call:  # fmt: skip

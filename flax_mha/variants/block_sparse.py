@@ -169,9 +169,9 @@ class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
 
     A query never chooses a fully masked block. Parameters, fields and arguments are as in
     `MultiHeadAttention`, without cross-attention, `order`, `attention_fn` and a cache with a
-    window. The choice takes no gradient: queries learn to find a block as they learn to find keys in it.
-    Neighboring queries are computed together, which saves time where they choose the same blocks,
-    as in one `query_block`.
+    window. The choice takes no gradient: queries learn to find a block as they learn to find keys
+    in it. Neighboring queries are computed together, which saves time where they choose the same
+    blocks, as in one `query_block`.
 
     Attributes:
       block: the number of keys in a block.

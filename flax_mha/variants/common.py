@@ -13,14 +13,7 @@ from flax_mha.masks.base import Mask, evaluate, resolve
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
-    """Check that fields which a layer lacks are not set.
-
-    Args:
-      what: the name of the layer, for errors.
-      layer: the layer.
-      absent: the names of the fields.
-      learns_scale: True if `scale` may be learned.
-    """
+    """Check that the fields `absent` are not set, and `scale` is not learned unless it may be."""
     if isinstance(layer.scale, str) and not learns_scale:
         raise ValueError(f"{what} has a number for scale, got {layer.scale!r}; give one")
     for name in absent:
