@@ -1,4 +1,4 @@
-"""Arguments and fields that do not exist: the new names of old ones, and which there are."""
+"""Arguments: refused names, and signatures and docstrings that show all names."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ Described = TypeVar("Described", bound=Any)
 # The description of one argument in a docstring: the name, and the text with its further lines.
 _ENTRY = re.compile(r"^  \**(\w+): (.*(?:\n    .*)*)", re.MULTILINE)
 
-# Names of 0.2, and how to write them now.
+# The names of 0.2, and their replacements.
 _RENAMED = {
     "cache_dtype": "cache=CacheConfig(dtype)",
     "cache_window": "cache=CacheConfig(slots=tokens)",
@@ -22,22 +22,14 @@ _RENAMED = {
 
 
 def check_renamed(owner: str, names: Iterable[str]) -> None:
-    """Refuse names of earlier releases.
-
-    Raises:
-      TypeError: that says the new name.
-    """
+    """Refuse names of earlier releases, with the new name in the error."""
     for name in names:
         if name in _RENAMED:
             raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
 
 
 def check_known(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have.
-
-    Raises:
-      TypeError: that says the new name of an old one, or which there are.
-    """
+    """Refuse arguments that a function does not have, with its arguments in the error."""
     check_renamed(owner, names)
     for name in names:
         if name not in known:
@@ -60,7 +52,7 @@ def with_options(options: Any, defaults: Any) -> Callable[[Function], Function]:
 
     Args:
       options: the TypedDict.
-      defaults: an object with defaults as attributes; others are False for a bool, else None.
+      defaults: an object with defaults as attributes; other defaults are False for a bool, or None.
     """
 
     def parameter(name: str, kind: Any) -> inspect.Parameter:
@@ -84,21 +76,18 @@ def _with(keywords: Iterable[inspect.Parameter]) -> Callable[[Function], Functio
 
 
 class InitSignature:
-    """The signature of a class as its `__init__` has it, where the metaclass hides that one."""
+    """A descriptor for `__signature__`: the signature of `__init__`, if a metaclass hides it."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         if instance is not None:
-            raise AttributeError("__signature__")  # An instance is called otherwise.
+            raise AttributeError("__signature__")  # An instance has that of `__call__`.
         signature = inspect.signature(owner.__init__)  # type: ignore[misc]
         _, *parameters = signature.parameters.values()
         return inspect.Signature(parameters)
 
 
 def described_as(other: Any) -> Callable[[Described], Described]:
-    """Take descriptions of arguments that a docstring lacks from that of another function or class.
-
-    The section of arguments has them in the order of the signature.
-    """
+    """Add descriptions of arguments that a docstring lacks, from another function or class."""
 
     def decorate(function: Described) -> Described:
         doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
