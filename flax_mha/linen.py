@@ -1,9 +1,8 @@
-# Over 300 lines: half of them say what the fields and arguments mean.
-"""The linen layer: its fields, its parameters, and a call of the core."""
+"""The linen layers: they make parameters, hold caches, and call the functions of `layer`."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import flax.linen as nn
 import jax
@@ -11,22 +10,21 @@ from flax.typing import Initializer
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
-from flax_mha.base.arguments import check_renamed
-from flax_mha.base.coordinates import Array
+from flax_mha.base.arguments import check_known, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import Memory, as_cache_config, collection, sources
-from flax_mha.cache.sources import Given, Shared
+from flax_mha.cache.sources import Shared
 from flax_mha.layer import core
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
-from flax_mha.layer.settings import Call, CallOptions, captured
+from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
-from flax_mha.scores import INIT, ScoreMod, as_scores, learned
+from flax_mha.scores import INIT, ScoreMod, learned
 from flax_mha.sharding import rules
 
 
 class LayerOptions(CallOptions, total=False):
-    """The arguments of a layer's call that do not change what it returns, for type checkers."""
+    """The arguments of a linen layer's call, beside the inputs and `return_…`."""
 
     dropout_rng: jax.Array | None
 
@@ -42,56 +40,57 @@ class MultiHeadAttention(Attention, nn.Module):
     `flax_mha.shapes` for the letters.
 
     Attributes:
-      num_heads: N.
-      dtype: of the computation (default: promoted from inputs and parameters). The softmax is
-        computed in float32 at least.
-      param_dtype: of the parameters.
-      qkv_features: N·H (default: the features of inputs_q).
-      out_features: D_out (default: the features of inputs_q).
-      broadcast_dropout: one dropout pattern for all rows of the batch and heads (Flax's default
-        is True).
-      dropout_rate: of the attention weights.
-      deterministic: if True, no dropout; here or in the call.
-      precision: of the matrix products, see `jax.lax.Precision`.
-      kernel_init: initializer of the projections.
-      out_kernel_init: of the output projection (default: kernel_init).
-      bias_init: of the biases.
-      out_bias_init: of the output projection's bias (default: bias_init).
-      use_bias: whether the projections have biases, or the names of those that do, such as
+      num_heads: the number of query heads, N.
+      dtype: the dtype of the computation (default: promoted from inputs and parameters). The
+        softmax is computed in float32 at least.
+      param_dtype: the dtype of the parameters.
+      qkv_features: the features of all query heads, N·H (default: the features of inputs_q).
+      out_features: the features of the output, D_out (default: the features of inputs_q).
+      broadcast_dropout: True for one dropout pattern for all examples and heads (Flax's default).
+      dropout_rate: the dropout rate of the attention weights.
+      deterministic: True for no dropout; may be given in the call instead.
+      precision: the precision of the matrix products, a `jax.lax.Precision`.
+      kernel_init: the initializer of the projections' kernels.
+      out_kernel_init: the initializer of the output projection's kernel (default: kernel_init).
+      bias_init: the initializer of the biases.
+      out_bias_init: the initializer of the output projection's bias (default: bias_init).
+      use_bias: True if the projections have biases, or the names of those that do, such as
         ("query", "value", "out").
       attention_fn: a function with the signature of `nn.dot_product_attention`, which computes
-        attention instead of the kernels, with its own answer for queries that see nothing. It is
-        called as Flax's layer calls it; keys and values of groups are repeated to N heads, and
-        masks given as one table. What it has no parameter for is an error (default: the kernels).
-      force_fp32_for_softmax: for `attention_fn`; the kernels' softmax is in float32 anyhow, and
-        weights that are sown are in the compute dtype either way.
-      decode: keep keys and values in the `cache` collection (see `flax_mha.cache`). `init` with an
-        input of the full length makes room for that many tokens; each `apply` appends the tokens
-        it is given (one or more) and attends to all so far, each token to itself and those before.
-        Beyond the capacity the output is NaN. Cross-attention keeps the keys and values of
-        inputs_k, and attends to them again where none are given.
-      cache: how the cache holds them, such as `CacheConfig(dtype="int8")`.
-      normalize_qk: apply a LayerNorm without bias to queries and keys, per head (ViT-22B).
-      qk_norm: another norm of those, such as `QKNorm("rmsnorm")`.
-      gate: scale the heads' outputs by a sigmoid of a projection of inputs_q, `output_gate`: "head"
-        has one gate a head, "feature" one for each of its features (Qwen3-Next).
-      num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
-      head_dim: H, whatever the model's size (default: qkv_features / N).
-      v_head_dim: Hv (default: H).
-      project_out: if False, there is no output projection: the heads' outputs are concatenated.
-      kernel: which attention kernel runs, see `flax_mha.explain`.
-      mask: a mask that always holds, such as `masks.Causal()`.
-      scores: functions of the scores that always apply, such as `(scores.SoftCap(50.0),)`.
-      scale: of the scores (default: 1/√H); "learned" is one for each head, `score_scale`, which
-        starts there.
-      sinks: learn one more score a head, that takes weight in the softmax and gives nothing.
-      capture: what to sow into `intermediates` of each call, such as
-        `Capture(("weights", "entropy"))`, as `attention_weights`, `attention_entropy` and so on.
-        The output is the same to the bit.
-      rotary: turns queries and keys by their position, such as `positions.Rotary()`.
-      normalizer: how scores become weights: "softmax", "sigmoid" or "softpick", the last two by the
-        kernel `reference` alone; see `flax_mha.kernels.reference`.
-      partitioned: box the parameters with their logical axis names, as
+        attention instead of the kernels, fully masked queries included. It is called as Flax's
+        layer calls it: keys and values are repeated to N heads, and the mask is one array of
+        bools. An option that it has no parameter for is an error (default: the kernels).
+      force_fp32_for_softmax: an argument for `attention_fn`. The softmax of the kernels is always
+        in float32; sown weights are in the dtype of the computation.
+      decode: True to keep keys and values in the collection `cache` (see `flax_mha.cache`). `init`
+        with an input of the full length makes room for that many tokens. Each `apply` appends its
+        tokens (one or more), and each token attends to itself and those before. Beyond the
+        capacity the output is NaN. Cross-attention keeps the keys and values of inputs_k, and
+        attends to them again where none are given.
+      cache: the format of the cache, such as `CacheConfig(dtype="int8")`.
+      normalize_qk: True for a LayerNorm without bias on each head's queries and keys (ViT-22B).
+      qk_norm: another norm of queries and keys, such as `QKNorm("rmsnorm")`.
+      gate: "head" or "feature" to scale the heads' outputs by a sigmoid of a projection of
+        inputs_q, `output_gate`, with one number for each head, or for each of its features
+        (Qwen3-Next).
+      num_kv_heads: the number of key/value heads, K, each shared by N/K query heads (default: N).
+      head_dim: the features of a head, H (default: qkv_features / N).
+      v_head_dim: the features of a head's values, Hv (default: H).
+      project_out: False for no output projection: the heads' outputs are concatenated.
+      kernel: the name of the attention kernel, or "auto"; see `flax_mha.explain`.
+      mask: a mask for all calls, such as `masks.Causal()`.
+      scores: functions of the scores for all calls, such as `(scores.SoftCap(50.0),)`.
+      scale: the factor of the scores (default: 1/√H), or "learned" for one of each head,
+        `score_scale`, with that initial value.
+      sinks: True to learn one more score for each head, which takes weight in the softmax and adds
+        nothing to the output.
+      capture: internals of a call to sow as intermediates, such as
+        `Capture(("weights", "entropy"))`, under `attention_weights`, `attention_entropy` and so
+        on. The output is the same to the bit.
+      rotary: a rotation of queries and keys by their positions, such as `positions.Rotary()`.
+      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". The last
+        two need the kernel `reference`; see `flax_mha.kernels.reference`.
+      partitioned: True to box the parameters with their logical axis names, as
         `nn.with_logical_partitioning` does.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
@@ -105,124 +104,90 @@ class MultiHeadAttention(Attention, nn.Module):
     decode: bool = False
     partitioned: bool = False
 
-    def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Refuse the names that fields had in earlier releases."""
-        check_renamed(cls.__name__, fields)
-        return super().__new__(cls)
-
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[False] = ..., return_kv: Literal[False] = ...,
-        **options: Unpack[LayerOptions],
+        inputs_v: jax.Array | None = ..., *, return_weights: Literal[False] = ...,
+        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
     ) -> jax.Array: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[True], return_kv: Literal[False] = ...,
-        **options: Unpack[LayerOptions],
+        inputs_v: jax.Array | None = ..., *, return_weights: Literal[True],
+        return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
     ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[False] = ..., return_kv: Literal[True],
-        **options: Unpack[LayerOptions],
-    ) -> tuple[jax.Array, Shared]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: bool, return_kv: Literal[False] = ..., **options: Unpack[LayerOptions],
-    ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: bool = ..., return_kv: bool = ..., **options: Unpack[LayerOptions],
+        inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
+        return_kv: bool = ..., **options: Unpack[LayerOptions],
     ) -> Any: ...  # fmt: skip
+    @with_options(LayerOptions, Call)
     @nn.compact
     def __call__(
-        self,
-        inputs_q: jax.Array,
-        inputs_k: jax.Array | None = None,
-        inputs_v: jax.Array | None = None,
-        *,
-        mask: masks.MaskLike | None = None,
-        bias: jax.Array | None = None,
-        scores: Sequence[ScoreMod] = (),
-        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-        head_mask: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        order: Array | None = None,
-        kv: Given | None = None,
-        deterministic: bool | None = None,
-        dropout_rng: jax.Array | None = None,
-        sow_weights: bool = False,
-        return_weights: bool = False,
-        return_kv: bool = False,
-    ) -> Any:
-        """Attends from inputs_q to inputs_k and inputs_v.
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None, *, return_weights: bool = False,
+        return_kv: bool = False, **options: Unpack[LayerOptions],
+    ) -> Any:  # fmt: skip
+        """Attend from inputs_q to inputs_k and inputs_v.
 
         Args:
-          inputs_q: [*B, T, D].
-          inputs_k: [*B, S, D'] (default: inputs_q, self-attention).
-          inputs_v: [*B, S, D''] (default: inputs_k).
-          mask: joins the `mask` field; a bool array that broadcasts to [*B, N, T, S] is taken
-            too, True where a query may see a key: one of two axes is [T, S], one of three [N, T,
-            S]. A mask of keys [*B, S] is `masks.Keys(array)`.
-          bias: added to the scores; broadcasts to [*B, N, T, S].
+          inputs_q: the inputs of the queries [*B, T, D].
+          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
+          inputs_v: the inputs of the values [*B, S, D''] (default: inputs_k).
+          mask: a mask that joins the field `mask`, or an array of bools that broadcasts to
+            [*B, N, T, S], True where a query may see a key: [T, S] with two axes, [N, T, S] with
+            three. A mask of keys [*B, S] is `masks.Keys(array)`.
+          bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
           scores: more functions of the scores, after those of the field.
-          positions: int [T] or [*B, T], or a pair of those for queries and keys: where the tokens
-            stand for `rotary` (default: 0 … T−1, in decoding continued). Masks count tokens in
-            the order given, whatever this says.
-          lengths: int [*B], how many tokens of inputs_q are real in each row, from its first on
-            (default: all). The others are neither attended to nor kept, and attend to nothing;
-            what they hold, NaN included, reaches neither outputs nor gradients.
-          order: int [T], where the tokens stand in the sequence if they are given in another order,
-            such as `sharding.zigzag(T, 8)`: what masks, scores, dropout and, unless `positions`
-            says otherwise, `rotary` go by. Arrays in masks line up with the tokens as given.
-          kv: keys and values of another layer, as `return_kv` gives them, or any as a pair of
-            [*B, S, K, H] and [*B, S, K, Hv]: attended to as they are, in place of inputs_k. Where
-            the other layer decodes, they are those of its cache, and this one keeps none. A layer
-            that is initialized with them has no parameters for keys and values.
-          head_mask: [N] or [*B, N], scales the heads' outputs: 0 prunes a head.
-          deterministic: if True, no dropout; here or in the constructor.
+          positions: the positions of the tokens for `rotary`, int [T] or [*B, T], or a pair of
+            these for queries and keys (default: 0 … T−1, in decoding continued). Masks always
+            count tokens in the order given.
+          head_mask: factors of the heads' outputs, [N] or [*B, N]: 0 prunes a head.
+          lengths: the number of real tokens of inputs_q in each example, int [*B], from the first
+            on (default: all). The others neither attend nor are attended to, and are not kept.
+            Their values, NaN included, reach neither outputs nor gradients.
+          order: the place in the sequence of each token, int [T], if the tokens are given in
+            another order, such as `sharding.zigzag(T, 8)`. Masks, scores, dropout and, without
+            `positions`, `rotary` go by it. Arrays in masks follow the order of the tokens given.
+          kv: keys and values in place of inputs_k: another layer's, as `return_kv` gives them, or
+            a pair of [*B, S, K, H] and [*B, S, K, Hv]. Where the other layer decodes, they are
+            those of its cache, and this layer keeps none. A linen layer that is initialized with
+            them has no parameters for keys and values.
+          deterministic: True for no dropout; may be given in the constructor instead.
+          sow_weights: True to sow the weights [*B, N, T, S] into `intermediates/attention_weights`,
+            as `capture=Capture(("weights",))` does.
           dropout_rng: a key for dropout (default: `make_rng('dropout')`).
-          sow_weights: sow the weights [*B, N, T, S] into `intermediates/attention_weights`, as
-            `capture=Capture(("weights",))` does.
-          return_weights: also return them. Both as before dropout.
-          return_kv: also return the keys and values, for other layers to attend to.
+          return_weights: True to return the weights, as before dropout, too.
+          return_kv: True to return the keys and values, for other layers to attend to, too.
 
         Returns:
-          out [*B, T, D_out], or a tuple of it, the weights and the keys and values, as asked for.
+          out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
 
         Raises:
           ValueError: if sizes do not fit.
           TypeError: if a dtype is not supported.
         """
-        checks.fields(self)
-        checks.flag("sow_weights", sow_weights)
+        check_known(type(self).__name__, options, LayerOptions.__annotations__)
+        kv = options.get("kv")
         with rules.undivided_tokens(self.decode):
-            cross = inputs_k is not None and inputs_k is not inputs_q
-            cache = self._held(cross) if kv is None else sources.as_source(kv, inputs_k, inputs_v)
+            if kv is None:
+                is_cross = inputs_k is not None and inputs_k is not inputs_q
+                cache = self._cache(is_cross)
+            else:
+                cache = sources.as_source(kv, inputs_k, inputs_v)
             if isinstance(cache, Memory | Shared):
                 shapes.check_inputs(inputs_q, inputs_q, inputs_q)
             else:
                 inputs_k, inputs_v = shapes.resolve_inputs(inputs_q, inputs_k, inputs_v)
-            listened = self.is_mutable_collection("intermediates")
-            own = with_parameters(self, self.scores, self, inputs_q.shape[-1])
-            call = Call(
-                mask, bias, own + as_scores(scores), positions, head_mask, lengths, order,
-                dropout_rng=self._dropout_rng(deterministic, dropout_rng),
-                return_weights=return_weights,
-                capture=captured(self.capture, sow_weights, listened, self.attention_fn),
-                sower=self if sow_weights else None,
-            )  # fmt: skip
             inputs = (inputs_q, inputs_k, inputs_v)
-            p = self._parameters(*(0 if x is None else x.shape[-1] for x in inputs))
+            table = self.checked_table(*(0 if x is None else x.shape[-1] for x in inputs))
+            call = self._make_call(
+                options, with_parameters(self, self.scores, self, inputs_q.shape[-1]),
+                self._dropout_rng(options), self.is_mutable_collection("intermediates"),
+                return_weights,
+            )  # fmt: skip
+            p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)
             if output.cache is not None and output.cache is not cache:
                 name = "memory" if isinstance(output.cache, Memory) else "kv"
@@ -232,21 +197,13 @@ class MultiHeadAttention(Attention, nn.Module):
         return core.returned(output, return_weights, return_kv)
 
     @nn.nowrap
-    def _parameters(self, *features: int) -> dict[str, Any]:
-        """Return the parameters by name, for inputs of those features."""
-        return {name: self._make(name, entry) for name, entry in self.table(*features).items()}
-
-    @nn.nowrap
     def _make(self, name: str, entry: Entry) -> Any:
         if isinstance(entry, NormEntry):
             return entry.norm.module(nn, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         if isinstance(entry, ArrayEntry):
             init = sharding.named(entry.init, entry.names, self.partitioned)
             return self.param(name, init, entry.shape, self.param_dtype)
-        kernel_init, bias_init = self.kernel_init, self.bias_init
-        if entry.is_out:
-            kernel_init = self.out_kernel_init or kernel_init
-            bias_init = self.out_bias_init or bias_init
+        kernel_init, bias_init = self.initializers(entry)
         return Projection(
             entry.features, entry.names, len(entry.inputs), entry.rows, kernel_init,
             bias_init if entry.has_bias else None, self.dtype, self.param_dtype, self.precision,
@@ -254,34 +211,40 @@ class MultiHeadAttention(Attention, nn.Module):
         ).weights(entry.inputs)  # fmt: skip
 
     @nn.nowrap
-    def _held(self, cross: bool) -> Any:
-        """What the layer holds of earlier calls, or what it is to make of this one."""
+    def _cache(self, is_cross: bool) -> core.Source:
+        """Return the cache of earlier calls, or the config of a new one; None without `decode`."""
         if not self.decode:
             return None
-        # Whether the mask fits a ring is known before there is one.
-        config = as_cache_config(self.cache)
-        config.window(self.mask)
-        if self.has_variable("cache", "kv"):
-            return self.get_variable("cache", "kv")
-        if not cross and self.has_variable("cache", "memory"):
-            return self.get_variable("cache", "memory")
-        return config
+        for name in ("kv",) if is_cross else ("kv", "memory"):
+            if self.has_variable("cache", name):
+                cache: core.Source = self.get_variable("cache", name)
+                return cache
+        return as_cache_config(self.cache)
 
     @nn.nowrap
-    def _dropout_rng(self, deterministic: bool | None, rng: Any) -> jax.Array | None:
-        """A key, if there is to be dropout."""
+    def _dropout_rng(self, options: LayerOptions) -> jax.Array | None:
+        """Return a key for dropout, or None for no dropout."""
         if self.dropout_rate == 0:
             return None
-        said = nn.merge_param("deterministic", self.deterministic, deterministic)
-        if checks.flag("deterministic", said):
+        told = options.get("deterministic")
+        deterministic = nn.merge_param("deterministic", self.deterministic, told)
+        if checks.flag("deterministic", deterministic):
             return None
+        rng = options.get("dropout_rng")
         return self.make_rng("dropout") if rng is None else rng
 
 
 def with_parameters(
     module: nn.Module, scores: Sequence[ScoreMod], like: MultiHeadAttention, features: int
 ) -> tuple[ScoreMod, ...]:
-    """The scores of a linen module with its parameters, as those of the layer on such inputs."""
+    """Return scores with parameters of a linen module, as `like` has them for so wide inputs.
+
+    Args:
+      module: the module that gets the parameters.
+      scores: the scores.
+      like: the layer with the numbers of heads and their features.
+      features: the features of inputs_q.
+    """
 
     def make(name: str, shape: Shape, names: Any, init: Initializer = INIT, /) -> jax.Array:
         init = sharding.named(init, names, like.partitioned)
@@ -293,10 +256,10 @@ def with_parameters(
 class MultiHeadDotProductAttention(MultiHeadAttention):
     """`MultiHeadAttention` under the name of Flax's layer, and with its defaults.
 
-    Flax names a submodule that has no name after its class, and draws initial values by these
-    names: in a model that builds `nn.MultiHeadDotProductAttention(...)` this class in its place
-    gives the same parameters under the same names, so that checkpoints load as they are. Of the
-    fields only the default of `broadcast_dropout` differs from `MultiHeadAttention`.
+    Flax names a submodule without a name after its class, and draws initial values by these names:
+    a model that builds `nn.MultiHeadDotProductAttention(...)` gets the same parameters under the
+    same names from this class, so that checkpoints load as they are. Only the default of
+    `broadcast_dropout` differs from `MultiHeadAttention`.
     """
 
     _: dataclasses.KW_ONLY
@@ -306,8 +269,8 @@ class MultiHeadDotProductAttention(MultiHeadAttention):
 class SelfAttention(MultiHeadDotProductAttention):
     """`MultiHeadDotProductAttention` under the name of `flax.linen.SelfAttention`.
 
-    The second argument of its call by position is the mask, as there. In a model that builds
-    `nn.SelfAttention(...)` this class gives the same parameters under the same names.
+    The second argument of its call by position is the mask, as there. A model that builds
+    `nn.SelfAttention(...)` gets the same parameters under the same names from this class.
     """
 
     @nn.compact
@@ -320,21 +283,15 @@ class SelfAttention(MultiHeadDotProductAttention):
         sow_weights: bool = False,
         **options: Any,
     ) -> Any:
-        """Attends from inputs_q to itself.
+        """Attend from inputs_q to itself; see `MultiHeadAttention.__call__`.
 
         Args:
-          inputs_q: [*B, T, D].
-          mask: which keys a query may see; see `MultiHeadAttention`.
-          deterministic: if True, no dropout.
+          inputs_q: the inputs [*B, T, D].
+          mask: a mask that joins the field `mask`.
+          deterministic: True for no dropout.
           dropout_rng: a key for dropout.
-          sow_weights: sow the weights.
-          **options: more arguments of the call of `MultiHeadAttention`.
-
-        Returns:
-          See `MultiHeadAttention`.
-
-        Raises:
-          ValueError, TypeError: see `MultiHeadAttention`.
+          sow_weights: True to sow the weights.
+          **options: more arguments of `MultiHeadAttention.__call__`.
         """
         return super().__call__(
             inputs_q, mask=mask, deterministic=deterministic, dropout_rng=dropout_rng,

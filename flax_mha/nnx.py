@@ -1,5 +1,5 @@
-# Over 300 lines: half of them name arguments, and say what they mean.
-"""The nnx layers: their parameters, their caches, and a call of what linen computes too."""
+# Over 300 lines: half of them describe fields and arguments.
+"""The nnx layers: they make parameters, hold caches, and call the functions of `layer`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,16 @@ from flax import nnx
 from flax.core import FrozenDict
 from flax.typing import Dtype, Initializer
 
-from flax_mha import masks
+from flax_mha import linen, masks
 from flax_mha.base import checks, shapes
-from flax_mha.base.coordinates import Array
+from flax_mha.base.arguments import InitSignature, check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, as_cache_config, sources
-from flax_mha.cache.sources import Given, Shared
 from flax_mha.kernels.observe import as_capture
 from flax_mha.layer import core
-from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.linear import Linear, answer
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
-from flax_mha.layer.settings import Call, CallOptions, captured
+from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
 from flax_mha.sharding import LogicalNames
@@ -38,7 +36,7 @@ _MAYBE = ("key", "value", "query_ln", "key_ln", "output_gate", "out", "sinks", "
 
 
 class NnxOptions(CallOptions, total=False):
-    """The arguments of a layer's call that do not change what it returns, for type checkers."""
+    """The arguments of an nnx layer's call, beside the inputs and `return_…`."""
 
     rngs: nnx.Rngs | nnx.RngStream | None
     decode: bool | None
@@ -72,46 +70,38 @@ class Projection(nnx.LinearGeneral):
         )  # fmt: skip
 
 
+@described_as(linen.MultiHeadAttention)
 @dataclasses.dataclass(eq=False, repr=False)
-class _Sizes:
-    """The positional arguments of Flax's layer, in its order."""
-
-    num_heads: int
-    in_features: int
-    qkv_features: int | None = None
-    out_features: int | None = None
-    num_kv_heads: int | None = None
-    in_kv_features: int | None = None
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class MultiHeadAttention(Attention, _Sizes, nnx.Module):
+class MultiHeadAttention(Attention, nnx.Module):
     """Multi-head attention, a drop-in for `flax.nnx.MultiHeadAttention`.
 
         q = x_q W_q + b_q,   k = x_k W_k + b_k,   v = x_v W_v + b_v
         out = (softmax(q kᵀ / √H, over the keys that the mask allows) v) W_o + b_o
 
     Parameters, their names and initial values are those of Flax's layer, and so are the names and
-    the order of its arguments. With the same numbers as `flax_mha.MultiHeadAttention`: both call
-    `flax_mha.layer.standard`.
+    the order of its arguments. Outputs are the same as those of `flax_mha.MultiHeadAttention`.
 
     Args:
-      num_heads: N.
-      in_features: D, of inputs_q.
-      qkv_features: N·H (default: D).
-      out_features: D_out (default: D).
-      num_kv_heads: K, key/value heads shared by groups of N/K query heads (default: N).
-      in_kv_features: D', of inputs_k and inputs_v (default: D); 0 for a layer that is always given
-        `kv`, and has no parameters for keys and values.
-      dtype: see `flax_mha.MultiHeadAttention`, as all that are not named here.
-      decode: keep the keys and values of earlier calls, for which `init_cache` makes room; here or
-        in the call (default: False).
-      broadcast_dropout: one dropout pattern for all rows of the batch and heads (default: True,
-        as in Flax; False in `flax_mha.MultiHeadAttention`).
-      rngs: of parameters, and of dropout.
-      keep_rngs: whether to keep a stream for dropout; else it is given in the call.
-      kernel_metadata: of the parameters of that name, such as `{"out_sharding": (None, "model",
-        None)}`; so are all that follow.
+      in_features: the features of inputs_q, D.
+      qkv_features: the features of all query heads, N·H (default: D).
+      out_features: the features of the output, D_out (default: D).
+      in_kv_features: the features of inputs_k and inputs_v, D' (default: D); 0 for a layer without
+        parameters for keys and values, which is always given `kv`.
+      decode: True to keep the keys and values of earlier calls, for which `init_cache` makes room;
+        may be given in the call instead (default: False).
+      deterministic: True for no dropout; may be given in the call, or by `eval()`, instead.
+      broadcast_dropout: True for one dropout pattern for all examples and heads (the default, as
+        in Flax).
+      rngs: the streams of keys for parameters and dropout.
+      keep_rngs: True to keep a stream for dropout; else it is given in the call.
+      kernel_metadata: the metadata of the projections' kernels, such as `{"out_sharding": (None,
+        "model", None)}`.
+      out_kernel_metadata: the metadata of the output projection's kernel (default:
+        kernel_metadata).
+      bias_metadata: the metadata of the biases.
+      out_bias_metadata: the metadata of the output projection's bias (default: bias_metadata).
+      query_ln_scale_metadata: the metadata of the scale of the queries' norm.
+      key_ln_scale_metadata: the metadata of the scale of the keys' norm.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
@@ -137,6 +127,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
     out_bias_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
     query_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
     key_ln_scale_metadata: dataclasses.InitVar[Mapping[str, Any]] = _NOTHING
+    __signature__ = InitSignature()
 
     def __post_init__(
         self, rngs: nnx.Rngs, keep_rngs: bool, kernel: Mapping[str, Any],
@@ -144,6 +135,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         query_ln: Mapping[str, Any], key_ln: Mapping[str, Any],
     ) -> None:  # fmt: skip
         D = self.in_features
+        self.check()
         checks.positive(num_heads=self.num_heads, in_features=D)
         checks.optional(out_features=self.out_features, in_kv_features=self.in_kv_features or None)
         self.out_features = self.out_features or D
@@ -154,7 +146,6 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
         self.cache, self.capture = as_cache_config(self.cache), as_capture(self.capture)
         self.scores = nnx.data(as_scores(self.scores))
-        self._check_settings()
         # A tuple, so that the layer's definition can be hashed.
         self._entries = tuple(table.items())
         for name in _MAYBE:
@@ -189,119 +180,68 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         kept = rngs.dropout.fork() if keep_rngs and self.dropout_rate > 0 else None
         self.rngs = kept  # type: ignore[attr-defined]
 
-    def _projection(
-        self, entry: LinearEntry, rngs: nnx.Rngs, kernel_metadata: Mapping[str, Any],
-        bias_metadata: Mapping[str, Any],
-    ) -> Projection:  # fmt: skip
-        kernel_init, bias_init = self.kernel_init, self.bias_init
-        if entry.is_out:
-            kernel_init = self.out_kernel_init or kernel_init
-            bias_init = self.out_bias_init or bias_init
+    def _projection(self, entry: LinearEntry, rngs: nnx.Rngs, *metadata: Any) -> Projection:
+        kernel_init, bias_init = self.initializers(entry)
         projection = Projection(
             entry.inputs, entry.features, axis=tuple(range(-len(entry.inputs), 0)),
             use_bias=entry.has_bias, dtype=self.dtype, param_dtype=self.param_dtype,
             precision=self.precision, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs,
-            kernel_metadata=kernel_metadata, bias_metadata=bias_metadata,
+            kernel_metadata=metadata[0], bias_metadata=metadata[1],
         )  # fmt: skip
         projection.names, projection.rows = entry.names, entry.rows
         return projection
 
-    def _check_settings(self) -> None:
-        """Check the settings that say by name or type what they must be."""
-        checks.rate("dropout_rate", self.dropout_rate)
-        for name in ("broadcast_dropout", "normalize_qk"):
-            checks.flag(name, getattr(self, name))
-        for name in ("dtype", "param_dtype"):
-            if getattr(self, name) is not None:
-                checks.dtype(name, getattr(self, name), "a floating dtype")
-        if self.precision is not None:
-            checks.precision("precision", self.precision)
-        if self.rotary is not None:
-            check_rotation(self.rotary)
-        as_cache_config(self.cache).window(self.mask)
-
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[False] = ..., return_kv: Literal[False] = ...,
-        **options: Unpack[NnxOptions],
+        inputs_v: jax.Array | None = ..., *, return_weights: Literal[False] = ...,
+        return_kv: Literal[False] = ..., **options: Unpack[NnxOptions],
     ) -> jax.Array: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[True], return_kv: Literal[False] = ...,
-        **options: Unpack[NnxOptions],
+        inputs_v: jax.Array | None = ..., *, return_weights: Literal[True],
+        return_kv: Literal[False] = ..., **options: Unpack[NnxOptions],
     ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
     @overload
     def __call__(
         self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: Literal[False] = ..., return_kv: Literal[True],
-        **options: Unpack[NnxOptions],
-    ) -> tuple[jax.Array, Shared]: ...  # fmt: skip
-    @overload
-    def __call__(
-        self, inputs_q: jax.Array, inputs_k: jax.Array | None = ...,
-        inputs_v: jax.Array | None = ...,
-        *, return_weights: bool = ..., return_kv: bool = ...,
-        **options: Unpack[NnxOptions],
+        inputs_v: jax.Array | None = ..., *, return_weights: bool = ...,
+        return_kv: bool = ..., **options: Unpack[NnxOptions],
     ) -> Any: ...  # fmt: skip
+    @described_as(linen.MultiHeadAttention.__call__)
+    @with_options(NnxOptions, Call)
     def __call__(
-        self,
-        inputs_q: jax.Array,
-        inputs_k: jax.Array | None = None,
-        inputs_v: jax.Array | None = None,
-        *,
-        mask: masks.MaskLike | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | None = None,
-        sow_weights: bool = False,
-        decode: bool | None = None,
-        is_causal: bool = False,
-        bias: jax.Array | None = None,
-        scores: Sequence[ScoreMod] = (),
-        positions: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-        head_mask: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        order: Array | None = None,
-        kv: Given | None = None,
-        return_weights: bool = False,
-        return_kv: bool = False,
-    ) -> Any:
-        """Attends from inputs_q to inputs_k and inputs_v.
+        self, inputs_q: jax.Array, inputs_k: jax.Array | None = None,
+        inputs_v: jax.Array | None = None, *, return_weights: bool = False,
+        return_kv: bool = False, **options: Unpack[NnxOptions],
+    ) -> Any:  # fmt: skip
+        """Attend from inputs_q to inputs_k and inputs_v.
 
         Args:
-          inputs_q: [*B, T, D].
-          inputs_k: [*B, S, D'] (default: inputs_q, self-attention).
-          inputs_v: [*B, S, D'] (default: inputs_k).
-          mask: see `flax_mha.MultiHeadAttention`, as all that are not named here.
-          deterministic: if True, no dropout; here or in the constructor, or by `eval()`.
-          rngs: of dropout (default: the layer's own).
-          sow_weights: sow the weights [*B, N, T, S] as `attention_weights`, of `nnx.Intermediate`.
-          decode: append these tokens to the cache and attend to all so far, causally; any number of
-            them (default: the layer's `decode`).
-          is_causal: see no later key; in decoding that is so anyhow.
-          bias: see there.
-          scores: see there.
-          positions: see there.
-          head_mask: see there.
-          lengths: see there.
-          order: see there.
-          kv: see there.
-          return_weights: see there.
-          return_kv: see there.
+          inputs_q: the inputs of the queries [*B, T, D].
+          inputs_k: the inputs of the keys [*B, S, D'] (default: inputs_q, self-attention).
+          inputs_v: the inputs of the values [*B, S, D'] (default: inputs_k).
+          deterministic: True for no dropout; may be given in the constructor, or by `eval()`,
+            instead.
+          rngs: the streams of keys for dropout (default: the layer's).
+          sow_weights: True to sow the weights [*B, N, T, S] as `attention_weights`, an
+            `nnx.Intermediate`.
+          decode: True to append these tokens, of any number, to the cache, and to attend to all so
+            far, causally (default: the layer's `decode`).
+          is_causal: True to see no later key; decoding always is.
+          return_weights: True to return the weights, as before dropout, too.
+          return_kv: True to return the keys and values, for other layers to attend to, too.
 
         Returns:
-          out [*B, T, D_out], or a tuple of it, the weights and the keys and values, as asked for.
+          out [*B, T, D_out], or a tuple of it and, as asked for, the weights, the keys and values.
 
         Raises:
           ValueError: if sizes do not fit, or there is no cache to decode with.
           TypeError: if a dtype is not supported.
         """
-        for name, flag in (("sow_weights", sow_weights), ("is_causal", is_causal)):
-            checks.flag(name, flag)
+        check_known(type(self).__name__, options, NnxOptions.__annotations__)
+        kv, decode = options.get("kv"), options.get("decode")
         cache: core.Source = None
         if kv is not None:
             cache = sources.as_source(kv, inputs_k, inputs_v)
@@ -311,16 +251,13 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             if self.decode if decode is None else decode:
                 cache = self._cache()
         self._check_features(inputs_q, inputs_k, inputs_v)
-        if is_causal:
-            mask = masks.combine(masks.Causal(), mask)
+        if checks.flag("is_causal", options.get("is_causal", False)):
+            options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
-        listened = hasattr(self, "__captures__")
-        call = Call(
-            mask, bias, self._learned() + as_scores(scores), positions, head_mask, lengths, order,
-            dropout_rng=self._dropout_rng(deterministic, rngs), return_weights=return_weights,
-            capture=captured(self.capture, sow_weights, listened, self.attention_fn),
-            sower=self if sow_weights else None,
-        )  # fmt: skip
+        is_captured = hasattr(self, "__captures__")
+        call = self._make_call(
+            options, self._learned(), self._dropout_rng(options), is_captured, return_weights
+        )
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None and self.kv is not None:
             self.kv.set_value(output.cache)
@@ -329,13 +266,14 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         return core.returned(output, return_weights, return_kv)
 
     def init_cache(self, input_shape: Shape, dtype: Dtype | None = None) -> None:
-        """Makes room for the tokens of inputs of that shape, [*B, S, D]; or empties the cache.
+        """Make room in the cache for the tokens of inputs, or empty it.
 
-        A layer without keys of its own (`in_kv_features=0`) needs none.
+        A layer without parameters for keys (`in_kv_features=0`) needs no cache.
 
         Args:
-          input_shape: see above.
-          dtype: of what is kept, floating point or int8 (default: that of `cache`, or float32).
+          input_shape: the shape of all inputs together, [*B, S, D].
+          dtype: the dtype of the cache, floating point or int8 (default: that of the field `cache`,
+            or float32).
         """
         shape = checks.sizes("input_shape", input_shape)
         if not self.in_kv_features:
@@ -343,8 +281,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         config = as_cache_config(self.cache)
         config = dataclasses.replace(config, dtype=dtype or config.dtype or jnp.float32)
 
-        # The computation says what it keeps; of one that is not asked for its output, only that is
-        # computed.
+        # The computation makes the cache it needs. Compiled, it computes nothing else.
         def empty() -> Any:
             x = jnp.zeros(shape, self.param_dtype)
             return self.compute(self._parameters(), x, x, x, Call(), config).cache
@@ -358,7 +295,14 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
         batch_size: int | Shape | None = None,
         max_length: int | None = None,
     ) -> None:
-        """What `nnx.view` sets; with decode=True and both sizes it makes room for tokens."""
+        """Set what `nnx.view` sets, and make room in the cache.
+
+        Args:
+          deterministic: True for no dropout.
+          decode: True to decode. With both sizes it makes a cache, if there is none.
+          batch_size: the size of the batch, or a tuple of sizes.
+          max_length: the number of tokens to make room for.
+        """
         if deterministic is not None:
             self.deterministic = deterministic
         if decode is not None:
@@ -399,7 +343,8 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             value: jax.Array = getattr(self, name).get_value()
             return value
 
-        return learned(self.scores, self.num_heads, self.sizes(self.in_features)[2], read)
+        head_dim: Any = self.head_dim
+        return learned(self.scores, self.num_heads, head_dim, read)
 
     def _parameters(self) -> dict[str, Any]:
         """Return the parameters by name."""
@@ -413,13 +358,14 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             return module
         if isinstance(module, Projection):
             return module._weights()
-        # One that somebody else has put there is called.
+        # A module that a user has put there is called.
         return Linear(None, None, entry.names, len(entry.inputs), entry.rows, module=module)
 
-    def _dropout_rng(self, deterministic: bool | None, rngs: Any) -> jax.Array | None:
-        """A key, if there is to be dropout."""
+    def _dropout_rng(self, options: NnxOptions) -> jax.Array | None:
+        """Return a key for dropout, or None for no dropout."""
         if self.dropout_rate == 0:
             return None
+        deterministic = options.get("deterministic")
         deterministic = self.deterministic if deterministic is None else deterministic
         if deterministic is None:
             raise ValueError(
@@ -428,6 +374,7 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
             )
         if checks.flag("deterministic", deterministic):
             return None
+        rngs = options.get("rngs")
         stream = self.rngs if rngs is None else rngs  # type: ignore[attr-defined]
         stream = stream.dropout if isinstance(stream, nnx.Rngs) else stream
         if stream is None:
@@ -439,17 +386,17 @@ class MultiHeadAttention(Attention, _Sizes, nnx.Module):
 
     @property
     def cached_key(self) -> jax.Array | None:
-        """The keys that the cache holds, as Flax's layer has them: [*B, S, K, H]."""
+        """The keys in the cache, as Flax's layer has them: [*B, S, K, H]."""
         return None if self.kv is None else jnp.swapaxes(self.kv.get_value().key, -3, -2)
 
     @property
     def cached_value(self) -> jax.Array | None:
-        """The values that the cache holds, [*B, S, K, Hv]."""
+        """The values in the cache, [*B, S, K, Hv]."""
         return None if self.kv is None else jnp.swapaxes(self.kv.get_value().value, -3, -2)
 
     @property
     def cache_index(self) -> jax.Array | None:
-        """How many tokens each row of the cache has, int32 [*B]."""
+        """The number of tokens in the cache of each example, int32 [*B]."""
         return None if self.kv is None else self.kv.get_value().length
 
 

@@ -1,12 +1,17 @@
-"""Arguments and fields that do not exist: the new names of old ones, and which there are."""
+"""Arguments: refused names, and signatures and docstrings that show all names."""
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Described = TypeVar("Described", bound=Any)
 
-# Names of 0.2, and how to write them now.
+# The description of one argument in a docstring: the name, and the text with its further lines.
+_ENTRY = re.compile(r"^  \**(\w+): (.*(?:\n    .*)*)", re.MULTILINE)
+
+# The names of 0.2, and their replacements.
 _RENAMED = {
     "cache_dtype": "cache=CacheConfig(dtype)",
     "cache_window": "cache=CacheConfig(slots=tokens)",
@@ -17,22 +22,14 @@ _RENAMED = {
 
 
 def check_renamed(owner: str, names: Iterable[str]) -> None:
-    """Refuse names of earlier releases.
-
-    Raises:
-      TypeError: that says the new name.
-    """
+    """Refuse names of earlier releases, with the new name in the error."""
     for name in names:
         if name in _RENAMED:
             raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
 
 
 def check_known(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have.
-
-    Raises:
-      TypeError: that says the new name of an old one, or which there are.
-    """
+    """Refuse arguments that a function does not have, with its arguments in the error."""
     check_renamed(owner, names)
     for name in names:
         if name not in known:
@@ -46,14 +43,59 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
 
 def with_arguments_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
     """Show the keyword-only arguments of another function, for `help`, in place of **arguments."""
-    keywords = [p for p in inspect.signature(other).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    parameters = inspect.signature(other).parameters.values()
+    return _with([p for p in parameters if p.kind is p.KEYWORD_ONLY])
 
+
+def with_options(options: Any, defaults: Any) -> Callable[[Function], Function]:
+    """Show the keys of a TypedDict, for `help`, in place of **options.
+
+    Args:
+      options: the TypedDict.
+      defaults: an object with defaults as attributes; other defaults are False for a bool, or None.
+    """
+
+    def parameter(name: str, kind: Any) -> inspect.Parameter:
+        default = getattr(defaults, name, False if kind is bool else None)
+        keyword_only = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, keyword_only, default=default, annotation=kind)
+
+    return _with([parameter(*key) for key in options.__annotations__.items()])
+
+
+def _with(keywords: Iterable[inspect.Parameter]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         positional = sum(p.kind is not p.KEYWORD_ONLY for p in named)
         named[positional:positional] = keywords
         setattr(function, "__signature__", signature.replace(parameters=named))  # noqa: B010
+        return function
+
+    return decorate
+
+
+class InitSignature:
+    """A descriptor for `__signature__`: the signature of `__init__`, if a metaclass hides it."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")  # An instance has that of `__call__`.
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        _, *parameters = signature.parameters.values()
+        return inspect.Signature(parameters)
+
+
+def described_as(other: Any) -> Callable[[Described], Described]:
+    """Add descriptions of arguments that a docstring lacks, from another function or class."""
+
+    def decorate(function: Described) -> Described:
+        doc, names = inspect.getdoc(function) or "", inspect.signature(function).parameters
+        entries = dict(_ENTRY.findall(inspect.getdoc(other) or "")) | dict(_ENTRY.findall(doc))
+        before, title, section = re.split(r"(?m)^(Args:\n|Attributes:\n)", doc, maxsplit=1)
+        _, end, after = section.partition("\n\n")
+        described = "\n".join(f"  {name}: {entries[name]}" for name in names if name in entries)
+        function.__doc__ = before + title + described + end + after
         return function
 
     return decorate

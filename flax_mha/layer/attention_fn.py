@@ -17,6 +17,7 @@ from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks
 from flax_mha.base import checks, shapes
+from flax_mha.base.arguments import described_as
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.bind import bind_call
 
@@ -24,52 +25,40 @@ Function = Callable[..., Any]
 
 
 def attention_fn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: masks.MaskLike | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Dtype | None = None,
-    precision: PrecisionLike = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Function | None = None,
+    query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Dtype | None = None, precision: PrecisionLike = None, module: Any = None,
+    force_fp32_for_softmax: bool = False, einsum_dot_general: Function | None = None,
     qk_attn_weights_einsum: Function | None = None,
-    attn_weights_value_einsum: Function | None = None,
-    *,
-    promote_dtype: Function | None = None,
-    is_causal: bool = False,
-    **call: Any,
-) -> jax.Array:
-    """`dot_product_attention` with the signature of Flax's, for `attention_fn` of its layers.
+    attn_weights_value_einsum: Function | None = None, *, promote_dtype: Function | None = None,
+    is_causal: bool = False, **call: Any,
+) -> jax.Array:  # fmt: skip
+    """Compute `dot_product_attention`, with the signature that Flax's layers expect.
 
     Args:
-      query: [*B, T, N, H].
-      key: [*B, S, K, H].
-      value: [*B, S, K, Hv].
-      bias: added to the scores; broadcasts to [*B, N, T, S].
-      mask: as Flax's helpers make it, or a `flax_mha.masks.Mask`.
-      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
-      dropout_rng: a JAX key, needed if something is dropped.
+      query: the queries [*B, T, N, H].
+      key: the keys [*B, S, K, H].
+      value: the values [*B, S, K, Hv].
+      bias: an array that is added to the scores; broadcasts to [*B, N, T, S].
+      mask: an array as Flax's helpers make it, or a `flax_mha.masks.Mask`.
+      broadcast_dropout: True for one dropout pattern for all examples and heads.
+      dropout_rng: a JAX key for dropout.
       dropout_rate: the share of weights set to 0.
-      deterministic: if True, nothing is dropped.
-      dtype: of the computation (default: promoted from the three).
-      precision: of the matrix products.
+      deterministic: True for no dropout.
+      dtype: the dtype of the computation (default: promoted from the arrays).
+      precision: the precision of the matrix products.
       module: a linen or nnx module that sows the weights, as before dropout, under the name
         `attention_weights`.
-      force_fp32_for_softmax: the softmax is in float32 at least, and weights are sown in the
-        dtype of the query, whatever this says.
-      einsum_dot_general: must be None, as the two that follow: kernels have no einsums to replace.
-      qk_attn_weights_einsum: see above.
-      attn_weights_value_einsum: see above.
-      promote_dtype: nnx's function that promotes the three to `dtype`.
-      is_causal: a query sees its own position and those before, of what the mask allows.
-      **call: more arguments of `dot_product_attention`, which `functools.partial` can set, such
-        as `kernel` and `scores`.
+      force_fp32_for_softmax: ignored. The softmax is always in float32 at least, and sown weights
+        are in the dtype of the query.
+      einsum_dot_general: None; kernels have no einsum to replace.
+      qk_attn_weights_einsum: None.
+      attn_weights_value_einsum: None.
+      promote_dtype: the function of nnx that promotes the arrays to `dtype`.
+      is_causal: True if a query sees no later position.
+      **call: more arguments of `dot_product_attention`, such as `kernel` and `scores`. Set them
+        with `functools.partial`.
 
     Returns:
       out [*B, T, N, Hv].
@@ -98,47 +87,24 @@ def attention_fn(
     return out
 
 
-def dot_product_attention_weights(
-    query: jax.Array,
-    key: jax.Array,
-    bias: jax.Array | None = None,
-    mask: masks.MaskLike | None = None,
-    broadcast_dropout: bool = True,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: Dtype | None = None,
-    precision: PrecisionLike = None,
-    module: Any = None,
-    force_fp32_for_softmax: bool = False,
-    einsum_dot_general: Function | None = None,
-    einsum: Function | None = None,
-    *,
-    is_causal: bool = False,
-    **call: Any,
-) -> jax.Array:
-    """Return the weights of attention, with the signature of Flax's function of that name.
+@described_as(attention_fn)
+def dot_product_attention_weights(  # noqa: D417
+    query: jax.Array, key: jax.Array, bias: jax.Array | None = None,
+    mask: masks.MaskLike | None = None, broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None, dropout_rate: float = 0.0, deterministic: bool = False,
+    dtype: Dtype | None = None, precision: PrecisionLike = None, module: Any = None,
+    force_fp32_for_softmax: bool = False, einsum_dot_general: Function | None = None,
+    einsum: Function | None = None, *, is_causal: bool = False, **call: Any,
+) -> jax.Array:  # fmt: skip
+    """Return the weights of attention, with the signature of the function in Flax.
 
         weights = dropout(softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows))
 
-    A query that may see no key has weights of 0. A module sows them as before dropout.
+    A query that may see no key has weights of 0. A module sows the weights as before dropout.
 
     Args:
-      query: [*B, T, N, H].
-      key: [*B, S, K, H].
-      bias: see `attention_fn`, as all arguments up to `force_fp32_for_softmax`.
-      mask: as Flax's helpers make it, or a `flax_mha.masks.Mask`.
-      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
-      dropout_rng: a JAX key, needed if something is dropped.
-      dropout_rate: the share of weights set to 0.
-      deterministic: if True, nothing is dropped.
-      dtype: of the computation (default: promoted from the two).
-      precision: of the product.
-      module: a linen or nnx module that sows the weights.
-      force_fp32_for_softmax: the softmax is in float32 at least, whatever this says.
-      einsum_dot_general: must be None, for there is no einsum to replace.
-      einsum: must be None.
-      is_causal: a query sees its own position and those before, of what the mask allows.
+      dropout_rate: the share of weights set to 0, for which `dropout_rng` is needed.
+      einsum: None.
       **call: more arguments of `dot_product_attention`, such as `scores` and `sinks`.
 
     Returns:
@@ -152,7 +118,7 @@ def dot_product_attention_weights(
     _refuse(remedy, einsum_dot_general=einsum_dot_general, einsum=einsum)
     query, key = _promote(None, dtype, query=query, key=key)
     call |= {"mask": masks.combine(masks.Causal(), mask) if is_causal else mask, "bias": bias}
-    values = jnp.zeros_like(key[..., :1])  # What becomes of them is not read, nor computed.
+    values = jnp.zeros_like(key[..., :1])  # Not used.
     weights: jax.Array = dot_product_attention(
         query, key, values, precision=precision, return_weights=True, **call
     )[1]
@@ -168,7 +134,7 @@ def dot_product_attention_weights(
 
 
 def _refuse(remedy: str, **einsums: Function | None) -> None:
-    """Kernels compute no product by a function that is given."""
+    """Refuse functions that would replace the einsums of Flax."""
     for name, function in einsums.items():
         if function is not None:
             raise ValueError(
@@ -178,7 +144,7 @@ def _refuse(remedy: str, **einsums: Function | None) -> None:
 
 
 def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array) -> Any:
-    """The arrays in one dtype, by Flax's linen or nnx."""
+    """Promote arrays to one dtype, as Flax's linen or nnx does."""
     checked = [checks.array(name, x) for name, x in arrays.items()]
     return (
         promote(*checked, dtype=dtype)
@@ -188,9 +154,9 @@ def _promote(function: Function | None, dtype: Dtype | None, **arrays: jax.Array
 
 
 def _intermediates(module: Any) -> Any:
-    """What a module calls the collection that values are sown into."""
+    """Return a module's collection of sown values."""
     if isinstance(module, nn.Module):
         return "intermediates"
-    from flax import nnx  # Slow to import, and loaded already by whoever has such a module.
+    from flax import nnx  # Slow to import; who has such a module has imported it.
 
     return nnx.Intermediate

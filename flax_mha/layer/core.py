@@ -1,8 +1,7 @@
 """The layer as functions of arrays: project → norm → position → cache → kernel → merge.
 
-There are no modules here, of linen or of nnx: parameters are a dict, settings a dataclass, and the
-cache goes in and comes out. A layer of either library makes the parameters, keeps the cache between
-calls, and calls these functions.
+Parameters are a dict, settings a dataclass, and the cache goes in and comes out. The layers of
+linen and nnx make the parameters, keep the cache between calls, and call these functions.
 """
 
 import functools
@@ -29,14 +28,14 @@ from flax_mha.scores import as_scores
 
 
 class Output(NamedTuple):
-    """What comes of a call.
+    """The results of a call.
 
     Attributes:
-      out: [*B, T, D_out].
-      weights: [*B, N, T, S], as before dropout, if they were asked for.
-      captured: what `capture` names.
-      cache: with the tokens of this call, or made for such.
-      kv: the keys and values that were attended to, for others to attend to.
+      out: the output [*B, T, D_out].
+      weights: the weights [*B, N, T, S], as before dropout, or None if not asked for.
+      captured: the internals that `capture` names.
+      cache: the cache with the tokens of this call, or a new one.
+      kv: the keys and values of this call, for other layers to attend to.
     """
 
     out: jax.Array
@@ -47,28 +46,23 @@ class Output(NamedTuple):
 
 
 def attention(
-    p: Mapping[str, Any],
-    settings: Settings,
-    x_q: jax.Array,
-    x_k: jax.Array | None,
-    x_v: jax.Array | None,
-    call: Call,
-    cache: Source = None,
-) -> Output:
+    p: Mapping[str, Any], settings: Settings, x_q: jax.Array, x_k: jax.Array | None,
+    x_v: jax.Array | None, call: Call, cache: Source = None,
+) -> Output:  # fmt: skip
     """Attend from x_q to x_k and x_v.
 
     Args:
       p: the parameters by name, as `standard.Attention.table` lists them: `query`, `key`, `value`,
         `out` and `output_gate` as `Linear`, the norms `query_ln` and `key_ln` as functions, the
         arrays `sinks` and `score_scale`. All but `query` may be missing.
-      settings: see `Settings`.
-      x_q: [*B, T, D].
-      x_k: [*B, S, D']; x_q in self-attention; None to attend to what the cache holds.
-      x_v: [*B, S, D''], or None likewise.
-      call: see `Call`.
-      cache: of the tokens before these, which are appended; or an encoder's, or keys and values of
-        another layer, to attend to. Of a `CacheConfig` one is made: in self-attention with room for
-        as many tokens as these, of which it keeps none; in cross-attention with these keys and
+      settings: the settings of the layer.
+      x_q: the inputs of the queries [*B, T, D].
+      x_k: the inputs of the keys [*B, S, D']; x_q in self-attention; None to attend to the cache.
+      x_v: the inputs of the values [*B, S, D''], or None.
+      call: the other arguments.
+      cache: a cache, to which these tokens are appended; keys and values of an encoder or another
+        layer, to attend to; or the `CacheConfig` of a cache to make. In self-attention that one is
+        empty, with room for as many tokens as these; in cross-attention it has these keys and
         values.
     """
     heads = project_heads(p, settings, x_q, x_k, x_v, call, cache)
@@ -78,14 +72,10 @@ def attention(
 def attend(
     p: Mapping[str, Any], settings: Settings, heads: Heads, call: Call, cache: Source
 ) -> Output:
-    """Return what follows the projections, in `attention` and in layers that have others.
+    """Run everything after the projections: cache, kernel, gate, head mask, output projection.
 
-    Args:
-      p: of which only `sinks`, `score_scale` and `out` are read.
-      settings: see `Settings`.
-      heads: see `Heads`.
-      call: see `Call`.
-      cache: see `attention`.
+    The arguments are those of `attention`, with `heads` in place of the inputs. Of the parameters
+    `sinks`, `score_scale` and `out` are read.
     """
     q, k, v = heads.q, heads.k, heads.v
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
@@ -139,7 +129,7 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
         "scores": as_scores(call.scores), "sinks": p.get("sinks"), "kernel": settings.kernel,
         "precision": settings.precision, "normalizer": settings.normalizer,
-        # One that is learned is in the queries.
+        # A learned scale is in the queries.
         "scale": 1.0 if "score_scale" in p else scale,
         "capture": call.capture, "return_weights": call.return_weights,
     }  # fmt: skip

@@ -5,10 +5,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.typing import Dtype, PrecisionLike
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -20,57 +18,40 @@ from flax_mha.masks.base import evaluate
 
 Function = Callable[..., Any]
 
+# Arguments of Flax's function, beside the mask.
+_OPTIONS = (
+    "bias", "broadcast_dropout", "dropout_rng", "dropout_rate", "dtype", "precision", "module",
+    "force_fp32_for_softmax",
+)  # fmt: skip
+
 
 def run(
-    fn: Function,
-    q: jax.Array,
-    k: Any,
-    v: Any,
-    *,
-    mask: masks.MaskLike | None = None,
-    bias: jax.Array | None = None,
-    q_positions: Array | None = None,
-    kv_positions: Array | None = None,
-    precision: PrecisionLike = None,
-    dropout_rate: float = 0.0,
-    dropout_rng: jax.Array | None = None,
-    broadcast_dropout: bool = False,
-    dtype: Dtype | None = None,
-    force_fp32_for_softmax: bool = False,
-    module: nn.Module | None = None,
-    **refused: Any,
-) -> tuple[Any, ...]:
-    """Attention by a function of Flax's signature, called as Flax's layer calls it.
+    fn: Function, q: jax.Array, k: Any, v: Any, *, mask: masks.MaskLike | None = None,
+    q_positions: Array | None = None, kv_positions: Array | None = None, **options: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Compute attention by a function with the signature of Flax's, as Flax's layer calls it.
 
-    The mask, whatever it is, becomes a table of bools [*B, N|1, T, S]; keys and values of groups
-    are repeated to N heads. What the function has no parameter for is left out if that changes
-    nothing, and refused otherwise.
+    The mask becomes an array of bools [*B, N|1, T, S]; keys and values are repeated to N heads. An
+    option that the function has no parameter for is left out if it changes nothing.
 
     Args:
       fn: the function.
-      q: as for `dot_product_attention`, as all up to `broadcast_dropout`.
-      k: see there.
-      v: see there.
-      mask: see there.
-      bias: see there.
-      q_positions: see there.
-      kv_positions: see there.
-      precision: see there.
-      dropout_rate: see there.
-      dropout_rng: see there.
-      broadcast_dropout: see there.
-      dtype: the layer's.
-      force_fp32_for_softmax: the layer's.
-      module: the layer, if it is to sow the weights.
-      **refused: options that only kernels of `flax_mha` have; must be false.
+      q: the queries [*B, T, N, H].
+      k: the keys [*B, S, K, H], perhaps `Stored`.
+      v: the values [*B, S, K, Hv], perhaps `Stored`.
+      mask: the mask of the call.
+      q_positions: the positions of the queries.
+      kv_positions: the positions of the keys.
+      **options: the other arguments of `dot_product_attention`, and of Flax's function.
 
     Returns:
       (out [*B, T, N, Hv],).
 
     Raises:
-      ValueError: if the function can't do what the call asks for.
+      ValueError: if the function lacks a parameter for an option, or gives another shape.
     """
-    for name, value in refused.items():
+    call = {name: options.pop(name, None) for name in _OPTIONS}
+    for name, value in options.items():
         if isinstance(value, jax.Array) or value not in (None, False, (), "auto", SOFTMAX):
             raise ValueError(
                 f"{name} needs a kernel of flax_mha, got it with attention_fn, which has no way to "
@@ -90,14 +71,13 @@ def run(
     if spec.mask is not None:
         allowed = evaluate(spec.mask, spec.at(dims))
         table = jnp.broadcast_to(allowed, (*dims.B, allowed.shape[-3], dims.T, dims.S))
-    call: dict[str, Any] = {
-        "bias": bias, "mask": table, "broadcast_dropout": broadcast_dropout,
-        "dropout_rng": dropout_rng, "dropout_rate": dropout_rate, "deterministic": not dropout_rate,
-        "dtype": dtype, "precision": precision, "module": module,
-        "force_fp32_for_softmax": force_fp32_for_softmax,
+    rate = call["dropout_rate"] or 0.0
+    call |= {
+        "mask": table, "dropout_rate": rate, "deterministic": not rate,
+        "broadcast_dropout": bool(call["broadcast_dropout"]),
         "qk_attn_weights_einsum": None, "attn_weights_value_einsum": None,
     }  # fmt: skip
-    of_dropout = ("dropout_rng", "dropout_rate") if dropout_rate else ()
+    of_dropout = ("dropout_rng", "dropout_rate") if rate else ()
     needed = {"bias", "mask", "module", *of_dropout}
     out = fn(q, k, v, **_taken(fn, call, {name for name in needed if call[name] is not None}))
     if jnp.shape(out) != (*dims.B, dims.T, dims.N, dims.Hv):
@@ -109,7 +89,7 @@ def run(
 
 
 def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, Any]:
-    """The arguments that a function has parameters for, those it can't do without among them."""
+    """Return the arguments that a function has parameters for, all that are needed among them."""
     parameters = inspect.signature(fn).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     missing = set() if anything else needed - parameters.keys()

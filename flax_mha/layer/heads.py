@@ -18,16 +18,16 @@ from flax_mha.positions import Axial, Rotation
 
 
 class Heads(NamedTuple):
-    """Inputs as the heads see them, before attention.
+    """Queries, keys and values of the heads, before attention.
 
     Attributes:
-      q: [*B, T, N, H], normed and turned.
-      k: [*B, S, K, H], or None, to attend to what the cache holds.
-      v: [*B, S, K, Hv], likewise.
-      gate: what the heads' outputs are scaled by, before the sigmoid; or None.
-      order: where the tokens stand, see `Call`.
-      is_self_attention: whether keys are of the queries' tokens.
-      beside: the products of projections that were joined with those.
+      q: the queries [*B, T, N, H], after norms and rotation.
+      k: the keys [*B, S, K, H], or None, to attend to the tokens of the cache.
+      v: the values [*B, S, K, Hv], or None.
+      gate: the factor of the heads' outputs, before the sigmoid, or None.
+      order: the place of each token in the sequence, as `Call.order`.
+      is_self_attention: True if keys and queries come from the same array.
+      beside: the outputs of other projections that were computed in the same product.
     """
 
     q: jax.Array
@@ -45,15 +45,8 @@ def project_heads(
 ) -> Heads:  # fmt: skip
     """Return queries, keys and values of the heads: the first half of `core.attention`.
 
-    Args:
-      p: see `core.attention`, as all that are not named here.
-      settings: see there.
-      x_q: see there.
-      x_k: see there.
-      x_v: see there.
-      call: see there.
-      cache: see there.
-      beside: more projections of x_q, each to [N, ·], that are computed with the others.
+    The arguments are those of `core.attention`, and `beside`: more projections of x_q, each to
+    [N, ·], to compute in the same product.
     """
     is_self_attention = x_k is x_q
     whole = isinstance(cache, KeyValue) or (is_self_attention and cache is None)
@@ -79,7 +72,7 @@ def project(
 ) -> tuple[jax.Array, Any, Any, jax.Array | None, tuple[jax.Array, ...]]:  # fmt: skip
     """Return queries [*B, T, N, H], keys [*B, S, K, H], values [*B, S, K, Hv], gates, and `beside`.
 
-    Of no x_k there are no keys and values; of one input as few products as the mesh allows.
+    Without x_k there are no keys and values. Projections of one input share a product if they can.
     """
     gates = [p["output_gate"]] if "output_gate" in p else []
     of_q = (p["query"], *beside, *gates)
@@ -98,7 +91,7 @@ def project(
 
 
 def norm(p: Mapping[str, Any], q: jax.Array, k: Any) -> tuple[jax.Array, Any]:
-    """Return queries, and keys if there are some, after their norms."""
+    """Return queries and keys after their norms."""
     q = p["query_ln"](q) if "query_ln" in p else q
     return q, p["key_ln"](k) if "key_ln" in p and k is not None else k
 
@@ -107,7 +100,20 @@ def turn(
     rotary: Rotation | None, q: jax.Array, k: jax.Array | None,
     positions: jax.Array | tuple[jax.Array, jax.Array] | None, order: Array | None, cache: Any,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return queries and keys, turned by where their tokens stand."""
+    """Return queries and keys, rotated by `positions` (of both, or a pair), or by their places.
+
+    The keys are None where a cache holds them, rotated.
+
+    Raises:
+      ValueError: if positions are given without a rotation, or an image grid has too few places.
+    """
+    if rotary is None:
+        if positions is not None:
+            raise ValueError(
+                "positions say where `rotary` turns queries and keys, and rotary is None; "
+                "set it to positions.Rotary(), or drop positions"
+            )
+        return q, k
     q_pos, k_pos = (jnp.arange(x.shape[-3]) for x in (q, q if k is None else k))
     if order is not None:
         q_pos = k_pos = jnp.asarray(order)
@@ -115,67 +121,37 @@ def turn(
         q_pos = k_pos = cache.next_positions(q.shape[-3])
     if isinstance(cache, Extended):
         q_pos = cache.q_positions
-    return rotate(rotary, q, k, positions, q_pos, k_pos)
-
-
-def rotate(
-    rotation: Rotation | None,
-    q: jax.Array,
-    k: jax.Array | None,
-    positions: jax.Array | tuple[jax.Array, jax.Array] | None,
-    q_pos: jax.Array,
-    k_pos: jax.Array,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return queries and keys turned by `positions` (both, or a pair), or else by q_pos and k_pos.
-
-    No keys (None) stand for those that a cache holds, turned already.
-
-    Raises:
-      ValueError: if positions are given and there is no rotation, or a lattice has too few places.
-    """
-    if rotation is None:
-        if positions is not None:
-            raise ValueError(
-                "positions say where `rotary` turns queries and keys, and rotary is None; "
-                "set it to positions.Rotary(), or drop positions"
-            )
-        return q, k
-    check_rotation(rotation)
-    if positions is None and isinstance(rotation, Axial):
-        # Inside `jit` q_pos and k_pos are traced, but T tokens need T places wherever they start.
+    if positions is None and isinstance(rotary, Axial):
+        # Positions may be traced, but T tokens need T places from any start.
         for x in (q, k):
-            rotation.check(np.arange(0 if x is None else x.shape[-3]))
+            rotary.check(np.arange(0 if x is None else x.shape[-3]))
     if isinstance(positions, tuple) and len(positions) == 2:
         q_pos, k_pos = positions
     elif positions is not None:
         k_pos = positions if q_pos.shape[-1] == k_pos.shape[-1] else k_pos
         q_pos = positions
-    return _turned(rotation, q, q_pos), None if k is None else _turned(rotation, k, k_pos)
+    return _rotate(rotary, q, q_pos), None if k is None else _rotate(rotary, k, k_pos)
 
 
 def check_rotation(rotation: Any) -> None:
-    """Check that a layer's `rotary` is a function of queries or keys, and positions.
-
-    Raises:
-      TypeError: if it is none, or takes other arguments.
-    """
+    """Check that a layer's `rotary` is a function of queries or keys, and positions."""
     remedy = "give positions.Rotary(), with its parentheses"
     checks.function("rotary", rotation, "(x, positions) -> x", remedy, 2)
 
 
-def _turned(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return queries or keys turned by a rotation, perhaps a user's own."""
+def _rotate(rotation: Rotation, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Return queries or keys after a rotation, perhaps a user-defined one."""
     y = rotation(x, positions)
     if getattr(y, "shape", None) != x.shape:
         raise ValueError(
             f"rotary must keep the shape of queries and keys, {x.shape}, got {checks.describe(y)}; "
-            f"return what it has turned"
+            f"return the rotated array"
         )
     return checks.floating("what rotary gives", y)
 
 
 def check_order(order: Array | None, whole: bool, length: int) -> Array | None:
-    """Return the `order` of a call, if it fits."""
+    """Return the `order` of a call after a check."""
     if order is None:
         return None
     if not whole:

@@ -25,23 +25,23 @@ default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
 
 
-# By how many axes of x are contracted, and how many take their place. Letters of heads stand before
-# those of features in the alphabet: einsum sorts what it contracts, and would copy the kernel.
+# By the numbers of contracted axes of x, and of axes that replace them. The letters of heads come
+# before the letters of features: einsum sorts contracted letters, and would copy the kernel.
 _SUMS = {(1, 1): "...d,df->...f", (1, 2): "...td,dnh->...tnh", (2, 1): "...tnv,nvd->...td"}
 
 
 class Linear(struct.PyTreeNode):
-    """y = x·W + b over the last axes of x, with what is needed to compute it on any mesh.
+    """A linear map y = x·W + b over the last axes of x, on any mesh.
 
     Attributes:
-      kernel: W [*in, *features]; None for a `module` that somebody else wrote, which is called.
-      bias: b [*features], or None.
-      names: logical names of W's axes.
-      contracted: how many of x's last axes are contracted.
-      rows: logical names of the other axes of y.
-      dtype: of the computation (default: promoted from x, W and b).
-      precision: of the product, see `jax.lax.Precision`.
-      module: the submodule that has these parameters, whose calls Flax's tools see; or None.
+      kernel: the kernel W [*in, *features]; None for a user-defined `module`, which is called.
+      bias: the bias b [*features], or None.
+      names: the logical names of W's axes.
+      contracted: the number of x's last axes that are contracted.
+      rows: the logical names of the other axes of y.
+      dtype: the dtype of the computation (default: promoted from x, W and b).
+      precision: the precision of the product, a `jax.lax.Precision`.
+      module: the submodule with these parameters, so that Flax's tools see its calls; or None.
     """
 
     kernel: Any
@@ -55,13 +55,13 @@ class Linear(struct.PyTreeNode):
 
     @property
     def features(self) -> Shape:
-        """The axes of y that replace those of x."""
+        """The sizes of the new axes of y."""
         shape: Shape = self.kernel.shape[self.contracted :]
         return shape
 
     @property
     def names_of_result(self) -> LogicalNames:
-        """Logical names of y's last axes."""
+        """The logical names of y's last axes."""
         return self.rows + gathered(self.names[self.contracted :])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -69,14 +69,14 @@ class Linear(struct.PyTreeNode):
         return self.product(x) if self.module is None else self.show(x, None)
 
     def show(self, x: jax.Array, y: jax.Array | None) -> jax.Array:
-        """Return the submodule's output for x, after all that listens to its calls.
+        """Return the submodule's output for x, so that interceptors and captures see the call.
 
         Args:
-          x: [*B, T, *in].
-          y: its product, where it has been computed together with others.
+          x: the inputs [*B, T, *in].
+          y: the product of x, or None to compute it.
 
         Raises:
-          ValueError: if a listener has changed the output's shape.
+          ValueError: if an interceptor changes the output's shape.
         """
         if self.module is None and y is not None:
             return y
@@ -124,13 +124,13 @@ _CALLED: contextvars.ContextVar[_Called | None] = contextvars.ContextVar("called
 def answer(module: Any, x: jax.Array, weights: Callable[[], Linear]) -> jax.Array:
     """Return the output of a submodule that was called with x.
 
-    It is the part of a joined product that `Linear.show` has handed over. Where an interceptor has
-    put another array in place of x, or where the module is called by itself, it is x's own product.
+    It is the part of a joined product that `Linear.show` has handed over. If an interceptor has
+    replaced x, or the module is called alone, it is the product of x.
 
     Args:
       module: the submodule.
-      x: [*B, T, *in].
-      weights: makes its weights.
+      x: the inputs [*B, T, *in].
+      weights: a function that returns the module's `Linear`.
     """
     called = _CALLED.get()
     if called is None or called.linear.module is not module:
@@ -141,26 +141,23 @@ def answer(module: Any, x: jax.Array, weights: Callable[[], Linear]) -> jax.Arra
 
 
 def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
-    """Return several projections of one input, by one product, so that its gradient is one sum too.
+    """Return several projections of one input, by one product with one gradient.
 
     The kernels [D, n, h] are joined along the features of each group of heads, to
-    [D, K, Σ (n/K)·h] with K the greatest number that divides each n, so that where heads are
-    sharded every device joins its own.
-
-    On a CPU without an ambient mesh they stay separate, which is faster there.
+    [D, K, Σ (n/K)·h] with K the greatest common divisor of all n, so that each device joins its
+    heads. On a CPU without an ambient mesh they stay separate, which is faster there.
 
     Args:
-      x: [*B, T, D].
-      projections: each to features (n, h).
+      x: the input [*B, T, D].
+      projections: the projections, each to features (n, h).
 
     Returns:
-      One [*B, T, n, h] for each projection.
+      The outputs [*B, T, n, h] of the projections.
     """
-    # On such a CPU joining the kernels, and splitting what comes out, takes longer than it saves.
     apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
     if apart or any(p.kernel is None for p in projections):
         return [project(x) for project in projections]
-    # Key/value heads that are not divided as query heads are can't be joined with those.
+    # Only kernels with the same sharding of heads are joined.
     divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
     products: dict[int, jax.Array] = {}
     for axes in dict.fromkeys(divided):
@@ -170,7 +167,7 @@ def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
 
 
 def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
-    """Return projections whose heads are divided alike, by one product."""
+    """Return projections with one sharding of heads, by one product."""
     if len(projections) == 1:
         return [projections[0](x)]
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
@@ -179,7 +176,7 @@ def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
     sizes = [p.features[0] // groups for p in projections]
 
     def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
-        # Groups and heads as they are on this device.
+        # The groups and heads of this device.
         shards = list(zip(kernels, sizes, strict=True))
         joined = [w.reshape(w.shape[0], w.shape[1] // n, -1) for w, n in shards]
         kernel = jnp.concatenate(joined, axis=-1)
@@ -209,19 +206,19 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 class Projection(nn.Module):
-    """A `Linear` with parameters of its own: Flax's `DenseGeneral`, with named axes.
+    """A `Linear` as a module: Flax's `DenseGeneral`, with named axes.
 
     Attributes:
-      features: the axes of y that replace those of x.
-      names: logical names of W's axes, the contracted ones first.
-      contracted: how many of x's last axes are contracted.
-      rows: logical names of the other axes of y.
-      kernel_init: initializer of W, called with the shape [in, out].
-      bias_init: initializer of b; None for no bias.
-      dtype: of the computation (default: promoted from x and the parameters).
-      param_dtype: of the parameters.
-      precision: of the product, see `jax.lax.Precision`.
-      partitioned: box the parameters with their names.
+      features: the sizes of the new axes of y.
+      names: the logical names of W's axes, the contracted ones first.
+      contracted: the number of x's last axes that are contracted.
+      rows: the logical names of the other axes of y.
+      kernel_init: the initializer of W, called with the shape [in, out].
+      bias_init: the initializer of b, or None for no bias.
+      dtype: the dtype of the computation (default: promoted from x, W and b).
+      param_dtype: the dtype of the parameters.
+      precision: the precision of the product, a `jax.lax.Precision`.
+      partitioned: True to box the parameters with their logical names.
     """
 
     features: Shape
@@ -243,9 +240,9 @@ class Projection(nn.Module):
     def weights(self, inputs: Shape) -> Linear:
         """Return W [*inputs, *features] and b [*features], without the product.
 
-        It is no call to those who listen to the module's calls, as interceptors do.
+        Interceptors do not see it as a call.
         """
-        # Made by the scope, which needs no method of the module to be running.
+        # The scope makes parameters outside of the module's methods, too.
         scope = cast(Scope, self.scope).rewound()
         kernel_init = for_shape(self.kernel_init, len(inputs))
         kernel = scope.param(
@@ -265,7 +262,7 @@ class Projection(nn.Module):
 def projection(
     like: nn.Module, name: str, features: Shape, names: LogicalNames, biased: bool, **fields: Any
 ) -> Projection:
-    """A `Projection` whose other fields are those of a module, or as given."""
+    """Return a `Projection` with the other fields as given, or else as in a module."""
     same = ("kernel_init", "bias_init", "dtype", "param_dtype", "precision", "partitioned")
     fields = {field: getattr(like, field) for field in same} | fields
     if not biased:
@@ -274,7 +271,7 @@ def projection(
 
 
 def for_shape(init: Initializer, contracted: int) -> Initializer:
-    """Calls init with the shape [in, out] (or [out]), from which it reads its fan-in and -out."""
+    """Return an initializer that calls init with the shape [in, out], for its fan-in and -out."""
 
     def initialize(rng: jax.Array, shape: Shape, dtype: Dtype) -> Any:
         ins, outs = shape[:contracted], shape[contracted:]
@@ -293,5 +290,5 @@ def for_shape(init: Initializer, contracted: int) -> Initializer:
 
 
 def _array(box: meta.AxisMetadata) -> jax.Array:
-    # A constraint by names of the final shape would not fit the flat one.
+    # A sharding constraint for the final shape would not fit the flat one.
     return box.unbox(apply_constraint=False) if isinstance(box, nn.Partitioned) else box.unbox()

@@ -1,4 +1,4 @@
-"""Tokens that are none: what fills the rows of a batch up to one length."""
+"""Padding: clears the tokens beyond the length of each example."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from flax_mha.base import shapes
 
 
 def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
-    """Features with 0 in place of padding, so that nothing of it can spread.
+    """Return features with 0 in place of padding.
 
-    A mask would keep it from outputs, but not from gradients: that of a projection multiplies all
-    its inputs, and 0·NaN is NaN.
+    A mask would keep padding from outputs, but not from gradients: the gradient of a projection
+    multiplies all its inputs, and 0·NaN is NaN.
 
     Args:
-      x: [*B, T, D].
-      lengths: int [*B], how many tokens of each row are real; None for all.
-      order: int [T], where the tokens stand; None for 0 … T−1.
+      x: the features [*B, T, D].
+      lengths: the number of real tokens of each example, int [*B], or None for all.
+      order: the place of each token in the sequence, int [T], or None for 0 … T−1.
     """
     if lengths is None:
         return x
@@ -31,14 +31,14 @@ def cleared(x: Any, lengths: Any, order: Any = None) -> Any:
         real = shapes.lead(order, x.ndim - 1) < lengths[..., None]
         return jnp.where(real[..., None], x, jnp.zeros_like(x))
 
-    # Without names the result lies as x does.
+    # Without names the result is sharded as x is.
     return sharding.auto(clear, (), x, lengths, order)
 
 
 def cleared_inputs(q: Any, k: Any, v: Any, lengths: Any, order: Any) -> tuple[Any, ...]:
-    """A layer's inputs, cleared where they are tokens of inputs_q; see `cleared`."""
+    """Return a layer's inputs, cleared by `cleared` where they are the array of the queries."""
     real = cleared(q, lengths, order)
     if k is not q:
         return real, k, v
-    # One array stays one: its projections are one product.
+    # Keep one array one, so that its projections share a product.
     return real, real, real if v is q else cleared(v, lengths, order)

@@ -15,12 +15,12 @@ class LinearEntry:
     """A linear map, the parameters `name/kernel` and `name/bias`.
 
     Attributes:
-      inputs: the axes of x that are contracted.
-      features: the axes that replace them.
-      names: logical names of the kernel's axes, [*inputs, *features].
-      has_bias: whether there is a bias [*features].
-      rows: logical names of the other axes of the result.
-      is_out: whether the initializers are those of the output projection.
+      inputs: the sizes of the axes of x that are contracted.
+      features: the sizes of the axes that replace them.
+      names: the logical names of the kernel's axes, [*inputs, *features].
+      has_bias: True for a bias [*features].
+      rows: the logical names of the other axes of the result.
+      is_out: True for the initializers of the output projection.
     """
 
     inputs: Shape
@@ -33,7 +33,7 @@ class LinearEntry:
 
 @dataclasses.dataclass(frozen=True)
 class NormEntry:
-    """A norm over so many features, the parameter `name/scale`."""
+    """A norm over the last axis, of size `features`: the parameter `name/scale`."""
 
     features: int
     norm: QKNorm
@@ -44,11 +44,11 @@ class ArrayEntry:
     """An array of the layer itself.
 
     Attributes:
-      shape: of the array.
-      names: logical names of its axes.
-      init: gives it, of a key, the shape and the dtype.
-      is_random: whether init reads its key; else nnx draws none, and layers that are made of the
-        same `rngs` after this one begin as they would without it.
+      shape: the shape of the array.
+      names: the logical names of its axes.
+      init: the initializer, of a key, the shape and the dtype.
+      is_random: False if init ignores its key. Then nnx draws none, so that layers made of the
+        same `rngs` later begin as they would without this array.
     """
 
     shape: Shape

@@ -1,4 +1,4 @@
-"""QK-clip, an optax transformation: queries and keys shrink where scores grow too large."""
+"""QK-clip, an optax transformation that shrinks queries and keys where scores grow too large."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha.base import checks
 
 _NAME = "attention_max_logit"
-# Parameters of layers whose scores are not q·k of one head each.
+# Parameters of layers with scores other than q·k of each head.
 _REFUSED = {
     "query_ln": "a norm of queries and keys", "key_ln": "a norm of queries and keys",
     "mix_scores": "mixed heads",
@@ -21,33 +21,32 @@ _REFUSED = {
 def qk_clip(
     threshold: float = 100.0, balance: float = 0.5
 ) -> optax.GradientTransformationExtraArgs:
-    """After an optimizer's step, scales heads whose scores went beyond the threshold back to it.
+    """Scale heads with scores beyond a threshold back to it, after an optimizer's step.
 
         γ = min(1, τ / S),   W_q ← γ^β W_q,   W_k ← γ^(1 − β) W_k
 
-    for each head with the greatest score S; biases too. Where heads share keys, γ scales their
-    queries alone: all features in grouped-query attention and in layers that take another's keys,
-    and in latent attention the features that rotary turns. S is as the softmax has it, with biases
-    such as the forget gates of `ForgettingAttention`; q·k alone shrinks, so that such scores end
-    near the threshold. It stands last in a chain, and is given what the layers captured:
+    for each head with the maximum score S; biases too. Where heads share keys, γ scales only their
+    queries: all features in grouped-query attention and in layers that take another's keys, the
+    rotated features in latent attention. S includes biases, such as the forget gates of
+    `ForgettingAttention`; only q·k shrinks, so that such scores end near the threshold. Put it last
+    in a chain, and give it the scores that the layers captured:
 
     >>> layer = MultiHeadAttention(8, capture=Capture(("max_logit",)))
     >>> optimizer = optax.chain(optax.adam(1e-3), qk_clip(100.0))
     >>> updates, state = optimizer.update(grads, state, params, max_logits=intermediates)
 
     Args:
-      threshold: τ, of the scores as the softmax has them.
-      balance: β.
+      threshold: the maximum score, τ.
+      balance: the share of the queries in the scaling, β.
 
     Returns:
-      A transformation whose `update` takes `max_logits`: the collection `intermediates` of the
-      step, or a tree of its form. Layers that it has nothing of stay as they are.
+      A transformation. Its `update` takes `max_logits`: the collection `intermediates` of the
+      step, or a tree of that form. Other layers stay as they are.
 
     Raises:
       ValueError: if the threshold or the balance is out of range; from `update`, without params,
-        if nothing was captured, if it is not of all heads of a layer, or of a layer for whose
-        scores the size of W_q and W_k says nothing: one that norms queries and keys, or mixes
-        heads.
+        if nothing was captured, if some heads of a layer are missing, or for a layer that norms
+        queries and keys or mixes heads, because its scores do not follow W_q and W_k.
 
     Source: Kimi Team, "Kimi K2", 2025, section 2.1 (MuonClip).
     """
@@ -76,7 +75,7 @@ def qk_clip(
 
 
 def _captured(collection: Any) -> dict[tuple[str, ...], jax.Array]:
-    """The greatest scores by the paths of their layers; of a layer called twice the greatest."""
+    """Return the maximum scores by the paths of their layers, over all calls of a layer."""
     tree = collection if isinstance(collection, Mapping) else {}
     tree = tree.get("intermediates", tree)
     scores = {}
@@ -96,7 +95,7 @@ def _captured(collection: Any) -> dict[tuple[str, ...], jax.Array]:
 def _by_head(
     greatest: jax.Array, params: Mapping[Any, jax.Array], path: tuple[str, ...]
 ) -> jax.Array:
-    """Return the greatest score of each head, [layers…, N], of a layer that can be scaled."""
+    """Return the maximum score of each head, [layers…, N], of a layer that can be scaled."""
     where = "/".join(path) or "the top"
     for name, reason in _REFUSED.items():
         if any(at[: len(path) + 1] == (*path, name) for at in params):
@@ -115,7 +114,7 @@ def _by_head(
             f"max_logits must be of all {query[-2]} heads of {where}, [*B, {query[-2]}, T], got "
             f"{greatest.shape}; capture them without heads=, which chooses some"
         )
-    # Under `scan` layers are stacked on the axes before those of the kernel.
+    # Under `scan` layers are stacked on axes before the kernel's.
     rows = tuple(range(len(query) - 3, greatest.ndim - 2))
     return jnp.max(greatest, axis=(*rows, greatest.ndim - 1))
 
@@ -134,6 +133,6 @@ def _factors(
 
 
 def _scaled(param: jax.Array, step: jax.Array, factor: jax.Array, leaf: str) -> jax.Array:
-    """The step to factor·(param + step)."""
+    """Return the step to factor·(param + step)."""
     factor = factor[..., None, :, :] if leaf == "kernel" else factor
     return (factor * (param + step) - param).astype(step.dtype)

@@ -17,9 +17,9 @@ class QKNorm:
 
     Attributes:
       kind: "rmsnorm" (Qwen3, Gemma 3) or "layernorm" (ViT-22B).
-      scale: whether there is a scale [H], which is learned, one for all heads.
+      scale: True for a learned scale [H], shared by all heads.
       epsilon: ε.
-      after_rotary: whether queries and keys are turned first.
+      after_rotary: True to apply the norm after `rotary`.
 
     Sources: Henry et al., "Query-Key Normalization for Transformers", 2020; Dehghani et al.,
     "Scaling Vision Transformers to 22 Billion Parameters", 2023.
@@ -38,7 +38,7 @@ class QKNorm:
             raise ValueError(f"QKNorm.epsilon must be at least 0, got {self.epsilon}")
 
     def module(self, library: Any, *args: Any, **fields: Any) -> Any:
-        """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments of it."""
+        """Return this norm as a module of `flax.linen` or `flax.nnx`, with more arguments."""
         return getattr(library, _KINDS[self.kind])(*args, **self._fields(), **fields)
 
     def _fields(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class QKNorm:
 
 
 def as_qk_norm(norm: QKNorm | None, normalize_qk: bool) -> QKNorm | None:
-    """The norm of a layer's fields `qk_norm` and `normalize_qk`, of which the second is Flax's."""
+    """Return the norm that a layer's fields `qk_norm` and `normalize_qk` (Flax's) ask for."""
     if norm is not None and not isinstance(norm, QKNorm):
         raise TypeError(
             f"qk_norm must be a flax_mha.QKNorm, got {checks.describe(norm)}; give "

@@ -1,4 +1,4 @@
-"""What a layer is set to, and what one call of it says, as values."""
+"""The settings of a layer, and the arguments of a call, as values."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,7 +16,6 @@ from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.observe import as_capture
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
@@ -26,7 +25,7 @@ PROJECTIONS = ("query", "key", "value", "out", "output_gate")
 
 
 def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
-    """Whether the projection of that name has a bias, by a layer's field."""
+    """Return True if a layer's field `use_bias` gives a bias to the projection `name`."""
     if not isinstance(use_bias, list | tuple):
         return checks.flag("use_bias", use_bias)
     if not set(use_bias) <= {*PROJECTIONS}:
@@ -38,21 +37,21 @@ def has_bias(use_bias: bool | Sequence[str], name: str) -> bool:
 
 
 def learns_scale(scale: Any) -> bool:
-    """Whether a layer's field `scale` says so."""
+    """Return True if a layer's field `scale` is "learned"."""
     if isinstance(scale, str) and scale != "learned":
         raise ValueError(f"scale must be a number or 'learned', got {scale!r}")
     return isinstance(scale, str)
 
 
 def gate_features(gate: str | None, N: int, Hv: int) -> shapes.Shape:
-    """The features of a layer's gate; none of no gate."""
+    """Return the features of a layer's gate, or () without a gate."""
     if gate is None:
         return ()
     return checks.choice("gate", gate, {"head": (N, 1), "feature": (N, Hv)})
 
 
 def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
-    """The field of that name must be a module of that kind, whose own fields are read."""
+    """Check that a field is a module of a class, because its fields are read."""
     if not isinstance(module, cls):
         raise TypeError(
             f"{name} must be a flax_mha.{cls.__name__}, got {type(module).__name__}; "
@@ -62,9 +61,9 @@ def check_module(name: str, module: Any, cls: type[nn.Module]) -> None:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Settings:
-    """The fields of a layer that its computation reads, see `MultiHeadAttention`.
+    """The fields of a layer that its computation reads, described in `MultiHeadAttention`.
 
-    A layer of linen or nnx is one, so that the functions of `core` take it as it is.
+    Layers of linen and nnx inherit from it, so that the functions of `core` take them.
     """
 
     dtype: Dtype | None = None
@@ -83,7 +82,7 @@ class Settings:
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Fields(Settings):
-    """The fields that layers of linen and nnx share, see `MultiHeadAttention`."""
+    """The fields that layers of linen and nnx share, described in `MultiHeadAttention`."""
 
     param_dtype: Dtype = jnp.float32
     deterministic: bool | None = None
@@ -104,9 +103,10 @@ class Fields(Settings):
 
 
 class CallOptions(TypedDict, total=False):
-    """The arguments that calls of the linen and the nnx layer share, for type checkers.
+    """The arguments that calls of linen and nnx layers share.
 
-    `return_weights` and `return_kv` are not here: the type of the result depends on them.
+    They are described in `MultiHeadAttention.__call__`. The type of the result depends on
+    `return_weights` and `return_kv`, which are not here.
     """
 
     mask: masks.MaskLike | None
@@ -123,16 +123,16 @@ class CallOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What one call says beside its inputs; see `MultiHeadAttention` for those not named here.
+    """The arguments of one call beside its inputs, described in `MultiHeadAttention.__call__`.
 
     Attributes:
-      scores: those of the layer, with their parameters, and then those of the call.
-      attention: the function that computes attention, called as `dot_product_attention` is, with
-        keys and values of a cache as `Stored` (default: `dot_product_attention`).
-      scale: of the scores, in place of the layer's; None for that.
-      dropout_rng: a key, if there is to be dropout.
-      return_weights: whether to give the weights.
-      capture: what to look at.
+      scores: the scores of the layer, with their parameters, and those of the call.
+      attention: a function in place of `dot_product_attention`, called as that is, with keys and
+        values of a cache as `Stored`.
+      scale: the scale of the scores, in place of the layer's.
+      dropout_rng: a key for dropout, or None for no dropout.
+      return_weights: True to return the weights.
+      capture: the internals to return.
       sower: the module that an `attention_fn` sows weights into.
     """
 
@@ -152,16 +152,19 @@ class Call:
 
 
 def captured(
-    capture: Capture | None, sow_weights: bool, listened: bool, attention_fn: Any
+    capture: Capture | None, sow_weights: bool, is_captured: bool, attention_fn: Any
 ) -> Capture | None:
-    """What a call of a layer with that `capture` captures, if anybody listens.
+    """Return the internals to capture in a call, or None.
 
-    An `attention_fn` sows weights by itself, and refuses the rest.
+    Args:
+      capture: the field of the layer.
+      sow_weights: the argument of the call.
+      is_captured: True if intermediates are collected.
+      attention_fn: the field of the layer. Such a function sows weights by itself.
     """
-    capture = as_capture(capture)
     if attention_fn is not None:
         return capture
-    if not listened:
+    if not is_captured:
         return None
     if sow_weights and capture is None:
         return Capture(("weights",))

@@ -1,33 +1,105 @@
-"""Multi-head attention: its table of parameters, and what it computes, for linen and nnx alike."""
+"""Multi-head attention for linen and nnx: its table of parameters, and its computation."""
 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import flax.linen as nn
 import jax
+from flax.typing import Initializer
 
 from flax_mha.base import checks, shapes
+from flax_mha.base.arguments import check_renamed
+from flax_mha.cache import as_cache_config
+from flax_mha.kernels.observe import as_capture
 from flax_mha.layer import core
+from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import as_qk_norm
-from flax_mha.layer.settings import ZEROS, Call, Fields, gate_features, has_bias, learns_scale
+from flax_mha.layer.settings import (
+    ZEROS,
+    Call,
+    Fields,
+    captured,
+    gate_features,
+    has_bias,
+    learns_scale,
+)
+from flax_mha.scores import ScoreMod, as_scores
 
-# One function for equal values, so that the definitions of equal layers of nnx are equal.
+# One function for equal values, so that equal nnx layers have equal definitions.
 _constant = functools.cache(nn.initializers.constant)
+_OF_CALL = {field.name for field in dataclasses.fields(Call)}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Attention(Fields):
     """A kind of attention: fields, a table of parameters, and a function of arrays.
 
-    The layers of both libraries inherit from it. They make the parameters by going through `table`,
-    and call `compute` with them; another kind defines both anew.
+    The layers of linen and nnx inherit from it. They make the parameters that `table` lists, and
+    call `compute` with them. Another kind of attention overrides both.
     """
 
+    if not TYPE_CHECKING:  # Type checkers and editors show the fields.
+
+        def __new__(cls, *args: Any, **fields: Any) -> Self:
+            """Refuse the names that fields had in earlier releases."""
+            check_renamed(cls.__name__, fields)
+            return super().__new__(cls)
+
+    def check(self) -> None:
+        """Check the fields that need no inputs for it."""
+        checks.fields(self)
+        if self.rotary is not None:
+            check_rotation(self.rotary)
+        as_capture(self.capture)
+        as_cache_config(self.cache).window(self.mask)
+
+    def checked_table(self, D: int, Dk: int, Dv: int) -> Table:
+        """Return `table`, checking fields and building it once for equal fields and sizes.
+
+        Linen clones a layer for each call. Fields that can't be hashed, such as masks with arrays,
+        are checked in each.
+        """
+        cls: Any = type(self)
+        names = (field.name for field in dataclasses.fields(self))
+        fields = [getattr(self, name) for name in names if name not in ("parent", "name")]
+        try:
+            tables = _tables(cls, D, Dk, Dv, *fields)
+        except TypeError:
+            tables = []
+        if not tables:
+            self.check()
+            tables.append(self.table(D, Dk, Dv))
+        return tables[0]
+
+    # Not public, or `nnx.tabulate` would take it for a call.
+    def _make_call(
+        self, options: Mapping[str, Any], scores: tuple[ScoreMod, ...],
+        dropout_rng: jax.Array | None, is_captured: bool, return_weights: bool,
+    ) -> Call:  # fmt: skip
+        """Return the arguments of a call as one value.
+
+        Args:
+          options: the arguments by name.
+          scores: the layer's scores, with their parameters.
+          dropout_rng: a key, or None for no dropout.
+          is_captured: True if intermediates are collected.
+          return_weights: True to return the weights.
+        """
+        sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
+        named = {name: options[name] for name in _OF_CALL if name in options}
+        named |= {
+            "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
+            "return_weights": return_weights,
+            "capture": captured(self.capture, sow_weights, is_captured, self.attention_fn),
+            "sower": self if sow_weights else None,
+        }  # fmt: skip
+        return Call(**named)
+
     def sizes(self: Any, features: int) -> tuple[int, int, int, int]:
-        """Return N, K, H and Hv, for inputs_q of so many features."""
+        """Return N, K, H and Hv, for inputs_q with `features` features."""
         return shapes.head_sizes(
             features, self.num_heads, self.num_kv_heads, self.qkv_features, self.head_dim,
             self.v_head_dim,
@@ -37,9 +109,9 @@ class Attention(Fields):
         """Return the parameters, in the order in which they are drawn.
 
         Args:
-          D: features of inputs_q.
-          Dk: of inputs_k; 0 where no keys are projected.
-          Dv: of inputs_v, likewise.
+          D: the features of inputs_q.
+          Dk: the features of inputs_k; 0 where no keys are projected.
+          Dv: the features of inputs_v; 0 where no values are projected.
         """
         N, K, H, Hv = self.sizes(D)
         entries: Table = {"query": self.to_heads("query", D, (N, H))}
@@ -58,12 +130,12 @@ class Attention(Fields):
     def to_heads(
         self: Any, name: str, features: int, heads: shapes.Shape, axis: str = "heads"
     ) -> LinearEntry:
-        """Return the entry of a projection [D] to [N, H], whose axis of heads has that name."""
+        """Return the entry of a projection [D] to heads [N, H]."""
         names = ("embed", axis, "head_dim")
         return LinearEntry((features,), heads, names, has_bias(self.use_bias, name))
 
     def out_table(self: Any, N: int, Hv: int, D: int) -> Table:
-        """Return the output projection from heads [N, Hv], if there is one."""
+        """Return the table of the output projection from heads [N, Hv]."""
         checks.optional(out_features=self.out_features)
         if not self.project_out:
             return {}
@@ -73,7 +145,7 @@ class Attention(Fields):
         return {"out": LinearEntry((N, Hv), features, names, biased, rows, is_out=True)}
 
     def score_table(self: Any, H: int) -> Table:
-        """Return sinks and scales of the scores, if they are learned."""
+        """Return the table of learned sinks and scales of the scores."""
         entries: Table = {}
         if self.sinks:
             entries["sinks"] = ArrayEntry((self.num_heads,), ("heads",), ZEROS, is_random=False)
@@ -84,20 +156,32 @@ class Attention(Fields):
             )
         return entries
 
+    def initializers(self, entry: LinearEntry) -> tuple[Initializer, Initializer]:
+        """Return the initializers of an entry's kernel and bias."""
+        if not entry.is_out:
+            return self.kernel_init, self.bias_init
+        return self.out_kernel_init or self.kernel_init, self.out_bias_init or self.bias_init
+
     def compute(
         self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
         call: Call, cache: core.Source,
     ) -> core.Output:  # fmt: skip
-        """Return the layer's output for those inputs: what another kind defines anew.
+        """Return the output of the layer. Another kind of attention overrides this.
 
         Args:
           p: the parameters by name: `Linear`, norms as functions, arrays.
-          x_q: [*B, T, D].
-          x_k: [*B, S, D'], or None, to attend to what the cache holds.
-          x_v: [*B, S, D''], likewise.
+          x_q: the inputs of the queries [*B, T, D].
+          x_k: the inputs of the keys [*B, S, D'], or None, to attend to the tokens of the cache.
+          x_v: the inputs of the values [*B, S, D''], or None.
           call: the other arguments.
-          cache: of earlier calls, or the keys and values of another layer, or the `CacheConfig` of
-            a cache that is to be made.
+          cache: the cache of earlier calls, keys and values of another layer, or the `CacheConfig`
+            of a cache to make.
         """
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
         return core.attend(p, self, heads, call, cache)
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _tables(*key: Any) -> list[Table]:
+    """Return a list to keep a table in: the same list for equal arguments."""
+    return []

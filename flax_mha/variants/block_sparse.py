@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core
+from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import Table
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
@@ -23,29 +23,28 @@ from flax_mha.masks.base import resolve
 from flax_mha.masks.tiles import is_static
 from flax_mha.variants import common
 
-# Scores of single keys that are in memory at a time: 8 MiB in float32.
+# The number of single keys' scores in memory at a time: 8 MiB in float32.
 _SCORES = 2**21
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class ChosenBlocks(Attention):
-    """Attention to chosen blocks of keys, see `ChosenBlocksAttention`."""
+    """The fields and computation of attention to chosen blocks of keys, for linen and nnx."""
 
     block: int = 64
     count: int = 8
     share: bool = False
     query_block: int = 1
 
-    def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: core.Source,
-    ) -> core.Output:  # fmt: skip
+    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+        """Return the output of the layer."""
         common.check_inputs("attention to chosen blocks", x_q, x_k, x_v)
         self._check_call(call, cache)
         call = dataclasses.replace(call, attention=self._attend)
         return super().compute(p, x_q, x_k, x_v, call, cache)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, after a check of the fields."""
         checks.positive(block=self.block, count=self.count, query_block=self.query_block)
         if self.share and isinstance(self.scale, str):
             raise ValueError(f"share has a number for scale, got {self.scale!r}; give one")
@@ -54,10 +53,10 @@ class ChosenBlocks(Attention):
         return super().table(D, Dk, Dv)
 
     def _attend(self, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-        """`dot_product_attention` to what is chosen."""
+        """Compute `dot_product_attention` to the chosen blocks."""
         at = call.get("q_positions")
         mask = masks.combine(masks.Causal(), call.get("mask"))
-        # Blocks of queries need not be divided as queries are.
+        # Blocks of queries need not be sharded as queries are.
         names = ("batch", "heads", "length" if self.query_block == 1 else None, None)
         scores, visible = sharding.auto(self._scores, [names, names], q, dequantize(k), at, mask)
         at = jnp.arange(q.shape[-3], dtype=jnp.int32) if at is None else jnp.asarray(at)
@@ -71,9 +70,9 @@ class ChosenBlocks(Attention):
     def _scores(
         self, q: jax.Array, k: jax.Array, positions: Array | None, mask: masks.Mask
     ) -> list[jax.Array]:
-        """Return scores of blocks of queries with blocks of keys, and which blocks they may see.
+        """Return scores of blocks of queries with past blocks of keys, and a mask of visible ones.
 
-        Both are [*B, N, nq, nk]. Scores of blocks that are not past mean nothing.
+        Both are [*B, N, nq, nk]. Scores of other blocks have no meaning.
         """
         q, k = jax.lax.stop_gradient((q, k.astype(shapes.wide(q.dtype))))
         dims = shapes.Dims.of(q, k, k)
@@ -97,7 +96,7 @@ class ChosenBlocks(Attention):
     def _choosing(self, q: jax.Array, mask: masks.Mask, at: At) -> jax.Array:
         """Return the query that chooses for each block of queries, [*B, nq, N, H].
 
-        It is the first whose token any of them sees: what the mask hides from them tells nothing.
+        It is the first one with a token that any of them sees.
         """
         size = self.query_block
         if size == 1:
@@ -121,7 +120,7 @@ class ChosenBlocks(Attention):
     def _by_visible_keys(
         self, q: jax.Array, k: jax.Array, mask: masks.Mask, at: At
     ) -> tuple[jax.Array, jax.Array]:
-        """Return scores with the means of keys that the mask allows, and whether it allows any."""
+        """Return scores with the means of visible keys, and a mask of blocks that have some."""
         *B, nq, N, H = q.shape
         S, K = k.shape[-3:-1]
 
@@ -163,26 +162,25 @@ class ChosenBlocks(Attention):
 
 
 class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
-    """Causal self-attention of each query to a few blocks of keys, which it chooses by their means.
+    """Causal self-attention of each query to a few blocks of keys, chosen by their means.
 
         score of block c = q · mean of the keys of block c that the mask lets it see
         out = attention to the query's own block, and the `count` − 1 before it of the highest score
 
-    A block of which it may see nothing is never chosen.
-    There are no parameters beyond those of `MultiHeadAttention`: what is chosen takes no gradient,
-    and queries learn to find a block as they learn to find keys in it. Fields and arguments are
-    those of that layer, but that there is no cross-attention, `order`, `attention_fn` or cache with
-    a window. Queries that stand together are computed together, so that time is saved where they
-    choose alike, as those of one `query_block` do.
+    A query never chooses a fully masked block. Parameters, fields and arguments are as in
+    `MultiHeadAttention`, without cross-attention, `order`, `attention_fn` and a cache with a
+    window. The choice takes no gradient: queries learn to find a block as they learn to find keys
+    in it. Neighboring queries are computed together, which saves time where they choose the same
+    blocks, as in one `query_block`.
 
     Attributes:
-      block: keys of a block.
-      count: how many blocks a query sees, its own among them.
-      share: whether the query heads of each key/value head choose together, by the sum of their
-        softmaxes over the scores; else each head for itself.
-      query_block: how many queries choose together, by the first token of theirs that any of them
-        sees: by a later one the others would be told of what comes after them. Means are over the
-        keys that any of them may see. Decoding has 1.
+      block: the number of keys in a block.
+      count: the number of blocks that a query sees, its own block included.
+      share: True if the query heads of each key/value head choose together, by the sum of their
+        softmaxes over the scores; False if each head chooses.
+      query_block: the number of queries that choose together, by the first of their tokens that any
+        of them sees; a later token would tell earlier queries of the future. Means are over the
+        keys that any of them may see. Decoding needs 1.
 
     Sources: Lu et al., "MoBA: Mixture of Block Attention for Long-Context LLMs", 2025; with `share`
     as in the selection of Yuan et al., "Native Sparse Attention", 2025.
@@ -190,9 +188,9 @@ class ChosenBlocksAttention(ChosenBlocks, MultiHeadAttention):
 
 
 def _shared(K: int, scores: jax.Array, visible: jax.Array, past: jax.Array) -> list[jax.Array]:
-    """Return the sums of softmaxes over past blocks of the heads of each group, for all of them.
+    """Return the sums over each group's heads of softmaxes over past blocks, for all heads.
 
-    All are [*B, N, nq, nk]; a block is visible for the group if it is for one of its heads.
+    All are [*B, N, nq, nk]. A block is visible for a group if it is for one of its heads.
     """
 
     def grouped(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Checks, questions to masks, and changes of attention's output that several variants share."""
+"""Checks, parts of masks, and attention with a changed output, for several variants."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from flax_mha.masks.base import Mask, evaluate, resolve
 
 
 def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = False) -> None:
-    """None of the absent fields may be set; nor may `scale` be learned, unless the layer can."""
+    """Check that the fields `absent` are not set, and `scale` is not learned unless it may be."""
     if isinstance(layer.scale, str) and not learns_scale:
         raise ValueError(f"{what} has a number for scale, got {layer.scale!r}; give one")
     for name in absent:
@@ -22,26 +22,26 @@ def check(what: str, layer: Any, absent: tuple[str, ...], learns_scale: bool = F
 
 
 def check_inputs(what: str, x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None) -> None:
-    """Keys and values must be of the queries' tokens."""
+    """Check that keys and values have the inputs of the queries."""
     if x_k is not x_q or x_v is not x_q:
         raise ValueError(f"{what} is self-attention, got inputs_k or kv; leave it out")
 
 
 def attend(change: Callable[[jax.Array], jax.Array], q: Any, k: Any, v: Any, **call: Any) -> Any:
-    """`dot_product_attention` with its output changed, and what else was asked for as it is."""
+    """Compute `dot_product_attention` with `change` applied to its output."""
     result = dot_product_attention(q, k, v, **call)
     out, *more = result if isinstance(result, tuple) else (result,)
     return (change(out), *more) if more else change(out)
 
 
 def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
-    """Return which of some queries may see which of some keys, bool [*B|1, N|1, n|1, m|1].
+    """Return a mask for some queries and keys, bool [*B|1, N|1, n|1, m|1].
 
     Args:
-      mask: bound to the call.
-      at: the places of all its scores.
-      q: int [n], indices of queries; one beyond the last stands for the last.
-      k: int [m], indices of keys, likewise (default: all).
+      mask: the mask, bound to the call.
+      at: the coordinates of all scores.
+      q: the indices of the queries, int [n]; an index beyond the last is the last.
+      k: the indices of the keys, int [m] (default: all).
     """
 
     def pick(x: Array) -> Array:
@@ -52,13 +52,13 @@ def allowed(mask: Mask, at: At, q: Array, k: Array | None = None) -> Array:
 
 
 def sees_itself(mask: Mask, dims: Dims, positions: Array | None, cached: bool) -> Array:
-    """Return which queries may see the key of their own token, bool [*B|1, N|1, T].
+    """Return True for queries that may see the key of their own token, bool [*B|1, N|1, T].
 
     Args:
-      mask: of the call.
-      dims: of the call.
-      positions: int [T] or [*B, T], of the tokens (default: 0 … T−1).
-      cached: whether keys are the slots of a cache, slot j of position j; else they are the
+      mask: the mask of the call.
+      dims: the sizes of the call.
+      positions: the positions of the tokens, int [T] or [*B, T] (default: 0 … T−1).
+      cached: True if keys are the slots of a cache, slot j of position j; False if they are the
         queries' tokens.
     """
     at = whole(dims, positions)

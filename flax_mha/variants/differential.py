@@ -1,4 +1,4 @@
-"""Differential attention: what two maps of weights have in common cancels."""
+"""Differential attention: the difference of two maps of weights."""
 
 import dataclasses
 import functools
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.layer import core
+from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, NormEntry, Table
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.layer.settings import Call
@@ -22,17 +23,15 @@ from flax_mha.variants import common
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Differential(Attention):
-    """Differential attention, see `DifferentialAttention`."""
+    """The fields, parameters and computation of differential attention, for linen and nnx."""
 
     offset: float = 0.8
     norm_epsilon: float = 1e-5
 
-    def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: core.Source,
-    ) -> core.Output:  # fmt: skip
+    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+        """Return the output of the layer."""
         common.check_inputs("differential attention", x_q, x_k, x_v)
-        _, K, _, _ = self.sizes(x_q.shape[-1])
+        K = self.num_kv_heads or self.num_heads
         heads = core.project_heads(p, self, x_q, x_q, x_q, call, cache)
         v = sharding.auto(functools.partial(_of_both, K), sharding.KV_HEADS, heads.v)
 
@@ -44,11 +43,12 @@ class Differential(Attention):
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, after a check of the fields."""
         checks.number("offset", self.offset)
         absent = ("v_head_dim", "qk_norm", "normalize_qk", "gate", "sinks", "attention_fn")
         common.check("differential attention", self, absent)
         N, K, H, _ = self.sizes(D)
-        # Values of 2·H as two heads of H, so that one product gives them with queries and keys.
+        # Values of 2·H are two heads of H, so that they share a product with queries and keys.
         entries: Table = {
             "query": self.to_heads("query", D, (2 * N, H)),
             "key": self.to_heads("key", D, (2 * K, H), "kv_heads"),
@@ -79,31 +79,30 @@ class DifferentialAttention(Differential, MultiHeadAttention):
         out = (1 − λ₀) · norm((softmax(q₁ k₁ᵀ / √H) − λ softmax(q₂ k₂ᵀ / √H)) v) W_o
         λ = exp(a₁·b₁) − exp(a₂·b₂) + λ₀
 
-    with v of 2·H features a head, an RMSNorm of its own scale over them, and learned a, b [H]. As
-    each head has two maps, `num_heads` is half of what other layers of that size have. Fields and
-    arguments are those of `MultiHeadAttention`, but that there is no cross-attention, no
-    `v_head_dim`, `qk_norm`, `normalize_qk`, `gate`, `sinks` or `attention_fn`, and `scale` is a
-    number. Weights that are returned or captured are those of both maps, 2·N heads: of each
-    key/value head first all of the first map, then of the second. A cache holds the values of a
-    head with each of its two keys, so that a step neither copies them nor sends them between
-    devices: 6·H numbers a token and key/value head.
+    with 2·H features of v in each head, an RMSNorm with a scale over them, and learned a, b [H].
+    Each head has two maps, so `num_heads` is half that of other layers. Fields and arguments are
+    as in `MultiHeadAttention`, without cross-attention, `v_head_dim`, `qk_norm`, `normalize_qk`,
+    `gate`, `sinks` and `attention_fn`. `scale` is a number. Weights returned or captured have 2·N
+    heads: of each key/value head all of the first map, then of the second. A cache holds the values
+    of a head with each of its two keys, 6·H numbers for each token and key/value head, so that a
+    step neither copies them nor sends them between devices.
 
     Attributes:
-      offset: λ₀; the paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
-      norm_epsilon: of the norm.
+      offset: the initial λ, λ₀. The paper has 0.8 − 0.6·exp(−0.3·l) in layer l, from 0 on.
+      norm_epsilon: the epsilon of the norm.
 
     Source: Ye et al., "Differential Transformer", 2024.
     """
 
 
 def _of_both(K: int, v: jax.Array) -> jax.Array:
-    """Return values [*B, T, 2·K, H] as those of 2·H that each map of a head has."""
+    """Return values [*B, T, 2·K, H] as 2·H features, which both maps of a head share."""
     whole = v.reshape(*v.shape[:-2], K, 1, -1)
     return jnp.repeat(whole, 2, -2).reshape(*v.shape[:-1], -1)
 
 
 def _attend(weight: jax.Array, norm: Any, K: int, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Attention by both maps, and their difference: 2·N heads in, N out."""
+    """Return the difference of both maps: 2·N heads in, N out."""
 
     def difference(out: jax.Array, weight: jax.Array) -> jax.Array:
         *rows, heads, features = out.shape

@@ -1,8 +1,7 @@
-"""Forgetting attention: what each token leaves of the scores of those before it is learned."""
+"""Forgetting attention: each token has a learned gate on the scores of earlier tokens."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, Self
 
 import jax
@@ -17,6 +16,7 @@ from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels import dot_product_attention
 from flax_mha.kernels.stored import Stored
 from flax_mha.layer import core
+from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.layer.settings import ZEROS, Call
 from flax_mha.layer.standard import Attention
@@ -24,7 +24,7 @@ from flax_mha.linen import MultiHeadAttention
 from flax_mha.scores.base import ScoreMod, without_vectors
 from flax_mha.variants import common
 
-# Numbers of 8 significant bits that hold one of 24, and the dtypes of caches that keep those.
+# The parts of 8 significant bits that hold a number of 24, and the dtypes that hold a part.
 PARTS = 3
 _EXACT = (jnp.bfloat16, jnp.float32, jnp.float64)
 _OF_TOKENS = ("batch", "length", "heads")
@@ -32,17 +32,15 @@ _OF_TOKENS = ("batch", "length", "heads")
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Forgetting(Attention):
-    """Forgetting attention, see `ForgettingAttention`."""
+    """The fields, parameters and computation of forgetting attention, for linen and nnx."""
 
-    def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: core.Source,
-    ) -> core.Output:  # fmt: skip
+    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+        """Return the output of the layer."""
         without_vectors("forgetting attention", call.scores)
         common.check_inputs("forgetting attention", x_q, x_k, x_v)
         x, bad = sharding.auto(_cleaned, ((), ()), x_q)
         gate = p["forget_gate"]
-        # As a projection to heads of one feature, which is joined with the others.
+        # A projection to heads of one feature, which shares a product with the others.
         gate = gate.replace(kernel=gate.kernel[..., None], names=(*gate.names, None))
         heads = core.project_heads(p, self, x, x, x, call, cache, [gate])
         q, v, order = heads.q, heads.v, heads.order
@@ -56,12 +54,12 @@ class Forgetting(Attention):
         of_tokens = functools.partial(_gates, dims, isinstance(cache, KVCache))
         gates = sharding.auto(of_tokens, _OF_TOKENS, z, p["forget_bias"], bad, mask, positions)
         c = sharding.auto(_summed, _OF_TOKENS, gates, order, last)
-        if self.scale is None:  # Not of the padded queries.
+        if self.scale is None:  # Padded queries have more features.
             call = dataclasses.replace(call, scale=q.shape[-1] ** -0.5)
         kept = sharding.auto(_joined, sharding.KV_HEADS, k, c)
         if isinstance(cache, KVCache):
             _check_dtype(cache.key.dtype)
-            # As many features as the keys, 0 where those have c.
+            # As many features as the keys, 0 where the keys have c.
             q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, kept.shape[-1] - q.shape[-1])])
             heads = heads._replace(q=q, k=kept)
             call = dataclasses.replace(call, attention=functools.partial(_attend, c))
@@ -76,6 +74,7 @@ class Forgetting(Attention):
         return output._replace(cache=made, kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, after a check of the fields."""
         common.check("forgetting attention", self, ("attention_fn",), learns_scale=True)
         N = self.num_heads
         return super().table(D, Dk, Dv) | {
@@ -85,18 +84,17 @@ class Forgetting(Attention):
 
 
 class ForgettingAttention(Forgetting, MultiHeadAttention):
-    """Causal self-attention under forget gates, each a bias of all pairs that lie across it.
+    """Causal self-attention with forget gates, each a bias of all pairs across it.
 
         f_t = σ(x_t W_f + b_f),    c_t = Σ_{l ≤ t} log f_l             of each head
         out = softmax(q kᵀ / √H + c_i − c_j, over j ≤ i) v W_o
 
-    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` says. It needs
-    no positions. A token that the mask hides from itself, as it hides padding, leaves everything:
-    its f is 1, and NaN in it reaches no other token and no gradient. Fields and arguments are those
-    of `MultiHeadAttention`, but that there is no cross-attention and no `attention_fn`, and that no
-    scores see queries and keys. Sums and differences of c are in float32. A cache keeps c with each
-    key, as 3·N/K features more, from which it comes back to the bit: its dtype is bfloat16, float32
-    or float64.
+    with W_f [D, N], `forget_gate`, and b_f [N], `forget_bias`, whatever `use_bias` is. It needs no
+    positions. A token that the mask hides from itself, such as padding, has f = 1, and NaN in it
+    reaches no other token and no gradient. Fields and arguments are as in `MultiHeadAttention`,
+    without cross-attention, `attention_fn` and scores that see queries and keys. Sums and
+    differences of c are in float32. A cache keeps c, to the bit, in 3·N/K more features of each
+    key; its dtype is bfloat16, float32 or float64.
 
     Source: Lin et al., "Forgetting Transformer: Softmax Attention with a Forget Gate", 2025.
     """
@@ -113,12 +111,12 @@ class _Forget(ScoreMod):
         return self.replace(q=ScoreArray(q[..., None]), k=ScoreArray(k[..., None, :]))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        # The difference first: near pairs keep the digits that large sums have lost.
+        # Subtract first: the score plus a large sum would lose digits.
         return score + (self.q.array - self.k.array).astype(score.dtype)
 
 
 def _attend(of_q: jax.Array, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
-    """Attention to keys that have c beside them, by queries of c."""
+    """Compute attention to keys with c in their last features."""
     of_k = sharding.auto(_kept, _OF_TOKENS, k.values, of_q)
     scores = (*call.pop("scores", ()), _Forget(of_q, of_k))
     return dot_product_attention(q, k, v, scores=scores, **call)
@@ -133,16 +131,16 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def _cleaned(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return tokens [*B, T, D] with 0 for each that is not finite, and which those are [*B, T].
+    """Return tokens [*B, T, D] with 0 in place of non-finite ones, and a mask of these [*B, T].
 
-    A sum over tokens would carry NaN to all that follow, whatever the mask says.
+    A sum over tokens would carry NaN to all later ones, under any mask.
     """
     bad = ~jnp.isfinite(x).all(-1)
     return jnp.where(bad[..., None], jnp.zeros_like(x), x), bad
 
 
 def _poisoned(k: jax.Array, bad: jax.Array) -> jax.Array:
-    """Return keys with NaN for bad tokens, from where it spreads if the mask allows."""
+    """Return keys with NaN for bad tokens, which spreads where the mask allows."""
     return jnp.where(bad[..., None, None], jnp.full_like(k, jnp.nan), k)
 
 
@@ -150,7 +148,7 @@ def _gates(
     dims: Dims, cached: bool, z: jax.Array, bias: jax.Array, bad: jax.Array,
     mask: masks.Mask | None, positions: Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Return log f [*B, T, N] of gates before the sigmoid, 0 of tokens that are bad or hidden."""
+    """Return log f [*B, T, N] of gates before the sigmoid, 0 for bad or hidden tokens."""
     told = ~bad[..., None]
     if mask is not None:
         itself = common.sees_itself(mask, dims, positions, cached)
@@ -160,7 +158,7 @@ def _gates(
 
 
 def _summed(gates: jax.Array, order: Array | None, last: jax.Array | None) -> jax.Array:
-    """C [*B, T, N] of log f, after the last of the tokens before."""
+    """Return c [*B, T, N], the sums of log f, on top of c of the last earlier token."""
     if order is not None:
         order = jnp.asarray(order)
         c = jnp.cumsum(jnp.take(gates, jnp.argsort(order), -2), -2)
@@ -169,7 +167,7 @@ def _summed(gates: jax.Array, order: Array | None, last: jax.Array | None) -> ja
 
 
 def _joined(k: jax.Array, c: jax.Array) -> jax.Array:
-    """Keys [*B, T, K, H] and c as numbers of 8 bits that sum to it: [*B, T, K, H + 3·G]."""
+    """Return keys [*B, T, K, H] with c as parts of 8 bits: [*B, T, K, H + 3·G]."""
     parts, remainder = [], c.reshape(*k.shape[:-1], -1)
     for _ in range(PARTS):
         parts.append(lax.reduce_precision(remainder, 8, 7))
@@ -178,7 +176,7 @@ def _joined(k: jax.Array, c: jax.Array) -> jax.Array:
 
 
 def _kept(k: jax.Array, like: jax.Array) -> jax.Array:
-    """C [*B, S, N] of what is kept, where there are as many heads as in that."""
+    """Return c [*B, S, N] from keys of a cache, with as many heads as `like` has."""
     *tokens, K, features = k.shape
     G = like.shape[-1] // K
     parts = k[..., features - PARTS * G :].astype(jnp.float32).reshape(*tokens, K, PARTS, G)
@@ -188,7 +186,7 @@ def _kept(k: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _last(k: jax.Array, length: jax.Array, like: jax.Array) -> jax.Array:
-    """C [*B, 1, N] of the last token of a cache of keys [*B, K, S, ·], 0 if it has none."""
+    """Return c [*B, 1, N] of the last token in a cache of keys [*B, K, S, ·], or 0."""
     slot = (length - 1)[..., None, None, None] % k.shape[-2]
     c = _kept(jnp.swapaxes(jnp.take_along_axis(k, slot, -2), -3, -2), like)
     return jnp.where(length[..., None, None] > 0, c, 0.0)

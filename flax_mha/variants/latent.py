@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, KVCache
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer import core, padding
+from flax_mha.layer.core import Output
 from flax_mha.layer.heads import turn
 from flax_mha.layer.linear import Linear, fused
 from flax_mha.layer.parameters import LinearEntry, NormEntry, Table
@@ -27,23 +27,22 @@ from flax_mha.variants import common
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Latent(Attention):
-    """Multi-head latent attention, see `MultiHeadLatentAttention`."""
+    """The fields, parameters and computation of latent attention, for linen and nnx."""
 
     kv_rank: int = 512
     rope_dim: int = 64
     q_rank: int | None = None
     norm_epsilon: float = 1e-6
 
-    def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: core.Source,
-    ) -> core.Output:  # fmt: skip
+    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+        """Return the output of the layer."""
         common.check_inputs("latent attention", x_q, x_k, x_v)
         without_vectors("latent attention", call.scores)
-        (_, _, H, _), R = self.sizes(x_q.shape[-1]), self.rope_dim
         order = core.check_order(call.order, cache is None, x_q.shape[-2])
         x, _, _ = padding.cleared_inputs(x_q, x_q, x_q, call.lengths, order)
         q = p["query"](x if self.q_rank is None else p["query_norm"](p["query_down"](x)))
+        R = self.rope_dim
+        H = q.shape[-1] - R
         kv = p["kv_down"](x)
         latent = p["kv_norm"](kv[..., : self.kv_rank])
         q_rope, r = turn(
@@ -63,6 +62,7 @@ class Latent(Attention):
         return output._replace(cache=empty, kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, after a check of the fields."""
         checks.positive(kv_rank=self.kv_rank, rope_dim=self.rope_dim)
         checks.optional(q_rank=self.q_rank)
         if self.rotary is None:
@@ -91,27 +91,27 @@ class Latent(Attention):
 
 
 class MultiHeadLatentAttention(Latent, MultiHeadAttention):
-    """Self-attention whose keys and values are projected from a latent c of each token.
+    """Self-attention with keys and values that are projected from a latent c of each token.
 
         c = norm(x W_c),   r = rotate(x W_r)                    one for all heads
         k = [c W_k, r],    v = c W_v                            of each head
         q = [x W_q, rotate(x W_q′)],  or of norm(x W_d) in place of x
         out = softmax(q kᵀ / √(H + R)) v W_o
 
-    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps c and
-    r alone, `kv_rank` + R numbers a token whatever the number of heads, and never computes k and v:
-    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are rows more of
-    W_k and W_v, and a 1 in c.
+    with H = `head_dim` and R = `rope_dim` features. Training computes k and v. Decoding keeps only
+    c and r, `kv_rank` + R numbers for each token and any number of heads, and computes no k and v:
+    (q W_kᵀ) cᵀ is q kᵀ, and (weights · c) W_v is weights · v. Biases of k and v are added to W_k
+    and W_v as a row, and c gets a 1.
 
-    All fields and arguments are those of `MultiHeadAttention`, but that there is no
-    cross-attention, no `num_kv_heads`, `qk_norm`, `normalize_qk`, `gate` or `attention_fn`, and
-    `scale` is a number. `qkv_features` counts N·H, without R. `rotary` must be given.
+    Fields and arguments are as in `MultiHeadAttention`, without cross-attention, `num_kv_heads`,
+    `qk_norm`, `normalize_qk`, `gate` and `attention_fn`. `scale` is a number, `qkv_features` is N·H
+    without R, and `rotary` must be given.
 
     Attributes:
-      kv_rank: features of c.
-      rope_dim: R, features of queries and keys that `rotary` turns.
-      q_rank: features that queries are projected from; None for those of the input.
-      norm_epsilon: of the norms of c and of what queries are projected from.
+      kv_rank: the features of c.
+      rope_dim: the features of queries and keys that `rotary` rotates, R.
+      q_rank: the features W_d projects to; None to project queries from x.
+      norm_epsilon: the epsilon of the norms.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.
     """
@@ -120,7 +120,7 @@ class MultiHeadLatentAttention(Latent, MultiHeadAttention):
 def _absorbed(
     q: jax.Array, key: Linear, value: Linear, q_rope: jax.Array, r: Any, c: Any, **call: Any
 ) -> Any:
-    """Attention to latents as they are kept: keys [c, r] and values c, of one head for all."""
+    """Compute attention to latents in a cache: keys [c, r] and values c, of one head for all."""
     r, c = dequantize(r), dequantize(c)
     q = _product("...tnh,rnh->...tnr", key, q)
     k, v = (_with_bias(linear, c).astype(q.dtype) for linear in (key, value))
@@ -130,12 +130,12 @@ def _absorbed(
 
 
 def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:
-    """Latents [*B, S, 1, rank] with a 1 after each, if the map from them has a bias."""
+    """Return latents [*B, S, 1, rank], each with a 1 if the map from them has a bias."""
     return c if linear.bias is None else jnp.concatenate([c, jnp.ones_like(c[..., :1])], -1)
 
 
 def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
-    """The product with a kernel [rank, N, ·] that has the bias, if there is one, as a row more."""
+    """Return the product with a kernel [rank, N, ·], with the bias as one more row."""
 
     def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         kernel = kernel if bias is None else jnp.concatenate([kernel, bias[None]])
@@ -145,7 +145,7 @@ def _product(sums: str, linear: Linear, x: jax.Array) -> jax.Array:
 
 
 def _joined(x: jax.Array, rotated: jax.Array) -> jax.Array:
-    """Features of heads [*B, T, N, ·] with those that are turned, [*B, T, N|1, R]."""
+    """Return features of heads [*B, T, N, ·] and rotated ones [*B, T, N|1, R], joined."""
 
     def join(x: jax.Array, rotated: jax.Array) -> jax.Array:
         rotated = jnp.broadcast_to(rotated, (*x.shape[:-1], rotated.shape[-1]))

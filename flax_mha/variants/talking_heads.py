@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from flax.typing import PrecisionLike
 from flax_mha import sharding
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import core
+from flax_mha.layer.core import Output
 from flax_mha.layer.parameters import ArrayEntry, Table
 from flax_mha.layer.settings import Call
 from flax_mha.layer.standard import Attention
@@ -23,19 +24,17 @@ from flax_mha.variants import common
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TalkingHeads(Attention):
-    """Talking-heads attention, see `TalkingHeadsAttention`."""
+    """The fields, parameters and computation of talking-heads attention, for linen and nnx."""
 
-    def compute(
-        self, p: Mapping[str, Any], x_q: jax.Array, x_k: jax.Array | None, x_v: jax.Array | None,
-        call: Call, cache: core.Source,
-    ) -> core.Output:  # fmt: skip
+    def compute(self: Any, p: Any, x_q: Any, x_k: Any, x_v: Any, call: Call, cache: Any) -> Output:
+        """Return the output of the layer."""
         without_vectors("talking-heads attention", call.scores)
         if isinstance(cache, Shared):
             raise ValueError("talking-heads attention has keys of its own, got kv; leave it out")
         heads = core.project_heads(p, self, x_q, x_k, x_v, call, cache)
-        _, K, H, _ = self.sizes(x_q.shape[-1])
-        if self.scale is None:  # Not of queries that are longer.
-            call = dataclasses.replace(call, scale=H**-0.5)
+        K = self.num_kv_heads or self.num_heads
+        if self.scale is None:  # Mixed queries are longer.
+            call = dataclasses.replace(call, scale=heads.q.shape[-1] ** -0.5)
         mix = functools.partial(_mixed_queries, K, self.precision)
         q = _gathered(mix, heads.q, p["mix_scores"])
         k, v = (
@@ -45,10 +44,11 @@ class TalkingHeads(Attention):
         own_values = functools.partial(_own_values, K, self.precision)
         attention = functools.partial(_mixed, own_values, p["mix_weights"])
         heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
-        # Keys and values are in the form of this layer alone.
+        # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
 
     def table(self: Any, D: int, Dk: int, Dv: int) -> Table:
+        """Return the parameters, after a check of the fields."""
         common.check("talking-heads attention", self, ("attention_fn",))
         mixing = ArrayEntry(
             (self.num_heads, self.num_heads), (None, "heads"), _identity, is_random=False
@@ -57,32 +57,31 @@ class TalkingHeads(Attention):
 
 
 class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
-    """Attention whose heads mix their scores before the softmax, and their weights after it.
+    """Attention with heads that mix their scores before the softmax, and their weights after it.
 
         s_n = Σ_m P_mn q_m k_mᵀ / √H,    w_n = softmax(s_n),    out_n = Σ_m W_mn w_m v_n
 
-    with P `mix_scores` and W `mix_weights` [N, N], which begin as the identity. Other scores, the
-    mask, sinks and dropout are those of a mixed head n, and so are weights that are returned or
-    captured. All fields and arguments are those of `MultiHeadAttention`, but that there is no
-    `attention_fn`, that `scale` is a number, and that no scores see queries and keys.
+    with P `mix_scores` and W `mix_weights` [N, N], initially the identity. Scores, the mask, sinks
+    and dropout apply to a mixed head n, and the weights returned or captured are those of mixed
+    heads. Fields and arguments are as in `MultiHeadAttention`, without `attention_fn` and scores
+    that see queries and keys. `scale` is a number.
 
-    The sums go into longer vectors, so that any kernel computes them: query n is all P_mn q_m,
-    key and value those of all heads. Beside them memory is that of the kernel, no head's scores
-    wait for another's; both products take K times those of `MultiHeadAttention`. Where heads are
-    divided over devices, each is sent the queries, keys and values of all, and outputs are summed
-    on the device of their head; see docs/sharding.md for what that takes.
+    Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
+    value hold those of all heads. Memory stays that of the kernel; both products take K times those
+    of `MultiHeadAttention`. Where heads are sharded, each device receives the queries, keys and
+    values of all, and outputs are summed on the device of their head (see docs/sharding.md).
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
 
 
 def _mixed(own_values: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Attention to the values of all heads, of which each takes its own by mixed weights."""
+    """Compute attention to the values of all heads, and sum by mixed weights."""
     return common.attend(functools.partial(_summed, own_values, mixing), q, k, v, **call)
 
 
 def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Return fn(x, mixing) of all heads of x [*B, T, N, ·], on each device for its own heads."""
+    """Return fn(x, mixing) of all heads of x [*B, T, N, ·], each device for its heads."""
     axes = _axes(x)
 
     def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
@@ -92,7 +91,7 @@ def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> 
 
 
 def _summed(fn: Callable[..., jax.Array], mixing: jax.Array, x: jax.Array) -> jax.Array:
-    """Return fn(x, mixing), a sum over heads of x [*B, T, N, ·]: on each device its own heads'."""
+    """Return fn(x, mixing), a sum over heads of x [*B, T, N, ·], each device for its heads."""
     axes = _axes(x)
 
     def local(x: jax.Array, mixing: jax.Array) -> jax.Array:
@@ -119,7 +118,7 @@ def _on_devices(
 
 
 def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Mix q [*B, T, N, H] to n queries that meet the keys of all K heads, [*B, T, n, K·H]."""
+    """Return n mixed queries [*B, T, n, K·H] of q [*B, T, N, H], for keys of all heads."""
     *tokens, N, H = q.shape
     n = mixing.shape[-1]
     mixing = mixing.astype(q.dtype).reshape(K, N // K, n)
@@ -129,7 +128,7 @@ def _mixed_queries(K: int, precision: PrecisionLike, q: jax.Array, mixing: jax.A
 
 
 def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Array) -> jax.Array:
-    """Mix values of all K heads, [*B, T, n, K·Hv], to those of each head, [*B, T, N, Hv]."""
+    """Return values of each head [*B, T, N, Hv], mixed from those of all K, [*B, T, n, K·Hv]."""
     *tokens, n, features = x.shape
     mixing = mixing.astype(x.dtype).reshape(n, K, -1)
     x = x.reshape(*tokens, n, K, features // K)
@@ -138,7 +137,7 @@ def _own_values(K: int, precision: PrecisionLike, x: jax.Array, mixing: jax.Arra
 
 
 def _as_one(x: jax.Array) -> jax.Array:
-    """Heads [*B, S, K, H] as one [*B, S, 1, K·H]."""
+    """Return heads [*B, S, K, H] as one [*B, S, 1, K·H]."""
     return x.reshape(*x.shape[:-2], 1, -1)
 
 

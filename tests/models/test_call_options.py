@@ -134,7 +134,7 @@ def test_layers_with_one_dropout_key_drop_different_weights(scan: bool, arrived:
 
 def test_misspelled_argument_raises() -> None:
     built, x = model(LanguageModel)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'lenghts'"):
+    with pytest.raises(TypeError, match="MultiHeadAttention takes no lenghts; give one of"):
         jax.eval_shape(lambda: built.init(KEY, x, deterministic=True, lenghts=jnp.ones(B, int)))
 
 

@@ -62,8 +62,6 @@ assert_type(interop.swap(encoder), flax_mha.Encoder)
 
 
 class Model(nn.Module):
-    watched: bool = False
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         assert_type(layer(x, mask=masks.Causal()), jax.Array)
@@ -73,7 +71,6 @@ class Model(nn.Module):
         assert_type(layer(y, kv=kv), jax.Array)
         y, kv = block(x, return_kv=True)
         assert_type(block(y, kv=(kv.key, kv.value)), jax.Array)
-        assert_type(layer(x, return_weights=self.watched), jax.Array | tuple[jax.Array, jax.Array])
         y = SelfAttention(num_heads=4)(y, masks.Causal(), True)
         return encoder(y)
 

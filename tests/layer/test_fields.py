@@ -1,0 +1,119 @@
+"""The fields of a layer: shown by its signature, and checked once for equal values."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import flax.nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flax_mha
+from flax_mha import CacheConfig, MultiHeadAttention, QKNorm, SelfAttention, masks, nnx, variants
+from flax_mha.positions import Rotary
+
+ROOT = Path(flax_mha.__file__).parent
+X = np.ones((2, 4, 8), np.float32)
+VARIANTS = [name for name in vars(variants) if name.endswith("Attention")]
+CHECKS = {
+    "as_qk_norm", "check", "check_rotation", "fields", "gate_features", "has_bias", "head_sizes",
+    "learns_scale", "out_table", "score_table", "table",
+}  # fmt: skip
+
+
+def called(function: Callable[[], Any]) -> set[str]:
+    """Names of the functions of ours that a call calls."""
+    names: set[str] = set()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(ROOT)):
+            names.add(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        MultiHeadAttention(2, dropout_rate=0.11),
+        MultiHeadAttention(
+            4, num_kv_heads=2, rotary=Rotary(), qk_norm=QKNorm(), gate="head", sinks=True,
+            scale="learned", mask=masks.Causal(), use_bias=("query", "out"),
+        ),
+        MultiHeadAttention(2, decode=True, cache=CacheConfig(slots=4), mask=masks.Window(2, 0)),
+        variants.MultiHeadLatentAttention(2, kv_rank=6, rope_dim=2, rotary=Rotary()),
+    ],
+    ids=["plain", "options", "decode", "latent"],
+)  # fmt: skip
+def test_a_second_call_checks_no_fields(layer: MultiHeadAttention) -> None:
+    key = jax.random.key(0)
+
+    def call(layer: MultiHeadAttention) -> None:
+        jax.eval_shape(lambda: layer.init(key, X, deterministic=True))
+
+    first, second = (called(lambda: call(layer.clone())) for _ in range(2))
+    assert {"check", "fields", "table"} <= first
+    assert not second & CHECKS
+
+
+def test_other_values_are_checked() -> None:
+    variables = MultiHeadAttention(1).init(jax.random.key(0), X)
+    for layer, message in (
+        (MultiHeadAttention(True), "num_heads must be an int, got True"),
+        (MultiHeadAttention(1, use_bias=1), "use_bias must be True or False, got 1"),
+        (MultiHeadAttention(1, dropout_rate=1.5), "dropout_rate must be in"),
+    ):
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=message):
+                layer.apply(variables, X)
+
+
+def test_fields_that_have_no_hash_are_read_in_each_call() -> None:
+    mask = masks.Keys(jnp.array([[True, False, True, True]] * 2))
+    layer, other = (
+        MultiHeadAttention(2, mask=mask),
+        MultiHeadAttention(2, mask=masks.Keys(~mask.real)),
+    )
+    variables = layer.init(jax.random.key(0), X)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=X.shape), jnp.float32)
+    assert np.abs(layer.apply(variables, x) - other.apply(variables, x)).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["MultiHeadAttention", *VARIANTS])
+def test_signatures_show_the_fields(name: str) -> None:
+    linen = MultiHeadAttention if name == "MultiHeadAttention" else getattr(variants, name)
+    for cls in (linen, getattr(nnx, name)):
+        parameters = inspect.signature(cls).parameters
+        assert next(iter(parameters)) == "num_heads"
+        assert {"qkv_features", "mask", "sinks", "dropout_rate"} <= parameters.keys()
+        kinds = {parameter.kind for parameter in parameters.values()}
+        assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("cls", [MultiHeadAttention, SelfAttention, nnx.MultiHeadAttention])
+def test_old_names_are_refused(cls: Any) -> None:
+    rngs = {"in_features": 8, "rngs": flax.nnx.Rngs(0)} if cls is nnx.MultiHeadAttention else {}
+    with pytest.raises(
+        TypeError, match=f"{cls.__name__} no longer takes cache_dtype; write cache="
+    ):
+        cls(2, cache_dtype="int8", **rngs)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'num_head'"):
+        cls(2, num_head=2, **rngs)
+
+
+@pytest.mark.parametrize("cls", [MultiHeadAttention, nnx.MultiHeadAttention])
+def test_each_argument_is_described(cls: Any) -> None:
+    for thing in (cls, cls.__call__):
+        doc = inspect.getdoc(thing) or ""
+        names = set(inspect.signature(thing).parameters) - {"self", "parent", "name"}
+        assert not {name for name in names if f"\n  {name}: " not in doc}
