@@ -77,9 +77,9 @@ def test_axes_are_read_both_ways(row: TensorRule, shape: tuple[int, ...]) -> Non
 )  # fmt: skip
 def test_several_in_one_tensor(row: TensorRule) -> None:
     parts = [np.arange(24).reshape(3, 2, 4) + 100 * i for i in range(len(row.paths))]
-    whole = row.together(parts)
-    assert whole.shape == table._shape(row, [x.shape for x in parts])
-    for part, found in zip(parts, row.apart(whole), strict=True):
+    whole = row.join(parts)
+    assert whole.shape == table._tensor_shape(row, [x.shape for x in parts])
+    for part, found in zip(parts, row.split_up(whole), strict=True):
         np.testing.assert_array_equal(found, part)
         assert np.shares_memory(found, whole)
 
@@ -217,7 +217,7 @@ def test_folders_without_weights(folder: Path) -> None:
 
 
 def test_variables_of_another_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not those of the model"):
+    with pytest.raises(ValueError, match="must be the model"):
         interop.save(CONFIG | {"num_hidden_layers": 3}, variables(), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -164,15 +164,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "keras has no MultiHeadAttention with rotary":
         (MultiHeadAttention(N, rotary=positions.Rotary()), "keras"),
     "haiku has no MultiHeadAttention with gate": (MultiHeadAttention(N, gate="head"), "haiku"),
-    "equinox has no layer of such sizes and biases: .*key_proj":
+    "sizes and biases that equinox supports: .*key_proj":
         (MultiHeadAttention(N, num_kv_heads=2), "equinox"),
-    "timm has no layer of such sizes and biases: .*proj.weight must be":
+    "sizes and biases that timm supports: .*proj.weight must be":
         (MultiHeadAttention(N, v_head_dim=7), "timm"),
-    "timm has no layer of such sizes and biases":
+    "sizes and biases that timm supports":
         (MultiHeadAttention(N, num_kv_heads=2), "timm"),
-    "haiku has no layer of such sizes and biases: .*missing key/b":
+    "sizes and biases that haiku supports: .*missing key/b":
         (MultiHeadAttention(N, use_bias=("query",)), "haiku"),
-    "x-transformers has no layer of such sizes and biases: .*surplus to_q.bias":
+    "sizes and biases that x-transformers supports: .*surplus to_q.bias":
         (LAYER, "x-transformers"),
     "library must be one of": (LAYER, "torch"),
 }  # fmt: skip

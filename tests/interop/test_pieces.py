@@ -56,7 +56,7 @@ def test_saving_holds_one_tensor_more(tmp_path: Path) -> None:
 
 def test_pieces_are_read_in_any_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small pieces of a file, transposed, with several tiles, by several threads."""
-    monkeypatch.setattr(device_put, "_AT_ONCE", 2**12)
+    monkeypatch.setattr(device_put, "_BLOCK_BYTES", 2**12)
     monkeypatch.setattr(device_put, "_TILE", 8)
     rng = np.random.default_rng(0)
     for dtype in (np.float32, ml_dtypes.bfloat16):
