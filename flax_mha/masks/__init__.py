@@ -26,16 +26,16 @@ Positions count from 0 at the first query and at the first key (top-left aligned
 unless the caller gives them: `q_positions=S - T` aligns the ends. Arrays (segment ids, lengths
 for each query, tables) are in the order of the given queries and keys.
 
-You can pass a bool array as a mask, which stands for `Dense`: True lets a query see a key (PyTorch's
-layer has it the other way round). It broadcasts to [*B, N, T, S] as in NumPy: two axes are [T, S],
+You can pass a bool array as a mask, which stands for `Dense`: True lets a query see a key (in
+PyTorch's layer, True hides it). It broadcasts to [*B, N, T, S] as in NumPy: two axes are [T, S],
 three are [N, T, S]. Write a mask of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as
 `array[:, None]`; a warning tells you if the sizes fit both readings. An array of 1 and 0, as from
 Flax's `nn.make_causal_mask`, counts as bools. Other numbers, such as additive masks of 0 and −1e9,
 raise an error, or give NaN if they are traced.
 
-Masks are pytrees with arrays as leaves, so they pass through jit, grad, vmap and scan. To write your
-own, define a subclass with an `allowed` method. Add a `tiles` method to let kernels skip blocks,
-and a `block_shape` method to align the kernels' blocks with the mask's.
+Masks are pytrees with arrays as leaves, so they pass through jit, grad, vmap and scan. To write
+your own, define a subclass with an `allowed` method. Add a `tiles` method to let kernels skip
+blocks, and a `block_shape` method to align the kernels' blocks with the mask's.
 """
 
 from flax_mha.base.coordinates import At as At

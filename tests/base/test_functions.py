@@ -61,7 +61,7 @@ WRONG = {
     "own: none, joined": ({"mask": Own(None) & Causal()}, TypeError, r"Own must give.*got None"),
     "own: none, negated": ({"mask": ~Own(None)}, TypeError, r"Own must give.*got None"),
     "own: none, of a head": ({"mask": PerHead([Own(None)] * 3)}, TypeError, r"Own must give"),
-    "score: no return": (score(forgotten), TypeError, r"Score must return the new score.*got None; "),
+    "score: no return": (score(forgotten), TypeError, r"Score must return .*got None; "),
     "score: ints": (score(lambda s, b, n, i, j: i - j), TypeError, r"got int32 .*; return it"),
     "score: too few": (score(lambda s, i, j: s), TypeError,
                        r"Score.fn must.*of 5 arguments, got one of \(s, i, j\); take the score"),
@@ -70,7 +70,7 @@ WRONG = {
                      r"Score.s result must broadcast to the score.*got \(2, 3, 4, 2\); compute"),
     "own score: none": ({"scores": (OwnScore(None),)}, TypeError, r"OwnScore must give.*got None"),
     "PerHead of one": ({"mask": PerHead(Causal())}, TypeError,
-                       r"PerHead.masks must be a sequence.*the 3 query heads, got Causal; pass one mask"),
+                       r"PerHead.masks must be .*the 3 query heads, got Causal; pass"),
     "PerHead of none": ({"mask": PerHead(())}, ValueError, r"each of the 3 query heads, got 0; "),
     "PerHead of names": ({"mask": PerHead(["causal"] * 3)}, TypeError, r"bool array, got str"),
 }  # fmt: skip

@@ -142,7 +142,7 @@ ATTENTION = torch.nn.MultiheadAttention
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "add_bias_kv .* bias_k"),
+        (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "add_bias_kv.* bias_k"),
         (lambda: (torch.nn.Linear(2, 2).state_dict(), N), r"got \['bias', 'weight'\]"),
         (lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N), "remove the prefix"),
         (lambda: (ATTENTION(D, N).state_dict(), 3), "3"),
