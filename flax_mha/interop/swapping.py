@@ -97,7 +97,7 @@ class _Substitute(MultiHeadAttention):
     """A layer in the scope of the Flax layer that it replaces."""
 
     @nn.compact
-    def compute(self, *args: Any, **kwargs: Any) -> Any:
+    def call_in_place(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the layer; Flax captures the outputs of `__call__`, and must not do so twice."""
         return cast(Any, MultiHeadAttention.__call__).__wrapped__(self, *args, **kwargs)
 
@@ -108,7 +108,7 @@ def _call(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: An
     if inspect.unwrap(context.orig_method.func) is not _FLAX_CALL:
         return call(*args, **kwargs)
     options = {name: getattr(flax_layer, name) for name in _FIELDS} | _attention_fn(flax_layer, nn)
-    return _Substitute(**options | fields, parent=flax_layer.scope).compute(*args, **kwargs)
+    return _Substitute(**options | fields, parent=flax_layer.scope).call_in_place(*args, **kwargs)
 
 
 def _convert_nnx(fields: dict[str, Any], path: Any, node: Any) -> Any:

@@ -90,7 +90,8 @@ class Family(NamedTuple):
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
                 errors.append(f"surplus {name}")
         for name, x, original in copies:
-            if not device_put.equal(x, matched.setdefault(original, x)):
+            array: Any = matched.setdefault(original, x)
+            if not device_put.equal(x, array):
                 errors.append(f"{name} must equal {original}, which the config ties it to")
         return matched, heads, sorted(errors)
 

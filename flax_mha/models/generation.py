@@ -215,7 +215,8 @@ def _check_step(
             f"a step must return logits [B, T, V] and the cache, got {checks.describe(logits)} for "
             f"tokens {prompt.shape}; return both"
         )
-    if jax.tree.structure(new) != jax.tree.structure(cache):
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(cache):
         raise ValueError(
             "a step must return a cache of the same structure as the given one; return the new "
             "cache alone"

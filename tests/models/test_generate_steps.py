@@ -151,7 +151,7 @@ def bad(*_: Any) -> Any:
     [
         ({"cache": None}, ValueError, r"cache must be given for a step, got None; give"),
         ({"lengths": np.array([1, 2])}, ValueError, r"lengths must be None for a step without"),
-        ({"model": bad}, ValueError, r"must return logits \[B, T, V\] and the cache, got float32 \("),
+        ({"model": bad}, ValueError, r"must return logits \[B, T, V\] .* got float32 \("),
         ({"model": Foreign()}, TypeError, r"got Foreign; for another model give a function step\("),
         ({"model": lambda v, c, t, p: (jnp.zeros((*t.shape, V)), ())}, ValueError,
          r"the same structure as the given one"),
