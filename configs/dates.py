@@ -1,19 +1,19 @@
-"""Dates written in twelve languages and seven scripts into ISO dates, with an encoder-decoder.
+"""An encoder-decoder that translates dates in twelve languages and seven scripts to ISO dates.
 
     python -m experiments.train --config=configs/dates.py
     python -m experiments.generate --workdir=runs/translation-… --prompt="samedi 3 mars 2012"
 
-The dates of 1900 to 2099 in the CLDR's short, medium, long and full formats, as Babel writes them;
-two digits of a year mean 1969 to 2068; the one format that is ambiguous beside the others, en_US
-short, is left out. 2,000 dates are held out in all formats, and the Italian full format (`sabato 3
-marzo 2012`, with weekdays that occur nowhere else) is not trained on at all.
+The data are the dates of 1900 to 2099 in the CLDR's short, medium, long and full formats, written
+by Babel. Two-digit years mean 1969 to 2068. The ambiguous format en_US short is left out. 2,000
+dates are held out in all formats, and the Italian full format (`sabato 3 marzo 2012`, with weekdays
+that occur nowhere else) is not in the training data.
 
-Measured on 2 CPU cores, with Babel 2.18: 2 min 8 s, imports, compilation and pictures included.
+Measured on 2 CPU cores, with Babel 2.18: 2 min 8 s, with imports, compilation and pictures.
 Expect `exact match: 100.0% of held-out pairs, 93.4% in the unseen style it full` (of 1,000 and of
-500, greedy); Babel's own parser reads 36.9% of the former right in at least one of its formats.
+500, greedy). Babel's parser reads 36.9% of the former correctly in at least one of its formats.
 
-Pairs of your own: --config.data.path=FILE, a source, a tab and a target a line, of which every
-tenth is held out.
+To use your own pairs, pass --config.data.path=FILE with a source, a tab and a target on each line.
+Every tenth line is held out.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ from configs import digits
 
 
 def get_config() -> ConfigDict:
-    """Everything the run depends on."""
+    """Return the run's config."""
     config = ConfigDict()
     config.task = "translation"
     config.seed = 0
@@ -41,7 +41,7 @@ def get_config() -> ConfigDict:
     config.mesh = digits.get_config().mesh
 
     config.data = ConfigDict()
-    config.data.path = ""  # a file of pairs, source TAB target a line; "": dates
+    config.data.path = ""  # a file with source TAB target on each line; "": dates
 
     config.model = ConfigDict()
     config.model.features = 64
@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     config.model.decoder_layers = 2
     config.model.num_heads = 4
     config.model.mlp_dim = 128
-    config.model.activation = "relu"  # on a CPU much faster than the others
+    config.model.activation = "relu"  # much faster than the others on a CPU
     config.model.norm = "rmsnorm"
     config.model.dropout_rate = 0.0
     config.model.kernel = "auto"  # see flax_mha.explain

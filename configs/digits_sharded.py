@@ -1,13 +1,13 @@
-"""The digits over 8 devices: the batch 4-way, parameters and moments 2-way, heads 2-way.
+"""The digits on 8 devices: the batch 4-way, parameters and moments 2-way, heads 2-way.
 
     python -m experiments.train --config=configs/digits_sharded.py
 
-Where there is only a CPU, its cores serve as 8 devices: that shows that it works, and is slower. On
-8 GPUs or TPUs it takes those.
+On 8 GPUs or TPUs the run uses these. Without accelerators JAX simulates 8 devices on the CPU, which
+tests the sharding, but is slower than one device.
 
-Measured on 2 CPU cores that did other things too: 49 s, where configs/digits.py took 23 s. Their
-losses agree within 1e-5 for 250 steps; then rounding, which training amplifies, parts them. Of the
-360 test images this one got 98.3% right at the end, the other 98.9%.
+Measured on 2 busy CPU cores: 49 s, and 23 s for configs/digits.py. Their losses agree within 1e-5
+for 250 steps; then rounding errors, amplified by training, separate them. This run's final test
+accuracy was 98.3%, the other's 98.9%.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ from configs import digits
 
 
 def get_config() -> ConfigDict:
-    """The run of configs/digits.py, on another mesh."""
+    """Return the config of configs/digits.py with another mesh."""
     config = digits.get_config()
     config.mesh.data = 2
     config.mesh.fsdp = 2

@@ -1,10 +1,10 @@
-"""The encoder of configs/masked.py grown to a pod's size: 32 heads, 8,192 wide, 8 layers, T=8,192.
+"""The encoder of configs/masked.py for a pod: 32 heads, 8,192 features, 8 layers, T=8,192.
 
     python -m experiments.plan --config=configs/long_encoder.py --topology=v5e:16x16
 
-Has not been trained: it is what a plan is made of, 6.4 billion parameters. On one v5e-256, by the
-compiler, a chip holds 5.4 of its 16 GiB, and a step takes 2.5 s at least. The plan took 26 s on
-two CPU cores.
+This config with 6.4 billion parameters is for the planner, and has not been trained. On a v5e-256,
+the compiler reports 5.4 of 16 GiB for each chip, and a step takes at least 2.5 s. The plan took
+26 s on two CPU cores.
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +13,7 @@ from configs import masked
 
 
 def get_config() -> ConfigDict:
-    """The task of configs/masked.py, a row for each of 256 chips, parameters over all of them."""
+    """Return the config of configs/masked.py with an example and a parameter shard on each chip."""
     config = masked.get_config()
     config.length = 8192
     config.batch_size = 256

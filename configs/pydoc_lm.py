@@ -1,16 +1,16 @@
-"""A byte-level language model on Python's documentation: 434 kB to learn from, 32 kB held out.
+"""A byte-level language model on Python's documentation: 434 kB for training, 32 kB held out.
 
     python -m experiments.train --config=configs/pydoc_lm.py
     python -m experiments.generate --workdir=runs/text-… --prompt="The import statement"
 
-A decoder of 4 blocks with rotary positions and grouped heads, 755,000 parameters. Measured on 2 CPU
-cores, with Python 3.11.7, whose 79 topics have 464,970 characters: 3 min 54 s, imports, compilation
-and pictures included. Expect `held-out text: 1.990 bits per byte`; of the same text gzip makes
-2.769, xz 2.643, and an interpolated Witten-Bell 6-gram model of the training text 2.342. Every byte
-is predicted once, from 96 to 127 before it (at the beginning from those there are).
+The model is a decoder of 4 blocks with rotary positions and grouped heads, 755,000 parameters.
+Measured on 2 CPU cores, with Python 3.11.7, whose 79 topics have 464,970 characters: 3 min 54 s,
+with imports, compilation and pictures. Expect `held-out text: 1.990 bits per byte`. On the same
+text gzip has 2.769, xz 2.643, and an interpolated Witten-Bell 6-gram model of the training text
+2.342. Every byte is predicted once, from the 96 to 127 bytes before it, or fewer at the beginning.
 
-The settings were chosen on a tenth of the training topics (--config.data.split=validation).
-Text of your own: --config.data.path=FILE, of which the last tenth is held out.
+The settings were tuned on a tenth of the training topics (--config.data.split=validation).
+To use your own text, pass --config.data.path=FILE; its last tenth is held out.
 """
 
 from ml_collections import ConfigDict
@@ -19,14 +19,14 @@ from configs import digits
 
 
 def get_config() -> ConfigDict:
-    """Everything the run depends on."""
+    """Return the run's config."""
     config = ConfigDict()
     config.task = "text"
-    config.seed = 0  # of the initial parameters, the order of the data, and dropout
-    config.seeds = 1  # models trained side by side, with seeds seed, seed + 1, …
+    config.seed = 0  # for initial parameters, the order of the data, and dropout
+    config.seeds = 1  # train this many models in parallel, with seeds seed, seed + 1, …
     config.steps = 2400
     config.batch_size = 8
-    config.length = 128  # bytes that the model sees at once
+    config.length = 128  # bytes in a training example
 
     config.log_every = 50
     config.evaluate_every = 600
@@ -39,9 +39,9 @@ def get_config() -> ConfigDict:
     config.mesh = digits.get_config().mesh
 
     config.data = ConfigDict()
-    config.data.path = ""  # a file of text; "": pydoc_data.topics
-    config.data.split = "test"  # or "validation", to choose settings by
-    config.data.stride = 32  # of the windows over the held-out text
+    config.data.path = ""  # a text file; "": pydoc_data.topics
+    config.data.split = "test"  # or "validation", to tune settings
+    config.data.stride = 32  # the stride of windows over the held-out text
 
     config.model = ConfigDict()
     config.model.features = 128
@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
     config.model.num_heads = 4
     config.model.num_kv_heads = 2
     config.model.mlp_dim = 512
-    config.model.activation = "relu"  # on a CPU much faster than the others
+    config.model.activation = "relu"  # much faster than the others on a CPU
     config.model.gated = False
     config.model.norm = "rmsnorm"
     config.model.tied = True

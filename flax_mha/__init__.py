@@ -1,6 +1,6 @@
-"""Multi-head attention for Flax: masks as values, sharded heads, linear memory.
+"""Multi-head attention for JAX and Flax.
 
-A name is loaded when it is first asked for, so that `import flax_mha` costs nothing.
+Names are imported on first use, so that `import flax_mha` is fast.
 """
 
 import importlib
@@ -10,43 +10,13 @@ from typing import TYPE_CHECKING
 __version__ = "0.3.0"
 
 __all__ = [
-    "MLP",
-    "CacheConfig",
-    "Capture",
-    "Classifier",
-    "Decoder",
-    "DecoderBlock",
-    "Encoder",
-    "EncoderBlock",
-    "Experts",
-    "Explanation",
-    "Generated",
-    "KVCache",
-    "LanguageModel",
-    "MultiHeadAttention",
-    "MultiHeadDotProductAttention",
-    "Platform",
-    "QKNorm",
-    "SelfAttention",
-    "Translator",
-    "attention_fn",
-    "cache",
-    "dot_product_attention",
-    "dot_product_attention_weights",
-    "explain",
-    "generate",
-    "interop",
-    "masks",
-    "models",
-    "muon_dimensions",
-    "plots",
-    "positions",
-    "qk_clip",
-    "sampling",
-    "scores",
-    "sharding",
-    "variants",
-]
+    "MLP", "CacheConfig", "Capture", "Classifier", "Decoder", "DecoderBlock", "Encoder",
+    "EncoderBlock", "Experts", "Explanation", "Generated", "KVCache", "LanguageModel",
+    "MultiHeadAttention", "MultiHeadDotProductAttention", "Platform", "QKNorm", "SelfAttention",
+    "Translator", "attention_fn", "cache", "dot_product_attention",
+    "dot_product_attention_weights", "explain", "generate", "interop", "masks", "models",
+    "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding", "variants",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from flax_mha import cache as cache
@@ -88,7 +58,7 @@ if TYPE_CHECKING:
     from flax_mha.models.generation import generate as generate
     from flax_mha.models.stacks import Decoder as Decoder
     from flax_mha.models.stacks import Encoder as Encoder
-else:  # A type checker would believe that this function knows every name.
+else:  # Hide `__getattr__` from type checkers, which would accept any name.
     _HOMES = {
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
@@ -106,18 +76,18 @@ else:  # A type checker would believe that this function knows every name.
         "models.stacks": ("Decoder", "Encoder"),
     }
     _HOME = {name: home for home, names in _HOMES.items() for name in names}
-    # Beside those of `__all__`, from which a star would bind it over Flax's.
+    # `nnx` is not in `__all__`, as a star import would replace Flax's.
     _NAMES = {*__all__, "nnx"}
 
     def __getattr__(name: str) -> object:
         if name not in _NAMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        found = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
+        value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
         if name in _HOME:
-            found = getattr(found, name)
-        globals()[name] = found  # So that this function is asked once.
-        return found
+            value = getattr(value, name)
+        globals()[name] = value  # Python finds it without this function next time.
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_NAMES})

@@ -1,13 +1,13 @@
-"""Models of Hugging Face folders as modules of ours, and back.
+"""Conversion of Hugging Face models and other libraries' layers to Flax modules, and back.
 
 >>> model, variables = interop.load("path/to/Qwen3-0.6B")
 >>> interop.save(config, variables, "path/to/mine")
 >>> module, variables = interop.from_torch(layer.state_dict(), num_heads=8)
->>> module, variables = interop.from_layer(arrays, num_heads=8)  # of Keras, Haiku, timm …
->>> fast = interop.swap(model)  # of Flax's attention layers: ours in their place
+>>> module, variables = interop.from_layer(arrays, num_heads=8)  # from Keras, Haiku, timm …
+>>> fast = interop.swap(model)  # replaces Flax's attention layers in a model
 
-A folder is `config.json` and safetensors. A family is a table, see `flax_mha.interop.table`: which
-module a config means, and where each tensor goes; `save` is the table read backwards.
+A folder has a `config.json` and safetensors files. A family is a module with a table of its tensors
+(see `flax_mha.interop.table`), which serves both `load` and `save`.
 """
 
 import functools
@@ -29,7 +29,7 @@ from flax_mha.interop.generating import generation as generation
 from flax_mha.interop.libraries import LIBRARIES as LIBRARIES
 from flax_mha.interop.libraries import from_layer as from_layer
 from flax_mha.interop.libraries import to_layer as to_layer
-from flax_mha.interop.settings import Config, FileSettings, shown
+from flax_mha.interop.settings import REMEDY, Config, FileSettings, shown
 from flax_mha.interop.swapping import swap as swap
 from flax_mha.interop.table import Family, from_tensors, stored
 from flax_mha.interop.torch_layers import from_torch as from_torch
@@ -58,17 +58,20 @@ _TABLES: tuple[tuple[str, Callable[[Config], Family], neutral.Neutral], ...] = (
     ("clip_text_model siglip_text_model", clip.texts, neutral.TOWERS),
     ("whisper", whisper.whisper, neutral.WHISPER),
 )
-# By `model_type` of a config.
+# The families by the config's `model_type`.
 FAMILIES: dict[str, Callable[[Config], Family]] = {
     name: neutral.checked(make, known) for names, make, known in _TABLES for name in names.split()
 }
 
 
 def family(config: Config) -> Family:
-    """Return the module that a config means, and the table of its tensors.
+    """Return the module of a config and the table of its tensors.
+
+    Args:
+      config: the content of a `config.json`.
 
     Raises:
-      ValueError: if there is no such family, or its table lacks what the config asks for.
+      ValueError: if the family or one of the config's settings is not supported.
     """
     settings = FileSettings(config)
     model_type = settings.get("model_type")
@@ -80,42 +83,43 @@ def family(config: Config) -> Family:
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "an unknown method")
         raise ValueError(
-            f"weights must be in a floating dtype, by the config's quantization_config they are "
-            f"{method}; have transformers load them with dequantize=True, and save them"
+            f"weights must have a floating dtype, got {method} in the config's "
+            f"quantization_config; load them in transformers with dequantize=True, and save them"
         )
     try:
         return FAMILIES[model_type](config)
     except KeyError as error:
-        raise ValueError(f"the config of a {model_type} must have {error}, and has not") from None
+        raise ValueError(
+            f"the config of a {model_type} must have {error}, got none; {REMEDY}"
+        ) from None
 
 
 def load(
     path: str | Path, *, dtype: Dtype | None = None, shardings: Any = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the model of a folder, and its variables.
+    """Load the model of a folder and its variables.
 
     Args:
-      path: a folder with `config.json` and `model.safetensors`, or an index of several files.
-      dtype: of floating parameters (default: as in the file).
-      shardings: for each parameter, a tree like the variables of `jax.sharding.Sharding`, or one
-        for all. Each device is given its part, which alone is read, but for kernels of patches
-        and Gemma's norms, which are read whole (default: none, they are arrays of NumPy, which
-        devices of a CPU take without a copy).
+      path: a folder with `config.json` and `model.safetensors`, or with an index of several files.
+      dtype: the dtype of floating parameters (default: the file's).
+      shardings: a `jax.sharding.Sharding` for all parameters, or a tree of them like the
+        variables. Only each device's part is read, except for kernels of patches and Gemma's norms
+        (default: NumPy arrays, which CPU devices use without a copy).
 
     Returns:
-      The module and its variables. Of a checkpoint with a head for words or classes on top of a
-      BERT or a ViT, the head is left out, with a warning that names its tensors.
+      The module and its variables. Heads for words or classes on top of a BERT or a ViT are left
+      out, with a warning that names their tensors.
 
     Raises:
-      ValueError: if the files are damaged, or do not fit each other: one error with every tensor
-        that is missing, surplus or of another shape.
-      FileNotFoundError: if the folder has none.
+      ValueError: if a file is damaged, or if tensors are missing, surplus or of another shape; the
+        error lists all of them.
+      FileNotFoundError: if the folder lacks a file.
     """
     folder = Path(path).expanduser()
     if (folder / _ADAPTER).exists():
         raise ValueError(
-            f"{folder} must hold a whole model, got {_ADAPTER}, of weights that change it; merge "
-            f"them (merge_and_unload of peft) and save the result"
+            f"{folder} must hold a complete model, got the weights of an adapter ({_ADAPTER}); "
+            f"merge them with peft's merge_and_unload and save the result"
         )
     model = family(safetensors.read_json(folder / "config.json"))
     tensors = safetensors.read_folder(folder)
@@ -123,38 +127,38 @@ def load(
     variables = from_tensors(model, tensors, join=Joined)
     if shardings is None or isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, variables)
-    placed = functools.partial(place, floating)
-    return model.module, jax.tree.map(placed, variables, shardings, is_leaf=lambda x: x is None)
+    to_device = functools.partial(place, floating)
+    return model.module, jax.tree.map(to_device, variables, shardings, is_leaf=lambda x: x is None)
 
 
 def save(config: Config, variables: Mapping[str, Any], path: str | Path) -> None:
-    """Write a folder that `load` and `transformers` read, one tensor after another.
+    """Write a folder that `load` and `transformers` read, one tensor at a time.
 
     Args:
-      config: as in its `config.json`, with `model_type`. Its `dtype` is written as that of the
-        variables (of several, one that holds them all).
-      variables: of the module that the config means.
-      path: of the folder, which is made.
+      config: the content of `config.json`, with `model_type`. Its `dtype` is replaced by the
+        variables' dtype, promoted if they have several.
+      variables: the variables of the config's module.
+      path: the folder, which is created.
 
     Raises:
-      ValueError: if they do not fit each other.
+      ValueError: if the variables do not fit the config.
     """
     folder = Path(path).expanduser()
     tensors = stored(family(config), variables)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.write(folder / "model.safetensors", tensors)
-    kinds = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
-    saved = _as_dtype(config, np.result_type(*kinds).name) if kinds else dict(config)
-    (folder / "config.json").write_text(json.dumps(saved, indent=2, default=str))
+    dtypes = {x.dtype for x in tensors.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    config = _set_dtype(config, np.result_type(*dtypes).name) if dtypes else dict(config)
+    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str))
 
 
-def _as_dtype(config: Config, name: str) -> dict[str, Any]:
-    """Return a config with the dtype of its weights, under the old and the new name."""
-    saved: dict[str, Any] = {"dtype": name}
+def _set_dtype(config: Config, name: str) -> dict[str, Any]:
+    """Return a config with the dtype `name` under the old and the new key, in its parts too."""
+    result: dict[str, Any] = {"dtype": name}
     for key, x in config.items():
         if key in ("dtype", "torch_dtype"):
-            saved[key] = name
+            result[key] = name
         else:
             is_part = key in ("text_config", "vision_config") and isinstance(x, Mapping)
-            saved[key] = _as_dtype(x, name) if is_part else x
-    return saved
+            result[key] = _set_dtype(x, name) if is_part else x
+    return result

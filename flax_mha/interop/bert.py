@@ -1,25 +1,23 @@
-"""BERT, RoBERTa and DistilBERT: encoders of text, post-norm."""
+"""BERT, RoBERTa and DistilBERT: post-norm encoders of text."""
 
 from typing import NamedTuple, Unpack
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flax_mha.interop.config import activation, refuse
 from flax_mha.interop.modules import classified
 from flax_mha.interop.settings import Config
-from flax_mha.interop.table import Family, TensorRule, attention, linear, norm, per_layer
+from flax_mha.interop.table import TOKEN_EXAMPLE, Family, TensorRule, norm, stack
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models import Encoder, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.models.feed_forward import ACTIVATIONS, Activation
 
-_EXAMPLE = (np.zeros((1, 1), np.int32),)
-# Buffers that count from 0.
+# Buffers that hold 0, 1, 2, …
 BUFFERS = ("*.position_ids", "*.token_type_ids")
-# On top of an encoder: a pooler, and heads for words, sentences, classes, answers.
+# Parts on top of an encoder: a pooler, and output heads for words, sentences, classes and answers.
 HEADS = (
     "pooler.*", "cls.*", "lm_head.*", "vocab_*", "classifier.*", "qa_outputs.*",
     "generator_*", "discriminator_*",
@@ -27,43 +25,48 @@ HEADS = (
 
 
 class BertTraits(NamedTuple):
-    """The record of a model type.
+    """The properties of a model type.
 
     Attributes:
-      prefix: what models that wrap it put before all names.
-      is_padded: whether positions begin after that of the padding's id.
-      dense: tensors of the layer before the classes.
-      head: and of that of the classes.
-      by: the activation between them.
+      prefix: an optional prefix of all names, which models that wrap this one add.
+      is_padded: True if positions start after the padding token's id.
+      dense: the name of the dense layer before the classes.
+      head: the name of the output layer of the classes.
+      activation: the activation between these two layers.
     """
 
     prefix: str
     is_padded: bool = False
     dense: str = "classifier.dense"
     head: str = "classifier.out_proj"
-    by: Activation = nn.tanh
+    activation: Activation = nn.tanh
 
 
 KINDS = {
     "bert": BertTraits("bert.", dense="bert.pooler.dense", head="classifier"),
     "ernie": BertTraits("ernie.", dense="ernie.pooler.dense", head="classifier"),
-    "electra": BertTraits("electra.", by=ACTIVATIONS["gelu_exact"]),
+    "electra": BertTraits("electra.", activation=ACTIVATIONS["gelu_exact"]),
     "roberta": BertTraits("roberta.", is_padded=True),
     "xlm-roberta": BertTraits("roberta.", is_padded=True),
     "camembert": BertTraits("roberta.", is_padded=True),
     "data2vec-text": BertTraits("data2vec_text.", is_padded=True),
 }
+_EMBEDDING_ROWS = [
+    TensorRule("embeddings.word_embeddings.weight", "embedding/table/embedding"),
+    TensorRule("embeddings.position_embeddings.weight", "positions/embedding"),
+    *norm("embeddings.LayerNorm", "encoder/input_norm"),
+]
 
 
 class Bert(nn.Module):
-    """Tokens int [*B, T] to features [*B, T, D].
+    """An encoder of tokens int [*B, T] to features [*B, T, D].
 
     Attributes:
-      embedding: of tokens.
-      types: of segments, 0 unless said; or None.
-      positions: learned.
-      encoder: the stack; BERT's has a norm before it.
-      first: where the first token stands (RoBERTa: 2).
+      embedding: the token embedding.
+      types: the segment embedding, or None.
+      positions: the learned position embedding.
+      encoder: the stack; BERT's has a norm before the first block.
+      first: the position of the first token (RoBERTa: 2).
     """
 
     embedding: TokenEmbedding
@@ -75,7 +78,13 @@ class Bert(nn.Module):
     def __call__(
         self, tokens: jax.Array, types: jax.Array | None = None, **options: Unpack[LayerOptions]
     ) -> jax.Array:
-        """Return the features, with options for the encoder."""
+        """Return the features.
+
+        Args:
+          tokens: int [*B, T], the token ids.
+          types: int [*B, T], the segment of each token (default: 0).
+          **options: arguments of the encoder.
+        """
         x = self.embedding(tokens)
         if self.types is not None:
             x = x + self.types(jnp.zeros_like(tokens) if types is None else types)
@@ -83,39 +92,33 @@ class Bert(nn.Module):
 
 
 def bert(config: Config) -> Family:
-    """Return the family of a model type in `KINDS`, with its head for classes if it has one."""
+    """Return the family of BERT and its variants, with the head for classes if it has one."""
     D, layers = config["hidden_size"], config["num_hidden_layers"]
-    record = KINDS[config["model_type"]]
+    traits = KINDS[config["model_type"]]
     refuse(config, position_embedding_type="absolute", embedding_size=D)
-    layer = MultiHeadAttention(config["num_attention_heads"])
     block = EncoderBlock(
-        layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
-        pre_norm=False, norm_epsilon=config["layer_norm_eps"],
+        MultiHeadAttention(config["num_attention_heads"]), config["intermediate_size"],
+        activation=activation(config, "hidden_act"), pre_norm=False,
+        norm_epsilon=config["layer_norm_eps"],
     )  # fmt: skip
     module = Bert(
         TokenEmbedding(config["vocab_size"], D),
         TokenEmbedding(config["type_vocab_size"], D),
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(layers, block, input_norm=True),
-        first=config.get("pad_token_id", 1) + 1 if record.is_padded else 0,
+        first=config.get("pad_token_id", 1) + 1 if traits.is_padded else 0,
     )
-    theirs, ours = "encoder.layer.{}", "encoder/layers_{}"
-    heads = ("self.query", "self.key", "self.value", "output.dense")
+    layer, heads = "encoder.layer.{}", ("self.query", "self.key", "self.value", "output.dense")
     rows = [
-        TensorRule("embeddings.word_embeddings.weight", "embedding/table/embedding"),
+        *_EMBEDDING_ROWS,
         TensorRule("embeddings.token_type_embeddings.weight", "types/table/embedding"),
-        TensorRule("embeddings.position_embeddings.weight", "positions/embedding"),
-        *norm("embeddings.LayerNorm", "encoder/input_norm"),
-        *per_layer(layers, [
-            *attention(f"{theirs}.attention", f"{ours}/attention", heads),
-            *norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/attention_norm"),
-            *linear(f"{theirs}.intermediate.dense", f"{ours}/mlp/up"),
-            *linear(f"{theirs}.output.dense", f"{ours}/mlp/down"),
-            *norm(f"{theirs}.output.LayerNorm", f"{ours}/mlp_norm"),
-        ]),
+        *stack(layers, layer, "encoder", f"{layer}.attention", heads, {
+            "attention.output.LayerNorm": "attention_norm", "intermediate.dense": "mlp/up",
+            "output.dense": "mlp/down", "output.LayerNorm": "mlp_norm",
+        }),
     ]  # fmt: skip
-    family = Family(module, _EXAMPLE, rows, BUFFERS, HEADS, record.prefix)
-    return classified(config, family, record.dense, record.head, record.by)
+    family = Family(module, TOKEN_EXAMPLE, rows, BUFFERS, HEADS, traits.prefix)
+    return classified(config, family, traits.dense, traits.head, traits.activation)
 
 
 def distilbert(config: Config) -> Family:
@@ -130,19 +133,11 @@ def distilbert(config: Config) -> Family:
         PositionEmbedding(max_length=config["max_position_embeddings"]),
         Encoder(layers, block, input_norm=True),
     )  # fmt: skip
-    theirs, ours = "transformer.layer.{}", "encoder/layers_{}"
-    heads = ("q_lin", "k_lin", "v_lin", "out_lin")
-    rows = [
-        TensorRule("embeddings.word_embeddings.weight", "embedding/table/embedding"),
-        TensorRule("embeddings.position_embeddings.weight", "positions/embedding"),
-        *norm("embeddings.LayerNorm", "encoder/input_norm"),
-        *per_layer(layers, [
-            *attention(f"{theirs}.attention", f"{ours}/attention", heads),
-            *norm(f"{theirs}.sa_layer_norm", f"{ours}/attention_norm"),
-            *linear(f"{theirs}.ffn.lin1", f"{ours}/mlp/up"),
-            *linear(f"{theirs}.ffn.lin2", f"{ours}/mlp/down"),
-            *norm(f"{theirs}.output_layer_norm", f"{ours}/mlp_norm"),
-        ]),
-    ]  # fmt: skip
-    family = Family(module, _EXAMPLE, rows, BUFFERS, HEADS, "distilbert.")
-    return classified(config, family, "pre_classifier", by=nn.relu)
+    layer, heads = "transformer.layer.{}", ("q_lin", "k_lin", "v_lin", "out_lin")
+    rows = stack(layers, layer, "encoder", f"{layer}.attention", heads, {
+        "sa_layer_norm": "attention_norm", "ffn.lin1": "mlp/up", "ffn.lin2": "mlp/down",
+        "output_layer_norm": "mlp_norm",
+    })  # fmt: skip
+    rows = [*_EMBEDDING_ROWS, *rows]
+    family = Family(module, TOKEN_EXAMPLE, rows, BUFFERS, HEADS, "distilbert.")
+    return classified(config, family, "pre_classifier", activation=nn.relu)

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: an encoder of images beside one of text, and each of the two alone."""
+"""CLIP and SigLIP: an image encoder and a text encoder, together or alone."""
 
 from typing import Any, NamedTuple
 
@@ -8,21 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mha import masks
+from flax_mha.interop import table
 from flax_mha.interop.bert import BUFFERS, Bert
 from flax_mha.interop.config import activation, grid, refuse
 from flax_mha.interop.settings import Config, FileSettings, filled
-from flax_mha.interop.table import (
-    FLAT,
-    PROJECTIONS,
-    Family,
-    Row,
-    attention,
-    each,
-    linear,
-    norm,
-    patches,
-    wrapped,
-)  # fmt: skip
 from flax_mha.interop.vision import block, example, image
 from flax_mha.layer.linear import Projection
 from flax_mha.linen import MultiHeadAttention
@@ -35,14 +24,14 @@ from flax_mha.positions import PositionEmbedding
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
-class Kind(NamedTuple):
-    """The record of a model type.
+class ClipTraits(NamedTuple):
+    """The properties of a model type.
 
     Attributes:
-      text: defaults of its `text_config`, of which files leave out what is as it is there.
-      vision: and of its `vision_config`.
-      class_token: whether images have a learned token, which stands for all; else a layer pools.
-      causal: whether texts are read causally.
+      text: the defaults of `text_config`; files leave out settings that equal them.
+      vision: the defaults of `vision_config`.
+      class_token: True if a learned token represents the image; otherwise a layer pools.
+      causal: True if the text encoder is causal.
     """
 
     text: dict[str, Any]
@@ -57,12 +46,12 @@ _IMAGES = _SIZES | {"image_size": 224, "num_channels": 3}
 _CLIP = {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 _SIGLIP = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 KINDS = {
-    "clip": Kind(
+    "clip": ClipTraits(
         _CLIP | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12,
                  "num_attention_heads": 8, "vocab_size": 49408, "max_position_embeddings": 77},
         _IMAGES | _CLIP | {"patch_size": 32}, class_token=True, causal=True,
     ),
-    "siglip": Kind(
+    "siglip": ClipTraits(
         _SIZES | _SIGLIP | {"vocab_size": 32000, "max_position_embeddings": 64},
         _IMAGES | _SIGLIP | {"patch_size": 16}, class_token=False, causal=False,
     ),
@@ -70,14 +59,14 @@ KINDS = {
 
 
 class Towers(nn.Module):
-    """Features of images and of texts in one space: CLIP, SigLIP.
+    """An image encoder and a text encoder with a common feature space: CLIP, SigLIP.
 
     Attributes:
-      image: to features of tokens, of which the first stands for all, or what `pool` makes of them.
-      text: to features of tokens; which of them stands for all says the call.
-      features: of the common space; None where the towers are in it already.
-      pool: attends from one learned query to all tokens of an image (SigLIP).
-      biased: whether the logits have a learned bias.
+      image: the image encoder; without `pool` its first token represents the image.
+      text: the text encoder.
+      features: the size of the common space; None if the encoders share one already.
+      pool: a layer in which one learned query attends to all tokens of an image (SigLIP).
+      biased: True if the logits have a learned bias.
     """
 
     image: Classifier
@@ -88,16 +77,16 @@ class Towers(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, tokens: jax.Array, at: Any) -> tuple[jax.Array, ...]:
-        """Compares images with texts.
+        """Compare images with texts.
 
         Args:
           images: [B, height, width, channels].
-          tokens: int [C, T].
-          at: int [C], the token of each text that stands for all.
+          tokens: int [C, T], the texts.
+          at: int [C], the index of the token that represents each text.
 
         Returns:
-          Features of images [B, features] and of texts [C, features], of length 1; and logits
-          [B, C] of their products.
+          Features of images [B, features] and of texts [C, features], of length 1; and the logits
+          [B, C], their scaled dot products.
         """
         x = _pool_tokens(self.image(images), self.pool, None)
         y = _pool_tokens(self.text(tokens), None, at)
@@ -105,10 +94,10 @@ class Towers(nn.Module):
             y = Projection(y.shape[-1:], ("embed", None), name="text_projection")(y)
         else:
             x, y = (
-                Projection((self.features,), ("embed", None), bias_init=None, name=name)(each)
-                for name, each in (("image_projection", x), ("text_projection", y))
+                Projection((self.features,), ("embed", None), bias_init=None, name=name)(z)
+                for name, z in (("image_projection", x), ("text_projection", y))
             )
-        x, y = (each / jnp.linalg.norm(each, axis=-1, keepdims=True) for each in (x, y))
+        x, y = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (x, y))
         logits = jnp.exp(self.param("logit_scale", nn.initializers.zeros, ())) * (x @ y.T)
         if self.biased:
             logits = logits + self.param("logit_bias", nn.initializers.zeros, ())
@@ -116,12 +105,12 @@ class Towers(nn.Module):
 
 
 class Tower(nn.Module):
-    """One of the two encoders alone, to features of tokens and to one vector.
+    """One of the two encoders alone, with one feature vector for each input.
 
     Attributes:
-      encoder: of images or of texts.
-      pool: makes one vector of the tokens (default: one of them).
-      projected: whether a linear layer follows for the one vector.
+      encoder: the encoder of images or of texts.
+      pool: a layer that pools the tokens (default: take one of them).
+      projected: True if a linear layer projects the pooled vector.
     """
 
     encoder: Classifier | Bert
@@ -130,11 +119,11 @@ class Tower(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, at: Any = None) -> tuple[jax.Array, jax.Array]:
-        """Map images or texts to features of tokens [*B, T, D], normed, and to [*B, D].
+        """Encode images or texts to features of tokens [*B, T, D] and of inputs [*B, D].
 
         Args:
           inputs: images [*B, height, width, channels], or tokens int [*B, T].
-          at: int [*B], the token that stands for all; None for the first.
+          at: int [*B], the index of the token that represents each input (default: the first).
         """
         x = self.encoder(inputs)
         y = _pool_tokens(x, self.pool, at)
@@ -144,14 +133,19 @@ class Tower(nn.Module):
 
 
 def _pool_tokens(x: jax.Array, pool: Any, at: Any) -> jax.Array:
-    """Return one vector [*B, D] for tokens [*B, T, D]: that of the pool, or of a token."""
+    """Return one vector [*B, D] for tokens [*B, T, D]: the pool's output, or token `at`."""
     if pool is not None or at is None:
         return x[..., 0, :] if pool is None else pool(x)
     return jnp.take_along_axis(x, jnp.asarray(at)[..., None, None], -2)[..., 0, :]
 
 
 class AttentionPool(nn.Module):
-    """One learned query attends to all tokens; then an MLP, with a residual.
+    """A pooling layer: a learned query attends to all tokens, then an MLP with a residual.
+
+    Attributes:
+      attention: the attention layer.
+      mlp: the MLP.
+      epsilon: the epsilon of the norm before the MLP.
 
     Source: Zhai et al., "Scaling Vision Transformers", 2022.
     """
@@ -162,7 +156,7 @@ class AttentionPool(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [*B, T, D] to [*B, D]."""
+        """Pool [*B, T, D] to [*B, D]."""
         D = x.shape[-1]
         probe = self.param("probe", nn.initializers.lecun_normal(), (1, D))
         y = self.attention(jnp.broadcast_to(probe, (*x.shape[:-2], 1, D)), x)
@@ -172,73 +166,75 @@ class AttentionPool(nn.Module):
 _TEXT = (np.zeros((1, 1), np.int32), np.zeros(1, np.int32))
 
 
-def towers(config: Config) -> Family:
+def towers(config: Config) -> table.Family:
     """Return the family of `CLIPModel` and `SiglipModel`."""
-    kind = KINDS[config["model_type"]]
-    vision, text = _part(config, "vision", kind.vision), _part(config, "text", kind.text)
-    features = config.get("projection_dim", 512) if kind.class_token else None
+    traits = KINDS[config["model_type"]]
+    vision, text = _part(config, "vision", traits.vision), _part(config, "text", traits.text)
+    features = config.get("projection_dim", 512) if traits.class_token else None
     module = Towers(
-        _image(vision, kind), _text(text, kind), features, _pool(vision, kind),
-        biased=not kind.class_token,
+        _image(vision, traits), _text(text, traits), features, _pool(vision, traits),
+        biased=not traits.class_token,
     )  # fmt: skip
-    rows = [*_images(vision, kind, "image"), *_texts(text, "text")]
-    if kind.class_token:
+    rows = _images(vision, traits, "image") + _texts(text, "text")
+    if traits.class_token:
         rows += [
-            *linear("visual_projection", "image_projection", bias=False),
-            *linear("text_projection", "text_projection", bias=False),
-            Row("logit_scale", "logit_scale"),
+            *table.linear("visual_projection", "image_projection", bias=False),
+            *table.linear("text_projection", "text_projection", bias=False),
+            table.TensorRule("logit_scale", "logit_scale"),
         ]
     else:
-        rows += linear("text_model.head", "text_projection")
-        rows += [Row(x, x, wrapped(1)) for x in ("logit_scale", "logit_bias")]
-    return Family(module, (example(vision), *_TEXT), rows, BUFFERS)
+        rows += table.linear("text_model.head", "text_projection")
+        rows += [table.TensorRule(x, x, table.wrapped(1)) for x in ("logit_scale", "logit_bias")]
+    return table.Family(module, (example(vision), *_TEXT), rows, BUFFERS)
 
 
-def images(config: Config) -> Family:
-    """Return the family of `CLIPVisionModel` and `SiglipVisionModel`; a projection is left out."""
-    kind = KINDS[config["model_type"].removesuffix("_vision_model")]
-    vision = filled(config, **kind.vision)
-    module = Tower(_image(vision, kind), _pool(vision, kind))
-    rows, heads = _images(vision, kind, "encoder"), ("visual_projection.*", "classifier.*")
-    return Family(module, (example(vision),), rows, BUFFERS, heads, "vision_model.")
+def images(config: Config) -> table.Family:
+    """Return the family of `CLIPVisionModel` and `SiglipVisionModel`, without a projection."""
+    traits = KINDS[config["model_type"].removesuffix("_vision_model")]
+    vision = filled(config, **traits.vision)
+    module = Tower(_image(vision, traits), _pool(vision, traits))
+    rows, heads = _images(vision, traits, "encoder"), ("visual_projection.*", "classifier.*")
+    return table.Family(module, (example(vision),), rows, BUFFERS, heads, "vision_model.")
 
 
-def texts(config: Config) -> Family:
-    """Return the family of `CLIPTextModel` and `SiglipTextModel`; a projection is left out."""
-    kind = KINDS[config["model_type"].removesuffix("_text_model")]
-    text = filled(config, **kind.text)
-    module = Tower(_text(text, kind), projected=not kind.class_token)
+def texts(config: Config) -> table.Family:
+    """Return the family of `CLIPTextModel` and `SiglipTextModel`, without a projection."""
+    traits = KINDS[config["model_type"].removesuffix("_text_model")]
+    text = filled(config, **traits.text)
+    module = Tower(_text(text, traits), projected=not traits.class_token)
     rows = _texts(text, "encoder")
-    rows += [] if kind.class_token else linear("text_model.head", "projection")
-    return Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
+    rows += [] if traits.class_token else table.linear("text_model.head", "projection")
+    return table.Family(module, _TEXT, rows, BUFFERS, ("text_projection.*",), "text_model.")
 
 
 def _part(config: Config, name: str, defaults: dict[str, Any]) -> FileSettings:
-    """Return the settings of a tower."""
+    """Return the settings of the encoder `name`, filled with defaults."""
     part: FileSettings = config[f"{name}_config"]
-    # The first configs had a second part, which counts.
+    # The first configs have a second copy of the settings, which must agree.
     other: Config = config.get(f"{name}_config_dict") or {}
     for setting in other:
         refuse(other, **{setting: part.get(setting, defaults.get(setting, other[setting]))})
     return filled(part, **defaults)
 
 
-def _image(config: Config, kind: Kind) -> Classifier:
-    token = kind.class_token
+def _image(config: Config, traits: ClipTraits) -> Classifier:
+    token = traits.class_token
     return image(config, int(token), patch_bias=not token, input_norm=token)
 
 
-def _text(config: Config, kind: Kind) -> Bert:
-    own = block(config, mask=masks.Causal() if kind.causal else None)
+def _text(config: Config, traits: ClipTraits) -> Bert:
     return Bert(
         TokenEmbedding(config["vocab_size"], config["hidden_size"]), None,
         PositionEmbedding(max_length=config["max_position_embeddings"]),
-        Encoder(config["num_hidden_layers"], own),
+        Encoder(
+            config["num_hidden_layers"],
+            block(config, mask=masks.Causal() if traits.causal else None),
+        ),
     )  # fmt: skip
 
 
-def _pool(config: Config, kind: Kind) -> AttentionPool | None:
-    if kind.class_token:
+def _pool(config: Config, traits: ClipTraits) -> AttentionPool | None:
+    if traits.class_token:
         return None
     refuse(config, vision_use_head=True)
     layer = MultiHeadAttention(config["num_attention_heads"])
@@ -246,46 +242,52 @@ def _pool(config: Config, kind: Kind) -> AttentionPool | None:
     return AttentionPool(layer, mlp, config["layer_norm_eps"])
 
 
-def _images(config: Config, kind: Kind, ours: str) -> list[Row]:
-    at, kernel = "vision_model.embeddings", patches(*grid(config)[2:])
-    token = kind.class_token
+def _images(config: Config, traits: ClipTraits, ours: str) -> list[table.TensorRule]:
+    embeddings, kernel = "vision_model.embeddings", table.patches(*grid(config).patch)
+    token = traits.class_token
     rows = [
-        *linear(f"{at}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel),
-        Row(f"{at}.position_embedding.weight", f"{ours}/positions/embedding"),
+        *table.linear(
+            f"{embeddings}.patch_embedding", f"{ours}/embedding/patches", not token, axes=kernel
+        ),
+        table.TensorRule(f"{embeddings}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("vision_model", f"{ours}/encoder", config),
-        *norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
+        *table.norm("vision_model.post_layernorm", f"{ours}/encoder/norm"),
     ]
     if token:
-        rows.append(Row(f"{at}.class_embedding", f"{ours}/class_tokens", FLAT))
-        return rows + norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
-    head, own = "vision_model.head", "pool"
-    fused = tuple(f"{own}/attention/{name}" for name in PROJECTIONS[:3])
+        rows.append(
+            table.TensorRule(
+                f"{embeddings}.class_embedding", f"{ours}/class_tokens", table.FLATTENED
+            )
+        )
+        return rows + table.norm("vision_model.pre_layrnorm", f"{ours}/encoder/input_norm")
+    head, layer = "vision_model.head", "pool/attention"
+    fused = tuple(f"{layer}/{name}" for name in table.PROJECTIONS[:3])
     return [
         *rows,
-        Row(f"{head}.probe", f"{own}/probe", wrapped(1)),
-        *linear(f"{head}.attention.in_proj", fused, leaves=("_weight", "_bias")),
-        *linear(f"{head}.attention.out_proj", f"{own}/attention/out", inputs=2),
-        *norm(f"{head}.layernorm", f"{own}/norm"),
-        *linear(f"{head}.mlp.fc1", f"{own}/mlp/up"),
-        *linear(f"{head}.mlp.fc2", f"{own}/mlp/down"),
+        table.TensorRule(f"{head}.probe", "pool/probe", table.wrapped(1)),
+        *table.linear(f"{head}.attention.in_proj", fused, leaves=("_weight", "_bias")),
+        *table.linear(f"{head}.attention.out_proj", f"{layer}/out", inputs=2),
+        *table.parts(
+            head, "pool", {"layernorm": "norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"}
+        ),
     ]
 
 
-def _texts(config: Config, ours: str) -> list[Row]:
+def _texts(config: Config, ours: str) -> list[table.TensorRule]:
+    embeddings = "text_model.embeddings"
     return [
-        Row("text_model.embeddings.token_embedding.weight", f"{ours}/embedding/table/embedding"),
-        Row("text_model.embeddings.position_embedding.weight", f"{ours}/positions/embedding"),
+        table.TensorRule(
+            f"{embeddings}.token_embedding.weight", f"{ours}/embedding/table/embedding"
+        ),
+        table.TensorRule(f"{embeddings}.position_embedding.weight", f"{ours}/positions/embedding"),
         *_layers("text_model", f"{ours}/encoder", config),
-        *norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
+        *table.norm("text_model.final_layer_norm", f"{ours}/encoder/norm"),
     ]
 
 
-def _layers(theirs: str, ours: str, config: Config) -> list[Row]:
-    at, own = f"{theirs}.encoder.layers.{{}}", f"{ours}/layers_{{}}"
-    return each(config["num_hidden_layers"], [
-        *attention(f"{at}.self_attn", f"{own}/attention", HEADS),
-        *norm(f"{at}.layer_norm1", f"{own}/attention_norm"),
-        *norm(f"{at}.layer_norm2", f"{own}/mlp_norm"),
-        *linear(f"{at}.mlp.fc1", f"{own}/mlp/up"),
-        *linear(f"{at}.mlp.fc2", f"{own}/mlp/down"),
-    ])  # fmt: skip
+def _layers(theirs: str, ours: str, config: Config) -> list[table.TensorRule]:
+    layer = f"{theirs}.encoder.layers.{{}}"
+    return table.stack(config["num_hidden_layers"], layer, ours, f"{layer}.self_attn", HEADS, {
+        "layer_norm1": "attention_norm", "layer_norm2": "mlp_norm",
+        "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down",
+    })  # fmt: skip

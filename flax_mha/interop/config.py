@@ -1,4 +1,4 @@
-"""Settings that configs of several families write in the same way."""
+"""Readers of settings that the configs of several families share."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,8 +12,8 @@ from flax_mha.positions import Rotary
 
 Item = TypeVar("Item")
 
-# Of one image. A model is built with all of them, and Axial makes a table of them.
-_MOST_PATCHES = 2**16
+# The most patches of one image: the example has all of them, and so has Axial's table.
+_MAX_PATCHES = 2**16
 
 ACTIVATIONS = {
     "gelu": "gelu_exact", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu",
@@ -22,30 +22,35 @@ ACTIVATIONS = {
 
 
 def activation(config: Config, *names: str) -> str:
-    """Return the first of those settings that is there, by our name."""
-    name = next((name for name in names if config.get(name) is not None), names[-1])
-    theirs = config[name]
-    if theirs not in ACTIVATIONS:
+    """Return this package's name of an activation.
+
+    Args:
+      config: the model's config.
+      *names: the keys of the setting; the first one that is present counts.
+    """
+    key = next((key for key in names if config.get(key) is not None), names[-1])
+    name = config[key]
+    if name not in ACTIVATIONS:
         raise ValueError(
-            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {shown(theirs)}; "
+            f"the config's activation must be one of {sorted(ACTIVATIONS)}, got {shown(name)}; "
             f"build the module yourself with a function"
         )
-    return ACTIVATIONS[theirs]
+    return ACTIVATIONS[name]
 
 
 def rotary(
     config: Config, layer_type: str = FULL, theta: float = 1e4, partial: bool = False,
     local: bool = False,
 ) -> Rotary:  # fmt: skip
-    """Return the rotation of layers of that type, as old and new configs write it.
+    """Return the rotary embedding of a config, from its old or its new keys.
 
     Args:
-      config: of the model.
-      layer_type: by which `rope_parameters` may have several.
-      theta: the base, if it is not said.
-      partial: whether the model can turn a part of the features.
-      local: whether layers of that type have a base of their own, which alone is theirs of the
-        settings that are not in `rope_parameters` (Gemma 3).
+      config: the model's config.
+      layer_type: the entry of `rope_parameters` to read, if it has one for each type of layer.
+      theta: the default base.
+      partial: True if the family can rotate a part of the features.
+      local: True to read `rope_local_base_freq`, and no other key outside of `rope_parameters`, as
+        for Gemma 3's layers with a window.
     """
     old: Config = {} if local else config.get("rope_scaling") or {}
     new: Config = config.get("rope_parameters") or {}
@@ -62,7 +67,7 @@ def rotary(
     if not partial and {fraction, outer} != {1}:
         raise ValueError(
             f"the config's partial_rotary_factor must be 1, got {min(fraction, outer)}: this "
-            f"family turns all features; delete it if its weights do"
+            f"family rotates all features; delete it if the weights were trained so"
         )
     return Rotary(rope["rope_theta"], fraction=fraction, scaling=_scaling(rope, config))
 
@@ -72,21 +77,21 @@ def _scaling(rope: Config, config: Config) -> Any:
     if name not in _SCALINGS:
         raise ValueError(
             f"the config's rope_type must be one of {sorted(_SCALINGS)}, got {shown(name)}; build "
-            f"the module yourself with a rotation of your own"
+            f"the module yourself with a function as rotary="
         )
     return _SCALINGS[name](rope, config)
 
 
-def _original(rope: Config, config: Config) -> int:
-    """Return the length of training."""
+def _original_length(rope: Config, config: Config) -> int:
+    """Return the length of the training sequences."""
     name = "original_max_position_embeddings"
-    said = {each[name] for each in (rope, config) if name in each}
-    if len(said) > 1:
+    lengths = {settings[name] for settings in (rope, config) if name in settings}
+    if len(lengths) > 1:
         raise ValueError(
-            f"the config's {name} must be the same everywhere, got {sorted(said)}; take the one of "
-            f"training"
+            f"the config's {name} must be the same everywhere, got {sorted(lengths)}; take the one "
+            f"of training"
         )
-    length: int = said.pop() if said else config["max_position_embeddings"]
+    length: int = lengths.pop() if lengths else config["max_position_embeddings"]
     return length
 
 
@@ -94,29 +99,29 @@ def _factor(rope: Config, config: Config) -> float:
     if "factor" in rope:
         factor: float = rope["factor"]
         return factor
-    longest: int = config["max_position_embeddings"]
-    return longest / _original(rope, config)
+    max_length: int = config["max_position_embeddings"]
+    return max_length / _original_length(rope, config)
 
 
 def _llama3(rope: Config, config: Config) -> Any:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    return positions.Llama3(rope["factor"], _original(rope, config), low, high)
+    return positions.Llama3(rope["factor"], _original_length(rope, config), low, high)
 
 
 def _yarn(rope: Config, config: Config) -> Any:
     known = {"beta_fast", "beta_slow", "attention_factor", "truncate"}
     options = {x: rope[x] for x in known & rope.keys()}
     factor = _factor(rope, config)
-    over, under = rope.get("mscale"), rope.get("mscale_all_dim")
-    # As DeepSeek has it: both or none.
-    if over and under and "attention_factor" not in options and factor > 1:
-        over, under = (0.1 * x * math.log(factor) + 1 for x in (over, under))
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    # As in DeepSeek's code, the two settings count only together.
+    if mscale and mscale_all_dim and "attention_factor" not in options and factor > 1:
+        over, under = (0.1 * x * math.log(factor) + 1 for x in (mscale, mscale_all_dim))
         options["attention_factor"] = over / under
-    return positions.Yarn(factor, _original(rope, config), **options)
+    return positions.Yarn(factor, _original_length(rope, config), **options)
 
 
 def _longrope(rope: Config, config: Config) -> Any:
-    length, size = _original(rope, config), rope.get("attention_factor")
+    length, size = _original_length(rope, config), rope.get("attention_factor")
     factor = _factor(rope, config)
     if size is None:
         size = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
@@ -135,7 +140,14 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 
 
 class Grid(NamedTuple):
-    """The patches of an image: how many in a column and in a row, and their height and width."""
+    """The grid of an image's patches.
+
+    Attributes:
+      rows: the number of patches in a column.
+      columns: the number of patches in a row.
+      height: the height of a patch.
+      width: the width of a patch.
+    """
 
     rows: int
     columns: int
@@ -144,35 +156,35 @@ class Grid(NamedTuple):
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Height and width of a patch."""
+        """The height and width of a patch."""
         return self.height, self.width
 
     def image(self, channels: int) -> np.ndarray:
-        """Return an example of an image."""
+        """Return an example image."""
         return blank(1, self.rows * self.height, self.columns * self.width, channels)
 
 
 def grid(config: Config, image: str = "image_size") -> Grid:
-    """Return the patches of the images that a config names."""
+    """Return the patch grid of a config, whose key of the image size is `image`."""
     (height, width), (h, w) = (
         np.broadcast_to(config[name], 2).tolist() for name in (image, "patch_size")
     )
     rows, columns = height // h, width // w
-    if not 0 < rows * columns <= _MOST_PATCHES:
+    if not 0 < rows * columns <= _MAX_PATCHES:
         raise ValueError(
-            f"the config's {image} must have 1 … {_MOST_PATCHES:,} patches of its patch_size, got "
+            f"the config's {image} must have 1 … {_MAX_PATCHES:,} patches of its patch_size, got "
             f"{height} × {width} of {h} × {w}; take both from one config.json"
         )
     return Grid(rows, columns, h, w)
 
 
 def blank(*shape: int) -> np.ndarray:
-    """Return an example of zeros, behind which stands no memory."""
+    """Return zeros of a shape without allocating memory for them."""
     return np.broadcast_to(np.float32(0), shape)
 
 
-def in_turn(items: Sequence[Item]) -> Sequence[Item]:
-    """Return the shortest part of a list that gives all of it again and again."""
+def repeating_part(items: Sequence[Item]) -> Sequence[Item]:
+    """Return the shortest prefix of a list that yields the list when it is repeated."""
     for n in range(1, len(items)):
         if all(item == items[i % n] for i, item in enumerate(items)):
             return items[:n]
@@ -180,10 +192,15 @@ def in_turn(items: Sequence[Item]) -> Sequence[Item]:
 
 
 def refuse(config: Config, **expected: Any) -> None:
-    """Refuse settings that differ from the only value that our module can take."""
+    """Check that settings have the only value that a family supports.
+
+    Args:
+      config: the model's config.
+      **expected: the supported values by key; a missing key is accepted.
+    """
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(
-                f"the config's {name} must be {value!r}, got {shown(config[name])}; the table of "
-                f"this family knows no other"
+                f"the config's {name} must be {value!r}, got {shown(config[name])}; use a "
+                f"checkpoint with that value, the only one that this family supports"
             )

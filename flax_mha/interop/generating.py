@@ -1,4 +1,4 @@
-"""Arguments of `flax_mha.generate` that a Hugging Face folder says."""
+"""The arguments of `flax_mha.generate` in a Hugging Face folder."""
 
 import warnings
 from pathlib import Path
@@ -10,7 +10,7 @@ from flax_mha.interop import neutral, safetensors
 from flax_mha.interop.settings import FileSettings
 
 _FILE = "generation_config.json"
-# Lengths, which a call says, and tokens and tables of Whisper by their names.
+# Lengths, which each call sets, and the special tokens and tables of Whisper.
 _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
     alignment_heads begin_of_text_token_id bos_token_id is_multilingual lang_to_id language
     max_initial_timestamp_index max_length max_new_tokens no_timestamps_token_id output_scores
@@ -27,35 +27,36 @@ _NEUTRAL = neutral.BOOKKEEPING | neutral.names("""
 
 
 def generation(path: str | Path) -> dict[str, Any]:
-    """Return the arguments of `flax_mha.generate` in a folder's files.
+    """Return the arguments of `flax_mha.generate` from a folder's files.
 
-    They are `eos` and `start`, and of a model that draws `temperature`, `top_k` and `top_p`. A
-    warning names settings that `generate` has no argument for, such as a penalty of repetitions.
+    These are `eos` and `start`, and for a model that samples `temperature`, `top_k` and `top_p`. A
+    warning names settings that `generate` does not support, such as a repetition penalty.
 
     Args:
-      path: a folder with `generation_config.json`, or with `config.json` alone, as older ones.
+      path: a folder with `config.json`, and in newer folders `generation_config.json`.
 
     Raises:
-      ValueError: if a setting is not what it must be.
+      ValueError: if a setting has a wrong type or is out of range.
       FileNotFoundError: if there is no `config.json`.
     """
     folder = Path(path).expanduser()
     config = FileSettings(safetensors.read_json(folder / "config.json"))
-    said = FileSettings(safetensors.read_json(folder / _FILE) if (folder / _FILE).exists() else {})
+    has_file = (folder / _FILE).exists()
+    settings = FileSettings(safetensors.read_json(folder / _FILE) if has_file else {})
     arguments: dict[str, Any] = {}
-    ends = said.get("eos_token_id", config.get("eos_token_id", []))
-    # Small models keep the end of a large vocabulary, which they can't write.
+    ends = settings.get("eos_token_id", config.get("eos_token_id", []))
+    # Small test models keep the eos of a large vocabulary, which they cannot generate.
     if ends := [x for x in np.atleast_1d(ends).tolist() if x < config["vocab_size"]]:
         arguments["eos"] = tuple(ends)
-    starts = "decoder_start_token_id"
-    if starts in said or starts in config:
-        arguments["start"] = said.get(starts, config.get(starts))
-    if said.get("do_sample", False):
-        # As the library's own defaults have it.
-        arguments["temperature"] = said.get("temperature", 1.0)
-        arguments["top_k"] = said.get("top_k", 50) or None
-        arguments |= {"top_p": said["top_p"]} if "top_p" in said else {}
-    if unread := said.unread(neutral.among(_NEUTRAL)):
+    start = "decoder_start_token_id"
+    if start in settings or start in config:
+        arguments["start"] = settings.get(start, config.get(start))
+    if settings.get("do_sample", False):
+        # The defaults of transformers.
+        arguments["temperature"] = settings.get("temperature", 1.0)
+        arguments["top_k"] = settings.get("top_k", 50) or None
+        arguments |= {"top_p": settings["top_p"]} if "top_p" in settings else {}
+    if unread := settings.unread(neutral.among(_NEUTRAL)):
         warnings.warn(
             f"{_FILE} has settings that generate has no argument for: {', '.join(sorted(unread))}",
             stacklevel=2,

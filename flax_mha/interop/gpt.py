@@ -1,13 +1,13 @@
 """GPT-2 and GPT-NeoX: decoders of text."""
 
-import numpy as np
-
 from flax_mha.interop import table
-from flax_mha.interop.config import activation, in_turn, rotary
+from flax_mha.interop.config import activation, repeating_part, rotary
 from flax_mha.interop.settings import Config, filled
 from flax_mha.linen import MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, PositionEmbedding, TokenEmbedding
 from flax_mha.models.blocks import DecoderBlock
+
+_LAYER = "decoder/layers_{}"
 
 
 def gpt2(config: Config) -> table.Family:
@@ -28,20 +28,17 @@ def gpt2(config: Config) -> table.Family:
 
     model = LanguageModel(
         TokenEmbedding(config["vocab_size"], D),
-        Decoder(layers, tuple(map(block, in_turn(scales)))),
+        Decoder(layers, tuple(map(block, repeating_part(scales)))),
         tied,
         position_embedding=PositionEmbedding(max_length=config["n_positions"]),
     )
-    theirs, ours = "transformer.h.{}", "decoder/layers_{}"
-    fused = tuple(f"{ours}/attention/{name}" for name in table.PROJECTIONS[:3])
-    rows = [
-        *table.linear(f"{theirs}.attn.c_attn", fused, axes=table.in_out(), split=1),
-        *table.linear(f"{theirs}.attn.c_proj", f"{ours}/attention/out", axes=table.in_out(2)),
-        *table.norm(f"{theirs}.ln_1", f"{ours}/attention_norm"),
-        *table.linear(f"{theirs}.mlp.c_fc", f"{ours}/mlp/up", axes=table.in_out()),
-        *table.linear(f"{theirs}.mlp.c_proj", f"{ours}/mlp/down", axes=table.in_out()),
-        *table.norm(f"{theirs}.ln_2", f"{ours}/mlp_norm"),
-    ]
+    layer = "transformer.h.{}"
+    fused = tuple(f"{_LAYER}/attention/{name}" for name in table.PROJECTIONS[:3])
+    rows = table.linear(f"{layer}.attn.c_attn", fused, axes=table.in_out(), split=1)
+    rows += table.linear(f"{layer}.attn.c_proj", f"{_LAYER}/attention/out", axes=table.in_out(2))
+    rows += table.linear(f"{layer}.mlp.c_fc", f"{_LAYER}/mlp/up", axes=table.in_out())
+    rows += table.linear(f"{layer}.mlp.c_proj", f"{_LAYER}/mlp/down", axes=table.in_out())
+    rows += table.parts(layer, _LAYER, {"ln_1": "attention_norm", "ln_2": "mlp_norm"})
     rows = [
         table.TensorRule("transformer.wte.weight", "embedding/table/embedding"),
         table.TensorRule("transformer.wpe.weight", "position_embedding/embedding"),
@@ -52,12 +49,12 @@ def gpt2(config: Config) -> table.Family:
     # Causal masks.
     ignored = ("*.attn.bias", "*.attn.masked_bias")
     return table.Family(
-        model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="transformer.",
+        model, table.TOKEN_EXAMPLE, rows, ignored, prefix="transformer.",
         copies={"lm_head.weight": "transformer.wte.weight"},
     )  # fmt: skip
 
 
-# One head after another [N, H, D]; ours are [D, N, H].
+# The checkpoint's kernel is [N, H, D], the module's [D, N, H].
 _HEADS = table.Layout(
     lambda x, shape: x.transpose(2, 0, 1).reshape(shape), lambda x: x.transpose(1, 2, 0)
 )
@@ -65,37 +62,36 @@ _HEADS = table.Layout(
 
 def gpt_neox(config: Config) -> table.Family:
     """Return the family of `GPTNeoXForCausalLM`."""
-    # As configs were before `rope_parameters`.
+    # The keys of configs from before `rope_parameters`.
     old = {
         "rope_theta": config.get("rotary_emb_base", 1e4),
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
     }
     D, N, layers = (config[f] for f in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     biased, tied = config.get("attention_bias", True), config.get("tie_word_embeddings", False)
-    layer = MultiHeadAttention(
-        N, use_bias=biased, rotary=rotary(filled(config, **old), partial=True)
-    )
+    rotation = rotary(filled(config, **old), partial=True)
     block = DecoderBlock(
-        layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
+        MultiHeadAttention(N, use_bias=biased, rotary=rotation),
+        config["intermediate_size"], activation=activation(config, "hidden_act"),
         norm_epsilon=config["layer_norm_eps"], mlp_bias=True,
         parallel="own_norms" if config.get("use_parallel_residual", True) else False,
     )  # fmt: skip
     model = LanguageModel(TokenEmbedding(config["vocab_size"], D), Decoder(layers, block), tied)
-    theirs, ours = "gpt_neox.layers.{}", "decoder/layers_{}"
-    fused = f"{theirs}.attention.query_key_value"
+    layer = "gpt_neox.layers.{}"
+    fused = f"{layer}.attention.query_key_value"
     kernels, biases = (
-        tuple(f"{ours}/attention/{name}/{leaf}" for name in table.PROJECTIONS[:3])
+        tuple(f"{_LAYER}/attention/{name}/{leaf}" for name in table.PROJECTIONS[:3])
         for leaf in ("kernel", "bias")
     )
     rows = [
         table.TensorRule(f"{fused}.weight", kernels, _HEADS, split=1, heads=N),
         *table.when(biased, table.TensorRule(f"{fused}.bias", biases, split=1, heads=N)),
-    ]
-    rows += table.linear(f"{theirs}.attention.dense", f"{ours}/attention/out", biased, inputs=2)
-    rows += table.linear(f"{theirs}.mlp.dense_h_to_4h", f"{ours}/mlp/up")
-    rows += table.linear(f"{theirs}.mlp.dense_4h_to_h", f"{ours}/mlp/down")
-    rows += table.norm(f"{theirs}.input_layernorm", f"{ours}/attention_norm")
-    rows += table.norm(f"{theirs}.post_attention_layernorm", f"{ours}/mlp_norm")
+        *table.linear(f"{layer}.attention.dense", f"{_LAYER}/attention/out", biased, inputs=2),
+        *table.parts(layer, _LAYER, {
+            "mlp.dense_h_to_4h": "mlp/up", "mlp.dense_4h_to_h": "mlp/down",
+            "input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm",
+        }),
+    ]  # fmt: skip
     rows = [
         table.TensorRule("gpt_neox.embed_in.weight", "embedding/table/embedding"),
         *table.per_layer(layers, rows),
@@ -104,6 +100,6 @@ def gpt_neox(config: Config) -> table.Family:
     ]
     ignored = ("*.attention.bias", "*.attention.masked_bias", "*.rotary_emb.inv_freq")
     return table.Family(
-        model, (np.zeros((1, 1), np.int32),), rows, ignored, prefix="gpt_neox.",
+        model, table.TOKEN_EXAMPLE, rows, ignored, prefix="gpt_neox.",
         copies={"embed_out.weight": "gpt_neox.embed_in.weight"},
     )  # fmt: skip

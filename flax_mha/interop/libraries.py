@@ -1,6 +1,6 @@
-"""Attention layers of other libraries as ours, and back; none of them is needed.
+"""Conversion of other libraries' attention layers, which need not be installed.
 
->>> module, variables = from_layer(theirs.state_dict(), num_heads=8)
+>>> module, variables = from_layer(timm_layer.state_dict(), num_heads=8)
 >>> tensors = to_layer(module, variables, "x-transformers")
 """
 
@@ -18,7 +18,7 @@ from flax_mha.interop.torch_layers import LAYER, array, default
 from flax_mha.layer import settings
 from flax_mha.linen import MultiHeadAttention
 
-# As torch.nn has it.
+# With the epsilon of torch.nn.
 _NORM = nn.LayerNorm(1e-5)
 
 
@@ -26,12 +26,12 @@ class Library(NamedTuple):
     """The tensors of a library's attention layer.
 
     Attributes:
-      names: of the projections of queries, keys, values and out; one name thrice is one tensor in
-        which the three lie one after another.
-      biased: the projections that have a bias; or None if all or none have, "each" if each may.
-      leaves: what follows a name, of the kernel and of the bias.
-      kernel: how one lies, by how many axes ours has for its inputs; None as ours.
-      norm: of the LayerNorm that is part of the layer.
+      names: the names of the query, key, value and output projections. A name that is repeated is
+        one tensor that concatenates these projections.
+      biased: the projections with a bias; None if all or none have one, "each" if each may.
+      leaves: the suffixes of the names of a kernel and of a bias.
+      kernel: a function from the number of input axes to a kernel's layout; None for Flax's layout.
+      norm: the name of the LayerNorm in the layer, or None.
     """
 
     names: tuple[str, str, str, str]
@@ -53,22 +53,22 @@ LIBRARIES = {
 
 
 def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Return the module and the variables that arrays of another library's attention layer mean.
+    """Return a module and its variables from the tensors of another library's attention layer.
 
-    `MultiHeadAttention` of d2l, Equinox, Haiku and Keras (and its `GroupQueryAttention`),
-    `Attention` of timm, x-transformers and vit-pytorch. The last norms its input, and is an
-    `nn.Sequential` of `nn.LayerNorm` and the layer. Dropout rates and masks are said anew.
+    Supported are `MultiHeadAttention` of d2l, Equinox, Haiku and Keras (with
+    `GroupQueryAttention`), and `Attention` of timm, x-transformers and vit-pytorch. vit-pytorch's
+    layer has a norm, so it becomes an `nn.Sequential` of `nn.LayerNorm` and the attention layer.
+    Dropout rates and masks are not converted; options without a tensor must have their defaults.
 
     Args:
-      tensors: by name: a state dict; Haiku's params; `{w.path: w.numpy() for w in layer.weights}`
-        of Keras; of Equinox by attributes, "query_proj.weight". What all names begin with is left
-        out.
-      num_heads: N, of queries.
+      tensors: the arrays by name: a state dict; Haiku's params; `{w.path: w.numpy() for w in
+        layer.weights}` of Keras; Equinox's by attribute, "query_proj.weight". A common prefix of
+        all names is ignored.
+      num_heads: N, the number of query heads.
 
     Raises:
-      ValueError: if it is no such layer: one error with every tensor that is missing, surplus, as
-        of options that ours lacks, or of another shape. Options that leave no tensor must be as
-        they are by default.
+      ValueError: if no library has such a layer, or if tensors are missing, surplus or of another
+        shape; the error lists all of them.
     """
     checks.positive(num_heads=num_heads)
     flat = {name: array(x) for name, x in flatten_dict(dict(tensors), sep="/").items()}
@@ -81,23 +81,24 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     ]
     if not matches:
         raise ValueError(
-            f"from_layer takes the tensors of one attention layer of {sorted(LIBRARIES)}, got "
-            f"{sorted(flat)[:4]} …; for torch.nn there is from_torch"
+            f"tensors must be those of one attention layer of {sorted(LIBRARIES)}, got "
+            f"{sorted(flat)[:4]} …; use from_torch for torch.nn"
         )
     library, start = matches[0]
     kernel, bias = library.leaves
     names = [f"{start}{name}" for name in library.names]
-    # One that is missing is told with all others, by the table.
+    # Replace a missing kernel by the query's; `from_tensors` reports it with all other errors.
     kernels = [flat.get(name + kernel, flat[names[0] + kernel]) for name in names]
     if not all(x.size and x.ndim > 1 for x in kernels):
-        raise ValueError(f"kernels have two axes or three, got {[x.shape for x in kernels]}")
+        raise ValueError(
+            f"kernels must have two axes or three, got {[x.shape for x in kernels]}; give the "
+            f"layer's arrays as they are"
+        )
     first, last = (-1, 0) if library.kernel is transposed else (0, -1)
     parts = names.count(names[0])
     query, _, value = (x.size // x.shape[first] // parts for x in kernels[:3])
     K = kernels[1].shape[1] if library.kernel is None else num_heads
-    with_bias = tuple(
-        mine for mine, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat
-    )
+    with_bias = tuple(x for x, name in zip(PROJECTIONS, names, strict=True) if name + bias in flat)
     biased = (PROJECTIONS if with_bias else ()) if library.biased is None else library.biased
     layer = MultiHeadAttention(
         num_heads, num_kv_heads=K, head_dim=query // num_heads, v_head_dim=value // K,
@@ -113,21 +114,25 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
 def to_layer(
     module: nn.Module, variables: Mapping[str, Any], library: str, prefix: str = ""
 ) -> dict[str, np.ndarray]:
-    """Return the tensors of the layer of one of `LIBRARIES`: `from_layer`, read backwards.
+    """Return the tensors of a layer in another library, the inverse of `from_layer`.
 
-    Their names begin with the prefix, such as "multi_head_attention/".
+    Args:
+      module: the attention layer; for vit-pytorch an `nn.Sequential` of a norm and the layer.
+      variables: the module's variables.
+      library: a key of `LIBRARIES`.
+      prefix: the prefix of all names, such as "multi_head_attention/".
 
     Raises:
-      ValueError: if the library has no such layer, as with rotary.
-      TypeError: if it is no module of that kind.
+      ValueError: if the library lacks an option of the layer, such as rotary.
+      TypeError: if the module is no such layer.
     """
     known = checks.choice("library", library, LIBRARIES)
     *before, layer = module.layers if isinstance(module, nn.Sequential) else (module,)
     is_normed = before == [_NORM] if known.norm is not None else not before
     if not isinstance(layer, MultiHeadAttention) or not is_normed:
         raise TypeError(
-            f"to_layer takes an attention layer, as vit-pytorch's an nn.Sequential of "
-            f"nn.LayerNorm(1e-5) and one; got for {library} {checks.describe(module)}"
+            f"module must be an attention layer, for vit-pytorch an nn.Sequential of "
+            f"nn.LayerNorm(1e-5) and one, got for {library} {checks.describe(module)}; give one"
         )
     default(layer, MultiHeadAttention, LAYER, library)
     try:
@@ -135,15 +140,17 @@ def to_layer(
         tensors = table.to_tensors(family, variables)
         from_layer(tensors, layer.num_heads)
     except ValueError as error:
-        raise ValueError(f"{library} has no layer of such sizes and biases: {error}") from None
+        raise ValueError(
+            f"module must have sizes and biases that {library} supports, got an error: {error}"
+        ) from None
     return tensors
 
 
-def _rows(library: Library, layer: MultiHeadAttention, theirs: str) -> list[TensorRule]:
-    """Return the table of a layer, whose names begin with `theirs`."""
+def _rows(library: Library, layer: MultiHeadAttention, prefix: str) -> list[TensorRule]:
+    """Return the rules of a layer whose names have a prefix."""
     rows, ours = [], ""
     if library.norm is not None:
-        rows, ours = table.norm(f"{theirs}{library.norm}", "layers_0"), "layers_1"
-    names = [f"{theirs}{name}" for name in library.names]
+        rows, ours = table.norm(f"{prefix}{library.norm}", "layers_0"), "layers_1"
+    names = [f"{prefix}{name}" for name in library.names]
     biases = [settings.has_bias(layer.use_bias, name) for name in PROJECTIONS]
     return rows + table.attention("", ours, names, biases, library.kernel, library.leaves)

@@ -1,4 +1,4 @@
-"""Heads that give one vector of logits for a row: `…ForSequenceClassification` and the like."""
+"""Classification heads, as of `…ForSequenceClassification`."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ _HEADED = ("ForSequenceClassification", "ForImageClassification")
 
 
 class Classified(nn.Module):
-    """Logits [*B, num_classes]: the first token's features, a dense layer, and a linear one.
+    """A classifier: the first token's features, a dense layer, and an output layer.
 
     Attributes:
-      body: gives features [*B, T, D].
-      num_classes: how many.
-      activation: of the dense layer.
+      body: the module of the features [*B, T, D].
+      num_classes: the number of classes.
+      activation: the dense layer's activation.
     """
 
     body: nn.Module
@@ -29,7 +29,7 @@ class Classified(nn.Module):
 
     @nn.compact
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
-        """Return the logits; arguments are those of the body."""
+        """Return the logits [*B, num_classes] for arguments of the body."""
         first = self.body(*args, **options)[..., 0, :]
         dense = Projection(first.shape[-1:], ("embed", None), rows=("batch",), name="dense")
         x = self.activation(dense(first))
@@ -38,30 +38,30 @@ class Classified(nn.Module):
 
 def classified(
     config: Config, family: Family, dense: str = "", head: str = "classifier",
-    by: Activation = nn.tanh,
+    activation: Activation = nn.tanh,
 ) -> Family:  # fmt: skip
-    """Return the family with its head, if the config's `architectures` name one that classifies.
+    """Return a family with its classification head, if the config's `architectures` have one.
 
     Args:
-      config: whose `id2label` says how many classes there are.
-      family: without a head.
-      dense: the name of the tensors of the layer before the last; none for images.
-      head: of those of the last.
-      by: the activation between them.
+      config: the model's config, whose `id2label` gives the number of classes.
+      family: the family without a head.
+      dense: the name of the dense layer before the output layer; empty for images.
+      head: the name of the output layer.
+      activation: the activation between the two layers.
     """
-    named = config.get("architectures") or ()
-    if not any(str(name).endswith(_HEADED) for name in named):
+    architectures = config.get("architectures") or ()
+    if not any(str(name).endswith(_HEADED) for name in architectures):
         return family
     count = len(config.get("id2label") or ()) or config.get("num_labels", 2)
-    body, inside = family.module, ""
+    body, prefix = family.module, ""
     module: nn.Module
     if isinstance(body, Classifier):
         module = body.clone(num_classes=count, pooling="first")
     else:
-        module, inside = Classified(body, count, by), "body/"
+        module, prefix = Classified(body, count, activation), "body/"
     rows = [
         row._replace(
-            theirs=family.prefix + row.theirs, ours=tuple(inside + path for path in row.paths)
+            theirs=family.prefix + row.theirs, ours=tuple(prefix + path for path in row.paths)
         )
         for row in family.rows
     ]

@@ -1,25 +1,25 @@
-"""Settings that change no output of ours. A setting that is neither read nor neutral is refused.
+"""Neutral settings, which change no output of a model.
 
-A model may compute something else for a setting that its table here does not read: passed over in
-silence, it would give other numbers and no error.
+A setting that a family neither reads nor lists here is an error: it may change the outputs, and
+to ignore it would give wrong numbers silently.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from flax_mha.interop.settings import Config, FileSettings, Made, several
+from flax_mha.interop.settings import Config, FileSettings, Result, several
 
-# Names, and the value at which each is neutral; `...` for any.
+# The value at which each setting is neutral, by its key; `...` for any value.
 Neutral: TypeAlias = dict[str, Any]
 
 
 def names(text: str) -> dict[str, Any]:
-    """Return settings that are neutral at any value."""
+    """Return settings that are neutral at any value, from their keys in one string."""
     return dict.fromkeys(text.split(), ...)
 
 
-# Files and tools, class names, and outputs beside the main one.
+# Keys of files, tools, class names and additional outputs.
 BOOKKEEPING: Neutral = names("""
     _name_or_path _commit_hash _attn_implementation _attn_implementation_autoset _from_model_config
     _flash_attn_2_enabled attn_implementation architectures model_type transformers_version
@@ -35,8 +35,8 @@ _TRAINING = """
     drop_path_rate dropout dropout_rate embd_pdrop encoder_layerdrop hidden_dropout
     hidden_dropout_prob layerdrop qa_dropout resid_pdrop seq_classif_dropout tie_encoder_decoder
 """
-# Tokens by their names, and rules by which they are chosen: arguments of `generate`.
-_CHOICE = """
+# Special tokens and settings of generation, which are arguments of `generate`.
+_GENERATION = """
     bad_words_ids begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id
     diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty forced_bos_token_id forced_decoder_ids forced_eos_token_id
@@ -44,7 +44,7 @@ _CHOICE = """
     num_return_sequences output_scores pad_token_id remove_invalid_values repetition_penalty
     return_dict_in_generate sep_token_id suppress_tokens temperature top_k top_p typical_p
 """
-ALWAYS: Neutral = BOOKKEEPING | names(_TRAINING + _CHOICE) | {
+ALWAYS: Neutral = BOOKKEEPING | names(_TRAINING + _GENERATION) | {
     "add_cross_attention": False, "is_decoder": False, "pruned_heads": {},
 }  # fmt: skip
 _ENCODER: Neutral = {"is_causal": False} | names("tie_word_embeddings")
@@ -53,14 +53,14 @@ _SUMMARY = names("""
     summary_type summary_use_proj
 """)
 
-# Poolers, heads that are left out, and initial values.
+# Settings of poolers, of heads that are left out, and of initial values.
 BERT: Neutral = _ENCODER | _SUMMARY | {"use_task_id": False} | names("""
     directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
     pooler_size_per_head pooler_type sbert_ce_default_activation_function sentence_transformers
     sinusoidal_pos_embds task_type_vocab_size tie_weights_
 """)  # fmt: skip
 VIT: Neutral = _ENCODER | names("encoder_stride pooler_act pooler_output_size")
-# Of training, and of a backbone's features.
+# Settings of training and of a backbone's features.
 DINO: Neutral = _ENCODER | names("""
     apply_layernorm out_features out_indices pos_embed_jitter pos_embed_rescale pos_embed_shift
     reshape_hidden_states stage_names
@@ -74,19 +74,19 @@ TIMM: Neutral = {"dynamic_img_size": False, "dynamic_img_pad": False} | names(""
     weight_init
 """)  # fmt: skip
 VIT_PYTORCH: Neutral = names("emb_dropout")
-# A limit for callers, and a mark of a rotation that was trained.
+# A limit of the length, and a mark of trained rotary frequencies.
 DECODER: Neutral = {"is_causal": True} | names("finetuned max_position_embeddings")
-# In how many parts a product is computed.
+# `pretraining_tp` is the number of slices in which matmuls are computed.
 LLAMA: Neutral = (
     DECODER
     | {"use_sliding_window": False, "rope_interleaved": False}
     | names("is_llama_config max_sequence_length max_window_layers pretraining_tp")
 )
-# Which biases there are shows the file.
+# Qwen2's biases are fixed, and the file's tensors are checked for them.
 QWEN: Neutral = DECODER | {"use_mrope": False} | names("attention_bias")
-# The old name of the activation, which the new one stands for.
+# `hidden_act` is the old key of `hidden_activation`.
 GEMMA: Neutral = DECODER | {"use_bidirectional_attention": False} | names("hidden_act")
-# Their losses in training, and names of gpt-oss for what has another one, too.
+# Settings of losses, and second keys that gpt-oss has for the same settings.
 EXPERTS: Neutral = DECODER | names("""
     experts_per_token initial_context_length output_router_logits router_aux_loss_coef
     router_jitter_noise
@@ -96,8 +96,7 @@ GPT2: Neutral = (
     DECODER | _SUMMARY | names("n_ctx n_special predict_special_tokens reorder_and_upcast_attn")
 )
 T5: Neutral = names("n_positions")
-# Augmentation in training, the head for classes, time stamps, and a scale that the model has never
-# applied.
+# Settings of augmentation, of the classifier and of time stamps, and a scale that is never applied.
 WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
     apply_spec_augment classifier_proj_size mask_feature_length mask_feature_min_masks
     mask_feature_prob mask_time_length mask_time_min_masks mask_time_prob median_filter_width
@@ -105,37 +104,37 @@ WHISPER: Neutral = {"use_weighted_layer_sum": False} | names("""
 """)  # fmt: skip
 
 
-_OTHER = object()
+_MISSING = object()
 
 
 def among(known: Neutral) -> Callable[[str, Any], bool]:
-    """Return a test of a setting's path and value: whether it is known to change nothing."""
+    """Return a function of a setting's path and value, True if the setting is neutral."""
 
     def is_neutral(path: str, x: Any) -> bool:
-        value = known.get(path.rpartition(".")[2], _OTHER)
+        value = known.get(path.rpartition(".")[2], _MISSING)
         return value is ... or value == x
 
     return is_neutral
 
 
-def checked(make: Callable[[Config], Made], neutral: Neutral) -> Callable[[Config], Made]:
-    """Return a function of a config that checks each setting which it reads, and refuses others.
+def checked(make: Callable[[Config], Result], neutral: Neutral) -> Callable[[Config], Result]:
+    """Wrap a function of a config to check the settings it reads, and to refuse all others.
 
     Args:
       make: the function.
-      neutral: settings that it need not read, beside those that are neutral in every config.
+      neutral: settings that the function need not read, beside `ALWAYS`.
     """
     is_neutral = among(ALWAYS | neutral)
 
     @functools.wraps(make)
-    def read(config: Config) -> Made:
+    def read(config: Config) -> Result:
         settings = FileSettings(config)
-        made = make(settings)
+        result = make(settings)
         if unread := settings.unread(is_neutral):
             raise ValueError(
                 f"the config's settings must be known to this family, got {several(unread)}, which "
-                f"may change what the model computes; delete them if its weights do without"
+                f"may change the outputs; delete them if the weights were trained without them"
             )
-        return made
+        return result
 
     return read

@@ -1,4 +1,4 @@
-"""Configs that strangers wrote: each setting has a type and a range, checked where it is read."""
+"""Untrusted configs: the type and range of each setting are checked when it is read."""
 
 import numbers
 import reprlib
@@ -7,54 +7,57 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 Config: TypeAlias = Mapping[str, Any]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 REMEDY = "take the config.json that was published with the weights"
-_NAMED = 100
+# The most entries of a list in an error.
+_MAX_LISTED = 100
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 80
 _SHOWN.maxlong = 40
 
 
 def shown(x: Any) -> str:
-    """Return a value as one short line of an error."""
+    """Format a value as one short line of an error."""
     return _SHOWN.repr(x)[:100]
 
 
 def several(xs: Sequence[str]) -> str:
-    """Return the first of them as one line of an error, and how many more there are."""
-    line, more = "; ".join(xs[:_NAMED]), len(xs) - _NAMED
+    """Format the first strings of a list as one line, with the number of the others."""
+    line, more = "; ".join(xs[:_MAX_LISTED]), len(xs) - _MAX_LISTED
     return f"{line}; {more:,} more" if more > 0 else line
 
 
 class Rule(NamedTuple):
-    """A type and a range: in words, and as a test of a value."""
+    """A type and a range.
+
+    Attributes:
+      words: a description for errors.
+      holds: a function that returns True for a valid value.
+    """
 
     words: str
     holds: Callable[[Any], bool]
 
 
 def _is_a(x: Any, number: type) -> bool:
-    """Return True if x is a number of that kind, which true and false are not."""
+    """Return True if x is a number of a type, and no bool."""
     return isinstance(x, number) and not isinstance(x, bool)
 
 
-def _whole(least: int, most: int) -> Rule:
+def _integer(low: int, high: int) -> Rule:
     def holds(x: Any) -> bool:
-        return _is_a(x, numbers.Integral) and least <= x <= most
+        return _is_a(x, numbers.Integral) and low <= x <= high
 
-    return Rule(f"a whole number in {least:,} … {most:,}", holds)
-
-
-def _number(words: str, least: float, most: float = 1e30) -> Rule:
-    def holds(x: Any) -> bool:
-        return _is_a(x, numbers.Real) and least <= x <= most
-
-    return Rule(words, holds)
+    return Rule(f"a whole number in {low:,} … {high:,}", holds)
 
 
-def _listed(rule: Rule, words: str, count: int | None = None) -> Rule:
+def _number(words: str, low: float, high: float = 1e30) -> Rule:
+    return Rule(words, lambda x: _is_a(x, numbers.Real) and low <= x <= high)
+
+
+def _list_of(rule: Rule, words: str, count: int | None = None) -> Rule:
     def holds(x: Any) -> bool:
         return isinstance(x, list | tuple) and count in (None, len(x)) and all(map(rule.holds, x))
 
@@ -62,7 +65,7 @@ def _listed(rule: Rule, words: str, count: int | None = None) -> Rule:
 
 
 def _or_list(rule: Rule, count: int | None = None) -> Rule:
-    many = _listed(rule, "", count)
+    many = _list_of(rule, "", count)
     words = f"{rule.words}, or a list of {count or 'such numbers'}"
     return Rule(words, lambda x: rule.holds(x) or many.holds(x))
 
@@ -70,13 +73,13 @@ def _or_list(rule: Rule, count: int | None = None) -> Rule:
 _FLAG = Rule("true or false", lambda x: x is None or isinstance(x, bool))
 _TABLE = Rule("an object", lambda x: isinstance(x, Mapping))
 _TEXT = Rule("a string", lambda x: isinstance(x, str) and x.isprintable())
-_LAYERS = _whole(1, 512)
-_HEADS = _whole(1, 2**16)
-_SIZE = _whole(1, 2**24)
-# Of images and of sound: every position of the example is there when a model is built.
-_LENGTH = _whole(1, 2**16)
-_COUNT = _whole(0, 2**16)
-_SPAN = _whole(0, 2**31 - 1)
+_LAYERS = _integer(1, 512)
+_HEADS = _integer(1, 2**16)
+_SIZE = _integer(1, 2**24)
+# Sizes of images and sound are smaller, as building a model creates an example of that size.
+_LENGTH = _integer(1, 2**16)
+_COUNT = _integer(0, 2**16)
+_SPAN = _integer(0, 2**31 - 1)
 _POSITIVE = _number("a positive number", 1e-30)
 _EPSILON = _number("a number in 0 … 1", 0, 1)
 _SHARE = _number("a positive number up to 1", 1e-30, 1)
@@ -129,10 +132,10 @@ _BY_RULE: dict[Rule, str] = {
         "rope_local_base_freq rope_theta rotary_emb_base swiglu_limit temperature"
     ),
     _number("a number", -1e30): "init_values layerscale_value",
-    _listed(_TEXT, "a list of strings"): "architectures",
-    _listed(_COUNT, "a list of whole numbers"): "mlp_only_layers no_rope_layers",
-    _listed(_POSITIVE, "a list of positive numbers"): "long_factor short_factor",
-    _listed(
+    _list_of(_TEXT, "a list of strings"): "architectures",
+    _list_of(_COUNT, "a list of whole numbers"): "mlp_only_layers no_rope_layers",
+    _list_of(_POSITIVE, "a list of positive numbers"): "long_factor short_factor",
+    _list_of(
         Rule("", lambda x: x in LAYER_TYPES), f"a list of {' and '.join(LAYER_TYPES)}"
     ): "layer_types",
 }  # fmt: skip
@@ -140,19 +143,17 @@ RULES = {name: rule for rule, names in _BY_RULE.items() for name in names.split(
 
 
 class FileSettings(UserDict[str, Any]):
-    """A config, of which each setting that has a rule is checked when it is read.
+    """A config that checks a setting when it is read, and records which settings were read.
 
-    What a family does not read is not checked, but counted: `refuse_unread` names it. Null is as if
-    it were not there, and of a flag it is False.
+    A null setting counts as missing; a null flag is False.
 
     Attributes:
-      at: the path to it, if it is a part of a config.
-      seen: the paths of all settings that were read, shared with the parts.
-      paths: of each setting; several if what was merged has it in several places.
+      at: the path to this part of a config.
+      seen: the paths of all settings that were read, shared with the config's parts.
+      paths: the paths of each setting; a merged config may have several.
     """
 
     def __init__(self, config: Config, at: str = "", seen: set[str] | None = None) -> None:
-        """Take a config, or a part of one with the path to it and the paths read so far."""
         self.at = at
         self.seen = set[str]() if seen is None else seen
         self.data = {
@@ -163,11 +164,11 @@ class FileSettings(UserDict[str, Any]):
         self.paths: dict[str, tuple[str, ...]] = {name: (f"{at}{name}",) for name in self.data}
 
     def __getitem__(self, name: str) -> Any:
-        """Return the setting.
+        """Return a setting.
 
         Raises:
-          KeyError: if it is not there.
-          ValueError: if it is of another type, or out of its range.
+          KeyError: if the setting is missing.
+          ValueError: if it has a wrong type or is out of range.
         """
         if name not in self.data:
             raise KeyError(f"{self.at}{name}")
@@ -185,7 +186,11 @@ class FileSettings(UserDict[str, Any]):
         return bool(value) if rule is _FLAG else value
 
     def unread(self, neutral: Callable[[str, Any], bool]) -> list[str]:
-        """Return the settings that nobody has read and that are not neutral, with their values."""
+        """Return the settings that were not read and are not neutral, with their values.
+
+        Args:
+          neutral: a function of a setting's path and value, True if it changes no output.
+        """
         lines = []
         for name, x in self.data.items():
             path = f"{self.at}{name}"
@@ -199,14 +204,14 @@ class FileSettings(UserDict[str, Any]):
 
 
 def filled(config: Config, *others: Config, **defaults: Any) -> FileSettings:
-    """Return a config with settings where neither it nor those before it have them."""
+    """Return a config, filled with settings of other configs and then with defaults."""
     parts = [x for x in (config, *others) if isinstance(x, FileSettings)]
     merged = FileSettings(defaults, parts[0].at, parts[0].seen) if parts else FileSettings(defaults)
     merged.paths = {}
-    # What is copied is not read yet, and so not checked.
-    for each in (*reversed(others), config):
-        merged.data |= each.data if isinstance(each, FileSettings) else each
-    for each in parts:
-        for name, paths in each.paths.items():
+    # Copy the data without reading it, as settings that no family reads need not be valid.
+    for part in (*reversed(others), config):
+        merged.data |= part.data if isinstance(part, FileSettings) else part
+    for part in parts:
+        for name, paths in part.paths.items():
             merged.paths[name] = merged.paths.get(name, ()) + paths
     return merged

@@ -1,4 +1,4 @@
-"""Flax's attention layers in a model that somebody else wrote, replaced by ours.
+"""Replacement of Flax's attention layers in an existing model.
 
 >>> fast = swap(model)
 >>> fast.apply(variables, x)  # the same parameters, the same outputs
@@ -19,128 +19,128 @@ from flax_mha.linen import MultiHeadAttention
 
 Model = TypeVar("Model", bound=nn.Module | nnx.Module)
 
-_THEIRS = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
-_SAME = (
+_FLAX_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+# The fields that both libraries' layers have, in linen and in nnx.
+_FIELDS = (
     "num_heads", "dtype", "param_dtype", "qkv_features", "out_features", "broadcast_dropout",
     "dropout_rate", "deterministic", "precision", "kernel_init", "out_kernel_init", "bias_init",
     "out_bias_init", "use_bias", "decode", "normalize_qk", "force_fp32_for_softmax",
 )  # fmt: skip
-_SAME_NNX = (
+_FIELDS_NNX = (
     "num_heads", "in_features", "qkv_features", "out_features", "num_kv_heads", "in_kv_features",
     "dtype", "param_dtype", "broadcast_dropout", "dropout_rate", "deterministic", "precision",
     "decode", "normalize_qk", "use_bias",
 )  # fmt: skip
-# With them a layer computes its products in another way, such as quantized, which ours has not.
-_PRODUCTS = (
+# Fields that replace Flax's matmuls, for example by quantized ones; they have no counterpart here.
+_MATMULS = (
     "qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls",
     "qk_attn_weights_einsum_cls", "attn_weights_value_einsum_cls",
 )  # fmt: skip
-# How nnx promotes dtypes, which is a function of the user's there.
+# User-defined promotions of dtypes in nnx.
 _PROMOTIONS = ("qkv_promote_dtype", "out_promote_dtype", "ln_promote_dtype")
 _ARGUMENTS = inspect.signature(nnx.MultiHeadAttention.__init__).parameters
 
 
 def swap(model: Model, **fields: Any) -> Model:
-    """Return the model with Flax's multi-head attention computed by ours, wherever it stands.
+    """Return a model whose Flax attention layers are computed by this package.
 
-    Neither its code nor its parameters change. Each `nn.MultiHeadDotProductAttention` (also as the
-    base of `nn.SelfAttention` and of classes of one's own, whose code still runs) becomes a
-    `flax_mha.MultiHeadAttention` with the same fields, and each `nnx.MultiHeadAttention`, but no
-    class on top of it, one of `flax_mha.nnx`. What differs: dropout draws other weights; caches of
-    decoding are ours, made by `init` (in nnx `init_cache`) as before.
+    Code and parameters stay the same. Each `nn.MultiHeadDotProductAttention`, also as the base of
+    `nn.SelfAttention` and of other classes, is computed by a `flax_mha.MultiHeadAttention` with
+    the same fields. Each `nnx.MultiHeadAttention`, but no subclass, becomes one of `flax_mha.nnx`.
+    Dropout draws other weights, and decoding uses this package's cache, which `init` (in nnx
+    `init_cache`) creates as before.
 
     Args:
-      model: of linen, or of nnx.
-      **fields: more for each layer, such as `kernel="blockwise"`.
+      model: a linen or nnx module.
+      **fields: more fields for each layer, such as `kernel="blockwise"`.
 
     Returns:
-      Of linen a module with the same fields, which is an instance of the model's class; of nnx a
-      model that shares the parameters with the one given.
+      In linen, a module of a subclass of the model's class, with the same fields; in nnx, a model
+      that shares its parameters with the given one.
 
     Raises:
-      TypeError: if it is no model, or if a layer has products or promotions of its own
-        (`qkv_dot_general`, `qkv_promote_dtype` and the like): in linen when it is first called, in
-        nnx at once.
+      TypeError: if the model is no module, or if a layer has user-defined matmuls or promotions
+        such as `qkv_dot_general` or `qkv_promote_dtype`. In linen the first call raises it.
     """
     if isinstance(model, nnx.Module):
-        return cast(Model, nnx.recursive_map(functools.partial(_replaced, fields), model))
+        return cast(Model, nnx.recursive_map(functools.partial(_convert_nnx, fields), model))
     if isinstance(model, nn.Module):
-        return _swapped(model, fields)
+        return _intercept_linen(model, fields)
     raise TypeError(
-        f"swap takes a module of linen or nnx, got {checks.describe(model)}; give Model()"
+        f"model must be a module of linen or nnx, got {checks.describe(model)}; give Model()"
     )
 
 
-def _swapped(model: Any, fields: dict[str, Any]) -> Any:
-    """Return a copy of a class of its own, whose methods catch calls of Flax's layer."""
+def _intercept_linen(model: Any, fields: dict[str, Any]) -> Any:
+    """Return a copy of the model, of a subclass whose methods intercept calls of Flax's layer."""
     cls = type(model)
 
-    def catching(method: Callable[..., Any]) -> Callable[..., Any]:
+    def intercept(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def caught(*args: Any, **kwargs: Any) -> Any:
-            with nn.intercept_methods(functools.partial(_ours, fields)):
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
+            with nn.intercept_methods(functools.partial(_call, fields)):
                 return method(*args, **kwargs)
 
-        return caught
+        return intercepted
 
     public = [name for name in dir(cls) if name == "__call__" or not hasattr(nn.Module, name)]
     methods = [name for name in public if inspect.isfunction(inspect.getattr_static(cls, name))]
-    # The last two for calls of what is no method of the model, such as apply(…, method=function).
+    # These two also call functions that are no methods of the model: apply(…, method=function).
     methods += ["apply", "init_with_output"]
-    entries = {name: catching(getattr(cls, name)) for name in methods}
+    entries = {name: intercept(getattr(cls, name)) for name in methods}
     subclass = type(cls.__name__, (cls,), entries | {"__module__": cls.__module__})
     names = [field.name for field in dataclasses.fields(cls) if field.init]
     return subclass(**{name: getattr(model, name) for name in names if name != "parent"})
 
 
-class _Standing(MultiHeadAttention):
-    """Our layer in the scope of theirs, whose call is the one that Flax captures."""
+class _Substitute(MultiHeadAttention):
+    """A layer in the scope of the Flax layer that it replaces."""
 
     @nn.compact
-    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer by a method of another name, so that no call is captured twice."""
+    def call_in_place(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer; Flax captures the outputs of `__call__`, and must not do so twice."""
         return cast(Any, MultiHeadAttention.__call__).__wrapped__(self, *args, **kwargs)
 
 
-def _ours(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Call our layer in place of theirs, in its scope; all other methods as they are."""
-    theirs = context.module
-    if inspect.unwrap(context.orig_method.func) is not _THEIRS:
+def _call(fields: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Call the substitute of a Flax layer in its scope, and any other method as it is."""
+    flax_layer = context.module
+    if inspect.unwrap(context.orig_method.func) is not _FLAX_CALL:
         return call(*args, **kwargs)
-    same = {name: getattr(theirs, name) for name in _SAME} | _attention_fn(theirs, nn)
-    return _Standing(**same | fields, parent=theirs.scope).stand_in(*args, **kwargs)
+    options = {name: getattr(flax_layer, name) for name in _FIELDS} | _attention_fn(flax_layer, nn)
+    return _Substitute(**options | fields, parent=flax_layer.scope).call_in_place(*args, **kwargs)
 
 
-def _replaced(fields: dict[str, Any], path: Any, node: Any) -> Any:
-    """Return our layer with their parameters, if the node is a layer of theirs."""
+def _convert_nnx(fields: dict[str, Any], path: Any, node: Any) -> Any:
+    """Return a layer of `flax_mha.nnx` with the node's parameters, if it is a Flax layer."""
     if type(node) is not nnx.MultiHeadAttention:
         return node
     for name in _PROMOTIONS:
         if getattr(node, name) is not _ARGUMENTS[name].default:
             raise TypeError(f"swap can't replace a layer with {name}; keep Flax's layer there")
-    same = {name: getattr(node, name) for name in _SAME_NNX} | _attention_fn(node, nnx)
+    options = {name: getattr(node, name) for name in _FIELDS_NNX} | _attention_fn(node, nnx)
     cls = flax_mha.nnx.MultiHeadAttention
-    # Without parameters of its own: those of the other take their place.
-    ours = nnx.eval_shape(lambda: cls(**same | fields, rngs=nnx.Rngs(0)))
+    # Allocate no parameters, as the node's take their place.
+    layer = nnx.eval_shape(lambda: cls(**options | fields, rngs=nnx.Rngs(0)))
     for name in ("query", "key", "value", "out"):
         linear = getattr(node, name)
         if type(linear) is nnx.LinearGeneral:
-            mine = getattr(ours, name)
-            mine.kernel, mine.bias = linear.kernel, linear.bias
+            projection = getattr(layer, name)
+            projection.kernel, projection.bias = linear.kernel, linear.bias
         else:
-            setattr(ours, name, linear)
+            setattr(layer, name, linear)
     for name in ("query_ln", "key_ln", "rngs"):
-        setattr(ours, name, getattr(node, name))
-    return ours
+        setattr(layer, name, getattr(node, name))
+    return layer
 
 
 def _attention_fn(layer: Any, library: Any) -> dict[str, Any]:
-    """Return its function, unless that is Flax's own, whose place the kernels take."""
-    for name in _PRODUCTS:
+    """Return a layer's attention function as an option, unless it is Flax's default."""
+    for name in _MATMULS:
         if getattr(layer, name, None) is not None:
             raise TypeError(
-                f"swap can't replace a layer with {name}, for ours has no products but einsum; "
-                f"leave it out, or keep Flax's layer"
+                f"swap can't replace a layer with {name}, as this package computes matmuls by "
+                f"einsum; leave it out, or keep Flax's layer"
             )
-    plain = layer.attention_fn is library.dot_product_attention
-    return {} if plain else {"attention_fn": layer.attention_fn}
+    is_default = layer.attention_fn is library.dot_product_attention
+    return {} if is_default else {"attention_fn": layer.attention_fn}

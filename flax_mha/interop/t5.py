@@ -1,8 +1,6 @@
-"""T5: an encoder and a decoder of text, whose positions are biases of the scores."""
+"""T5: an encoder and a decoder of text with relative position biases."""
 
 from typing import Any
-
-import numpy as np
 
 from flax_mha.interop import table
 from flax_mha.interop.config import activation, refuse
@@ -15,10 +13,10 @@ from flax_mha.scores import RelativeBias
 
 def t5(config: Config) -> table.Family:
     """Return the family of `T5ForConditionalGeneration`, of version 1.0 or 1.1."""
-    # mT5 has other defaults, and scales nothing.
+    # mT5 has other defaults, and scales no logits.
     refuse(config, model_type="t5")
     D, tied = config["d_model"], config.get("tie_word_embeddings", True)
-    # "relu" or "gated-gelu": the first configs say nothing, the next only this.
+    # "relu" or "gated-gelu". The first configs have no such key; later ones have only this one.
     form = config.get("feed_forward_proj", "relu")
     gated = config.get("is_gated_act", form.startswith("gated-"))
     form = form.removeprefix("gated-")
@@ -33,8 +31,8 @@ def t5(config: Config) -> table.Family:
 
     def bias(bidirectional: bool) -> tuple[RelativeBias]:
         buckets = config["relative_attention_num_buckets"]
-        most = config.get("relative_attention_max_distance", 128)
-        return (RelativeBias(None, bidirectional, most, buckets),)
+        max_distance = config.get("relative_attention_max_distance", 128)
+        return (RelativeBias(None, bidirectional, max_distance, buckets),)
 
     encoder = EncoderBlock(layer, config["d_ff"], **options)
     decoder = DecoderBlock(layer, config["d_ff"], cross_attention=layer.copy(), **options)
@@ -54,30 +52,36 @@ def t5(config: Config) -> table.Family:
     if not tied:
         rows.append(table.TensorRule("lm_head.weight", "decoder/head/table/embedding"))
     copies = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
-    # The first checkpoints have a table that the model never read.
+    # The first checkpoints have a table that the model never reads.
     unread = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    tokens = np.zeros((1, 1), np.int32)
     return table.Family(
-        model, (tokens, tokens), rows, (unread,), copies=dict.fromkeys(copies, "shared.weight")
-    )
+        model, table.TOKEN_EXAMPLE * 2, rows, (unread,),
+        copies=dict.fromkeys(copies, "shared.weight"),
+    )  # fmt: skip
 
 
 def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[table.TensorRule]:
-    """Return the rows of a stack; `mlp` is the number of the MLP among the parts of a block."""
-    at, mine = f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}"
-    heads, none = "qkvo", (False,) * 4
-    rows = table.attention(f"{at}.0.SelfAttention", f"{mine}/attention", heads, none)
-    rows += table.norm(f"{at}.0.layer_norm", f"{mine}/attention_norm", bias=False)
-    if mlp == 2:
-        rows += table.attention(f"{at}.1.EncDecAttention", f"{mine}/cross_attention", heads, none)
-        rows += table.norm(f"{at}.1.layer_norm", f"{mine}/cross_attention_norm", bias=False)
-    names = {"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}
-    for name, part in (names | {"wo": "down"}).items():
-        rows += table.linear(f"{at}.{mlp}.DenseReluDense.{name}", f"{mine}/mlp/{part}", bias=False)
-    rows += table.norm(f"{at}.{mlp}.layer_norm", f"{mine}/mlp_norm", bias=False)
+    """Return the rules of a stack.
+
+    Args:
+      theirs: the name of the stack in the checkpoint.
+      ours: the path of the stack.
+      layers: the number of layers.
+      mlp: the index of the MLP in a layer: 2 after cross-attention, else 1.
+      gated: True if the MLP is gated.
+    """
+    layer, block = f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}"
+    attentions = {"0.SelfAttention": "attention", "1.EncDecAttention": "cross_attention"}
+    names = {f"{mlp}.layer_norm": "mlp_norm", f"{mlp}.DenseReluDense.wo": "mlp/down"}
+    for name, part in ({"wi_0": "gate", "wi_1": "up"} if gated else {"wi": "up"}).items():
+        names[f"{mlp}.DenseReluDense.{name}"] = f"mlp/{part}"
+    rows: list[table.TensorRule] = []
+    for i, (name, part) in enumerate([*attentions.items()][:mlp]):
+        rows += table.attention(f"{layer}.{name}", f"{block}/{part}", "qkvo", (False,) * 4)
+        names[f"{i}.layer_norm"] = f"{part}_norm"
     biases = f"{theirs}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     return [
-        *table.per_layer(layers, rows),
+        *table.per_layer(layers, rows + table.parts(layer, block, names, bias=False)),
         table.TensorRule(biases, f"{ours}/relative_bias", table.transposed()),
         *table.norm(f"{theirs}.final_layer_norm", f"{ours}/norm", bias=False),
     ]

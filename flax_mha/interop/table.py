@@ -1,4 +1,4 @@
-"""Tables between the tensors of a checkpoint and the parameters of a module, read both ways."""
+"""Tables that map the tensors of a checkpoint to the parameters of a module, and back."""
 
 import fnmatch
 import functools
@@ -29,25 +29,27 @@ from flax_mha.interop.tensor_rule import wrapped as wrapped
 
 Tensors: TypeAlias = Mapping[str, Any]
 
-
 PROJECTIONS = ("query", "key", "value", "out")
-# What follows a name in PyTorch, of the kernel and of the bias.
+# PyTorch's suffixes of a kernel and of a bias.
 LEAVES = (".weight", ".bias")
-# As TensorFlow named the arrays of a norm, which the oldest BERTs have kept.
-_OLD = {"gamma": "weight", "beta": "bias"}
+# TensorFlow's names for the arrays of a norm, which the oldest BERT checkpoints still have.
+_OLD_LEAVES = {"gamma": "weight", "beta": "bias"}
+# The arguments that initialize a model of tokens.
+TOKEN_EXAMPLE = (np.zeros((1, 1), np.int32),)
 
 
 class Family(NamedTuple):
-    """A model of a checkpoint.
+    """A module and the table of its tensors in a checkpoint.
 
     Attributes:
-      module: ours.
-      example: arguments that it can be initialized with.
-      rows: one for each tensor.
-      ignored: patterns (of `fnmatch`) of tensors that say nothing of their own, such as masks.
-      heads: patterns of what the module has not, such as a head, and is left out with a warning.
-      prefix: what models that wrap this one put before all names; it may be there or not.
-      copies: names of tensors that must be equal to others, whose names follow, or stand for them.
+      module: the Flax module.
+      example: arguments to initialize the module with.
+      rows: the table, a rule for each tensor.
+      ignored: `fnmatch` patterns of tensors without weights, such as constant masks.
+      heads: patterns of tensors that have no place in the module, such as a head's. They are left
+        out with a warning.
+      prefix: an optional prefix of all names, which models that wrap this one add.
+      copies: duplicates by name, each with the name of the tensor that it must equal.
     """
 
     module: nn.Module
@@ -59,66 +61,70 @@ class Family(NamedTuple):
     copies: Mapping[str, str] = MappingProxyType({})
 
     def shapes(self) -> dict[str, Any]:
-        """Return shapes and dtypes of our parameters, by path."""
+        """Return the shapes and dtypes of the module's parameters, by path."""
         variables = jax.eval_shape(self.module.init, jax.random.key(0), *self.example)
         return flatten_dict(variables["params"], sep="/")
 
-    def named(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Return the tensors by the names of the rows, the names of heads, and what is wrong."""
-        rows = {row.theirs for row in self.rows}
-        by_row, heads, wrong = dict[str, Any](), list[str](), list[str]()
+    def match(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
+        """Match tensors with the rules.
+
+        Returns:
+          The tensors by their names in the table, the names of heads, and a list of errors.
+        """
+        names = {row.theirs for row in self.rows}
+        matched, heads, errors = dict[str, Any](), list[str](), list[str]()
         copies = list[tuple[str, Any, str]]()
         for name, x in tensors.items():
             stem, _, leaf = name.rpartition(".")
-            new = f"{stem}.{_OLD[leaf]}" if leaf in _OLD else name
+            new = f"{stem}.{_OLD_LEAVES[leaf]}" if leaf in _OLD_LEAVES else name
             bare = new.removeprefix(self.prefix)
-            row = next((n for n in (name, new, bare, self.prefix + new) if n in rows), None)
-            if row is not None and row not in by_row:
-                by_row[row] = x
-            elif row is not None:
-                wrong.append(f"surplus {name}")
-            elif (whole := self.copies.get(name, self.copies.get(bare))) is not None:
-                copies.append((name, x, whole))
+            match = next((n for n in (name, new, bare, self.prefix + new) if n in names), None)
+            if match is not None and match not in matched:
+                matched[match] = x
+            elif match is not None:
+                errors.append(f"surplus {name}")
+            elif (original := self.copies.get(name, self.copies.get(bare))) is not None:
+                copies.append((name, x, original))
             elif any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.heads):
                 heads.append(name)
             elif not any(fnmatch.fnmatchcase(bare, pattern) for pattern in self.ignored):
-                wrong.append(f"surplus {name}")
-        for name, x, other in copies:
-            table: Any = by_row.setdefault(other, x)
-            if not device_put.equal(x, table):
-                wrong.append(f"{name} must be {other}, to which the config ties it, and differs")
-        return by_row, heads, sorted(wrong)
+                errors.append(f"surplus {name}")
+        for name, x, original in copies:
+            array: Any = matched.setdefault(original, x)
+            if not device_put.equal(x, array):
+                errors.append(f"{name} must equal {original}, which the config ties it to")
+        return matched, heads, sorted(errors)
 
 
 def from_tensors(
     family: Family, tensors: Tensors, join: Callable[[list[Any]], Any] = np.concatenate
 ) -> dict[str, Any]:
-    """Return our variables from the tensors of a checkpoint, each in its dtype.
+    """Return the module's variables from the tensors of a checkpoint, in the tensors' dtypes.
 
     Args:
-      family: the table.
-      tensors: by name.
-      join: what makes one parameter of several arrays, one after another on the first axis.
+      family: the module and its table.
+      tensors: the checkpoint's arrays by name.
+      join: the function that concatenates a list of arrays on the first axis.
 
     Raises:
-      ValueError: one that lists every tensor that is missing, surplus or of another shape.
+      ValueError: if tensors are missing, surplus or of another shape; the error lists all of them.
     """
-    by_row, heads, wrong = family.named(tensors)
-    present = [row for row in family.rows if row.theirs in by_row]
-    wrong += [f"missing {row.theirs}" for row in family.rows if row.theirs not in by_row]
-    # Shapes take time for each layer, which a file that lacks most of them is not worth.
+    matched, heads, errors = family.match(tensors)
+    present = [row for row in family.rows if row.theirs in matched]
+    errors += [f"missing {row.theirs}" for row in family.rows if row.theirs not in matched]
+    # Tracing the module for its shapes is slow, so skip it for a file that lacks most tensors.
     params = family.shapes() if 2 * len(present) > len(family.rows) else {}
     arrays = dict[str, list[Any]]()
     for row in present if params else ():
-        x, shapes = by_row[row.theirs], [row.shape(params[path].shape) for path in row.paths]
-        if x.shape != (expected := _shape(row, shapes)):
-            wrong.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
+        x, shapes = matched[row.theirs], [row.shape(params[path].shape) for path in row.paths]
+        if x.shape != (expected := _tensor_shape(row, shapes)):
+            errors.append(f"{row.theirs} must be {list(expected)}, is {list(x.shape)}")
             continue
-        for path, part, shape in zip(row.paths, row.apart(x), shapes, strict=True):
+        for path, part, shape in zip(row.paths, row.split_up(x), shapes, strict=True):
             arrays.setdefault(path, []).append(row.axes.ours(part, shape))
-    if wrong:
+    if errors:
         raise ValueError(
-            f"the tensors do not fit the model of this config: {several(wrong)}; take both from "
+            f"the tensors do not fit the model of this config: {several(errors)}; take both from "
             f"one checkpoint"
         )
     if heads:
@@ -126,17 +132,17 @@ def from_tensors(
             f"left out, as this {type(family.module).__name__} has no place for them: "
             f"{', '.join(sorted(heads))}", stacklevel=3,
         )  # fmt: skip
-    whole = {path: parts[0] if len(parts) == 1 else join(parts) for path, parts in arrays.items()}
-    return {"params": unflatten_dict(whole, sep="/")}
+    joined = {path: parts[0] if len(parts) == 1 else join(parts) for path, parts in arrays.items()}
+    return {"params": unflatten_dict(joined, sep="/")}
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint that is made when it is asked for, as one array of NumPy.
+    """A tensor of a checkpoint that is computed on demand.
 
     Attributes:
-      shape: of it.
-      dtype: of it.
-      make: makes it.
+      shape: the tensor's shape.
+      dtype: the tensor's dtype.
+      make: a function that returns the tensor as a NumPy array.
     """
 
     shape: Shape
@@ -145,51 +151,64 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it will have."""
+        """The tensor's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the tensors of a checkpoint from our variables: `from_tensors`, read backwards."""
+    """Return the tensors of a checkpoint from a module's variables, the inverse of `from_tensors`.
+
+    Args:
+      family: the module and its table.
+      variables: the module's variables.
+    """
     return {name: x.make() for name, x in stored(family, variables).items()}
 
 
 def stored(family: Family, variables: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Return these tensors, each to be made when it is asked for."""
+    """Return the tensors of a checkpoint as `to_tensors` does, but compute each on demand."""
     params = flatten_dict(variables["params"], sep="/")
     differing = {path for row in family.rows for path in row.paths} ^ params.keys()
     if differing:
-        raise ValueError(f"the variables are not those of the model: {several(sorted(differing))}")
+        raise ValueError(
+            f"the variables must be the model's, got a difference in {several(sorted(differing))}; "
+            f"give the variables of the module that the config describes"
+        )
 
     def make(row: TensorRule) -> np.ndarray:
         parts = [row.axes.theirs(row.cut(np.asarray(params[path]))) for path in row.paths]
-        return np.asarray(row.together(parts), order="C")
+        return np.asarray(row.join(parts), order="C")
 
     tensors = {}
     for row in family.rows:
         arrays = [params[path] for path in row.paths]
-        shape = _shape(row, [row.shape(x.shape) for x in arrays])
+        shape = _tensor_shape(row, [row.shape(x.shape) for x in arrays])
         dtype = np.result_type(*(x.dtype for x in arrays))
         tensors[row.theirs] = StoredTensor(shape, dtype, functools.partial(make, row))
     return tensors
 
 
-def _shape(row: TensorRule, ours: list[Shape]) -> Shape:
-    """Return the shape of a tensor, by the shapes of ours."""
-    # No memory stands behind these arrays.
-    sizes = [*row.axes.theirs(np.broadcast_to(np.False_, ours[0])).shape]
-    if len(ours) > 1:
-        sizes[-1 if row.alternate else row.split] *= len(ours)
+def _tensor_shape(row: TensorRule, shapes: list[Shape]) -> Shape:
+    """Return the shape of a tensor that holds parameters of these shapes."""
+    # A broadcast scalar takes no memory.
+    sizes = [*row.axes.theirs(np.broadcast_to(np.False_, shapes[0])).shape]
+    if len(shapes) > 1:
+        sizes[-1 if row.alternate else row.split] *= len(shapes)
     return (sizes[0] * sizes[1], *sizes[2:]) if row.heads is not None else tuple(sizes)
 
 
 def when(condition: Any, *rows: TensorRule) -> list[TensorRule]:
-    """Return the rows if the condition holds, else none."""
+    """Return the rules if the condition is true, else an empty list."""
     return list(rows) if condition else []
 
 
 def per_layer(layers: int | Iterable[int], rows: Iterable[TensorRule]) -> list[TensorRule]:
-    """Return the rows of that many layers, or of layers of these numbers, for which {} stands."""
+    """Repeat rules for each layer, with the layer's number in place of {}.
+
+    Args:
+      layers: the number of layers, or the numbers of some.
+      rows: the rules of one layer.
+    """
     rows = list(rows)
     return [
         row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
@@ -202,16 +221,16 @@ def linear(
     theirs: str, ours: str | tuple[str, ...], bias: bool = True, inputs: int = 1,
     axes: Layout | None = None, split: int = 0, leaves: tuple[str, str] = LEAVES,
 ) -> list[TensorRule]:  # fmt: skip
-    """Return the rows of a PyTorch Linear, or of a kernel and a bias that lie in another way.
+    """Return the rules of the kernel and the bias of a linear layer.
 
     Args:
-      theirs: its name.
-      ours: the path of our module, or those of several that lie in it one after another.
-      bias: whether there is one.
-      inputs: how many axes ours has for its inputs.
-      axes: how the kernel lies (default: `transposed`).
-      split: on which axis of the kernel several lie.
-      leaves: what follows the name, of the kernel and of the bias.
+      theirs: the layer's name in the checkpoint.
+      ours: the path of the module, or of several modules that the tensors concatenate.
+      bias: True if the layer has a bias.
+      inputs: the number of input axes of the module's kernel.
+      axes: the kernel's layout (default: `transposed`, PyTorch's).
+      split: the axis on which the kernel concatenates several modules.
+      leaves: the suffixes of the names of the kernel and of the bias.
     """
     axes = transposed(inputs) if axes is None else axes
     paths = (ours,) if isinstance(ours, str) else ours
@@ -222,7 +241,14 @@ def linear(
 
 
 def norm(theirs: str, ours: str, bias: bool = True, offset: float = 0.0) -> list[TensorRule]:
-    """Return the rows of a norm."""
+    """Return the rules of a norm.
+
+    Args:
+      theirs: the norm's name in the checkpoint.
+      ours: the path of the module.
+      bias: True if the norm has a bias.
+      offset: a number that is subtracted from the scale in the checkpoint.
+    """
     scale = TensorRule(f"{theirs}.weight", f"{ours}/scale", plus(offset) if offset else SAME)
     return [scale, *when(bias, TensorRule(f"{theirs}.bias", f"{ours}/bias"))]
 
@@ -231,27 +257,65 @@ def attention(
     theirs: str, ours: str, names: Sequence[str], biases: Sequence[bool] = (True,) * 4,
     kernel: Callable[[int], Layout] | None = transposed, leaves: tuple[str, str] = LEAVES,
 ) -> list[TensorRule]:  # fmt: skip
-    """Return the rows of the projections of queries, keys, values and out, by their names in order.
+    """Return the rules of the projections of an attention layer.
 
     Args:
-      theirs: what the names begin with, up to a dot; may be empty.
+      theirs: the prefix of the names in the checkpoint, without its dot; may be empty.
       ours: the path of the layer; may be empty.
-      names: one name several times is one tensor, in which they lie one after another.
-      biases: which of them have one.
-      kernel: how one lies, by how many axes ours has for its inputs; None as ours.
-      leaves: see `linear`.
+      names: the names of the query, key, value and output projections. A name that is repeated is
+        one tensor that concatenates these projections.
+      biases: for each projection, True if it has a bias.
+      kernel: a function from the number of input axes to a kernel's layout; None for Flax's layout.
+      leaves: the suffixes of the names of the kernel and of the bias.
     """
     rows: list[TensorRule] = []
     for name in dict.fromkeys(names):
-        members = [i for i, other in enumerate(names) if other == name]
-        paths = tuple(f"{ours}/{PROJECTIONS[i]}".removeprefix("/") for i in members)
-        axes = SAME if kernel is None else kernel(2 if members == [3] else 1)
+        indices = [i for i, other in enumerate(names) if other == name]
+        paths = tuple(f"{ours}/{PROJECTIONS[i]}".removeprefix("/") for i in indices)
+        axes = SAME if kernel is None else kernel(2 if indices == [3] else 1)
         full = f"{theirs}.{name}".removeprefix(".")
-        rows += linear(full, paths, biases[members[0]], axes=axes, leaves=leaves)
+        rows += linear(full, paths, biases[indices[0]], axes=axes, leaves=leaves)
     return rows
 
 
-# The former names of these, for tables outside this package.
+def parts(theirs: str, ours: str, names: Mapping[str, str], bias: bool = True) -> list[TensorRule]:
+    """Return the rules of the norms and linear layers of a module.
+
+    Args:
+      theirs: the prefix of the names in the checkpoint, without its dot.
+      ours: the path of the module.
+      names: the names in the checkpoint, each with the path of a part. A path that ends with
+        "norm" is a norm, all others are linear layers.
+      bias: True if all have biases.
+    """
+    rows: list[TensorRule] = []
+    for name, part in names.items():
+        make = norm if part.endswith("norm") else linear
+        rows += make(f"{theirs}.{name}", f"{ours}/{part}", bias)
+    return rows
+
+
+def stack(
+    count: int, theirs: str, ours: str, projections: str, heads: Sequence[str],
+    names: Mapping[str, str], biases: Sequence[bool] = (True,) * 4,
+) -> list[TensorRule]:  # fmt: skip
+    """Return the rules of a stack of blocks with self-attention.
+
+    Args:
+      count: the number of layers.
+      theirs: the name of a layer in the checkpoint, with {} for its number.
+      ours: the path of the stack.
+      projections: the prefix of the names of the attention's projections.
+      heads: the names of the query, key, value and output projections.
+      names: the names of norms and linear layers as in `parts`.
+      biases: for each projection, True if it has a bias.
+    """
+    block = f"{ours}/layers_{{}}"
+    rows = attention(projections, f"{block}/attention", heads, biases)
+    return per_layer(count, rows + parts(theirs, block, names))
+
+
+# Names in version 0.3, for tables outside this package.
 Row = TensorRule
 Axes = Layout
 FLAT, each, straight, one_of_many = FLATTENED, per_layer, in_out, expert

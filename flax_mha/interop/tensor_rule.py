@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint: the parameters that lie in it, and the layout of each."""
+"""Rules that map one tensor of a checkpoint to parameters, with the layout of each."""
 
 import math
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from flax_mha.base.shapes import Shape
 
 
 class Layout(NamedTuple):
-    """The layouts of one array in a checkpoint and in a module.
+    """A conversion between the layouts of an array in a checkpoint and in a module.
 
     Attributes:
-      ours: makes it ours, given its shape.
-      theirs: makes it theirs.
+      ours: converts an array to the module's layout, given the shape there.
+      theirs: converts an array to the checkpoint's layout.
     """
 
     ours: Callable[[Any, Shape], Any]
@@ -22,17 +22,25 @@ class Layout(NamedTuple):
 
 
 SAME = Layout(lambda x, shape: x.reshape(shape), lambda x: x)
-# Heads × features as one axis.
+# Heads and features joined to one axis.
 FLATTENED = Layout(lambda x, shape: x.reshape(shape), lambda x: x.reshape(-1))
 
 
 def transposed(inputs: int = 1) -> Layout:
-    """Return the layout [out, in] of PyTorch's Linear; ours has that many axes for in."""
+    """Return the layout [out, in] of PyTorch's Linear.
+
+    Args:
+      inputs: the number of input axes of the module's kernel.
+    """
     return Layout(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
 
 
 def in_out(inputs: int = 1) -> Layout:
-    """Return the layout [in, out] of GPT-2's Conv1D; ours has that many axes for in."""
+    """Return the layout [in, out] of GPT-2's Conv1D.
+
+    Args:
+      inputs: the number of input axes of the module's kernel.
+    """
     return Layout(lambda x, shape: x.reshape(shape), lambda x: _matrix(x, inputs))
 
 
@@ -46,22 +54,22 @@ def patches(height: int, width: int) -> Layout:
 
 
 def wrapped(count: int) -> Layout:
-    """Return the layout with that many axes of size 1 before ours."""
+    """Return the layout with `count` leading axes of size 1."""
     return Layout(lambda x, shape: x.reshape(shape), lambda x: x.reshape((1,) * count + x.shape))
 
 
 def plus(offset: float) -> Layout:
-    """Return the layout of a scale kept as its distance from the offset, as Gemma's are from 1."""
+    """Return the layout of a scale minus an offset, such as Gemma's scales minus 1."""
 
-    def moved(x: Any, by: float) -> Any:
-        # NumPy would make float32 of bfloat16.
-        return (x.astype(np.promote_types(x.dtype, np.float32)) + by).astype(x.dtype)
+    def add(x: Any, offset: float) -> Any:
+        # NumPy alone would promote bfloat16 to float32.
+        return (x.astype(np.promote_types(x.dtype, np.float32)) + offset).astype(x.dtype)
 
-    return Layout(lambda x, shape: moved(x.reshape(shape), offset), lambda x: moved(x, -offset))
+    return Layout(lambda x, shape: add(x.reshape(shape), offset), lambda x: add(x, -offset))
 
 
 def expert() -> Layout:
-    """Return the layout [out, in] of one of several Linears; ours are stacked [E, in, out]."""
+    """Return the layout [out, in] of one expert's Linear; the module stacks them [E, in, out]."""
     return Layout(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 
@@ -70,18 +78,18 @@ def _matrix(x: Any, inputs: int) -> Any:
 
 
 class TensorRule(NamedTuple):
-    """One tensor of the checkpoint.
+    """The rule of one tensor of a checkpoint.
 
     Attributes:
-      theirs: its name.
-      ours: the path of our parameter, or those of several that lie in it one after another.
-      axes: how each lies.
-      split: the axis of the tensor on which several lie.
-      heads: how many heads, if several lie one after another within each: the tensor's first axis
-        is then two, that of heads and axis 1, on which they are split.
-      part: from where to where it reaches on the first axis of ours, if several tensors, in rows
-        one after another, make up that (default: it is all of it).
-      alternate: whether several lie in turn on its last axis, instead of one after another.
+      theirs: the tensor's name.
+      ours: the path of the parameter, or of several parameters that the tensor concatenates.
+      axes: the layout of each parameter.
+      split: the tensor's axis on which parameters are concatenated.
+      heads: the number of heads, if the tensor concatenates the parameters head by head. Its first
+        axis is then split into [heads, -1], and `split` counts with both.
+      part: the slice (start, stop) of the parameter's first axis, if it is stored as several
+        tensors in consecutive rules (default: the whole parameter).
+      alternate: True if parameters alternate on the tensor's last axis instead.
     """
 
     theirs: str
@@ -94,14 +102,14 @@ class TensorRule(NamedTuple):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of ours."""
+        """The paths of the parameters."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
-    def shape(self, ours: Shape) -> Shape:
-        """Return the shape of its part of a parameter of ours of that shape."""
-        return ours if self.part is None else (self.part[1] - self.part[0], *ours[1:])
+    def shape(self, parameter: Shape) -> Shape:
+        """Return the shape of the slice `part`, given a parameter's shape."""
+        return parameter if self.part is None else (self.part[1] - self.part[0], *parameter[1:])
 
-    def apart(self, x: np.ndarray) -> list[np.ndarray]:
+    def split_up(self, x: np.ndarray) -> list[np.ndarray]:
         """Split a tensor into arrays, one for each path."""
         if self.heads is not None:
             x = x.reshape(self.heads, -1, *x.shape[1:])
@@ -109,13 +117,13 @@ class TensorRule(NamedTuple):
             return [x[..., i :: len(self.paths)] for i in range(len(self.paths))]
         return np.split(x, len(self.paths), self.split) if len(self.paths) > 1 else [x]
 
-    def together(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Join arrays to the tensor: `apart`, read backwards."""
+    def join(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Join arrays, one for each path, to the tensor."""
         if self.alternate:
             return np.stack(parts, -1).reshape(*parts[0].shape[:-1], -1)
         x = np.concatenate(parts, self.split) if len(parts) > 1 else parts[0]
         return x if self.heads is None else x.reshape(-1, *x.shape[2:])
 
     def cut(self, x: np.ndarray) -> np.ndarray:
-        """Return its part of a parameter of ours."""
+        """Return the slice `part` of a parameter."""
         return x if self.part is None else x[slice(*self.part)]

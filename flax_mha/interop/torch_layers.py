@@ -1,7 +1,7 @@
-"""Layers of `torch.nn` as modules of ours, and back; PyTorch itself is not needed.
+"""Conversion of `torch.nn` layers, which needs no PyTorch.
 
->>> module, variables = from_torch(theirs.state_dict(), num_heads=8)
->>> theirs.load_state_dict({k: torch.tensor(x) for k, x in to_torch(module, variables).items()})
+>>> module, variables = from_torch(layer.state_dict(), num_heads=8)
+>>> layer.load_state_dict({k: torch.tensor(x) for k, x in to_torch(module, variables).items()})
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from flax_mha.models.stacks import Stack
 
 Module: TypeAlias = MultiHeadAttention | Block | Stack
 
-_OWN = table.PROJECTIONS[:3]
-# What names of the first attention layer begin with, in a stack, in a block and alone.
+_INPUTS = table.PROJECTIONS[:3]
+# The prefix of the first attention layer in a stack, in a block and alone.
 _FIRST = ("layers.0.self_attn.", "self_attn.", "")
-# What the layers of torch.nn and other libraries can't do: each field must be as it is by default.
+# The fields that torch.nn and other libraries do not support; each must have its default.
 LAYER = (
     "scores", "scale", "rotary", "qk_norm", "normalize_qk", "gate", "sinks", "normalizer",
     "attention_fn", "project_out",
@@ -34,63 +34,63 @@ _STACK = ("scores", "input_norm", "kv_from")
 
 
 def from_torch(
-    state_dict: Mapping[str, Any],
-    num_heads: int,
-    *,
-    norm_first: bool = False,
-    activation: str | Activation = "relu",
-    layer_norm_eps: float = 1e-5,
-) -> tuple[Module, dict[str, Any]]:
-    """Return the module and the variables that a state dict of `torch.nn` means.
+    state_dict: Mapping[str, Any], num_heads: int, *, norm_first: bool = False,
+    activation: str | Activation = "relu", layer_norm_eps: float = 1e-5,
+) -> tuple[Module, dict[str, Any]]:  # fmt: skip
+    """Return a module and its variables from a state dict of `torch.nn`.
 
-    Of `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
-    `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder`. All take the batch
-    first. Masks are arguments of the call as there, but True means that a key may be seen; a
-    decoder is causal by itself. Dropout rates are 0, and set by `module.clone(...)`.
+    Supported are `MultiheadAttention` (with `kdim` and `vdim` too), `TransformerEncoderLayer`,
+    `TransformerEncoder`, `TransformerDecoderLayer` and `TransformerDecoder`. The modules take the
+    batch first. Masks are arguments of the call, where True lets a query see a key; decoders are
+    causal. Dropout rates are 0; set them by `module.clone(...)`.
 
     Args:
-      state_dict: arrays by name, PyTorch's tensors or any other.
-      num_heads: N, which is not in the state dict; nor are the options that follow.
-      norm_first: of blocks.
-      activation: of blocks; PyTorch's "gelu" is "gelu_exact".
-      layer_norm_eps: of blocks.
+      state_dict: the arrays by name, PyTorch's tensors or others.
+      num_heads: N, the number of heads.
+      norm_first: PyTorch's option of blocks.
+      activation: the activation of blocks; PyTorch's "gelu" is "gelu_exact".
+      layer_norm_eps: PyTorch's option of blocks.
 
     Raises:
-      ValueError: if it is of another layer, or has `bias_k` and `bias_v`; `add_zero_attn` leaves no
-        trace in it, and must not be set.
+      ValueError: if the state dict is of another layer, or has `bias_k` and `bias_v`. The option
+        `add_zero_attn` is not supported, but a state dict does not show it.
     """
     checks.positive(num_heads=num_heads)
     tensors = {name: array(x) for name, x in state_dict.items()}
-    at = next((at for at in _FIRST if f"{at}out_proj.weight" in tensors), None)
-    if at is None:
+    prefix = next((prefix for prefix in _FIRST if f"{prefix}out_proj.weight" in tensors), None)
+    if prefix is None:
         raise ValueError(
-            f"from_torch takes the state dict of one attention layer, one block or one stack of "
-            f"torch.nn, got {sorted(tensors)[:4]} …; of a part of a model leave out its prefix"
+            f"state_dict must be of one attention layer, block or stack of torch.nn, got "
+            f"{sorted(tensors)[:4]} …; remove the prefix of the layer's names"
         )
     for name in tensors:
         if name.endswith(("bias_k", "bias_v")):
             raise ValueError(
-                f"a layer with add_bias_kv can't be loaded, as ours has no learned key, got {name}"
+                f"state_dict must be of a layer without add_bias_kv, which has no counterpart "
+                f"here, got {name}; train one without it"
             )
-    layer = MultiHeadAttention(num_heads, use_bias=f"{at}out_proj.bias" in tensors)
+    layer = MultiHeadAttention(num_heads, use_bias=f"{prefix}out_proj.bias" in tensors)
     options = {
         "pre_norm": norm_first, "activation": activation, "norm_epsilon": layer_norm_eps,
     }  # fmt: skip
-    module = _blocks(layer, tensors, at.removesuffix("self_attn."), options) if at else layer
-    features = [len(tensors[f"{at}out_proj.weight"])]
+    module: Module = layer
+    if prefix:
+        module = _blocks(layer, tensors, prefix.removesuffix("self_attn."), options)
+    features = [len(tensors[f"{prefix}out_proj.weight"])]
     if isinstance(module, DecoderBlock | Decoder):
         features *= 2
-    apart = not at and "q_proj_weight" in tensors
-    if apart:
+    separate = not prefix and "q_proj_weight" in tensors
+    if separate:
         features += [tensors[f"{name}_proj_weight"].shape[-1] for name in "kv"]
     example = tuple(np.zeros((1, 1, D), np.float32) for D in features)
-    return module, table.from_tensors(table.Family(module, example, _rows(module, apart)), tensors)
+    family = table.Family(module, example, _rows(module, separate))
+    return module, table.from_tensors(family, tensors)
 
 
 def _blocks(
     layer: MultiHeadAttention, tensors: Mapping[str, Any], first: str, options: dict[str, Any]
 ) -> Block | Stack:
-    """Return one block with that layer; or a stack, if names of the first begin with something."""
+    """Return a block with an attention layer, or a stack if the prefix `first` is not empty."""
     options["mlp_dim"] = len(tensors[f"{first}linear1.weight"])
     if not layer.use_bias:
         options["norm"] = nn.LayerNorm(options["norm_epsilon"], use_bias=False)
@@ -105,45 +105,55 @@ def _blocks(
 
 
 def to_torch(module: Module, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the state dict of a module as a layer of `torch.nn`: `from_torch`, read backwards.
+    """Return the state dict of a module as a layer of `torch.nn`, the inverse of `from_torch`.
 
-    Masks and dropout rates are no part of it, nor is `norm_first` and the like.
+    A state dict has no masks, dropout rates or other options such as `norm_first`.
+
+    Args:
+      module: an attention layer, a block or a stack.
+      variables: the module's variables.
 
     Raises:
-      ValueError: if `torch.nn` has no such layer, as with rotary or shared heads of keys, or if the
-        variables are not those of the module.
-      TypeError: if it is no module of those kinds.
+      ValueError: if `torch.nn` lacks an option of the module, such as rotary or grouped heads, or
+        if the variables are not the module's.
+      TypeError: if the module is of another type.
     """
     if not isinstance(module, MultiHeadAttention | Block | Stack):
         raise TypeError(
-            f"to_torch takes an attention layer, a block or a stack, got {checks.describe(module)}"
+            f"module must be an attention layer, a block or a stack, got "
+            f"{checks.describe(module)}; give one of these"
         )
     _check(module)
     params = variables["params"]
-    apart = False
+    separate = False
     if isinstance(module, MultiHeadAttention):
-        apart = len({params[name]["kernel"].shape[0] for name in _OWN}) > 1
-    tensors = table.to_tensors(table.Family(module, (), _rows(module, apart)), variables)
+        separate = len({params[name]["kernel"].shape[0] for name in _INPUTS}) > 1
+    tensors = table.to_tensors(table.Family(module, (), _rows(module, separate)), variables)
     for name, x in tensors.items():
         if name.endswith("in_proj_weight") and x.shape[0] != 3 * x.shape[1]:
             raise ValueError(
-                f"torch.nn has heads of all features together, and as many of keys and values; got "
-                f"{name} of {x.shape}"
+                f"module must have as many heads of keys and values as of queries, and head_dim = "
+                f"features / num_heads, for torch.nn, got {name} of {x.shape}; change these fields"
             )
     return tensors
 
 
 def _check(module: Any) -> None:
-    """Refuse what torch.nn would compute otherwise."""
+    """Check that torch.nn would compute the same as a module."""
     if isinstance(module, Stack):
         default(module, Stack, _STACK)
         if not isinstance(module.block, Block):
-            raise ValueError("torch.nn has stacks of one block; got several in turn")
+            raise ValueError(
+                f"block must be one block for torch.nn, got {checks.describe(module.block)}; give "
+                f"one"
+            )
         _check(module.block)
     elif isinstance(module, Block):
         default(module, Block, _BLOCK)
         if module.norm != "layernorm" and not isinstance(module.norm, nn.LayerNorm):
-            raise ValueError(f"torch.nn has blocks with LayerNorm alone, got norm={module.norm!r}")
+            raise ValueError(
+                f"norm must be a LayerNorm for torch.nn, got {module.norm!r}; give 'layernorm'"
+            )
         _check(module.attention)
         if isinstance(module, DecoderBlock) and module.cross_attention is not None:
             _check(module.cross_attention)
@@ -152,18 +162,26 @@ def _check(module: Any) -> None:
 
 
 def default(module: Any, cls: Any, names: tuple[str, ...], library: str = "torch.nn") -> None:
-    """Refuse fields that are not as they are by default, for the library has no others."""
+    """Check that a module's fields have their defaults, as the library has no such options.
+
+    Args:
+      module: the module.
+      cls: its class, which has the defaults.
+      names: the names of the fields.
+      library: the library's name for the error.
+    """
     for name in names:
         if getattr(module, name) != getattr(cls, name):
             raise ValueError(
-                f"{library} has no {cls.__name__} with {name}, got {getattr(module, name)!r}"
+                f"{library} has no {cls.__name__} with {name}, got {getattr(module, name)!r}; "
+                f"leave it out"
             )
 
 
-def _rows(module: Module, apart: bool) -> list[table.TensorRule]:
-    """Return the table of a module; `apart` if q, k and v are of different features."""
+def _rows(module: Module, separate: bool) -> list[table.TensorRule]:
+    """Return the rules of a module, with separate kernels if q, k and v differ in features."""
     if isinstance(module, MultiHeadAttention):
-        return _attention(module, "", "", apart)
+        return _attention(module, "", "", separate)
     if isinstance(module, Block):
         return _block(module, "", "")
     block: Any = module.block
@@ -173,12 +191,12 @@ def _rows(module: Module, apart: bool) -> list[table.TensorRule]:
 
 
 def _attention(
-    layer: MultiHeadAttention, theirs: str, ours: str, apart: bool
+    layer: MultiHeadAttention, theirs: str, ours: str, separate: bool
 ) -> list[table.TensorRule]:
     bias, leaves = bool(layer.use_bias), ("_weight", "_bias")
-    paths = tuple(f"{ours}{name}" for name in _OWN)
+    paths = tuple(f"{ours}{name}" for name in _INPUTS)
     rows = table.linear(f"{theirs}in_proj", paths, bias, leaves=leaves)
-    if apart:  # But for the biases.
+    if separate:  # The biases are still one tensor.
         rows[:1] = [
             table.TensorRule(f"{theirs}{x}_proj_weight", path, table.transposed())
             for x, path in zip("qkv", rows[0].paths, strict=True)
@@ -192,8 +210,8 @@ def _block(block: Block, theirs: str, ours: str) -> list[table.TensorRule]:
     if isinstance(block, DecoderBlock):
         layers |= {"cross_attention": "multihead_attn"}
     rows: list[table.TensorRule] = []
-    for name, their in layers.items():
-        rows += _attention(block.attention, f"{theirs}{their}.", f"{ours}{name}/", False)
+    for name, torch_name in layers.items():
+        rows += _attention(block.attention, f"{theirs}{torch_name}.", f"{ours}{name}/", False)
     for i, name in enumerate([*layers, "mlp"], 1):
         rows += table.norm(f"{theirs}norm{i}", f"{ours}{name}_norm", bias)
     rows += table.linear(f"{theirs}linear1", f"{ours}mlp/up", bias)
@@ -201,7 +219,7 @@ def _block(block: Block, theirs: str, ours: str) -> list[table.TensorRule]:
 
 
 def array(x: Any) -> np.ndarray:
-    """Return an array in its own dtype; NumPy itself has no bfloat16."""
+    """Return a NumPy array of the same dtype, bfloat16 included."""
     if hasattr(x, "detach"):
         x = x.detach().cpu()
         if str(x.dtype) == "torch.bfloat16":

@@ -15,45 +15,52 @@ from flax_mha.models import Classifier, Encoder, PatchEmbedding
 from flax_mha.models.blocks import EncoderBlock
 from flax_mha.positions import Axial
 
-_OURS, _BRANCHES = "encoder/layers_{}", ((1, "attention"), (2, "mlp"))
-# What models that wrap a type put before all names, and the tokens before its patches.
+_BLOCK, _BRANCHES = "encoder/layers_{}", ((1, "attention"), (2, "mlp"))
+# The prefix of all names in models that wrap a type, and the tokens before its patches.
 PREFIXES = {"vit": "vit.", "deit": "deit.", "vit_msn": "vit."}
 TOKENS = {"vit": ("cls",), "deit": ("cls", "distillation"), "vit_msn": ("cls",)}
 
 
 def vit(config: Config) -> table.Family:
-    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of a classifier of one."""
+    """Return the family of `ViTModel`, `ViTMSNModel` or `DeiTModel`, or of its classifier."""
     tokens, prefix = TOKENS[config["model_type"]], PREFIXES[config["model_type"]]
     biased = config.get("qkv_bias", True)
-    at = "encoder.layer.{}"
-    names = ("attention.query", "attention.key", "attention.value", "output.dense")
+    layer = "encoder.layer.{}"
+    heads = ("attention.query", "attention.key", "attention.value", "output.dense")
     kernel = table.patches(*grid(config).patch)
+    names = {
+        "layernorm_before": "attention_norm", "layernorm_after": "mlp_norm",
+        "intermediate.dense": "mlp/up", "output.dense": "mlp/down",
+    }  # fmt: skip
     rows = [
         *(_tokens(f"embeddings.{name}_token", i, i + 1) for i, name in enumerate(tokens)),
         table.TensorRule("embeddings.position_embeddings", "positions/embedding", table.wrapped(1)),
         *table.linear("embeddings.patch_embeddings.projection", "embedding/patches", axes=kernel),
-        *table.per_layer(config["num_hidden_layers"], [
-            *table.attention(f"{at}.attention", f"{_OURS}/attention", names, (*[biased] * 3, True)),
-            *table.norm(f"{at}.layernorm_before", f"{_OURS}/attention_norm"),
-            *table.norm(f"{at}.layernorm_after", f"{_OURS}/mlp_norm"),
-            *table.linear(f"{at}.intermediate.dense", f"{_OURS}/mlp/up"),
-            *table.linear(f"{at}.output.dense", f"{_OURS}/mlp/down"),
-        ]),
+        *table.stack(
+            config["num_hidden_layers"], layer, "encoder", f"{layer}.attention", heads, names,
+            (*[biased] * 3, True),
+        ),
         *table.norm("layernorm", "encoder/norm"),
     ]  # fmt: skip
     module = image(config, class_tokens=len(tokens), biased=biased)
-    heads = ("*classifier.*", "pooler.*", "embeddings.mask_token")
-    family = table.Family(module, (example(config),), rows, heads=heads, prefix=prefix)
+    unused = ("*classifier.*", "pooler.*", "embeddings.mask_token")
+    family = table.Family(module, (example(config),), rows, heads=unused, prefix=prefix)
     return classified(config, family)
 
 
-def _tokens(theirs: str, first: int, stop: int) -> table.TensorRule:
-    """Return the row of learned tokens, which are a part of ours."""
-    return table.TensorRule(theirs, "class_tokens", table.wrapped(1), part=(first, stop))
+def _tokens(name: str, start: int, stop: int) -> table.TensorRule:
+    """Return the rule of a tensor that holds the learned tokens start … stop − 1."""
+    return table.TensorRule(name, "class_tokens", table.wrapped(1), part=(start, stop))
 
 
 def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
-    """Return a block of a stack, by the settings of a ViT."""
+    """Return a block of a stack.
+
+    Args:
+      config: the model's config, with the keys of a ViT.
+      biased: True if the query, key and value projections have biases.
+      **fields: other fields of the attention layer.
+    """
     biases = True if biased else ("out",)
     return EncoderBlock(
         MultiHeadAttention(config["num_attention_heads"], use_bias=biases, **fields),
@@ -66,32 +73,40 @@ def image(
     config: Config, class_tokens: int = 0, biased: bool = True, patch_bias: bool = True,
     input_norm: bool = False,
 ) -> Classifier:  # fmt: skip
-    """Return a stack over patches, with no head."""
+    """Return an encoder of image patches without an output head.
+
+    Args:
+      config: the model's config, with the keys of a ViT.
+      class_tokens: the number of learned tokens before the patches.
+      biased: True if the query, key and value projections have biases.
+      patch_bias: True if the projection of patches has a bias.
+      input_norm: True if there is a norm before the first block.
+    """
     stack = Encoder(config["num_hidden_layers"], block(config, biased), input_norm=input_norm)
     embedding = PatchEmbedding(grid(config).patch, config["hidden_size"], use_bias=patch_bias)
     return Classifier(embedding, stack, None, class_tokens=class_tokens)
 
 
 def example(config: Config) -> np.ndarray:
-    """Return an image of the size that the config names."""
+    """Return an example image of the config's size."""
     return grid(config).image(config["num_channels"])
 
 
 def dinov3(config: Config) -> table.Family:
-    """Return the family of `DINOv3ViTModel`, for images of the size that the config names."""
+    """Return the family of `DINOv3ViTModel`, for images of the config's size."""
     size = grid(config)
     count = 1 + config["num_register_tokens"]
     base = (config.get("rope_parameters") or config)["rope_theta"]
     gated, mlp_bias = config.get("use_gated_mlp", False), config.get("mlp_bias", True)
     settings = ("query", "key", "value", "proj")
     biases = [config.get(f"{name}_bias", name != "key") for name in settings]
-    layer = MultiHeadAttention(
+    attention = MultiHeadAttention(
         config["num_attention_heads"],
         use_bias=tuple(x for x, biased in zip(table.PROJECTIONS, biases, strict=True) if biased),
         rotary=Axial((size.rows, size.columns), base, span=2 * math.pi, prefix=count),
     )
     block = EncoderBlock(
-        layer, config["intermediate_size"], activation=activation(config, "hidden_act"),
+        attention, config["intermediate_size"], activation=activation(config, "hidden_act"),
         gated=gated, mlp_bias=mlp_bias, norm_epsilon=config["layer_norm_eps"],
         layer_scale=config.get("layerscale_value", 1.0),
     )  # fmt: skip
@@ -99,40 +114,39 @@ def dinov3(config: Config) -> table.Family:
         PatchEmbedding(size.patch, config["hidden_size"]),
         Encoder(config["num_hidden_layers"], block), None, positions="none", class_tokens=count,
     )  # fmt: skip
-    kernel, at, names = (
-        table.patches(*size.patch),
-        "model.layer.{}",
-        ("q_proj", "k_proj", "v_proj", "o_proj"),
-    )
-    scales = [
-        table.TensorRule(f"{at}.layer_scale{i}.lambda1", f"{_OURS}/{x}_scale") for i, x in _BRANCHES
-    ]
+    kernel, layer = table.patches(*size.patch), "model.layer.{}"
+    heads = ("q_proj", "k_proj", "v_proj", "o_proj")
+    linears = {"gate_proj": "gate"} if gated else {}
+    linears |= {"up_proj": "up", "down_proj": "down"}
     rows = [
         _tokens("embeddings.cls_token", 0, 1),
         _tokens("embeddings.register_tokens", 1, count),
         *table.linear("embeddings.patch_embeddings", "embedding/patches", axes=kernel),
         *table.per_layer(config["num_hidden_layers"], [
-            *table.attention(f"{at}.attention", f"{_OURS}/attention", names, biases),
-            *table.norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
-            *table.norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
-            *table.when(gated, *table.linear(f"{at}.mlp.gate_proj", f"{_OURS}/mlp/gate", mlp_bias)),
-            *table.linear(f"{at}.mlp.up_proj", f"{_OURS}/mlp/up", mlp_bias),
-            *table.linear(f"{at}.mlp.down_proj", f"{_OURS}/mlp/down", mlp_bias),
-            *scales,
+            *table.attention(f"{layer}.attention", f"{_BLOCK}/attention", heads, biases),
+            *table.parts(layer, _BLOCK, {"norm1": "attention_norm", "norm2": "mlp_norm"}),
+            *table.parts(f"{layer}.mlp", f"{_BLOCK}/mlp", linears, mlp_bias),
+            *_scales(f"{layer}.layer_scale{{}}.lambda1"),
         ]),
         *table.norm("norm", "encoder/norm"),
     ]  # fmt: skip
-    # Names of the first checkpoints have no "model." before the layers.
-    mask = ("embeddings.mask_token",)
+    # In the first checkpoints, names of layers have no "model.".
     return table.Family(
-        module, (size.image(config.get("num_channels", 3)),), rows, heads=mask, prefix="model."
-    )
+        module, (size.image(config.get("num_channels", 3)),), rows,
+        heads=("embeddings.mask_token",), prefix="model.",
+    )  # fmt: skip
+
+
+def _scales(name: str) -> list[table.TensorRule]:
+    """Return the rules of a block's layer scales, whose name has {} for 1 and 2."""
+    layer, _, rest = name.rpartition("{}")
+    return [table.TensorRule(f"{layer}{i}{rest}", f"{_BLOCK}/{x}_scale") for i, x in _BRANCHES]
 
 
 def timm_vit(config: Config) -> table.Family:
-    """Return the family of timm's `VisionTransformer`, by its arguments, names and defaults.
+    """Return the family of timm's `VisionTransformer`, with its arguments, names and defaults.
 
-    With num_classes=0 the features of all tokens, as `forward_features` gives them.
+    With num_classes=0 the output is that of `forward_features`, the features of all tokens.
     """
     refuse(
         config, global_pool="token", qk_norm=False, scale_attn_norm=False, scale_mlp_norm=False,
@@ -146,11 +160,8 @@ def timm_vit(config: Config) -> table.Family:
         in_chans=3,
     )  # fmt: skip
     D, pre_norm, count = config["embed_dim"], config["pre_norm"], 1 + config["reg_tokens"]
-    size, scale, biased = (
-        grid(config, "img_size"),
-        config.get("init_values") or None,
-        config["qkv_bias"],
-    )
+    size, biased = grid(config, "img_size"), config["qkv_bias"]
+    scale = config.get("init_values") or None
     block = EncoderBlock(
         MultiHeadAttention(config["num_heads"], use_bias=biased or ("out",)),
         int(D * config["mlp_ratio"]), activation=activation(config, "act_layer"),
@@ -161,25 +172,23 @@ def timm_vit(config: Config) -> table.Family:
         Encoder(config["depth"], block, input_norm=pre_norm), config["num_classes"] or None,
         class_tokens=count, pooling="first",
     )  # fmt: skip
-    at, names, biases = "blocks.{}", LIBRARIES["timm"].names, (*[biased] * 3, True)
-    kernel = table.patches(*size.patch)
-    scales = [table.TensorRule(f"{at}.ls{i}.gamma", f"{_OURS}/{x}_scale") for i, x in _BRANCHES]
-    scales = table.when(scale is not None, *scales)
+    layer, kernel = "blocks.{}", table.patches(*size.patch)
+    names = {
+        "norm1": "attention_norm", "norm2": "mlp_norm", "mlp.fc1": "mlp/up", "mlp.fc2": "mlp/down"
+    }  # fmt: skip
     rows = [
         _tokens("cls_token", 0, 1),
         *table.when(count > 1, _tokens("reg_token", 1, count)),
         table.TensorRule("pos_embed", "positions/embedding", table.wrapped(1)),
         *table.linear("patch_embed.proj", "embedding/patches", not pre_norm, axes=kernel),
         *table.when(pre_norm, *table.norm("norm_pre", "encoder/input_norm")),
-        *table.per_layer(config["depth"], [
-            *table.norm(f"{at}.norm1", f"{_OURS}/attention_norm"),
-            *table.attention(f"{at}.attn", f"{_OURS}/attention", names, biases),
-            *scales[:1],
-            *table.norm(f"{at}.norm2", f"{_OURS}/mlp_norm"),
-            *table.linear(f"{at}.mlp.fc1", f"{_OURS}/mlp/up"),
-            *table.linear(f"{at}.mlp.fc2", f"{_OURS}/mlp/down"),
-            *scales[1:],
-        ]),
+        *table.stack(
+            config["depth"], layer, "encoder", f"{layer}.attn", LIBRARIES["timm"].names, names,
+            (*[biased] * 3, True),
+        ),
+        *table.per_layer(
+            config["depth"], table.when(scale is not None, *_scales(f"{layer}.ls{{}}.gamma"))
+        ),
         *table.norm("norm", "encoder/norm"),
         *table.when(config["num_classes"], *table.linear("head", "head")),
     ]  # fmt: skip
@@ -187,9 +196,9 @@ def timm_vit(config: Config) -> table.Family:
 
 
 def vit_pytorch(config: Config) -> table.Family:
-    """Return the family of `vit_pytorch.ViT`, by its arguments, names and defaults.
+    """Return the family of `vit_pytorch.ViT`, with its arguments, names and defaults.
 
-    With num_classes=0 the features of all tokens.
+    With num_classes=0 the output is the features of all tokens.
     """
     config = filled(config, pool="cls", channels=3, dim_head=64)
     D, heads, has_token = config["dim"], config["heads"], config["pool"] == "cls"
@@ -197,8 +206,8 @@ def vit_pytorch(config: Config) -> table.Family:
         raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(config['pool'])}")
     if heads == 1 and config["dim_head"] == D:
         raise ValueError(
-            f"the config's heads=1 with dim_head={D} leaves out the projection of what heads give, "
-            f"and ours always has it; give more heads, or another dim_head"
+            f"the config's heads must be more than 1 with dim_head=dim, where vit-pytorch has no output "
+            f"projection, got 1 with dim_head={D}; set more heads, or another dim_head"
         )
     size = grid(config)
     block = EncoderBlock(
@@ -210,24 +219,20 @@ def vit_pytorch(config: Config) -> table.Family:
         config["num_classes"] or None, class_tokens=int(has_token),
         pooling="first" if has_token else "mean",
     )  # fmt: skip
-    names, biases = LIBRARIES["vit-pytorch"].names, (False, False, False, True)
-    patch, at = "to_patch_embedding", "transformer.layers.{}"
+    layer, names = "transformer.layers.{}", LIBRARIES["vit-pytorch"].names
     rows = [
-        *table.norm(f"{patch}.1", "embedding/patches_norm"),
-        *table.linear(f"{patch}.2", "embedding/patches"),
-        *table.norm(f"{patch}.3", "embedding/norm"),
+        *table.parts("to_patch_embedding", "embedding", {
+            "1": "patches_norm", "2": "patches", "3": "norm"
+        }),
         *table.when(has_token, table.TensorRule("cls_token", "class_tokens")),
         table.TensorRule("pos_embedding", "positions/embedding"),
-        *table.per_layer(config["depth"], [
-            *table.norm(f"{at}.0.norm", f"{_OURS}/attention_norm"),
-            *table.attention(f"{at}.0", f"{_OURS}/attention", names, biases),
-            *table.norm(f"{at}.1.net.0", f"{_OURS}/mlp_norm"),
-            *table.linear(f"{at}.1.net.1", f"{_OURS}/mlp/up"),
-            *table.linear(f"{at}.1.net.4", f"{_OURS}/mlp/down"),
-        ]),
+        *table.stack(config["depth"], layer, "encoder", f"{layer}.0", names, {
+            "0.norm": "attention_norm", "1.net.0": "mlp_norm", "1.net.1": "mlp/up",
+            "1.net.4": "mlp/down",
+        }, (False, False, False, True)),
         *table.norm("transformer.norm", "encoder/norm"),
         *table.when(config["num_classes"], *table.linear("mlp_head", "head")),
     ]  # fmt: skip
-    # With pool="mean" theirs is empty.
+    # With pool="mean" this tensor is empty.
     ignored = () if has_token else ("cls_token",)
     return table.Family(module, (size.image(config["channels"]),), rows, ignored)

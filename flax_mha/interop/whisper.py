@@ -1,33 +1,27 @@
-"""Whisper: text from sound."""
+"""Whisper: speech to text."""
 
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 
+from flax_mha.base import checks
+from flax_mha.interop import table
 from flax_mha.interop.config import activation, blank, refuse
 from flax_mha.interop.settings import Config
-from flax_mha.interop.table import Family, Layout, TensorRule, attention, linear, norm, per_layer
 from flax_mha.linen import MultiHeadAttention
-from flax_mha.models import (
-    Decoder,
-    Encoder,
-    LanguageModel,
-    PositionEmbedding,
-    TokenEmbedding,
-    Translator,
-)
+from flax_mha.models import Decoder, Encoder, LanguageModel, TokenEmbedding, Translator
 from flax_mha.models.blocks import DecoderBlock, EncoderBlock
+from flax_mha.positions import PositionEmbedding
 
 HEADS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 class Whisper(Translator):
-    """Logits of each next token, from a spectrogram and the tokens so far.
+    """A `Translator` from a spectrogram to text.
 
     Attributes:
-      positions: of what the convolutions give, to the encoder.
+      positions: the position embedding of the convolutions' output.
 
     Source: Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision", 2022.
     """
@@ -45,18 +39,27 @@ class Whisper(Translator):
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None, **options: Any
     ) -> jax.Array:
-        """Map sound [*B, frames, bins] to the memory [*B, frames / 2, D]."""
+        """Encode a spectrogram.
+
+        Args:
+          source: [*B, frames, bins].
+          source_lengths: None, as Whisper reads 30 seconds of sound and silence.
+          **options: arguments of the encoder.
+
+        Returns:
+          The encoder's output [*B, frames / 2, D].
+        """
         if source_lengths is not None:
             raise ValueError(
-                "source_lengths must be None: Whisper reads 30 seconds whatever is in them; pad "
-                "the sound with silence"
+                f"source_lengths must be None for Whisper, which always reads 30 seconds, got "
+                f"{checks.describe(source_lengths)}; pad the sound with silence"
             )
         for convolution in self.convolutions:
             source = nn.gelu(convolution(source), approximate=False)
         return self.encoder(self.positions(source), **options)
 
 
-def whisper(config: Config) -> Family:
+def whisper(config: Config) -> table.Family:
     """Return the family of `WhisperForConditionalGeneration`."""
     refuse(config, tie_word_embeddings=True)
     D, V = config["d_model"], config["vocab_size"]
@@ -75,40 +78,43 @@ def whisper(config: Config) -> Family:
         LanguageModel(
             TokenEmbedding(V, D),
             Decoder(
-                config["decoder_layers"],
-                DecoderBlock(cross_attention=cross, **options("decoder")),
+                config["decoder_layers"], DecoderBlock(cross_attention=cross, **options("decoder"))
             ),
             position_embedding=PositionEmbedding(max_length=config["max_target_positions"]),
         ),
         positions=PositionEmbedding(max_length=config["max_source_positions"]),
     )
-    convolution = Layout(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
+    convolution = table.Layout(lambda x, shape: x.T.reshape(shape), lambda x: x.T)
     rows = [
-        TensorRule("model.encoder.embed_positions.weight", "positions/embedding"),
-        TensorRule("model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"),
-        TensorRule("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
+        table.TensorRule("model.encoder.embed_positions.weight", "positions/embedding"),
+        table.TensorRule(
+            "model.decoder.embed_positions.weight", "decoder/position_embedding/embedding"
+        ),
+        table.TensorRule("model.decoder.embed_tokens.weight", "decoder/embedding/table/embedding"),
         *_stack("encoder", "encoder", config["encoder_layers"]),
         *_stack("decoder", "decoder/decoder", config["decoder_layers"]),
     ]
     for n in (1, 2):
-        rows += linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
+        rows += table.linear(f"model.encoder.conv{n}", f"conv{n}", axes=convolution)
     sound = blank(1, 2 * config["max_source_positions"], config["num_mel_bins"])
-    return Family(
-        module, (sound, np.zeros((1, 1), np.int32)), rows,
+    return table.Family(
+        module, (sound, *table.TOKEN_EXAMPLE), rows,
         copies={"proj_out.weight": "model.decoder.embed_tokens.weight"},
     )  # fmt: skip
 
 
-def _stack(theirs: str, ours: str, layers: int) -> list[TensorRule]:
-    """Return the rows of a stack."""
-    at, mine = f"model.{theirs}.layers.{{}}", f"{ours}/layers_{{}}"
-    parts = {"self_attn": "attention"}
+def _stack(theirs: str, ours: str, layers: int) -> list[table.TensorRule]:
+    """Return the rules of a stack: its name in the checkpoint, its path and its layers."""
+    layer, block = f"model.{theirs}.layers.{{}}", f"{ours}/layers_{{}}"
+    attentions = {"self_attn": "attention"}
     if theirs == "decoder":
-        parts["encoder_attn"] = "cross_attention"
-    rows: list[TensorRule] = []
-    for name, part in parts.items():
-        rows += attention(f"{at}.{name}", f"{mine}/{part}", HEADS, (True, False, True, True))
-        rows += norm(f"{at}.{name}_layer_norm", f"{mine}/{part}_norm")
-    rows += linear(f"{at}.fc1", f"{mine}/mlp/up") + linear(f"{at}.fc2", f"{mine}/mlp/down")
-    rows += norm(f"{at}.final_layer_norm", f"{mine}/mlp_norm")
-    return [*per_layer(layers, rows), *norm(f"model.{theirs}.layer_norm", f"{ours}/norm")]
+        attentions["encoder_attn"] = "cross_attention"
+    names = {"fc1": "mlp/up", "fc2": "mlp/down", "final_layer_norm": "mlp_norm"}
+    rows: list[table.TensorRule] = []
+    for name, part in attentions.items():
+        rows += table.attention(
+            f"{layer}.{name}", f"{block}/{part}", HEADS, (True, False, True, True)
+        )
+        names[f"{name}_layer_norm"] = f"{part}_norm"
+    rows = table.per_layer(layers, rows + table.parts(layer, block, names))
+    return rows + table.norm(f"model.{theirs}.layer_norm", f"{ours}/norm")

@@ -1,7 +1,7 @@
-"""The keys that a query may see.
+"""Masks, which select the keys that a query may see.
 
-A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed to the layer or to
-`dot_product_attention`; the kernels ask it about blocks of positions:
+A mask is a value. You build it once, combine it with `&`, `|` and `~`, and pass it to the layer or
+to `dot_product_attention`. Kernels evaluate it block by block.
 
 >>> mask = Causal() & Window(left=128) & Segments(ids)
 
@@ -12,31 +12,30 @@ A mask is a value. It is built once, combined with `&`, `|` and `~`, and handed 
 | `Lengths(kv, q=None)` | j < kv (and, if q is given, i < q) |
 | `Keys(real)` | real[row, j] |
 | `Segments(q, kv=None)` | their segment ids are equal |
-| `Segments(ids, runs=True, at_most=n)` | they are of one run of equal ids |
-| `Documents(lengths)` | they are of one document, of several in a row |
+| `Segments(ids, runs=True, at_most=n)` | they are in one run of equal ids |
+| `Documents(lengths)` | they are in one of several consecutive documents |
 | `Prefix(length)` | j < length or j ≤ i |
 | `Dilated(step)` | (i − j) mod step = 0 |
-| `Neighborhood(sizes, window)` | it is in i's window, on a lattice of two, three, … axes |
+| `Neighborhood(sizes, window)` | j is in i's window on a grid of two, three, … axes |
 | `BlockSparse(blocks, query_block, key_block)` | ⌊j / key_block⌋ is one of i's blocks |
-| `Dense(array)` | the array says so |
+| `Dense(array)` | the array is True |
 | `Predicate(fn, *args)` | fn(row, head, i, j, *args) |
-| `PerHead(masks)` | the head's mask says so |
+| `PerHead(masks)` | the head's mask allows it |
 
 Positions count from 0 at the first query and at the first key (top-left aligned when T ≠ S),
 unless the caller gives them: `q_positions=S - T` aligns the ends. Arrays (segment ids, lengths
-for each query, tables) are in the order of the queries and keys as given.
+for each query, tables) are in the order of the given queries and keys.
 
-An array of bools is taken wherever a mask is, as `Dense`: True = may see (in PyTorch's layer it is
-the other way round). It broadcasts to [*B, N, T, S] as in NumPy, from the last axis: one of two
-axes is [T, S], for all rows, and one of three [N, T, S]. A mask of keys [*B, S] is `Keys(array)`,
-one of rows [B, T, S] is `array[:, None]`; where the sizes leave open which is meant, a warning says
-so. An array of the numbers 1 and 0, as Flax's `nn.make_causal_mask` gives it, is one of bools;
-other numbers, such as the 0 and −1e9 that are added to scores elsewhere, are refused, or where they
-are traced give NaN.
+You can pass a bool array as a mask, which stands for `Dense`: True lets a query see a key (in
+PyTorch's layer, True hides it). It broadcasts to [*B, N, T, S] as in NumPy: two axes are [T, S],
+three are [N, T, S]. Write a mask of keys [*B, S] as `Keys(array)`, and one of examples [B, T, S] as
+`array[:, None]`; a warning tells you if the sizes fit both readings. An array of 1 and 0, as from
+Flax's `nn.make_causal_mask`, counts as bools. Other numbers, such as additive masks of 0 and −1e9,
+raise an error, or give NaN if they are traced.
 
-Masks are pytrees: their arrays are leaves, so they pass through jit, grad, vmap and scan. A mask of
-your own is a subclass with an `allowed` method, a `tiles` method if kernels are to skip what it
-excludes, and a `block_shape` method if they are to take its blocks for their tiles.
+Masks are pytrees with arrays as leaves, so they pass through jit, grad, vmap and scan. To write
+your own, define a subclass with an `allowed` method. Add a `tiles` method to let kernels skip
+blocks, and a `block_shape` method to align the kernels' blocks with the mask's.
 """
 
 from flax_mha.base.coordinates import At as At

@@ -1,4 +1,4 @@
-"""Arrays that are given as masks: read as bools, and laid over the scores of a call."""
+"""Arrays that are passed as masks: conversion to bools in the shape of the scores."""
 
 import math
 
@@ -11,15 +11,15 @@ from flax_mha.base.shapes import Dims
 
 
 def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
-    """Read a table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
+    """Convert a table of bools, or of 1 and 0, that broadcasts to [*B, N, T, S].
 
     Returns:
-      (bools [*B|1, N|1, T|1, S|1]; where queries have other numbers, bool [*B|1, N|1, T|1, 1], or
-      None where all are known to be of those).
+      The bools [*B|1, N|1, T|1, S|1], and bool [*B|1, N|1, T|1, 1], True for queries with other
+      numbers; None if all numbers are static and valid.
 
     Raises:
-      ValueError: if it has another shape, or is known to have another number.
-      TypeError: if it has another dtype.
+      ValueError: if the shape does not fit, or the table has another static number.
+      TypeError: if the dtype does not fit.
     """
     checks.array("a mask", array)
     remedy = "a mask without heads needs the axis: mask[..., None, :, :]"
@@ -27,7 +27,7 @@ def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
         remedy = "a mask of keys [*B, S] is masks.Keys(mask), or mask[..., None, None, :]"
     shapes.check_broadcasts("mask", array.shape, dims.logits, "[*B, N, T, S]", remedy)
     _warn_of_rows(array.shape, dims)
-    # Read before it is reshaped, which inside `jit` would make it a traced array.
+    # Convert before reshaping, which would trace the array inside of `jit`.
     table, invalid = as_bools(array)
     rank = len(dims.logits)
     if invalid is not None:
@@ -36,7 +36,7 @@ def read_table(array: Array, dims: Dims) -> tuple[Array, Array | None]:
 
 
 def as_bools(array: Array) -> tuple[Array, Array | None]:
-    """Return a table as bools; if it can't be read, also True for numbers other than 0 and 1."""
+    """Return a table as bools, and if it is traced, True for numbers other than 0 and 1."""
     array = checks.as_numpy(array)
     if array.dtype == bool:
         return array, None
@@ -59,7 +59,7 @@ def as_bools(array: Array) -> tuple[Array, Array | None]:
 
 
 def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
-    """Warn of a shape that others take row by row of the batch, and NumPy otherwise."""
+    """Warn about a shape that could also be meant for the examples of the batch."""
     other = {
         (*dims.B, dims.S): "masks.Keys(mask)",
         (*dims.B, dims.T, dims.S): "mask[..., None, :, :]",
@@ -67,6 +67,6 @@ def _warn_of_rows(shape: shapes.Shape, dims: Dims) -> None:
     if other and len(shape) < len(dims.logits) and math.prod(dims.B) > 1:
         axes = ", ".join(("N", "T", "S")[-len(shape) :])
         checks.warn(
-            f"a mask of shape {shape} is read as [{axes}], as NumPy broadcasts, and could be meant "
-            f"by rows of the batch; write {other} for that, or mask[None] for what it is read as"
+            f"a mask of shape {shape} is read as [{axes}], as NumPy broadcasts, but could be meant "
+            f"for the examples of the batch; write {other} for these, or mask[None] to confirm"
         )

@@ -1,4 +1,4 @@
-"""The base of masks, and their algebra."""
+"""The base class of masks, and their algebra."""
 
 import functools
 import operator
@@ -17,15 +17,15 @@ from flax_mha.masks.tiles import FULL, both, either, tile_state
 
 
 class Mask(Node):
-    """The base of all masks, and their algebra."""
+    """The base class of all masks."""
 
-    # So that `ndarray & mask` asks the mask, not NumPy, what `&` means.
+    # Makes `ndarray & mask` call the mask's `__rand__` instead of NumPy's operator.
     __array_ufunc__ = None
 
     def bind(self, dims: Dims) -> "Mask":
-        """Check the mask's arrays against a call, and give each the rank of the logits.
+        """Check the mask's arrays against a call's sizes, and reshape them for its scores.
 
-        A bound mask's arrays have shape [*B|1, N|1, T|1, S|1]. Axes of size 1 stand for all.
+        A bound mask's arrays have shape [*B|1, N|1, T|1, S|1] and broadcast.
         """
         del dims
         return self
@@ -37,47 +37,45 @@ class Mask(Node):
     def tiles(self, tiles: Tiles) -> Array:
         """Return for each tile if no pair (EMPTY), all (FULL) or some (PARTIAL) may attend.
 
-        Where in doubt, PARTIAL is always right.
+        PARTIAL is always correct, but lets kernels skip nothing.
 
         Returns:
-          int, broadcastable to [*B, N, nq, nk]; a NumPy array if it is known before tracing.
+          int, broadcastable to [*B, N, nq, nk]; a NumPy array if it is static.
         """
         del tiles
         return tile_state(np.True_, np.False_)
 
     def max_lookback(self) -> int | None:
-        """Return the most positions before its own that a query may see; None if not known."""
+        """Return the maximum of i − j over the pairs that may attend, or None if unknown."""
         return self.reach()
 
     def block_shape(self) -> tuple[int, int] | None:
-        """Return the queries and keys of the blocks that it allows or forbids whole, if any."""
+        """Return the block size (queries, keys) of a block-sparse mask, or None."""
         return self.grain()
 
     def reach(self) -> int | None:
-        """Return `max_lookback`, by its name in 0.3."""
+        """Return `max_lookback`; the name in 0.3."""
         return None if type(self).max_lookback is Mask.max_lookback else self.max_lookback()
 
     def grain(self) -> tuple[int, int] | None:
-        """Return `block_shape`, by its name in 0.3."""
+        """Return `block_shape`; the name in 0.3."""
         return None if type(self).block_shape is Mask.block_shape else self.block_shape()
 
     def dense(
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
         q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
     ) -> jax.Array:  # fmt: skip
-        """Return the whole table, bool [*batch, num_heads, T, S].
+        """Return the mask as a table, bool [*batch, num_heads, T, S].
 
         Args:
-          T: queries.
-          S: keys (default: T).
-          batch: *B.
-          num_heads: N.
-          q_positions: int [T] or [*batch, T], the positions of the queries, or the first of them:
-            `S - T` aligns the last query with the last key, as in decoding (default: 0).
-          kv_positions: int [S] or [*batch, S], the positions of the keys, or the first of them.
-
-        Raises:
-          ValueError, TypeError: if sizes or positions do not fit.
+          T: the number of queries.
+          S: the number of keys (default: T).
+          batch: the sizes of the batch axes.
+          num_heads: the number of heads.
+          q_positions: int [T] or [*batch, T], the positions of the queries, or the position of the
+            first: `S - T` aligns the last query with the last key, as in decoding (default: 0).
+          kv_positions: int [S] or [*batch, S], the positions of the keys, or of the first (default:
+            0).
         """
         S = T if S is None else S
         for name, size in (("T", T), ("S", S), ("num_heads", num_heads)):
@@ -91,12 +89,12 @@ class Mask(Node):
         self, T: int, S: int | None = None, batch: tuple[int, ...] = (), num_heads: int = 1, *,
         q_positions: Array | int | None = None, kv_positions: Array | int | None = None,
     ) -> str:  # fmt: skip
-        """Return a picture of the first row's first head, █ where a query may see a key.
+        """Draw the mask of the first example and head, a line for each query, █ for True.
 
-        A line is a query; arguments as for `dense`.
+        The arguments are those of `dense`.
         """
-        places = {"q_positions": q_positions, "kv_positions": kv_positions}
-        table = np.asarray(self.dense(T, S, batch, num_heads, **places))
+        positions = {"q_positions": q_positions, "kv_positions": kv_positions}
+        table = np.asarray(self.dense(T, S, batch, num_heads, **positions))
         table = table.reshape(-1, *table.shape[-2:])[0]
         return "\n".join("".join("█" if allowed else "·" for allowed in line) for line in table)
 
@@ -119,7 +117,7 @@ class Mask(Node):
         # `and` and `or` would drop one of two masks, and `not` the mask itself.
         raise TypeError(
             "a mask is neither true nor false: masks are joined by &, | and ~, not by and, or and "
-            "not; write Causal() & Lengths(n), and `mask is not None` to ask whether there is one"
+            "not; write Causal() & Lengths(n), and `mask is not None` to test for a mask"
         )
 
 
@@ -127,26 +125,26 @@ MaskLike: TypeAlias = Mask | jax.Array | np.ndarray
 
 
 class _Joined(Mask):
-    """Several masks joined by one operator, on pairs and on tiles."""
+    """The base class of masks that join several by an operator on pairs and one on tiles."""
 
     masks: tuple[Mask, ...]
-    _of_pairs: ClassVar[Any]
-    _of_tiles: ClassVar[Any]
+    _join_pairs: ClassVar[Any]
+    _join_tiles: ClassVar[Any]
 
     def bind(self, dims: Dims) -> Self:
         return self.replace(masks=tuple(mask.bind(dims) for mask in self.masks))
 
     def allowed(self, at: At) -> Array:
-        return functools.reduce(self._of_pairs, (evaluate(mask, at) for mask in self.masks))
+        return functools.reduce(self._join_pairs, (evaluate(mask, at) for mask in self.masks))
 
     def tiles(self, tiles: Tiles) -> Array:
-        return functools.reduce(self._of_tiles, (mask.tiles(tiles) for mask in self.masks))
+        return functools.reduce(self._join_tiles, (mask.tiles(tiles) for mask in self.masks))
 
 
 class And(_Joined):
-    """Allowed where every one of its masks allows."""
+    """A mask that allows a pair if all of its masks allow it."""
 
-    _of_pairs, _of_tiles = staticmethod(operator.and_), staticmethod(both)
+    _join_pairs, _join_tiles = staticmethod(operator.and_), staticmethod(both)
 
     def max_lookback(self) -> int | None:
         lookbacks = [mask.max_lookback() for mask in self.masks]
@@ -154,16 +152,16 @@ class And(_Joined):
 
 
 class Or(_Joined):
-    """Allowed where any of its masks allows."""
+    """A mask that allows a pair if any of its masks allows it."""
 
-    _of_pairs, _of_tiles = staticmethod(operator.or_), staticmethod(either)
+    _join_pairs, _join_tiles = staticmethod(operator.or_), staticmethod(either)
 
     def max_lookback(self) -> int | None:
         return greatest_lookback(self.masks)
 
 
 class Not(Mask):
-    """Allowed where its mask forbids."""
+    """A mask that allows a pair if its mask forbids it."""
 
     mask: Mask
 
@@ -181,12 +179,11 @@ class Dense(Mask):
     """An explicit table, True where the query may see the key.
 
     Attributes:
-      array: of bools, or of the numbers 1 and 0 that stand for them (as `nn.make_causal_mask`
-        gives them); broadcastable to [*B, N, T, S]. Unless it is traced its values are known
-        before tracing, so that kernels skip what it excludes. Another number is an error where it
-        can be read, and makes the outputs of its query NaN where it is traced.
-      invalid: of a bound mask, where queries have another number: bool [*B|1, N|1, T|1, 1]. None
-        if there is none.
+      array: bools, or the numbers 1 and 0 (as from `nn.make_causal_mask`), broadcastable to
+        [*B, N, T, S]. If the array is static, kernels skip blocks that it masks, and other numbers
+        are an error. If it is traced, other numbers make the outputs of their query NaN.
+      invalid: bool [*B|1, N|1, T|1, 1] of a bound mask, True for queries with other numbers; None
+        if there are none.
     """
 
     array: Any
@@ -205,10 +202,10 @@ class Dense(Mask):
 
 
 class PositionDependent(Mask):
-    """A mask that becomes another one once the positions of all queries and keys are known."""
+    """A mask that depends on the positions of all queries and keys of a call."""
 
     def resolve(self, at: At) -> Mask:
-        """Return the bound mask that it becomes, given the places of all scores of a call."""
+        """Return the bound mask for the coordinates of all scores of a call."""
         raise NotImplementedError(f"{type(self).__name__} must define resolve(at)")
 
     def allowed(self, at: At) -> Array:
@@ -216,7 +213,7 @@ class PositionDependent(Mask):
 
 
 def resolve(mask: Mask, at: At) -> Mask:
-    """Replace each `PositionDependent` part of a bound mask by the mask it becomes at `at`."""
+    """Resolve each `PositionDependent` part of a bound mask."""
 
     def is_dependent(x: Any) -> bool:
         return isinstance(x, PositionDependent)
@@ -229,30 +226,31 @@ def resolve(mask: Mask, at: At) -> Mask:
 
 
 def evaluate(mask: Mask, at: At) -> Array:
-    """Return the pairs that a mask allows; check that a mask of a user's own gives bools."""
+    """Return the pairs that a mask allows, and check that a user-defined mask returns bools."""
     allowed: Any = mask.allowed(at)
     if isinstance(allowed, bool):
         allowed = np.asarray(allowed)
-    name, rule = type(mask).__name__, "True where the query may see the key"
+    name = type(mask).__name__
     if getattr(allowed, "dtype", None) != np.bool_:
         raise TypeError(
-            f"{name} must give bools, {rule}, got {checks.describe(allowed)}; return a comparison, "
-            f"such as j <= i"
+            f"{name} must return bools, True where the query may see the key, got "
+            f"{checks.describe(allowed)}; return a comparison, such as j <= i"
         )
     shape = jnp.broadcast_shapes(*(x.shape for x in at))
-    remedy = "compute it from the places that are given, pair by pair"
-    shapes.check_broadcasts(f"what {name} gives", allowed.shape, shape, "the places", remedy)
-    # A rule may give one answer for all pairs; kernels count on all axes.
+    remedy = "compute it from the given coordinates, pair by pair"
+    shapes.check_broadcasts(f"{name}'s result", allowed.shape, shape, "the coordinates", remedy)
+    # The result may be a scalar for all pairs, but kernels need all axes.
     return shapes.lead(allowed, len(shape))
 
 
 def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
-    """Return a bound mask, and apart from it the queries without a valid answer.
+    """Split a bound mask into the mask without `invalid`, and the invalid queries.
 
-    They meet other numbers than 0 and 1 in a table, or are of more runs than were said.
+    A query is invalid if a table has other numbers than 0 and 1 for it, or if its segment's run is
+    beyond `at_most`.
 
     Returns:
-      (the mask without `invalid`, if any; bool [*B|1, N|1, T|1, 1], or None if there are none).
+      The mask, and bool [*B|1, N|1, T|1, 1], or None if there are no invalid queries.
     """
     nodes, tree = jax.tree.flatten(mask, is_leaf=lambda x: hasattr(x, "invalid"))
     invalid = [getattr(x, "invalid", None) for x in nodes]
@@ -264,7 +262,7 @@ def split_invalid(mask: Mask | None) -> tuple[Mask | None, Array | None]:
 
 
 def as_mask(mask: MaskLike) -> Mask:
-    """Return a mask as it is, and an array as `Dense`."""
+    """Return a mask unchanged, and an array as `Dense`."""
     if isinstance(mask, Mask):
         return mask
     if hasattr(mask, "dtype") and hasattr(mask, "shape"):
@@ -272,7 +270,7 @@ def as_mask(mask: MaskLike) -> Mask:
     other: Any = mask
     remedy = "convert it with jnp.asarray(mask, bool)"
     if other is None:
-        remedy = "leave it out; masks.combine(a, b) takes None for no mask"
+        remedy = "leave it out; masks.combine(a, b) skips None"
     elif isinstance(other, type):
         remedy = f"give {other.__name__}(…), with its parentheses"
     elif callable(other):
@@ -285,13 +283,17 @@ def as_mask(mask: MaskLike) -> Mask:
 
 
 def combine(*masks: MaskLike | None) -> Mask | None:
-    """Combine masks by `&`, leaving out None; return None if there is no mask."""
+    """Join masks by `&`, skipping None.
+
+    Returns:
+      The mask, or None if all are None.
+    """
     joined = tuple(as_mask(mask) for mask in masks if mask is not None)
     return And(joined) if len(joined) > 1 else next(iter(joined), None)
 
 
 def greatest_lookback(masks: Sequence[Mask]) -> int | None:
-    """Return the greatest lookback of several masks, None if one of them is not known."""
+    """Return the maximum lookback of several masks, or None if one of them is unknown."""
     lookbacks = [mask.max_lookback() for mask in masks]
     known = [x for x in lookbacks if x is not None]
     return max(known) if len(known) == len(masks) else None

@@ -1,4 +1,4 @@
-"""Masks that hold something of each row of the batch, or of each token."""
+"""Masks with data for each example of the batch, or for each token."""
 
 from typing import Any, Self
 
@@ -15,19 +15,20 @@ from flax_mha.masks.tiles import both, either, is_static, tile_state
 
 
 class Lengths(Mask):
-    """Only the first `kv` keys are real: j < kv.
+    """A mask of padding: the first `kv` keys are real, j < kv.
 
     Attributes:
-      kv: int, [*B], or [*B, T] for a length per query (the `valid_lens` of d2l).
-      q: int [*B] or None. Queries at positions i ≥ q see nothing, so their output is 0.
+      kv: int [*B], the number of real keys; or [*B, T], for each query (the `valid_lens` of d2l).
+      q: int [*B], the number of real queries (default: all). The others are fully masked, so their
+        output is 0.
     """
 
     kv: Any
     q: Any = None
 
     def bind(self, dims: Dims) -> Self:
-        q = None if self.q is None else _per_row("Lengths.q", self.q, dims)
-        return self.replace(kv=_per_row("Lengths.kv", self.kv, dims, per_query=True), q=q)
+        q = None if self.q is None else _as_scores("Lengths.q", self.q, dims)
+        return self.replace(kv=_as_scores("Lengths.kv", self.kv, dims, per_query=True), q=q)
 
     def allowed(self, at: At) -> Array:
         allowed = at.k < self.kv.array
@@ -35,15 +36,15 @@ class Lengths(Mask):
 
     def tiles(self, tiles: Tiles) -> Array:
         low, high = tiles.least(self.kv.array), tiles.greatest(self.kv.array)
-        verdict = tile_state(tiles.k_min < high, tiles.k_max < low)
+        state = tile_state(tiles.k_min < high, tiles.k_max < low)
         if self.q is None:
-            return verdict
+            return state
         q = self.q.array
-        return both(verdict, tile_state(tiles.q_min < q, tiles.q_max < q))
+        return both(state, tile_state(tiles.q_min < q, tiles.q_max < q))
 
 
 class Keys(Mask):
-    """Only the keys that an array names are seen: those of tokens that are no padding, say.
+    """A mask of keys, such as a padding mask.
 
     Attributes:
       real: bool [*B, S] (or [S]), True where a key may be seen. (PyTorch's `key_padding_mask` is
@@ -57,23 +58,24 @@ class Keys(Mask):
         if real.shape not in {(dims.S,), (*dims.B, dims.S)}:
             raise ValueError(
                 f"Keys.real must have shape [S] = {(dims.S,)} or [*B, S] = {(*dims.B, dims.S)}, "
-                f"got {real.shape}; say of each key whether it may be seen"
+                f"got {real.shape}; give a bool for each key"
             )
         return Dense(real[..., None, None, :]).bind(dims)
 
 
 class Segments(Mask):
-    """Tokens see those of their own segment: packed documents, images, padding as one of its own.
+    """A mask in which tokens see their own segment, such as a packed document or an image.
 
     Attributes:
-      q: int [*B, T] (or [T]), the segment of each query.
-      kv: int [*B, S] (or [S]), the segment of each key (default: q).
-      runs: True if the tokens of a segment stand together, one segment after another. An id that
-        comes again after others is then a new segment; `kv` is q. Some kernels take runs alone;
-        of ids that are known before tracing they see by themselves whether they are.
-      at_most: the most runs of a row, for kernels whose memory grows with it. The outputs of
-        queries in later ones are NaN.
-      invalid: of a bound mask, where those are: bool [*B|1, 1, T, 1]; None if there are none.
+      q: int [*B, T] (or [T]), the segment id of each query.
+      kv: int [*B, S] (or [S]), the segment id of each key (default: q).
+      runs: True if segments are contiguous runs of equal ids; an id that reappears later starts a
+        new segment, and `kv` must be None. Some kernels need runs; they recognize them in static
+        ids without this flag.
+      at_most: the most runs of an example, for kernels whose memory grows with it. Queries of
+        later runs get outputs of NaN.
+      invalid: bool [*B|1, 1, T, 1] of a bound mask, True for queries beyond `at_most`; None if
+        there are none.
     """
 
     q: Any
@@ -90,10 +92,10 @@ class Segments(Mask):
         if self.runs or self.at_most is not None:
             self._check()
             q = kv = _runs(q)
-            bound = self._bounded(q)
-        elif most := _count_runs(q, kv):
+            bound = self._limit_runs(q)
+        elif count := _count_runs(q, kv):
             q = kv = _runs(q)
-            bound = self.replace(runs=True, at_most=most)
+            bound = self.replace(runs=True, at_most=count)
         else:
             bound = self
         return bound.replace(
@@ -107,21 +109,22 @@ class Segments(Mask):
             raise ValueError("Segments.at_most counts runs, got runs=False; give runs=True")
         if self.kv is not None:
             raise ValueError(
-                "Segments.runs is of tokens that are queries and keys alike, got kv; leave kv out"
+                "Segments.kv must be None with runs=True, where queries and keys are the same "
+                "tokens, got an array; leave kv out"
             )
 
-    def _bounded(self, index: Array) -> Self:
-        """Add the number of runs, if it is known; else mark queries of runs beyond at_most."""
+    def _limit_runs(self, index: Array) -> Self:
+        """Set `at_most` to the number of runs if it is static; else mark queries beyond it."""
         count = int(index.max(initial=0)) + 1 if is_static(index) else None
-        most = self.at_most or count
-        if most is None:
+        limit = self.at_most or count
+        if limit is None:
             return self
         if count is None:
-            return self.replace(invalid=(index >= most)[..., None, :, None])
-        if count > most:
+            return self.replace(invalid=(index >= limit)[..., None, :, None])
+        if count > limit:
             raise ValueError(
-                f"Segments.at_most = {most} must not be less than the runs of a row, got {count}; "
-                f"give at_most={count}"
+                f"Segments.at_most must be at least the number of runs of each example, got "
+                f"{limit} for {count} runs; give at_most={count}"
             )
         return self.replace(at_most=count)
 
@@ -132,18 +135,19 @@ class Segments(Mask):
         (q_low, q_high), (k_low, k_high) = (
             (tiles.least(x), tiles.greatest(x)) for x in (self.q.array, self.kv.array)
         )
-        meet = (q_low <= k_high) & (k_low <= q_high)
-        return tile_state(meet, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
+        overlap = (q_low <= k_high) & (k_low <= q_high)
+        return tile_state(overlap, (q_low == q_high) & (k_low == k_high) & (q_low == k_low))
 
 
 class Documents(PositionDependent):
-    """Tokens see those of their own document, of several that stand one after another in a row.
+    """A mask in which tokens see their own document, for several consecutive ones.
 
-    The first has positions from 0 on. Tokens after the last document are one of their own:
-    `Lengths` leaves out padding.
+    The first document starts at position 0. Tokens after the last one form another document; add
+    `Lengths` if they are padding.
 
     Attributes:
-      lengths: int [*B, documents] (or [documents]), how many tokens each has; 0 for none.
+      lengths: int [*B, documents] (or [documents]), the number of tokens of each document; 0 for
+        an empty one.
     """
 
     lengths: Any
@@ -153,31 +157,31 @@ class Documents(PositionDependent):
         if lengths.ndim == 0 or lengths.shape[:-1] not in {(), dims.B}:
             raise ValueError(
                 f"Documents.lengths must have shape [*B, documents] = {(*dims.B, '·')} or "
-                f"[documents], got {lengths.shape}; fill rows of fewer documents with 0"
+                f"[documents], got {lengths.shape}; fill examples of fewer documents with 0"
             )
         checks.within("Documents.lengths", lengths, None, "a length counts tokens")
         xp: Any = np if is_static(lengths) else jnp
-        # Of a bound mask, the positions where documents end.
+        # A bound mask holds the positions where documents end.
         ends = xp.cumsum(lengths, -1, dtype=np.int32)
         return self.replace(lengths=ends.reshape(-1, ends.shape[-1]))
 
     def resolve(self, at: At) -> Mask:
-        """Return segments: each token's is the number of documents that end before it."""
+        """Return `Segments`, whose ids are the number of documents that end before a token."""
         ends = self.lengths
         if len(ends) == 1:
             ends = shapes.lead(ends, at.q.ndim + 1)
         else:
             ends = (ends if is_static(ends, at.row) else jnp.asarray(ends))[at.row]
         q, k = ((x[..., None] >= ends).sum(-1, dtype=np.int32) for x in (at.q, at.k))
-        most = int(q.max(initial=0)) if is_static(q) else ends.shape[-1]
-        return Segments(ScoreArray(q), ScoreArray(k), runs=True, at_most=most + 1)
+        last = int(q.max(initial=0)) if is_static(q) else ends.shape[-1]
+        return Segments(ScoreArray(q), ScoreArray(k), runs=True, at_most=last + 1)
 
 
 class Prefix(Mask):
-    """A prefix that all see, and causality after it: j < length or j ≤ i.
+    """A causal mask with a prefix that all queries see: j < length or j ≤ i.
 
     Attributes:
-      length: int, or int [*B].
+      length: int or int [*B], the length of the prefix.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020 (prefix LM).
     """
@@ -188,7 +192,7 @@ class Prefix(Mask):
         if jnp.ndim(self.length) == 0:
             length = shapes.lead(checks.integers("Prefix.length", self.length), len(dims.logits))
             return self.replace(length=ScoreArray(length))
-        return self.replace(length=_per_row("Prefix.length", self.length, dims))
+        return self.replace(length=_as_scores("Prefix.length", self.length, dims))
 
     def allowed(self, at: At) -> Array:
         return (at.k < self.length.array) | (at.k <= at.q)
@@ -199,8 +203,8 @@ class Prefix(Mask):
         return either(prefix, Causal().tiles(tiles))
 
 
-def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
-    """Return lengths [*B] (or [*B, T]) as an array over the scores, [*B, 1, 1|T, 1]."""
+def _as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
+    """Reshape lengths [*B], or per query [*B, T], to [*B, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
     if lengths.shape == dims.B:
         return ScoreArray(lengths.reshape(*dims.B, 1, 1, 1))
@@ -209,21 +213,22 @@ def _per_row(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> Sc
     or_per_query = f" or [*B, T] = {(*dims.B, dims.T)}" if per_query else ""
     raise ValueError(
         f"{name} must have shape [*B] = {dims.B}{or_per_query}, got {lengths.shape}; "
-        f"give one length for each row of the batch"
+        f"give one length for each example of the batch"
     )
 
 
 def _count_runs(q: Array, kv: Array) -> int | None:
-    """Return the most runs of a row, if ids are known, equal, and stand in runs; else None."""
+    """Return the most runs of an example, or None if the ids are traced, unequal or no runs."""
     if not is_static(q, kv) or not q.size or not np.array_equal(q, kv):
         return None
-    rows = q.reshape(-1, q.shape[-1])
-    most = _runs(rows)[:, -1] + 1
-    return int(most.max()) if [len(np.unique(row)) for row in rows] == most.tolist() else None
+    examples = q.reshape(-1, q.shape[-1])
+    counts = _runs(examples)[:, -1] + 1
+    are_runs = [len(np.unique(ids)) for ids in examples] == counts.tolist()
+    return int(counts.max()) if are_runs else None
 
 
 def _runs(ids: Array) -> Array:
-    """Return the number of each token's run, from 0 on, int32 [..., L] as ids."""
+    """Return the index of each token's run, int32 in the shape of the ids."""
     xp: Any = np if is_static(ids) else jnp
     new = ids[..., 1:] != ids[..., :-1]
     first = xp.zeros_like(new, shape=(*ids.shape[:-1], min(1, ids.shape[-1])))

@@ -1,4 +1,4 @@
-"""Masks of positions: causal, windows, lattices, any function."""
+"""Masks of positions: causal, windows, grids, any function."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from flax_mha.masks.tiles import both, is_static, tile_state
 
 
 class Causal(Mask):
-    """A query sees its own position and the ones before: j ≤ i."""
+    """A causal mask: a query sees its own and earlier positions, j ≤ i."""
 
     def allowed(self, at: At) -> Array:
         return at.k <= at.q
@@ -27,11 +27,11 @@ class Causal(Mask):
 
 
 class Window(Mask):
-    """A query sees the positions near it: i − left ≤ j ≤ i + right.
+    """A sliding window: a query sees the positions i − left ≤ j ≤ i + right.
 
     Attributes:
-      left: how many positions before it; None for all.
-      right: how many after it; None for all.
+      left: the number of earlier positions; None for all.
+      right: the number of later positions; None for all.
     """
 
     left: int | None = struct.field(pytree_node=False, default=None)
@@ -44,10 +44,11 @@ class Window(Mask):
             checks.static(f"Window.{name}", limit)
             if isinstance(limit, bool) or not isinstance(limit, int):
                 raise TypeError(f"Window.{name} must be an int or None, got {limit!r}")
-            # Positions and what is added to them have to fit int32 together.
+            # The sum of a position and a limit must fit int32.
             if not 0 <= limit < 2**30:
                 raise ValueError(
-                    f"Window.{name} must be at least 0 and below 2³⁰, got {limit}; None is no limit"
+                    f"Window.{name} must be at least 0 and below 2³⁰, got {limit}; give None for "
+                    f"no limit"
                 )
         return self
 
@@ -60,26 +61,26 @@ class Window(Mask):
         return near
 
     def tiles(self, tiles: Tiles) -> Array:
-        verdict: Array = tile_state(np.True_, np.True_)
+        state: Array = tile_state(np.True_, np.True_)
         if self.left is not None:
-            far = tiles.k_max >= tiles.q_min - self.left
-            verdict = both(verdict, tile_state(far, tiles.k_min >= tiles.q_max - self.left))
+            some = tiles.k_max >= tiles.q_min - self.left
+            state = both(state, tile_state(some, tiles.k_min >= tiles.q_max - self.left))
         if self.right is not None:
-            far = tiles.k_min <= tiles.q_max + self.right
-            verdict = both(verdict, tile_state(far, tiles.k_max <= tiles.q_min + self.right))
-        return verdict
+            some = tiles.k_min <= tiles.q_max + self.right
+            state = both(state, tile_state(some, tiles.k_max <= tiles.q_min + self.right))
+        return state
 
     def max_lookback(self) -> int | None:
         return self.left
 
 
 class Predicate(Mask):
-    """Any rule: the pair is allowed where fn(row, head, i, j, *args) is True.
+    """A user-defined mask: a pair is allowed where fn(row, head, i, j, *args) is True.
 
     Attributes:
-      fn: a function of four integer arrays that broadcast against each other (the index of the
-        batch row and the head, the positions of query and key) and of args; returns bool.
-      args: arrays and numbers that fn needs. Traced arrays must be given here, not in fn's closure.
+      fn: a function that returns bools. It takes four integer arrays that broadcast (the indices
+        of the example and the head, the positions of the query and the key), then args.
+      args: arrays and numbers for fn. Pass traced arrays here, not in fn's closure.
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
@@ -101,7 +102,7 @@ class PerHead(Mask):
     """A mask for each query head.
 
     Attributes:
-      masks: N of them.
+      masks: the N masks, one for each query head.
     """
 
     masks: Sequence[Mask]
@@ -109,52 +110,53 @@ class PerHead(Mask):
     def bind(self, dims: Dims) -> Self:
         if not isinstance(self.masks, tuple | list):
             raise TypeError(
-                f"PerHead needs a sequence of masks, one for each of the {dims.N} query heads, got "
-                f"{type(self.masks).__name__}; one mask for all heads needs no PerHead"
+                f"PerHead.masks must be a sequence of a mask for each of the {dims.N} query heads, "
+                f"got {type(self.masks).__name__}; pass one mask for all heads without PerHead"
             )
         if len(self.masks) != dims.N:
             raise ValueError(
-                f"PerHead needs a mask for each of the {dims.N} query heads, got "
-                f"{len(self.masks)}; one mask for all heads needs no PerHead"
+                f"PerHead.masks must have a mask for each of the {dims.N} query heads, got "
+                f"{len(self.masks)}; pass one mask for all heads without PerHead"
             )
         return self.replace(masks=tuple(as_mask(mask).bind(dims) for mask in self.masks))
 
     def allowed(self, at: At) -> Array:
         shape = jnp.broadcast_shapes(*(x.shape for x in at))
 
-        def of(mask: Mask) -> jax.Array:
+        def evaluate_all(mask: Mask) -> jax.Array:
             return jnp.broadcast_to(evaluate(mask, at), shape)
 
         if at.head.size == 1:
-            return jax.lax.switch(at.head.reshape(()), [lambda m=m: of(m) for m in self.masks])
-        table = of(self.masks[0])
+            branches = [lambda m=m: evaluate_all(m) for m in self.masks]
+            return jax.lax.switch(at.head.reshape(()), branches)
+        table = evaluate_all(self.masks[0])
         for head, mask in enumerate(self.masks[1:], 1):
-            table = jnp.where(at.head == head, of(mask), table)
+            table = jnp.where(at.head == head, evaluate_all(mask), table)
         return table
 
     def tiles(self, tiles: Tiles) -> Array:
-        each = [shapes.lead(mask.tiles(tiles), tiles.q_min.ndim) for mask in self.masks]
+        states = [shapes.lead(mask.tiles(tiles), tiles.q_min.ndim) for mask in self.masks]
         if tiles.heads is not None:
-            table = jnp.asarray(each[0])
-            for head, verdict in enumerate(each[1:], 1):
-                table = jnp.where(tiles.heads == head, verdict, table)
+            table = jnp.asarray(states[0])
+            for head, state in enumerate(states[1:], 1):
+                table = jnp.where(tiles.heads == head, state, table)
             return table
-        each = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(each)]
-        shape = jnp.broadcast_shapes(*(verdict.shape for verdict in each))
-        xp = np if is_static(*each) and not symbols.is_symbolic(*shape) else jnp
-        return xp.concatenate([xp.broadcast_to(verdict, shape) for verdict in each], axis=-3)
+        states = [x[..., i : i + 1, :, :] if x.shape[-3] > 1 else x for i, x in enumerate(states)]
+        shape = jnp.broadcast_shapes(*(state.shape for state in states))
+        xp = np if is_static(*states) and not symbols.is_symbolic(*shape) else jnp
+        return xp.concatenate([xp.broadcast_to(state, shape) for state in states], axis=-3)
 
     def max_lookback(self) -> int | None:
         return greatest_lookback(self.masks)
 
 
 class Dilated(Mask):
-    """A query sees every n-th position, counted from its own: (i − j) mod n = 0.
+    """A dilated mask: a query sees every n-th position, (i − j) mod n = 0.
 
-    >>> mask = Causal() & Window(left=7 * 4) & Dilated(4)  # the last 8 of every fourth
+    >>> mask = Causal() & Window(left=7 * 4) & Dilated(4)  # 8 keys, every fourth
 
     Attributes:
-      step: n.
+      step: n, the distance of neighbors.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers", 2019.
     """
@@ -169,20 +171,20 @@ class Dilated(Mask):
         return (at.q - at.k) % self.step == 0
 
     def tiles(self, tiles: Tiles) -> Array:
-        least, most = tiles.q_min - tiles.k_max, tiles.q_max - tiles.k_min
-        some = most // self.step * self.step >= least
-        return tile_state(some, (least == most) & some if self.step > 1 else some)
+        low, high = tiles.q_min - tiles.k_max, tiles.q_max - tiles.k_min
+        some = high // self.step * self.step >= low
+        return tile_state(some, (low == high) & some if self.step > 1 else some)
 
 
 class Neighborhood(Mask):
-    """On a lattice a query sees the tokens nearest to it, at the border as many as inside.
+    """A window on a grid: a query sees the tokens nearest to it, as many at the border as inside.
 
-    On an axis of n tokens with windows of w, a query at c sees the keys from
-    min(max(c − ⌊w/2⌋, 0), n − w) on, w of them. Tokens stand row by row, the last axis fastest.
+    On an axis of n tokens, a query at coordinate c sees the w keys that start at
+    min(max(c − ⌊w/2⌋, 0), n − w). Tokens are in row-major order.
 
     Attributes:
-      sizes: tokens of each axis, such as (height, width) or (frames, height, width).
-      window: tokens of a window on each axis, or one number for all.
+      sizes: the number of tokens on each axis, such as (height, width) or (frames, height, width).
+      window: w for each axis, or one number for all axes.
 
     Source: Hassani et al., "Neighborhood Attention Transformer", 2023.
     """
@@ -196,23 +198,23 @@ class Neighborhood(Mask):
         window = checks.sizes("Neighborhood.window", window)
         if not sizes or len(sizes) != len(window):
             raise ValueError(
-                f"Neighborhood needs a size and a window for each axis, got {self.sizes} and "
-                f"{self.window}"
+                f"Neighborhood.sizes and window must have a number for each axis, got "
+                f"{self.sizes} and {self.window}; give as many of each"
             )
         if not all(1 <= w <= n for n, w in zip(sizes, window, strict=True)):
             raise ValueError(
-                f"Neighborhood.window must be from 1 to the sizes {sizes}, got {window}"
+                f"Neighborhood.window must be from 1 to the sizes {sizes}, got {window}; change it"
             )
         if math.prod(sizes) < max(dims.T, dims.S):
             raise ValueError(
-                f"Neighborhood.sizes {sizes} has {math.prod(sizes)} tokens, the call has "
-                f"T={dims.T} and S={dims.S}; give the lattice of all of them"
+                f"Neighborhood.sizes must have at least T={dims.T} and S={dims.S} tokens in all, "
+                f"got {sizes} of {math.prod(sizes)}; give the grid of all tokens"
             )
         return self.replace(sizes=sizes, window=window)
 
     def _axes(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each axis its size, its window, and the tokens of one step along it."""
-        window: Any = self.window  # Of a bound mask one for each axis.
+        """Yield the size, the window and the stride of each axis."""
+        window: Any = self.window  # Bound masks have one for each axis.
         for n, (size, w) in enumerate(zip(self.sizes, window, strict=True)):
             yield size, w, math.prod(self.sizes[n + 1 :])
 
@@ -225,24 +227,24 @@ class Neighborhood(Mask):
         return allowed
 
     def tiles(self, tiles: Tiles) -> Array:
-        verdict: Array = tile_state(np.True_, np.True_)
+        state: Array = tile_state(np.True_, np.True_)
         for size, window, stride in self._axes():
             q_min, q_max = _span(tiles.q_min, tiles.q_max, stride, size)
             k_min, k_max = _span(tiles.k_min, tiles.k_max, stride, size)
             low, high = (_first(x, size, window) for x in (q_min, q_max))
             some = (k_max >= low) & (k_min < high + window)
-            verdict = both(verdict, tile_state(some, (k_min >= high) & (k_max < low + window)))
-        return verdict
+            state = both(state, tile_state(some, (k_min >= high) & (k_max < low + window)))
+        return state
 
 
 def _first(c: Array, size: int, window: int) -> Array:
-    """Return the first key of a query's window."""
+    """Return the coordinate of the first key of a query's window."""
     return (c - window // 2).clip(0, size - window)
 
 
 def _span(first: Array, last: Array, stride: int, size: int) -> tuple[Array, Array]:
-    """Return the least and the greatest coordinate on an axis of tokens from first to last."""
+    """Return the minimum and maximum coordinate on an axis for tokens first … last."""
     xp: Any = np if is_static(first, last) else jnp
     first, last = first // stride, last // stride
-    whole = first // size != last // size
-    return xp.where(whole, 0, first % size), xp.where(whole, size - 1, last % size)
+    wraps = first // size != last // size
+    return xp.where(wraps, 0, first % size), xp.where(wraps, size - 1, last % size)

@@ -1,4 +1,4 @@
-"""The verdict of a mask on a whole tile, and its algebra."""
+"""The state of a mask on a tile of the scores, and its algebra."""
 
 from typing import Any
 
@@ -12,20 +12,20 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 
 
 def tile_state(some: Any, every: Any) -> Array:
-    """Return EMPTY, PARTIAL or FULL, given if some and if all pairs of a tile may attend."""
+    """Return EMPTY, PARTIAL or FULL, given bools: may some pairs attend, and may all."""
     return some.astype(np.int8) + every.astype(np.int8)
 
 
 def both(x: Array, y: Array) -> Array:
-    """Return the verdict of two masks together, the least of EMPTY, PARTIAL and FULL."""
+    """Return the tile state of the conjunction of two masks, their minimum."""
     return np.minimum(x, y) if is_static(x, y) else jnp.minimum(x, y)
 
 
 def either(x: Array, y: Array) -> Array:
-    """Return the verdict of either of two masks, the greatest."""
+    """Return the tile state of the disjunction of two masks, their maximum."""
     return np.maximum(x, y) if is_static(x, y) else jnp.maximum(x, y)
 
 
 def is_static(*arrays: Array) -> bool:
-    """Return True if all arrays are known before tracing."""
+    """Return True if all arrays are static, not traced."""
     return all(isinstance(x, np.ndarray | np.generic) for x in arrays)

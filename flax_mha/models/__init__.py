@@ -1,4 +1,4 @@
-"""Models made of the layer: feed-forward, experts, blocks, stacks, whole models, generation."""
+"""Models built from the layer: feed-forward, experts, blocks, stacks, models, generation."""
 
 from flax_mha.models import sampling as sampling
 from flax_mha.models.embeddings import PatchEmbedding as PatchEmbedding

@@ -1,5 +1,4 @@
-# Over 300 lines: a third of them say what the fields and arguments mean.
-"""Transformer blocks around the attention layer: branches, each with norms and a residual."""
+"""Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, Unpack, overload
@@ -16,44 +15,44 @@ from flax_mha.models.feed_forward import MLP, Activation, Dropout
 from flax_mha.sharding import rules
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
-Calls: TypeAlias = dict[str, Any]  # by the name of a field, arguments of its call
-# Of a block's options, those for its cross-attention too.
-_OF_BOTH = ("lengths", "dropout_rng", "sow_weights")
+Calls: TypeAlias = dict[str, Any]  # the arguments of each layer's call, by the name of its field
+# Options of self-attention that cross-attention gets too.
+_SHARED_OPTIONS = ("lengths", "dropout_rng", "sow_weights")
 _AXES = ("batch", "norm_length", None)
 
 
 class Block(nn.Module):
-    """The base of blocks: branches (attention layers, then an MLP), each with a residual.
+    """The base class of blocks, whose branches (attention layers, an MLP) have residuals.
 
         pre_norm            x ← x + branch(norm(x))
         pre and branch_norm x ← x + norm′(branch(norm(x)))
         branch_norm alone   x ← x + norm′(branch(x))
         neither             x ← norm(x + branch(x))
 
-    With `parallel` all branches take the same x, and what they give is summed.
+    With `parallel` all branches take the same x, and their outputs are summed.
 
     Attributes:
-      attention: the layer of self-attention, with all its options. Dtypes, precision, initializers,
-        biases and partitioning of the MLP are those of the layer, and so are the dtypes of the
-        norms, which keep a scale, and a LayerNorm its bias, whatever `use_bias` says.
-      mlp_dim: hidden features of the MLP; None where `mlp` is given.
-      norm: "layernorm", "rmsnorm", or a module of which each norm is a copy, such as
+      attention: the self-attention layer. The MLP has the same dtypes, precision, initializers,
+        biases and partitioning, and the norms have the same dtypes. `use_bias` does not change the
+        norms.
+      mlp_dim: the MLP's hidden features; None if `mlp` is given.
+      norm: "layernorm", "rmsnorm", or a module that each norm copies, such as
         `nn.LayerNorm(use_bias=False)`.
-      pre_norm: whether a branch is given its input normed (see above).
-      activation: of the MLP, see there: "gelu", "gelu_exact", "silu", …, or a function.
-      gated: whether the MLP is gated.
-      dropout_rate: of the hidden features and of what is added to each residual (the weights'
-        own is the layer's `dropout_rate`).
-      remat: recompute the block in the backward pass instead of storing its insides.
-      norm_epsilon: what a norm of ours adds to the variance (PyTorch's LayerNorm, and many
-        checkpoints: 1e-5).
-      mlp_bias: whether the MLP has biases (default: as the output projection of self-attention).
-      branch_norm: whether what a branch gives is normed (Gemma 2; without `pre_norm`, OLMo 2).
-      parallel: whether the branches stand side by side, given x by one norm (GPT-J, ViT-22B), or,
-        by "own_norms", each by its own (GPT-NeoX).
-      layer_scale: the initial value of a learned scale [D] of what each branch gives (CaiT,
-        DINOv2); None for no scale.
-      mlp: a module in place of the MLP, called as it is, such as `Experts`.
+      pre_norm: True to normalize the input of each branch (see the equations).
+      activation: the MLP's activation: "gelu", "gelu_exact", "silu", … (see `MLP`), or a function.
+      gated: True for a gated MLP.
+      dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output. The
+        rate of attention weights is the layer's `dropout_rate`.
+      remat: True to recompute the block in the backward pass instead of storing activations.
+      norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
+      mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
+      branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo
+        2).
+      parallel: True for parallel branches with one norm (GPT-J, ViT-22B), "own_norms" for a norm
+        for each (GPT-NeoX), False for sequential branches.
+      layer_scale: the initial value of a learned scale [D] of each branch's output (CaiT, DINOv2);
+        None for no scale.
+      mlp: a module to use as it is instead of the MLP, such as `Experts`.
 
     Sources: Vaswani et al., 2017 (post-norm); Xiong et al., "On Layer Normalization in the
     Transformer Architecture", 2020 (pre-norm); Touvron et al., "Going deeper with Image
@@ -77,7 +76,7 @@ class Block(nn.Module):
 
     @property
     def post_norm(self) -> bool:
-        """True if the norms stand after the sums: then a stack needs none at its end."""
+        """True if the norms follow the residual sums, so that a stack needs no final norm."""
         return not (self.pre_norm or self.branch_norm)
 
     @nn.nowrap
@@ -91,8 +90,8 @@ class Block(nn.Module):
         has_own_norms = self.parallel == "own_norms" and self.pre_norm
         if not (has_own_norms or isinstance(self.parallel, bool)):
             raise ValueError(
-                f"parallel must be True or False, or where pre_norm is on 'own_norms', got "
-                f"{checks.describe(self.parallel)}"
+                f"parallel must be a bool, or with pre_norm 'own_norms', got "
+                f"{checks.describe(self.parallel)}; give one of these"
             )
         if checks.flag("return_kv", return_kv):
             options["return_kv"] = True
@@ -106,7 +105,12 @@ class Block(nn.Module):
 
     @nn.nowrap
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
-        """Return a norm over features, in the dtypes of the attention layer."""
+        """Return a norm over features, in the attention layer's dtypes.
+
+        Args:
+          name: the norm's name.
+          parent: the module that the norm belongs to (default: the block).
+        """
         parent = self if parent is None else parent
         if isinstance(self.norm, nn.Module):
             return self.norm.copy(parent=parent, name=name)
@@ -117,10 +121,10 @@ class Block(nn.Module):
             )
         norm = checks.choice("norm", self.norm, NORMS)
         if checks.number("norm_epsilon", self.norm_epsilon) < 0:
-            raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}")
-        like = self.attention
+            raise ValueError(f"norm_epsilon must be at least 0, got {self.norm_epsilon}; raise it")
+        layer = self.attention
         return norm(
-            epsilon=self.norm_epsilon, dtype=like.dtype, param_dtype=like.param_dtype, name=name,
+            epsilon=self.norm_epsilon, dtype=layer.dtype, param_dtype=layer.param_dtype, name=name,
             parent=parent,
         )  # fmt: skip
 
@@ -128,7 +132,7 @@ class Block(nn.Module):
     def _add_branches(
         self, x: jax.Array, deterministic: bool | None, calls: Calls
     ) -> tuple[jax.Array, Shared | None]:
-        """Return x with all branches added, and the keys and values if `calls` ask for them."""
+        """Return x with all branches added, and keys and values if a call has `return_kv`."""
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         mlp, shape, kv = self._mlp(), x.shape, None
@@ -139,7 +143,7 @@ class Block(nn.Module):
                 y = mlp(x, deterministic=deterministic)
             else:
                 layer = getattr(self, name)
-                # A layer whose own field is set keeps to that.
+                # The layer's field `deterministic`, if set, takes precedence.
                 flag = deterministic if layer.deterministic is None else None
                 y = layer(x, deterministic=flag, **calls[name])
             if calls.get(name, {}).get("return_kv"):
@@ -171,15 +175,15 @@ class Block(nn.Module):
             return self.mlp
         if self.mlp is not None:
             raise ValueError(
-                f"mlp must be a module, and mlp_dim is not for it, got "
-                f"{checks.describe(self.mlp)} and mlp_dim={self.mlp_dim}; give one of the two"
+                f"mlp must be a module without mlp_dim, got {checks.describe(self.mlp)} and "
+                f"mlp_dim={self.mlp_dim}; give one of the two"
             )
-        like, biased = self.attention, self.mlp_bias
-        biased = settings.has_bias(like.use_bias, "out") if biased is None else biased
+        layer, biased = self.attention, self.mlp_bias
+        biased = settings.has_bias(layer.use_bias, "out") if biased is None else biased
         hidden = checks.integer("mlp_dim", self.mlp_dim, 1)
         return MLP(
-            hidden, self.activation, self.gated, self.dropout_rate, biased, like.kernel_init,
-            like.bias_init, like.dtype, like.param_dtype, like.precision, like.partitioned,
+            hidden, self.activation, self.gated, self.dropout_rate, biased, layer.kernel_init,
+            layer.bias_init, layer.dtype, layer.param_dtype, layer.precision, layer.partitioned,
             name="mlp",
         )  # fmt: skip
 
@@ -187,7 +191,7 @@ class Block(nn.Module):
     def _scale(
         self, name: str, y: jax.Array, shape: shapes.Shape, deterministic: bool | None
     ) -> jax.Array:
-        """Return a branch's output normed, scaled and dropped, as it joins the residual."""
+        """Apply a branch's norm, scale and dropout to its output y."""
         if y.shape != shape:
             raise ValueError(
                 f"{name} must keep the shape of its input {shape} for the residual, got "
@@ -203,11 +207,9 @@ class Block(nn.Module):
 
 
 class EncoderBlock(Block):
-    """Self-attention and an MLP, each with a norm and a residual: fields and equation of `Block`.
+    """A block of self-attention and an MLP, with the fields of `Block`.
 
-        x ← x + attention(norm(x));   x ← x + mlp(norm(x))
-
-    Sources: see `Block`.
+    x ← x + attention(norm(x));   x ← x + mlp(norm(x))
     """
 
     @overload
@@ -222,27 +224,33 @@ class EncoderBlock(Block):
     def __call__(
         self, x: jax.Array, *, return_kv: bool = False, **options: Unpack[LayerOptions]
     ) -> Any:
-        """Map [*B, T, D] to [*B, T, D]; options are the arguments of `MultiHeadAttention`.
+        """Apply the block.
 
-        `deterministic` must be given if something is dropped; a layer whose field of that name is
-        set keeps to that. With `return_kv` the layer's keys and values are returned, too.
+        Args:
+          x: [*B, T, D].
+          return_kv: True to also return the attention layer's keys and values.
+          **options: arguments of `MultiHeadAttention`. With dropout, `deterministic` must be given;
+            the attention layer's field of that name takes precedence for it.
+
+        Returns:
+          [*B, T, D], or a tuple of it and the keys and values.
         """
         return self.run(x, {"attention": options}, return_kv)
 
 
 class DecoderBlock(Block):
-    """Causal self-attention, attention to a memory, and an MLP: fields and equation of `Block`.
+    """A block of causal self-attention, cross-attention and an MLP, with the fields of `Block`.
 
-        x ← x + attention(norm(x));                causally
-        x ← x + cross_attention(norm(x), memory);  unless that is None
+        x ← x + attention(norm(x))                 causal
+        x ← x + cross_attention(norm(x), memory)   if not None
         x ← x + mlp(norm(x))
 
-    Attributes:
-      cross_attention: the layer that attends to the memory, such as an encoder's output (default:
-        None, there is no memory).
+    With `decode=True` in its layers, the block continues from the cached tokens (see
+    `MultiHeadAttention`). Pass the memory only to the call that creates the cache.
 
-    With `decode=True` in its layers the block goes on from the tokens so far: `MultiHeadAttention`
-    says how. The memory is then given once, when the cache is made.
+    Attributes:
+      cross_attention: the layer that attends to the memory, an encoder's output (default: None, for
+        a decoder without memory).
     """
 
     cross_attention: MultiHeadAttention | None = None
@@ -265,33 +273,33 @@ class DecoderBlock(Block):
         memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         return_kv: bool = False, **options: Unpack[LayerOptions],
     ) -> Any:  # fmt: skip
-        """Map [*B, T, D] to [*B, T, D].
+        """Apply the block.
 
         Args:
           x: [*B, T, D].
-          memory: [*B, S, D'], what `cross_attention` attends to.
-          memory_mask: which of the memory a token may see.
-          memory_lengths: int [*B], how many of the memory's tokens are real (default: all). The
-            others are not attended to, and reach neither outputs nor gradients.
-          return_kv: also return the keys and values of self-attention.
-          **options: arguments of the self-attention, see `MultiHeadAttention`; its mask joins
-            causality. `lengths`, `dropout_rng` and `sow_weights` are for both layers.
-            `deterministic` must be given if there is something to drop; a layer whose field of that
-            name is set keeps to that.
+          memory: [*B, S, D'], the encoder's output for `cross_attention`.
+          memory_mask: the mask of the memory's tokens.
+          memory_lengths: int [*B], the number of real tokens in the memory (default: all). The
+            others reach neither outputs nor gradients.
+          return_kv: True to also return self-attention's keys and values.
+          **options: arguments of self-attention (see `MultiHeadAttention`); the mask is combined
+            with a causal one. Cross-attention gets `lengths`, `dropout_rng` and `sow_weights` too.
+            With dropout, `deterministic` must be given; a layer's field of that name takes
+            precedence for it.
 
         Returns:
-          [*B, T, D]; or a tuple of it and the keys and values.
+          [*B, T, D], or a tuple of it and the keys and values.
 
         Raises:
-          ValueError: if there is a memory and no `cross_attention`, or the other way round; if
-            both layers are one module.
+          ValueError: if only one of memory and `cross_attention` is given, or if both layers are
+            the same module.
         """
         cross = self.cross_attention
         if cross is not None:
             settings.check_module("cross_attention", cross, MultiHeadAttention)
         if cross is self.attention:
             raise ValueError(
-                "attention and cross_attention must be two modules, got one that would share its "
+                "attention and cross_attention must be two modules, got one with shared "
                 "parameters; give cross_attention=layer.copy()"
             )
         if cross is None and any(x is not None for x in (memory, memory_mask, memory_lengths)):
@@ -306,13 +314,13 @@ class DecoderBlock(Block):
         if memory_lengths is not None:
             memory_mask = masks.combine(memory_mask, masks.Lengths(memory_lengths))
             memory = None if memory is None else padding.cleared(memory, memory_lengths)
-        of_both: dict[str, Any] = {name: x for name, x in options.items() if name in _OF_BOTH}
+        shared: dict[str, Any] = {n: x for n, x in options.items() if n in _SHARED_OPTIONS}
         options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         calls: Calls = {"attention": options}
         if cross is not None:
-            if of_both.get("dropout_rng") is not None:
-                # Two keys, or both layers would drop the same weights.
-                key = checks.key("dropout_rng", of_both["dropout_rng"])
-                options["dropout_rng"], of_both["dropout_rng"] = jax.random.split(key)
-            calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **of_both}
+            if shared.get("dropout_rng") is not None:
+                # Split the key, or both layers would drop the same weights.
+                key = checks.key("dropout_rng", shared["dropout_rng"])
+                options["dropout_rng"], shared["dropout_rng"] = jax.random.split(key)
+            calls["cross_attention"] = {"inputs_k": memory, "mask": memory_mask, **shared}
         return self.run(x, calls, return_kv)

@@ -1,4 +1,4 @@
-"""The steps of `flax_mha.generate`, traced: read tokens, choose the next, follow beams."""
+"""The compiled steps of `flax_mha.generate`: read tokens, choose the next, search beams."""
 
 import dataclasses
 import functools
@@ -17,43 +17,54 @@ from flax_mha.base import shapes
 from flax_mha.models.models import LanguageModel, Translator
 from flax_mha.models.sampling import Sampling
 
-# (variables, cache, tokens [R, T], positions [R, T]) -> (logits [R, T, V], cache): anybody's model.
+# A user-defined model, (variables, cache, tokens [R, T], positions [R, T]) -> (logits [R, T, V],
+# cache).
 Step = Callable[..., tuple[jax.Array, Any]]
 Own = LanguageModel | Translator
 Model = Own | Step
 
 
 def takes_lengths(step: Step) -> bool:
-    """Return True if a step takes how many tokens of each row are real."""
+    """Return True if a step has the argument `lengths`."""
     return "lengths" in inspect.signature(step).parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is known before tracing."""
+    """The static arguments of a call of `generate`.
+
+    Attributes:
+      model: the model, with caches in its layers.
+      max_new_tokens: the number of tokens to generate.
+      capacity: the number of cache slots.
+      start: the tokens that a target begins with, or None.
+      eos: the tokens that end a sequence; the first one fills the rest of it.
+      beams: the number of beams.
+      rules: the logical axis rules of the call, which compiled code depends on.
+    """
 
     model: Model
     max_new_tokens: int
     capacity: int
     start: tuple[int, ...] | None
-    eos: tuple[int, ...] | None  # each ends a row; the first one fills what follows
+    eos: tuple[int, ...] | None
     beams: int
-    rules: Any  # that were ambient: a trace holds for those
+    rules: Any
 
 
 class State(struct.PyTreeNode):
-    """What a step reads and writes; of R rows, `beams` in succession belong to a prompt.
+    """The state of R sequences, `beams` consecutive ones for each prompt.
 
     Attributes:
-      step: how many tokens were chosen.
-      tokens: [R, max_new_tokens], those.
-      last: [R], the newest.
-      at: [R], where it stands.
-      done: [R], whether the row has ended.
-      lengths: [R], its tokens up to its end.
-      scores: [R], their log-probability.
-      cache: of the model.
-      memory_lengths: [R], or None for a model without a memory.
+      step: the number of generated tokens.
+      tokens: [R, max_new_tokens], the generated tokens.
+      last: [R], the newest token.
+      at: [R], the position of the newest token.
+      done: [R], True for a sequence that has ended.
+      lengths: [R], the number of generated tokens up to the end.
+      scores: [R], the log-probability of the generated tokens.
+      cache: the model's cache.
+      memory_lengths: [R], the lengths of the encoder's output; None without one.
     """
 
     step: jax.Array
@@ -68,52 +79,47 @@ class State(struct.PyTreeNode):
 
 
 def with_caches(model: Any) -> Any:
-    """Return the model with caches in the layers of its decoder; a step as it is."""
+    """Return a model with caches in its decoder's layers, and a step unchanged."""
     if not isinstance(model, nn.Module):
         return model
     if isinstance(model, Translator):
         return model.clone(decoder=with_caches(model.decoder))
-    blocks = tuple(map(_cached, model.decoder.blocks))
+    blocks = tuple(map(_with_cache, model.decoder.blocks))
     return model.clone(decoder=model.decoder.clone(block=blocks))
 
 
-def _cached(block: Any) -> Any:
+def _with_cache(block: Any) -> Any:
     layers = {"attention": block.attention, "cross_attention": block.cross_attention}
     return block.clone(**{n: layer.clone(decode=True) for n, layer in layers.items() if layer})
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def begin(
-    request: Request,
-    variables: Any,
-    prompt: jax.Array,
-    lengths: jax.Array,
-    sampling: Sampling,
-    rng: Any,
-    cache: Any = None,
-) -> State:
-    """Make a cache if there is none, read the prompt, and choose the first token."""
+    request: Request, variables: Any, prompt: jax.Array, lengths: jax.Array, sampling: Sampling,
+    rng: Any, cache: Any = None,
+) -> State:  # fmt: skip
+    """Create a cache if there is none, read the prompt, and choose the first token."""
     model: Any = request.model
     memory, memory_lengths = None, None
-    lengths = _by_rows(lengths)
+    lengths = _constrain(lengths)
     if getattr(model, "reads_tokens", True):
-        # What is no token need not be one of the vocabulary.
+        # Padding need not be an id of the vocabulary.
         real = jnp.arange(prompt.shape[1])[None] < lengths[:, None]
-        tokens = _by_rows(jnp.where(real, prompt, 0))
+        tokens = _constrain(jnp.where(real, prompt, 0))
         memory_lengths = None if request.start is None else lengths
     else:
-        tokens = _by_rows(prompt)
+        tokens = _constrain(prompt)
     if request.start is not None:
         memory = model.apply(
             variables, tokens, source_lengths=memory_lengths, deterministic=True, method="encode"
         )
         first = jnp.asarray(request.start, jnp.int32)[None]
-        tokens = _by_rows(jnp.broadcast_to(first, (len(tokens), first.shape[1])))
+        tokens = _constrain(jnp.broadcast_to(first, (len(tokens), first.shape[1])))
         lengths = jnp.full_like(lengths, first.shape[1])
     if cache is None:
-        # A call without a cache makes one; of what else it computes nothing is left when compiled.
-        room = jnp.zeros((len(tokens), request.capacity), jnp.int32)
-        _, cache = _read(request, variables, None, room, memory, at=jnp.zeros_like(lengths))
+        # A call without a cache creates one; XLA removes the rest of its computation.
+        slots = jnp.zeros((len(tokens), request.capacity), jnp.int32)
+        _, cache = _read(request, variables, None, slots, memory, at=jnp.zeros_like(lengths))
     logits, cache = _read(
         request, variables, cache, tokens, at=lengths - 1, lengths=lengths,
         positions=jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape),
@@ -127,11 +133,11 @@ def begin(
             lambda x: _take(x, owners), (logits, at, memory_lengths)
         )
     R = len(at)
-    # The beams of a prompt are all the same as yet: one of them counts.
+    # All beams of a prompt are equal at first, so only the first one gets a finite score.
     scores = jnp.where(jnp.arange(R) % beams == 0, 0.0, -jnp.inf).astype(jnp.float32)
     chosen = jnp.full((R, request.max_new_tokens), (request.eos or (0,))[0], jnp.int32)
     state = State(
-        jnp.int32(0), _by_rows(chosen), at, at, at < 0, jnp.zeros_like(at), _by_rows(scores),
+        jnp.int32(0), _constrain(chosen), at, at, at < 0, jnp.zeros_like(at), _constrain(scores),
         cache, memory_lengths,
     )  # fmt: skip
     return _choose(request, state, logits, sampling, rng)
@@ -150,7 +156,7 @@ def advance(request: Request, variables: Any, state: State, sampling: Sampling, 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def finish(request: Request, variables: Any, state: State, sampling: Sampling, rng: Any) -> State:
-    """Advance until all rows have ended."""
+    """Advance until all sequences have ended."""
     return jax.lax.while_loop(
         lambda state: ~ended(request, state),
         lambda state: advance(request, variables, state, sampling, rng),
@@ -159,13 +165,13 @@ def finish(request: Request, variables: Any, state: State, sampling: Sampling, r
 
 
 def ended(request: Request, state: State) -> jax.Array:
-    """Return True if every row has its tokens."""
-    # The best beam comes first, and none below it can pass it any more: scores only fall.
+    """Return True if all sequences have ended."""
+    # The best beam comes first, and scores only fall, so no other beam can overtake it.
     return (state.step == request.max_new_tokens) | jnp.all(best(request, state.done))
 
 
 def best(request: Request, x: jax.Array) -> jax.Array:
-    """Return the best row of each prompt, [B, …], of rows [R, …]."""
+    """Return the best beam of each prompt, [B, …], from all beams [R, …]."""
     return x if request.beams == 1 else _take(x, jnp.arange(0, len(x), request.beams))
 
 
@@ -173,20 +179,20 @@ def _read(
     request: Request, variables: Any, cache: Any, tokens: jax.Array,
     memory: jax.Array | None = None, *, at: jax.Array, **call: Any,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    """Return logits [R, V] of the token at `at`, and the cache after all of them."""
+    """Read tokens, and return the logits [R, V] of the one at index `at`, and the new cache."""
     if not isinstance(request.model, Own):
         has_lengths = "lengths" in call and takes_lengths(request.model)
         options = {"lengths": call["lengths"]} if has_lengths else {}
         logits, cache = request.model(variables, cache, tokens, call["positions"], **options)
         last = jnp.take_along_axis(logits, at[:, None, None], axis=1)
-        return _by_rows(last[:, 0].astype(shapes.wide(logits.dtype))), cache
+        return _constrain(last[:, 0].astype(shapes.wide(logits.dtype))), cache
     method = "decode" if isinstance(request.model, Translator) else "__call__"
-    held = {} if cache is None else {"cache": cache}
+    collection = {} if cache is None else {"cache": cache}
     logits, new = request.model.apply(
-        {**variables, **held}, tokens, memory, at=at, deterministic=True, mutable=["cache"],
+        {**variables, **collection}, tokens, memory, at=at, deterministic=True, mutable=["cache"],
         method=method, **call,
     )  # fmt: skip
-    return _by_rows(logits[:, 0]), new["cache"]
+    return _constrain(logits[:, 0]), new["cache"]
 
 
 def _choose(
@@ -210,7 +216,7 @@ def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
 
     def rank(log_p: jax.Array, done: jax.Array, scores: jax.Array) -> list[jax.Array]:
         if request.eos is not None:
-            # What has ended goes on as it is.
+            # A beam that has ended continues with eos at no cost.
             stay = jnp.where(jnp.arange(V)[None] == request.eos[0], 0.0, -jnp.inf)
             log_p = jnp.where(done[:, None], stay, log_p)
         total = (scores[:, None] + log_p).reshape(-1, beams * V)
@@ -228,20 +234,20 @@ def _choose_beams(request: Request, state: State, log_p: jax.Array) -> State:
 
 
 def _append(request: Request, state: State, token: jax.Array, scores: jax.Array) -> State:
-    here = jnp.arange(request.max_new_tokens)[None] == state.step
+    is_step = jnp.arange(request.max_new_tokens)[None] == state.step
     done = functools.reduce(lambda done, eos: done | (token == eos), request.eos or (), state.done)
     return state.replace(
         step=state.step + 1, last=token, at=state.at + 1, done=done, scores=scores,
-        tokens=jnp.where(here, token[:, None], state.tokens),
+        tokens=jnp.where(is_step, token[:, None], state.tokens),
         lengths=state.lengths + (~state.done).astype(jnp.int32),
     )  # fmt: skip
 
 
-def _by_rows(x: jax.Array) -> jax.Array:
+def _constrain(x: jax.Array) -> jax.Array:
     return sharding.constrain(x, ("batch", *[None] * (x.ndim - 1)))
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Divide the rows of x, so that each device keeps its own."""
+    """Take rows of x, sharded over the batch."""
     names = ("batch", *[None] * (x.ndim - 1))
     return sharding.auto(lambda x, rows: jnp.take(x, rows, axis=0), names, x, rows)

@@ -1,4 +1,4 @@
-"""Tokens and patches of images to features."""
+"""Embeddings of tokens and of image patches."""
 
 from collections.abc import Sequence
 
@@ -15,21 +15,20 @@ from flax_mha.layer.linear import Projection, default_bias_init, default_kernel_
 
 
 class TokenEmbedding(nn.Module):
-    """Token ids to features, and features to logits over the tokens, by one table E [V, D].
+    """A token embedding whose table E [V, D] also gives logits.
 
         x = scale·E[tokens],   logits = x Eᵀ
 
     Attributes:
-      vocab_size: V, number of tokens.
-      features: D.
-      embedding_init: initializer of the table.
-      dtype: of the features (default: that of the table).
-      param_dtype: of the table.
-      partitioned: box the table with its logical axis names.
-      scale: of the features, such as √D (Vaswani et al., 2017; Gemma).
+      vocab_size: V, the number of tokens.
+      features: D, the number of features.
+      embedding_init: the initializer of the table.
+      dtype: the dtype of the features (default: the table's).
+      param_dtype: the dtype of the table.
+      partitioned: True to box the table with its logical axis names.
+      scale: the factor of the features, such as √D (Vaswani et al., 2017; Gemma).
 
-    Source of the table's second use: Press and Wolf, "Using the Output Embedding to Improve
-    Language Models", 2017.
+    Source: Press and Wolf, "Using the Output Embedding to Improve Language Models", 2017 (logits).
     """
 
     vocab_size: int
@@ -41,7 +40,7 @@ class TokenEmbedding(nn.Module):
     scale: float = 1.0
 
     def setup(self) -> None:
-        """Make the table."""
+        """Create the table."""
         checks.fields(self)
         checks.positive(vocab_size=self.vocab_size, features=self.features)
         init = sharding.named(self.embedding_init, ("vocab", "embed"), self.partitioned)
@@ -51,15 +50,14 @@ class TokenEmbedding(nn.Module):
         )  # fmt: skip
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Map ids int [*B, T], in 0 … V−1, to [*B, T, D].
+        """Return the features [*B, T, D] of tokens.
 
-        The features of an id out of range are NaN (`nn.Embed` counts negative ones from the end).
-
-        Raises:
-          ValueError, TypeError: if ids are no integers, or known to be out of range.
+        Args:
+          tokens: int [*B, T], ids in 0 … V−1. A static id out of range is an error; a traced one
+            gives NaN (`nn.Embed` counts negative ids from the end).
         """
         ids = shapes.check_tokens("tokens", tokens)
-        remedy = "raise vocab_size, or give such tokens an id of their own"
+        remedy = "raise vocab_size, or map such tokens to another id"
         checks.within("tokens", ids, self.vocab_size, remedy)
         scale = checks.number("scale", self.scale)
         (table,) = promote_dtype(self.table.embedding, dtype=self.dtype, inexact=False)
@@ -71,31 +69,31 @@ class TokenEmbedding(nn.Module):
         return sharding.auto(look_up, ("batch", "norm_length", None), jnp.asarray(ids), table)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Map features [*B, T, D] to logits [*B, T, V], float32 at least."""
+        """Return the logits [*B, T, V] of features [*B, T, D], float32 or wider."""
         shapes.check_features("x", x)
         x, table = promote_dtype(x, self.table.embedding, dtype=self.dtype)
 
-        def product(x: jax.Array, table: jax.Array) -> jax.Array:
+        def project(x: jax.Array, table: jax.Array) -> jax.Array:
             table = sharding.constrain(table, ("vocab", None))
             wide = shapes.wide(x.dtype)
             return jnp.einsum("...td,vd->...tv", x, table, preferred_element_type=wide)
 
-        return sharding.auto(product, ("batch", "length", "vocab"), x, table)
+        return sharding.auto(project, ("batch", "length", "vocab"), x, table)
 
 
 class PatchEmbedding(nn.Module):
-    """Images to one token for each patch, row by row.
+    """An embedding of images, with a token for each patch in row-major order.
 
     Attributes:
-      patch_size: height and width of a patch, or one number for both.
-      features: D.
-      kernel_init: initializer of the projection.
-      dtype: of the result (default: promoted from image and parameters).
-      param_dtype: of the parameters.
-      partitioned: box the parameters with their logical axis names.
-      use_bias: whether the projection has a bias.
-      norm_epsilon: that of two LayerNorms, of patches before the projection and of features after
-        it, as in vit-pytorch; None for no norms.
+      patch_size: the height and width of a patch, or one number for both.
+      features: D, the number of features.
+      kernel_init: the initializer of the projection.
+      dtype: the result's dtype (default: promoted from image and parameters).
+      param_dtype: the dtype of the parameters.
+      partitioned: True to box the parameters with their logical axis names.
+      use_bias: True if the projection has a bias.
+      norm_epsilon: the epsilon of two LayerNorms, before and after the projection, as in
+        vit-pytorch; None for no norms.
 
     Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020.
     """
@@ -111,14 +109,17 @@ class PatchEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, *, lengths: jax.Array | None = None) -> jax.Array:
-        """Map [*B, height, width, channels] to [*B, (height/h)·(width/w), D].
+        """Return the features [*B, (height/h)·(width/w), D] of image patches.
 
-        Of the patches of a row only the first `lengths` (int [*B], default: all) are real.
+        Args:
+          images: [*B, height, width, channels].
+          lengths: int [*B], the number of real patches in each image (default: all).
         """
         sizes = self.patch_size if isinstance(self.patch_size, Sequence) else [self.patch_size] * 2
         if len(sizes) != 2:
             raise ValueError(
-                f"patch_size must be one number, or height and width, got {self.patch_size!r}"
+                f"patch_size must be one number, or height and width, got {self.patch_size!r}; "
+                f"change it"
             )
         h, w = sizes
         checks.fields(self)
@@ -127,9 +128,9 @@ class PatchEmbedding(nn.Module):
         shape = images.shape
         if images.ndim < 3 or 0 in shape[-3:] or shape[-3] % h or shape[-2] % w:
             raise ValueError(
-                f"images must have shape [*B, height, width, channels], of one channel or more, "
-                f"with height and width positive multiples of the patch {(h, w)}, got {shape}; pad "
-                f"or crop them"
+                f"images must have shape [*B, height, width, channels], at least one channel, and "
+                f"a height and width that are positive multiples of the patch {(h, w)}, got "
+                f"{shape}; pad or crop them"
             )
         *B, height, width, channels = images.shape
 

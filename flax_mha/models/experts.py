@@ -1,4 +1,4 @@
-"""A feed-forward half with experts: a router sends each token to a few of many MLPs."""
+"""A mixture of experts: a router sends each token to a few of many MLPs."""
 
 import itertools
 from collections.abc import Callable
@@ -24,35 +24,36 @@ def expert_by_expert(
     expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
     precision: PrecisionLike,
 ) -> jax.Array:  # fmt: skip
-    """Run all tokens through one expert after another, but for experts without tokens.
+    """Compute one expert after another for all tokens, skipping experts without tokens.
 
-    For CPUs, where `lax.ragged_dot` computes every expert for every token, all at once: of 1,024
-    tokens with 2 of 8 experts a gradient of `sorted_by_expert` takes 1.7 times as long, and 7 times
-    the memory; with 4 of 32 it takes 4 and 49 times (two cores, 256 features, 512 hidden).
+    On CPUs this is faster than `sorted_by_expert`, as `lax.ragged_dot` computes every expert for
+    every token there. For 1,024 tokens with 2 of 8 experts, the gradient of `sorted_by_expert`
+    takes 1.7 times as long and 7 times the memory; with 4 of 32 it takes 4 and 49 times (two cores,
+    256 features, 512 hidden).
 
     Args:
-      expert: see `Experts._expert`.
-      x: [n, D].
-      ids: [n, top_k], of the experts in `layers`; others are as many as there are.
-      p: [n, top_k].
+      expert: a function of a linear layer's computation, tokens and layers, `Experts._expert`.
+      x: [n, D], the tokens.
+      ids: [n, top_k], the experts of each token; the number of experts stands for other devices'.
+      p: [n, top_k], the weights of these experts.
       layers: pairs of kernels [E, in, out] and biases [E, out] or None.
-      precision: of the products.
+      precision: the precision of matmuls.
     """
 
-    def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = jnp.matmul(x, kernel, precision=precision)
         return y if bias is None else y + bias[None]
 
     @jax.checkpoint
-    def add(y: jax.Array, x: jax.Array, p: jax.Array, mine: jax.Array, layers: Any) -> jax.Array:
-        # What another expert's token would overflow to would reach gradients as NaN.
-        out = expert(product, jnp.where(mine.any(-1)[:, None], x, 0), layers)
-        return y + out.astype(p.dtype) * jnp.sum(jnp.where(mine, p, 0), -1)[:, None]
+    def add(y: jax.Array, x: jax.Array, p: jax.Array, is_used: jax.Array, layers: Any) -> jax.Array:
+        # Clear tokens of other experts: if they overflow here, their gradient would be NaN.
+        out = expert(dense, jnp.where(is_used.any(-1)[:, None], x, 0), layers)
+        return y + out.astype(p.dtype) * jnp.sum(jnp.where(is_used, p, 0), -1)[:, None]
 
     def step(y: jax.Array, numbered: Any) -> tuple[jax.Array, None]:
         i, layers = numbered
-        mine = ids == i
-        return lax.cond(mine.any(), add, lambda y, *_: y, y, x, p, mine, layers), None
+        is_used = ids == i
+        return lax.cond(is_used.any(), add, lambda y, *_: y, y, x, p, is_used, layers), None
 
     y = vary(jnp.zeros(x.shape, p.dtype), (x, ids, p, layers))
     return lax.scan(step, y, (jnp.arange(len(layers[0][0])), layers))[0]
@@ -62,26 +63,27 @@ def sorted_by_expert(
     expert: Callable[..., jax.Array], x: jax.Array, ids: jax.Array, p: jax.Array, layers: Any,
     precision: PrecisionLike,
 ) -> jax.Array:  # fmt: skip
-    """Run each token through its own experts, in products over rows sorted by expert.
+    """Compute each token's experts alone, by ragged matmuls over tokens sorted by expert.
 
-    Arguments are those of `expert_by_expert`.
+    The arguments are those of `expert_by_expert`.
     """
     count, flat = len(layers[0][0]), ids.reshape(-1)
     order = jnp.argsort(flat)
     experts, sizes = flat[order], jnp.bincount(flat, length=count)
-    here = (experts < count)[:, None]
+    is_local = (experts < count)[:, None]
 
-    def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def dense(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
         y = lax.ragged_dot(x, kernel, sizes, precision)
         return y if bias is None else y + bias.at[experts].get(mode="clip")
 
-    # Rows of no expert here are what `ragged_dot` leaves there, forward and backward.
-    y = jnp.where(here, expert(product, jnp.where(here, x[order // ids.shape[1]], 0), layers), 0)
+    # Clear the tokens of other devices' experts, where `ragged_dot` leaves arbitrary values.
+    tokens = jnp.where(is_local, x[order // ids.shape[1]], 0)
+    y = jnp.where(is_local, expert(dense, tokens, layers), 0)
     y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
     return jnp.sum(y.astype(p.dtype) * p[..., None], 1)
 
 
-# Elsewhere `sorted_by_expert`.
+# Other platforms have `sorted_by_expert`.
 METHODS = {"cpu": expert_by_expert}
 
 _TOKENS = ("batch", "length", None)
@@ -89,55 +91,58 @@ _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "emb
 
 
 class ExpertDivision(NamedTuple):
-    """The mesh axes over which devices divide the weights of experts, and sum their outputs.
+    """The mesh axes over which experts are sharded and their outputs summed.
 
     Attributes:
-      experts: over them each device has its own experts.
-      hidden: over them each device has its own hidden features.
+      experts: the mesh axes that shard the experts.
+      hidden: the mesh axes that shard the hidden features.
     """
 
     experts: tuple[str, ...]
     hidden: tuple[str, ...]
 
     def names(self, names: sharding.LogicalNames) -> sharding.LogicalNames:
-        """Return names of kernels [E, …], None for axes that a device has whole."""
+        """Return the logical names of kernels [E, …], with None for axes that are not sharded."""
         axes = {"experts": self.experts, "mlp": self.hidden}
         return tuple(n if axes.get(str(n), n) else None for n in gathered(("experts", *names)))
 
 
 def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
-    """Return the division of experts and hidden features beside tokens of that shape."""
+    """Return the sharding of experts and hidden features for tokens of this shape."""
     of_tokens = {axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.each(part)}
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
-    # Where tokens are divided, kernels are brought together, as under FSDP.
+    # Gather kernels on the mesh axes of the tokens, as with FSDP.
     return ExpertDivision(*(() if of_tokens & {*axes} else axes for axes in map(rules.each, spec)))
 
 
 class Experts(nn.Module):
-    """Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e, over a token's top_k experts e.
+    """A mixture of experts, which sums the outputs of a token's top_k experts e:
 
-    Here p is the softmax of x W_router over all experts, divided by its sum over the chosen ones.
-    No expert has a capacity: no token is dropped, and none has an influence on another.
+        Σ_e p_e · (act(x W_gate,e) ⊙ (x W_up,e + offset)) W_down,e
+
+    Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
+    Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
 
     Attributes:
-      hidden: features between an expert's products.
-      num_experts: E.
-      top_k: how many of them a token goes to.
-      activation: of the gate, see `MLP`.
-      normalize: whether p of the chosen experts is made to sum to 1.
-      limit: clips a gate from above, and x W_up at both sides, to that; None for no limit.
-      offset: see the equation (gpt-oss: 1, with limit=7.0 and activation="quick_gelu").
-      use_bias: whether router and experts have biases.
-      kernel_init: initializer of the kernels, called for each expert.
-      bias_init: initializer of the biases.
-      dtype: of the computation (default: promoted from inputs and parameters); p is float32 at
-        least.
-      param_dtype: of the parameters.
-      precision: of the products, see `jax.lax.Precision`.
-      partitioned: box the parameters with their logical axis names.
+      hidden: the hidden features of an expert.
+      num_experts: E, the number of experts.
+      top_k: the number of experts for each token.
+      activation: the gate's activation (see `MLP`).
+      normalize: True to divide p by its sum over the token's experts.
+      limit: the maximum of a gate, and of the absolute value of x W_up; None for no limit.
+      offset: a number that is added to x W_up (gpt-oss: 1, with limit=7.0 and
+        activation="quick_gelu").
+      use_bias: True if router and experts have biases.
+      kernel_init: the initializer of the kernels, called for each expert.
+      bias_init: the initializer of the biases.
+      dtype: the dtype of the computation (default: promoted from inputs and parameters); p is
+        float32 or wider.
+      param_dtype: the dtype of the parameters.
+      precision: the precision of matmuls (see `jax.lax.Precision`).
+      partitioned: True to box the parameters with their logical axis names.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
-    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, for limit and offset.
+    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset).
     """
 
     hidden: int
@@ -157,7 +162,12 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Map [*B, T, D] to [*B, T, D]; nothing is dropped, whatever `deterministic` says."""
+        """Apply the experts.
+
+        Args:
+          x: [*B, T, D].
+          deterministic: ignored, as there is no dropout.
+        """
         del deterministic
         checks.positive(hidden=self.hidden, num_experts=self.num_experts, top_k=self.top_k)
         checks.fields(self)
@@ -180,7 +190,7 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _weights(self, name: str, shape: shapes.Shape, names: sharding.LogicalNames) -> jax.Array:
-        """Make an array of that shape for each expert."""
+        """Create a parameter with an array of this shape for each expert."""
         init = for_shape(self.kernel_init if len(shape) > 1 else self.bias_init, len(shape) - 1)
 
         def by_expert(rng: jax.Array, shape: shapes.Shape, dtype: Dtype) -> Any:
@@ -192,7 +202,7 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
-        """Return the sum, each device with its own tokens, experts and hidden features."""
+        """Return the experts' sum, where each device computes its tokens and experts."""
         division = _division(x.shape, self.num_experts, self.hidden)
         names = [division.names(n) for n in _NAMES.values()]
         if self.use_bias:
@@ -200,13 +210,13 @@ class Experts(nn.Module):
 
         def local(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
             layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-            if division.hidden and self.use_bias:  # Added once, not by each part of the sum.
+            if division.hidden and self.use_bias:  # Only one term of the sum has the bias.
                 is_first = lax.axis_index(division.hidden) == 0
                 layers[2] = (weights[2], jnp.where(is_first, weights[5], 0))
             p, ids = self._route(logits.reshape(-1, self.num_experts))
             count = len(weights[0])
             ids -= lax.axis_index(division.experts) * count if division.experts else 0
-            # Experts of other devices come after those here.
+            # Replace the experts of other devices by their number.
             ids = jnp.where((ids >= 0) & (ids < count), ids, count)
             method = METHODS.get(sharding.platform(), sorted_by_expert)
             y = method(self._expert, x.reshape(-1, x.shape[-1]), ids, p, layers, self.precision)
@@ -219,16 +229,16 @@ class Experts(nn.Module):
 
     @nn.nowrap
     def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return shares p [n, top_k], and the ids of their experts."""
+        """Return the weights p [n, top_k] and the ids of each token's experts."""
         p, ids = lax.top_k(jax.nn.softmax(logits.astype(shapes.wide(logits.dtype))), self.top_k)
         return p / jnp.sum(p, -1, keepdims=True) if self.normalize else p, ids
 
     @nn.nowrap
-    def _expert(self, product: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
-        """Return the output of experts, whose products are product(x, kernel, bias)."""
-        gate, up = product(x, *layers[0]), product(x, *layers[1])
+    def _expert(self, dense: Callable[..., jax.Array], x: jax.Array, layers: Any) -> jax.Array:
+        """Return the output of experts, with linear layers dense(x, kernel, bias)."""
+        gate, up = dense(x, *layers[0]), dense(x, *layers[1])
         if self.limit is not None:
             limit = checks.number("limit", self.limit)
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         up = up + self.offset if self.offset else up
-        return product(activation(self.activation)(gate) * up, *layers[2])
+        return dense(activation(self.activation)(gate) * up, *layers[2])

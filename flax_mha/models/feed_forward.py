@@ -1,4 +1,4 @@
-"""The feed-forward half of a block, and dropout."""
+"""The feed-forward branch of a block, and dropout."""
 
 import functools
 from collections.abc import Callable
@@ -15,32 +15,29 @@ from flax_mha.layer.linear import default_bias_init, default_kernel_init, projec
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
 ACTIVATIONS: dict[str, Activation] = {
-    "gelu": nn.gelu,
-    "gelu_exact": functools.partial(nn.gelu, approximate=False),
-    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x),
-    "relu": nn.relu,
-    "silu": nn.silu,
-}
+    "gelu": nn.gelu, "gelu_exact": functools.partial(nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * nn.sigmoid(1.702 * x), "relu": nn.relu, "silu": nn.silu,
+}  # fmt: skip
 
 
 class MLP(nn.Module):
-    """act(x W_up) W_down; with `gated`, (act(x W_gate) ⊙ (x W_up)) W_down.
+    """An MLP, act(x W_up) W_down; with `gated`, (act(x W_gate) ⊙ (x W_up)) W_down.
 
     Attributes:
-      hidden: features between the two products.
-      activation: "gelu", JAX's, by tanh; "gelu_exact", by erf, as PyTorch's and so that of most
-        checkpoints; "quick_gelu", x·σ(1.702·x), of CLIP; "relu", "silu"; or a function.
-      gated: one more product, whose activation scales the first (GEGLU, SwiGLU).
-      dropout_rate: of the hidden features.
-      use_bias: whether the products have biases.
-      kernel_init: initializer of the kernels.
-      bias_init: initializer of the biases.
-      dtype: of the computation (default: promoted from inputs and parameters).
-      param_dtype: of the parameters.
-      precision: of the products, see `jax.lax.Precision`.
-      partitioned: box the parameters with their logical axis names.
+      hidden: the number of hidden features.
+      activation: "gelu" (by tanh, JAX's default), "gelu_exact" (by erf, the default of PyTorch and
+        of most checkpoints), "quick_gelu" (x·σ(1.702·x), of CLIP), "relu", "silu", or a function.
+      gated: True to multiply by an activated gate (GEGLU, SwiGLU).
+      dropout_rate: the dropout rate of the hidden features.
+      use_bias: True if the projections have biases.
+      kernel_init: the initializer of the kernels.
+      bias_init: the initializer of the biases.
+      dtype: the dtype of the computation (default: promoted from inputs and parameters).
+      param_dtype: the dtype of the parameters.
+      precision: the precision of matmuls (see `jax.lax.Precision`).
+      partitioned: True to box the parameters with their logical axis names.
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020, for the gated form.
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (gated).
     """
 
     hidden: int
@@ -57,7 +54,12 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Map [*B, T, D] to [*B, T, D]; deterministic must be given if something is dropped."""
+        """Apply the MLP.
+
+        Args:
+          x: [*B, T, D].
+          deterministic: False to drop hidden features; must be given if `dropout_rate` is not 0.
+        """
         checks.positive(hidden=self.hidden)
         checks.fields(self)
         shapes.check_features("x", x)
@@ -73,7 +75,7 @@ class MLP(nn.Module):
 
 
 def activation(act: str | Activation) -> Activation:
-    """Return the function of that name, or the function itself."""
+    """Return an activation function, given its name or the function itself."""
     if isinstance(act, str) or not callable(act):
         return checks.choice("activation", act, ACTIVATIONS)
     checks.function("activation", act, "x -> y", f"or give one of {sorted(ACTIVATIONS)}", 1)
@@ -81,21 +83,26 @@ def activation(act: str | Activation) -> Activation:
 
 
 class Dropout(nn.Module):
-    """`nn.Dropout`, with its bits, on any mesh."""
+    """A dropout layer with the same bits on any mesh, those of `nn.Dropout`.
+
+    Attributes:
+      rate: the share of features to drop.
+    """
 
     rate: float
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
-        """Set a share of x to 0, and scales the rest to keep the expectation.
+        """Set a share of x to 0, and scale the others to keep the expectation.
 
-        Raises:
-          ValueError: if there is something to drop, and deterministic does not say whether.
+        Args:
+          x: an array of any shape.
+          deterministic: True to return x unchanged; must be given if `rate` is not 0.
         """
         if self.rate and deterministic is None:
             raise ValueError(
-                f"dropout_rate={self.rate} needs to know whether to drop, got deterministic=None; "
-                f"give deterministic=False in training, True elsewhere"
+                f"deterministic must be a bool with dropout_rate={self.rate}, got None; give "
+                f"deterministic=False in training, True elsewhere"
             )
         if self.rate == 0 or checks.flag("deterministic", deterministic):
             return x

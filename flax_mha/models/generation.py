@@ -1,4 +1,4 @@
-"""Tokens after a prompt: read it once, then token by token from the cache."""
+"""Text generation: read a prompt once, then generate token by token with a cache."""
 
 import functools
 import sys
@@ -23,13 +23,13 @@ Callback = Callable[[int, np.ndarray], None]
 
 
 class Generated(NamedTuple):
-    """What `generate` returns.
+    """The result of `generate`.
 
     Attributes:
-      tokens: int32 [B, max_new_tokens]; after a row's eos, eos again (of several the first).
-      lengths: int32 [B], tokens up to the eos, and with it.
-      scores: float32 [B], the log-probability of those tokens by the model, whatever they were
-        drawn by.
+      tokens: int32 [B, max_new_tokens], padded with the first eos after the end of a sequence.
+      lengths: int32 [B], the number of tokens up to and including eos.
+      scores: float32 [B], the log-probability of these tokens under the model, without temperature,
+        top_k and top_p.
     """
 
     tokens: jax.Array
@@ -38,64 +38,48 @@ class Generated(NamedTuple):
 
 
 def generate(
-    model: Model,
-    variables: Mapping[str, Any],
-    prompt: jax.Array,
-    *,
-    max_new_tokens: int,
-    lengths: jax.Array | None = None,
-    start: int | Sequence[int] | None = None,
-    eos: int | Sequence[int] | None = None,
-    rng: jax.Array | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    beams: int = 1,
-    capacity: int | None = None,
-    callback: Callback | None = None,
+    model: Model, variables: Mapping[str, Any], prompt: jax.Array, *, max_new_tokens: int,
+    lengths: jax.Array | None = None, start: int | Sequence[int] | None = None,
+    eos: int | Sequence[int] | None = None, rng: jax.Array | None = None,
+    temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+    beams: int = 1, capacity: int | None = None, callback: Callback | None = None,
     cache: Any = None,
-) -> Generated:
-    """Continue each prompt, or translate it, by a model as it was trained.
+) -> Generated:  # fmt: skip
+    """Generate tokens that continue or translate each prompt.
 
     The prompt is read in one call; then each step reads one token, in a compiled loop that ends
-    when all rows have. Greedy unless a temperature or beams are given. Compiled once for each
-    model, shape and rule; the numbers of a rule may change. On a mesh (`jax.set_mesh` and logical
-    axis rules) everything is laid out as they say.
+    when all sequences have ended. Tokens are chosen greedily unless a temperature or beams are
+    given. The loop is compiled once for each model, shape and combination of options; numbers
+    such as the temperature may change. On a mesh, arrays follow the logical axis rules.
 
     Args:
-      model: a `LanguageModel`; or a `Translator`, such as Whisper, whose prompt is the source; or
-        of any other model, linen or nnx, a function step(variables, cache, tokens [B, T],
+      model: a `LanguageModel`, or a `Translator` such as Whisper, whose prompt is the source. For
+        any other linen or nnx model, pass a function step(variables, cache, tokens [B, T],
         positions [B, T]) -> (logits [B, T, V], cache), with an argument `lengths` if prompts
-        differ in length. It has to be the same function in every call, or its loop is compiled
-        anew.
-      variables: its variables; a `cache` among them is not used. Of a step, what it takes first.
-      prompt: int [B, T], ids of the vocabulary. Where they are traced, a row with others has a
-        score of NaN. Of Whisper, sound [B, frames, bins].
-      max_new_tokens: how many tokens at most.
-      lengths: int [B], how many tokens of each prompt are real, 1 … T (default: all). The others
-        may be anything.
-      start: for a `Translator`, the token that a target begins with, or several; they are not
-        returned.
-      eos: the token that ends a row, or several, any of which does (default: none, all rows get
-        max_new_tokens).
-      rng: a key, which the draws are a pure function of; needed with a temperature.
-      temperature: what logits are divided by before a draw; 0 takes the most likely token.
-      top_k: draw from the k most likely tokens only.
-      top_p: draw from the fewest tokens that have this probability together.
-      beams: beam search: follow so many candidates a row, and return the one with the highest
-        score, the sum of its tokens' log-probabilities.
-      capacity: slots of the cache (default: as many as needed). One number for prompts of many
-        lengths.
-      callback: called as callback(step, tokens) with int32 [B] after each step, in order, with eos
-        for rows that have ended; the loop then runs on the host.
-      cache: of a step, with room for the prompt and what follows: any tree of `KVCache` and
+        differ in length. Reuse the same function, or each call compiles a new loop.
+      variables: the model's variables, without its cache; or the first argument of the step.
+      prompt: int [B, T], token ids. If they are traced, an id out of range makes its score NaN. For
+        Whisper, spectrograms [B, frames, bins].
+      max_new_tokens: the maximum number of new tokens.
+      lengths: int [B], the number of real tokens of each prompt, 1 … T (default: all). The others
+        may have any value.
+      start: one or several tokens that a `Translator`'s target begins with; they are not returned.
+      eos: one or several tokens that end a sequence (default: none).
+      rng: the random key; required with a temperature.
+      temperature: the divisor of logits before a draw; 0 takes the most likely token.
+      top_k: the number of most likely tokens to draw from (default: all).
+      top_p: the total probability of the most likely tokens to draw from (default: all).
+      beams: the number of candidates in a beam search, which returns the one with the highest sum
+        of log-probabilities.
+      capacity: the number of cache slots (default: as many as needed). A fixed number serves
+        prompts of several lengths.
+      callback: a function callback(step, tokens), called after each step with int32 [B], which are
+        eos for sequences that have ended. The loop then runs on the host.
+      cache: a step's cache, with room for the prompt and the new tokens: a tree of `KVCache` and
         `Memory`, such as the collection of a linen model or the state of an nnx one.
 
-    Returns:
-      `Generated`.
-
     Raises:
-      ValueError: if sizes or settings do not fit, before anything is compiled.
+      ValueError: if sizes or settings do not fit; raised before compilation.
       TypeError: if a dtype is not supported.
     """
     _check_model(model, start)
@@ -104,8 +88,8 @@ def generate(
     sampling = Sampling.checked(temperature, top_k, top_p)
     if beams > 1 and (temperature or callback):
         raise ValueError(
-            f"beams={beams} are searched, not drawn, and settled at the end only; drop temperature "
-            f"and callback, or use beams=1"
+            f"temperature and callback must be left out with beams={beams}, whose tokens are not "
+            f"drawn, and change until the end; drop them, or use beams=1"
         )
     if rng is not None:
         checks.key("rng", rng)
@@ -113,7 +97,9 @@ def generate(
     if callback is not None:
         checks.function("callback", callback, "(step, tokens)", "None for none", 2)
     if temperature and rng is None:
-        raise ValueError(f"temperature={temperature} needs an rng to draw with, got None")
+        raise ValueError(
+            f"rng must be a random key with temperature={temperature}, got None; give one"
+        )
     read = prompt.shape[1] if starts is None else len(starts)
     capacity = _check_capacity(model, read, max_new_tokens, capacity, cache)
     rules = tuple(nn.get_logical_axis_rules())
@@ -136,66 +122,67 @@ def generate(
 
 
 def _ids(name: str, ids: Any, vocabulary: int) -> tuple[int, ...] | None:
-    """Return one token, or several, as a tuple."""
+    """Check one or several token ids, and return them as a tuple."""
     if ids is None:
         return None
-    several = ids if isinstance(ids, list | tuple) else [ids]
-    if not several:
-        raise ValueError(f"{name} must be a token or several, got none; None for no such token")
-    return tuple(checks.integer(name, token, most=vocabulary - 1) for token in several)
+    tokens = ids if isinstance(ids, list | tuple) else [ids]
+    if not tokens:
+        raise ValueError(f"{name} must be a token or several, got none; give None for no token")
+    return tuple(checks.integer(name, token, most=vocabulary - 1) for token in tokens)
 
 
 def _check_model(model: Model, start: Any) -> None:
-    # Loaded by whoever has a module of nnx; it is slow to import.
+    # Do not import nnx, which is slow; a user with an nnx module has imported it.
     nnx = sys.modules.get("flax.nnx")
     modules = (nn.Module, type) if nnx is None else (nn.Module, type, nnx.Module)
     if not isinstance(model, Own) and (isinstance(model, modules) or not callable(model)):
         raise TypeError(
             f"model must be a LanguageModel or a Translator of flax_mha.models, got "
-            f"{type(model).__name__}; of another give a function step(variables, cache, tokens, "
-            f"positions) -> (logits, cache), and cache=; of a ToNNX the linen module in it and its "
-            f"variables"
+            f"{type(model).__name__}; for another model give a function step(variables, cache, "
+            f"tokens, positions) -> (logits, cache), and cache=; for a ToNNX give its linen module "
+            f"and variables"
         )
     if isinstance(model, Translator) != (start is not None):
         raise ValueError(
-            f"start is the token that a Translator's target begins with, got start={start} for a "
-            f"{type(model).__name__}; {'give it' if start is None else 'drop it'}"
+            f"start must be given for a Translator, and for no other model, got start={start} for "
+            f"a {type(model).__name__}; {'give it' if start is None else 'drop it'}"
         )
     try:
         hash(model)
     except TypeError:
         raise TypeError(
-            f"model must be hashable, so that its compiled loop is found again, got {model}; "
-            f"hold no arrays or lists in its fields, tuples instead"
+            f"model must be hashable, as its compiled loop is cached, got {model}; use tuples in "
+            f"its fields instead of arrays and lists"
         ) from None
 
 
 def _check_call(
     model: Model, variables: Any, cache: Any, prompt: Any, lengths: Any
 ) -> tuple[jax.Array, jax.Array, int]:
-    """Return tokens and lengths of the prompt, and the size of the vocabulary of the output."""
+    """Return the prompt's tokens and lengths, and the size of the output's vocabulary."""
     if not isinstance(model, Own):
         if lengths is not None and not decoding.takes_lengths(model):
             raise ValueError(
-                "lengths need a step that takes them, step(variables, cache, tokens, positions, "
-                "lengths=None), and keeps no more tokens of each row in its cache"
+                "lengths must be None for a step without that argument, got an array; define "
+                "step(variables, cache, tokens, positions, lengths=None), which caches that many "
+                "tokens of each prompt"
             )
         prompt, lengths = _check_prompt(prompt, lengths, None)
         return prompt, lengths, _check_step(model, variables, cache, prompt, lengths)
     if cache is not None:
         raise ValueError(
-            f"cache is for a step function, got it for a {type(model).__name__}, which makes its "
-            f"own; leave it out"
+            f"cache must be None for a {type(model).__name__}, which creates one, got "
+            f"{type(cache).__name__}; leave it out"
         )
     if not isinstance(variables, Mapping):
         raise TypeError(
-            f"variables must be those of the model, a mapping, got {type(variables).__name__}; "
-            f"give what model.init returned"
+            f"variables must be the model's, a mapping, got {type(variables).__name__}; give the "
+            f"result of model.init"
         )
     if "params" not in variables:
         raise ValueError(
-            f"variables must have the collection 'params', got {sorted(variables)}; give what "
-            f"model.init returned, or {{'params': params}}"
+            f"variables must have the collection 'params', got {sorted(variables)}; give the "
+            f"result of model.init, or {{'params': params}}"
         )
     if isinstance(model, Translator) and not model.reads_tokens:
         check_module("embedding", model.decoder.embedding, TokenEmbedding)
@@ -216,8 +203,8 @@ def _check_step(
     """Check the outputs of a step, and return the size of the vocabulary."""
     if cache is None:
         raise ValueError(
-            "a step needs a cache to begin with, got None; give cache=, with room for the prompt "
-            "and max_new_tokens"
+            "cache must be given for a step, got None; give one with room for the prompt and "
+            "max_new_tokens"
         )
     call = {"lengths": lengths} if decoding.takes_lengths(step) else {}
     outputs: Any = jax.eval_shape(lambda v, c: step(v, c, prompt, prompt, **call), variables, cache)
@@ -225,19 +212,20 @@ def _check_step(
     shape: shapes.Shape = getattr(logits, "shape", ())
     if new is None or len(shape) != 3 or shape[:2] != prompt.shape:
         raise ValueError(
-            f"a step must give logits [B, T, V] and the cache, got {checks.describe(logits)} for "
-            f"tokens {prompt.shape}"
+            f"a step must return logits [B, T, V] and the cache, got {checks.describe(logits)} for "
+            f"tokens {prompt.shape}; return both"
         )
-    made: Any = jax.tree.structure(new)
-    if made != jax.tree.structure(cache):
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(cache):
         raise ValueError(
-            "a step must give a cache of the same structure as it takes; return the new cache alone"
+            "a step must return a cache of the same structure as the given one; return the new "
+            "cache alone"
         )
     return int(shape[2])
 
 
 def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Array, jax.Array]:
-    """Return a source of numbers [B, S, D], and its lengths, which are all of it."""
+    """Check a source of features [B, S, D], and return it with its full lengths."""
     prompt = checks.floating("prompt", prompt)
     if prompt.ndim != 3 or 0 in prompt.shape:
         raise ValueError(
@@ -246,14 +234,14 @@ def _check_source(model: Translator, prompt: Any, lengths: Any) -> tuple[jax.Arr
         )
     if lengths is not None:
         raise ValueError(
-            f"lengths must be None for a {type(model).__name__}, which reads all of its source, "
-            f"got {checks.describe(lengths)}; pad the source as it was in training"
+            f"lengths must be None for a {type(model).__name__}, which reads its full source, got "
+            f"{checks.describe(lengths)}; pad the source as in training"
         )
     return jnp.asarray(prompt), jnp.full(len(prompt), prompt.shape[1])
 
 
 def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[jax.Array, jax.Array]:
-    """Return tokens int32 [B, T] and how many are real, int32 [B]."""
+    """Check a prompt, and return its tokens int32 [B, T] and lengths int32 [B]."""
     prompt = checks.integers("prompt", prompt)
     if prompt.ndim != 2 or 0 in prompt.shape:
         raise ValueError(
@@ -261,7 +249,7 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[ja
             f"give a single prompt as prompt[None]"
         )
     B, T = prompt.shape
-    # There is nothing to go on from in an empty prompt.
+    # A prompt of length 0 has no last token to continue from.
     counts = np.full(B, T) if lengths is None else lengths
     lengths = shapes.per_row("lengths", counts, (B,), T, least=1)
     if checks.is_concrete(lengths) and checks.is_concrete(prompt):
@@ -272,27 +260,27 @@ def _check_prompt(prompt: Any, lengths: Any, vocabulary: int | None) -> tuple[ja
 
 
 def _check_capacity(model: Model, read: int, new: int, capacity: int | None, cache: Any) -> int:
-    """Return the slots of the cache: for the tokens read first, and all new ones but the last."""
+    """Return the number of cache slots, for the tokens read first and all but the last new one."""
     checks.optional(capacity=capacity)
     needed = read + new - 1
     if not isinstance(model, Own):
         left = free(cache)
         if checks.is_concrete(left) and int(left.min()) < needed:
             raise ValueError(
-                f"the cache must have room for {needed} tokens, the prompt's {read} and "
-                f"max_new_tokens={new} but one, and has it for {left.min()}; make it larger"
+                f"cache must have room for {needed} tokens, the prompt's {read} and all but one "
+                f"of max_new_tokens={new}, got {left.min()}; enlarge it"
             )
         return needed
     if capacity is not None and capacity < needed:
         raise ValueError(
-            f"capacity must be at least {needed}, the {read} tokens read at first and "
-            f"max_new_tokens={new} but one, got {capacity}; raise it, or generate fewer"
+            f"capacity must be at least {needed}, the {read} tokens read at first and all but one "
+            f"of max_new_tokens={new}, got {capacity}; raise it, or generate fewer"
         )
     table = (model.decoder if isinstance(model, Translator) else model).position_embedding
     rows = table.max_length if table.kind == "learned" else None
     if rows is not None and rows < (capacity or needed):
         raise ValueError(
-            f"the learned position table has max_length={rows} rows, and {capacity or needed} "
-            f"tokens are to be read; shorten the prompt, max_new_tokens or capacity"
+            f"prompt and new tokens must fit max_length={rows} of the learned position table, got "
+            f"{capacity or needed}; shorten the prompt, max_new_tokens or capacity"
         )
     return capacity or needed

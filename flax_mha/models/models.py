@@ -1,4 +1,4 @@
-"""Models made of the blocks."""
+"""Models built from stacks: classifiers, language models, translators."""
 
 from typing import Any, Unpack
 
@@ -20,16 +20,16 @@ from flax_mha.sharding import rules
 
 
 class Classifier(nn.Module):
-    """Embeds, adds positions, encodes, pools the tokens, and projects to logits.
+    """A classifier of sequences: embedding, encoder, pooling over tokens, and output layer.
 
     Attributes:
-      embedding: `TokenEmbedding`, `PatchEmbedding` or any module that gives [*B, T, D].
+      embedding: `TokenEmbedding`, `PatchEmbedding` or any module that returns [*B, T, D].
       encoder: the stack.
-      num_classes: features of the logits; None for the tokens' features instead.
-      positions: a kind of `PositionEmbedding`, "none" if the attention layer rotates, say.
-      dropout_rate: of the embedded tokens.
-      class_tokens: how many learned tokens stand before those of the input, at the first positions.
-      pooling: "mean", over all tokens, or "first", of the first one: with class_tokens=1 as ViT.
+      num_classes: the number of classes; None to return the tokens' features instead.
+      positions: the kind of `PositionEmbedding`, such as "none" if the attention layers rotate.
+      dropout_rate: the dropout rate of the embedded tokens.
+      class_tokens: the number of learned tokens before the input's tokens.
+      pooling: "mean" over all tokens, or "first" for the first one (ViT: with class_tokens=1).
     """
 
     embedding: nn.Module
@@ -42,12 +42,12 @@ class Classifier(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
-        """Classify each row of the batch.
+        """Classify each example of the batch.
 
         Args:
-          inputs: what the embedding takes.
-          **options: for the encoder, see `MultiHeadAttention`. Tokens beyond `lengths` have no
-            influence. `deterministic` must be given where there is dropout.
+          inputs: the embedding's input.
+          **options: arguments of the encoder (see `MultiHeadAttention`). Tokens beyond `lengths`
+            have no influence. With dropout, `deterministic` must be given.
 
         Returns:
           Logits [*B, num_classes], float32; or features [*B, T, D].
@@ -55,13 +55,13 @@ class Classifier(nn.Module):
         check_module("encoder", self.encoder, Encoder)
         if not isinstance(self.embedding, nn.Module):
             raise TypeError(
-                f"embedding must be a module that gives [*B, T, D], got "
+                f"embedding must be a module that returns [*B, T, D], got "
                 f"{type(self.embedding).__name__}; give TokenEmbedding(…) or PatchEmbedding(…)"
             )
         optional(num_classes=self.num_classes)
         fields(self)
         lengths = options.get("lengths")
-        # Padded patches must not meet the gradient of their projection; tokens have none.
+        # Padded patches are cleared, as a NaN there would reach the projection's gradient.
         patches = isinstance(self.embedding, PatchEmbedding)
         x = self.embedding(inputs, lengths=lengths) if patches else self.embedding(inputs)
         if integer("class_tokens", self.class_tokens):
@@ -80,7 +80,7 @@ class Classifier(nn.Module):
 
     @nn.nowrap
     def _with_class_tokens(self, x: jax.Array, options: Any) -> tuple[jax.Array, Any]:
-        """Put the learned tokens before the others, and return the options for all."""
+        """Prepend the learned tokens, and return the options for all tokens."""
         count, lengths = self.class_tokens, options.get("lengths")
         tokens = self.param("class_tokens", nn.initializers.normal(0.02), (count, x.shape[-1]))
         if lengths is not None:
@@ -95,13 +95,13 @@ class Classifier(nn.Module):
 
 
 def _first(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return the first token of each row, [*B, T, D] to [*B, D]."""
+    """Return the first token [*B, D] of each example [*B, T, D]."""
     del lengths
     return x[..., 0, :]
 
 
 def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """Return the mean of each row's real tokens, [*B, T, D] to [*B, D]; 0 where there is none."""
+    """Return the mean [*B, D] of the real tokens in [*B, T, D], or 0 if an example has none."""
     if lengths is None:
         return jnp.mean(x, axis=-2)
     lengths = shapes.per_row("lengths", lengths, x.shape[:-2], x.shape[-2])
@@ -111,21 +111,21 @@ def _mean(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next token from those before it: embeds, decodes, and gives logits.
+    """A language model, which predicts each next token from the tokens before it.
 
         logits[t] = decoder(E[tokens[0 … t]] + P)[t] · Eᵀ
 
+    With `decode=True` in its layers, the model continues from the cached tokens (see
+    `MultiHeadAttention` and `flax_mha.generate`).
+
     Attributes:
       embedding: the table E.
-      decoder: the stack. With `cross_attention` in its blocks the model is conditioned on a memory.
-      tied: whether E gives the logits too; otherwise a table of its own, `head`, does.
+      decoder: the stack. With `cross_attention` in its blocks, the model attends to a memory.
+      tied: True to compute logits with E; False for a separate table, `head`.
       position_embedding: P, for layers that do not rotate (default: none).
-      dropout_rate: of the embedded tokens.
-      logits_scale: of the logits, such as 1/√D in T5.
-      logits_cap: c of c·tanh(logits / c), after the scale (Gemma 2).
-
-    With `decode=True` in its layers the model goes on from the tokens so far, see
-    `MultiHeadAttention` and `flax_mha.generate`.
+      dropout_rate: the dropout rate of the embedded tokens.
+      logits_scale: the factor of the logits, such as 1/√D in T5.
+      logits_cap: c of the soft cap c·tanh(logits / c) after the scale (Gemma 2); None for no cap.
     """
 
     embedding: TokenEmbedding
@@ -137,14 +137,16 @@ class LanguageModel(nn.Module):
     logits_cap: float | None = None
 
     def setup(self) -> None:
-        """Make dropout and head."""
+        """Create dropout and head."""
         check_module("embedding", self.embedding, TokenEmbedding)
         check_module("decoder", self.decoder, Decoder)
         check_module("position_embedding", self.position_embedding, PositionEmbedding)
         fields(self)
         number("logits_scale", self.logits_scale)
         if self.logits_cap is not None and not number("logits_cap", self.logits_cap) > 0:
-            raise ValueError(f"logits_cap must be above 0, got {self.logits_cap}; None is no cap")
+            raise ValueError(
+                f"logits_cap must be above 0, got {self.logits_cap}; give None for no cap"
+            )
         self.dropout = Dropout(self.dropout_rate)
         if not self.tied:
             self.head = self.embedding.copy(name=None)
@@ -154,34 +156,34 @@ class LanguageModel(nn.Module):
         memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
-        """Score every token as the next one.
+        """Return the logits of the token after each token.
 
         Args:
           tokens: int [*B, T].
-          memory: [*B, S, D'], what `cross_attention` attends to.
-          at: int [*B], in 0 … T−1, the one token of each row whose successor is wanted (default:
-            all are). The logits of one out of range are NaN.
-          memory_mask: which of the memory a token may see.
-          memory_lengths: int [*B], how many of the memory's rows are real (default: all).
-          **options: for the blocks, see `MultiHeadAttention`; a mask joins causality. `positions`
-            and `order` are those of `position_embedding` too, which in decoding has to be told.
-            `deterministic` must be given where there is dropout.
+          memory: [*B, S, D'], the encoder's output for `cross_attention`.
+          at: int [*B], in 0 … T−1, the index of the only token in each example to return logits for
+            (default: all tokens). An index out of range gives NaN.
+          memory_mask: the mask of the memory's tokens.
+          memory_lengths: int [*B], the number of real tokens in the memory (default: all).
+          **options: arguments of the blocks (see `MultiHeadAttention`); the mask is combined with a
+            causal one. `position_embedding` gets `positions` or `order` too, and needs one of them
+            in decoding. With dropout, `deterministic` must be given.
 
         Returns:
-          Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 at least.
+          Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
 
         Raises:
-          ValueError: if sizes do not fit, positions are missing, or tokens, positions or `at` are
-            known to be out of range.
+          ValueError: if sizes do not fit, positions are missing, or static tokens, positions or
+            `at` are out of range.
           TypeError: if a dtype is not supported.
         """
         tokens = shapes.check_tokens("tokens", tokens)
         positions, order = options.get("positions"), options.get("order")
         if order is not None:
             order = shapes.check_order(order, tokens.shape[-1])
-        where: Any = order if positions is None and order is not None else positions
+        places: Any = order if positions is None and order is not None else positions
         with rules.undivided_tokens(getattr(self.decoder, "decodes", False)):
-            x = self.embed(tokens, positions=where, deterministic=options.get("deterministic"))
+            x = self.embed(tokens, positions=places, deterministic=options.get("deterministic"))
             if all(block.attention.rotary is None for block in self.decoder.blocks):
                 options.pop("positions", None)
             x = self.decoder(
@@ -189,7 +191,7 @@ class LanguageModel(nn.Module):
             )
             if at is not None:
                 at = shapes.per_row("at", at, x.shape[:-2], x.shape[-2] - 1)
-                # Before the product: the logits of a whole prompt are large, and nobody reads them.
+                # Select before the matmul, as the logits of a full prompt are large.
                 x = sharding.auto(_select, ("batch", "norm_length", None), x, at)
             logits = (self.embedding if self.tied else self.head).logits(x)
         logits = logits if self.logits_scale == 1 else logits * self.logits_scale
@@ -200,36 +202,43 @@ class LanguageModel(nn.Module):
         self, tokens: jax.Array, embedding: TokenEmbedding | None = None, *,
         positions: jax.Array | None = None, deterministic: bool | None = None,
     ) -> jax.Array:  # fmt: skip
-        """Embed tokens int [*B, T] for a stack, [*B, T, D], by E or another table."""
-        if positions is None and embedding is None and self._goes_on():
+        """Return the input features [*B, T, D] of a stack.
+
+        Args:
+          tokens: int [*B, T].
+          embedding: the table of tokens (default: E).
+          positions: int [T] or [*B, T], the positions of the tokens (default: 0 … T−1).
+          deterministic: False to apply dropout.
+        """
+        if positions is None and embedding is None and self._needs_positions():
             raise ValueError(
-                "in decoding, position_embedding needs to know where the tokens stand; give "
+                "positions must be given for position_embedding in decoding, got None; give "
                 "positions=, or use layers that rotate"
             )
         x = (self.embedding if embedding is None else embedding)(tokens)
         return self.dropout(self.position_embedding(x, positions), deterministic=deterministic)
 
     @nn.nowrap
-    def _goes_on(self) -> bool:
-        """Return True if the cache holds earlier tokens, and P needs their number."""
+    def _needs_positions(self) -> bool:
+        """Return True if the cache holds earlier tokens, and P depends on their number."""
         return self.has_variable("cache", "decoder") and self.position_embedding.kind != "none"
 
 
 def _select(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Return the features [*B, 1, D] of one token of each row, NaN for one out of range."""
+    """Return the features [*B, 1, D] of token `at` of each example, NaN if out of range."""
     at = jnp.where(at < 0, x.shape[-2], at)[..., None, None]
     return jnp.take_along_axis(x, at, axis=-2, mode="fill", fill_value=jnp.nan)
 
 
 class Translator(nn.Module):
-    """One sequence from another: an encoder, and a language model that attends to its output.
+    """An encoder-decoder model: an encoder, and a language model that attends to its output.
 
         logits = decoder(target, encoder(E[source] + P))
 
     Attributes:
       encoder: the stack over the source.
       decoder: the model of the target, whose blocks have `cross_attention`.
-      embedding: the table of source tokens (default: that of the decoder, which both share).
+      embedding: the table of source tokens (default: share the decoder's).
 
     Source: Vaswani et al., "Attention Is All You Need", 2017.
     """
@@ -237,26 +246,26 @@ class Translator(nn.Module):
     encoder: Encoder
     decoder: LanguageModel
     embedding: TokenEmbedding | None = None
-    # Of a subclass whose source is no tokens, False.
+    # False in subclasses with another source than tokens.
     reads_tokens = True
 
     def __call__(
         self, source: jax.Array, target: jax.Array, *, source_lengths: jax.Array | None = None,
         deterministic: bool | None = None, sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
-        """Score every token as the one after each of the target's.
+        """Return the logits of the token after each target token.
 
         Args:
           source: int [*B, S].
           target: int [*B, T].
-          source_lengths: int [*B], how many tokens of each source are real (default: all). The
+          source_lengths: int [*B], the number of real tokens in each source (default: all). The
             others have no influence.
-          deterministic: False turns dropout on, and needs the rng `dropout`; True turns it off.
-            Must be said where there is dropout.
-          sow_weights: see `MultiHeadAttention`.
+          deterministic: False to apply dropout, which needs the rng `dropout`. With dropout it must
+            be given.
+          sow_weights: True to sow the attention weights (see `MultiHeadAttention`).
 
         Returns:
-          Logits [*B, T, vocab_size], float32 at least.
+          Logits [*B, T, vocab_size], float32 or wider.
         """
         call: dict[str, Any] = {"deterministic": deterministic, "sow_weights": sow_weights}
         memory = self.encode(source, source_lengths=source_lengths, **call)
@@ -266,7 +275,14 @@ class Translator(nn.Module):
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
         deterministic: bool | None = None, sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
-        """Map a source int [*B, S] to the memory [*B, S, D]; arguments as in the call."""
+        """Return the encoder's output [*B, S, D] for a source.
+
+        Args:
+          source: int [*B, S].
+          source_lengths: int [*B], the number of real tokens in each source (default: all).
+          deterministic: False to apply dropout.
+          sow_weights: True to sow the attention weights.
+        """
         check_module("encoder", self.encoder, Encoder)
         check_module("decoder", self.decoder, LanguageModel)
         if self.embedding is not None:
@@ -278,5 +294,11 @@ class Translator(nn.Module):
         )
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
-        """Return the decoder's logits, with arguments as for `LanguageModel`."""
+        """Return the decoder's logits.
+
+        Args:
+          target: int [*B, T].
+          memory: [*B, S, D], the encoder's output.
+          **call: other arguments of `LanguageModel`.
+        """
         return self.decoder(target, memory, **call)

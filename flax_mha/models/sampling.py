@@ -1,4 +1,4 @@
-"""Which token comes next: rules over logits, as plain functions."""
+"""Sampling of the next token: functions of logits."""
 
 from typing import Any, Self
 
@@ -11,17 +11,11 @@ from flax_mha.base import checks
 
 
 def top_k(logits: jax.Array, k: int) -> jax.Array:
-    """Keep the k most likely tokens, and set the others to −∞.
+    """Keep the k most likely tokens, and set the logits of all others to −∞.
 
     Args:
       logits: [*B, V].
-      k: 1 … V. Of equal logits those of smaller tokens come first.
-
-    Returns:
-      [*B, V].
-
-    Raises:
-      ValueError: if k is not in 1 … V.
+      k: the number of tokens, 1 … V. Among equal logits, smaller token ids come first.
     """
     _check_logits(logits)
     checks.positive(top_k=k)
@@ -34,17 +28,11 @@ def top_k(logits: jax.Array, k: int) -> jax.Array:
 
 
 def top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
-    """Keep the fewest most likely tokens that have probability p together; others become −∞.
+    """Keep the fewest tokens with a total probability of p, and set all other logits to −∞.
 
     Args:
       logits: [*B, V].
-      p: in (0, 1]. At least one token is kept.
-
-    Returns:
-      [*B, V].
-
-    Raises:
-      ValueError, TypeError: if p is no number, or known to be out of range.
+      p: the probability, in (0, 1]. At least one token is kept.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020.
     """
@@ -71,18 +59,18 @@ def _check_logits(logits: jax.Array) -> None:
 
 
 def _ranks(logits: jax.Array) -> jax.Array:
-    """Return 0 for the most likely token, 1 for the next, …"""
+    """Return the rank of each token: 0 for the most likely one, 1 for the next, …"""
     order = jnp.argsort(logits, axis=-1, descending=True)
     return jnp.argsort(order, axis=-1)
 
 
 class Sampling(struct.PyTreeNode):
-    """How a token is chosen: divide by the temperature, keep top_k, then top_p, and draw.
+    """A sampling rule: divide logits by the temperature, keep top_k, then top_p, and draw.
 
     Attributes:
-      temperature: None for the most likely token (greedy).
-      top_k: None for all.
-      top_p: None for all.
+      temperature: the divisor of logits; None for the most likely token (greedy).
+      top_k: the number of tokens to keep; None for all.
+      top_p: the probability to keep; None for all tokens.
     """
 
     temperature: Any = None
@@ -91,27 +79,35 @@ class Sampling(struct.PyTreeNode):
 
     @classmethod
     def checked(cls, temperature: float, top_k: int | None, top_p: float | None) -> Self:
-        """Make the rule of a user's numbers.
+        """Check a user's numbers, and return their rule.
 
-        Raises:
-          ValueError: if they are out of range, or without effect.
-          TypeError: if they are no numbers.
+        Args:
+          temperature: the divisor of logits; 0 for greedy choice.
+          top_k: the number of tokens to keep.
+          top_p: the probability to keep.
         """
         if checks.number("temperature", temperature) < 0:
-            raise ValueError(f"temperature must be at least 0 and finite, got {temperature}")
+            raise ValueError(
+                f"temperature must be at least 0 and finite, got {temperature}; 0 is greedy"
+            )
         if top_p is not None and not 0 < checks.number("top_p", top_p) <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {top_p}; None keeps all tokens")
         checks.optional(top_k=top_k)
         if not temperature and (top_k, top_p) != (None, None):
             raise ValueError(
-                f"top_k={top_k} and top_p={top_p} limit what is drawn, and temperature=0 draws "
-                f"nothing: it takes the most likely token; set a temperature, or drop them"
+                f"top_k and top_p must be None with temperature=0, which takes the most likely "
+                f"token, got {top_k} and {top_p}; set a temperature, or drop them"
             )
         scalar = None if top_p is None else jnp.float32(top_p)
         return cls(jnp.float32(temperature) if temperature else None, top_k, scalar)
 
     def choose(self, key: jax.Array | None, logits: jax.Array) -> jax.Array:
-        """Draw tokens int32 [B] by logits [B, V]; a row's draw depends on key and its index."""
+        """Draw tokens int32 [B] from logits [B, V].
+
+        Args:
+          key: the random key; a row's draw depends only on it and on the row's index.
+          logits: [B, V].
+        """
         if self.temperature is None or key is None:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -121,6 +117,6 @@ class Sampling(struct.PyTreeNode):
             return logits if rule.top_p is None else top_p(logits, rule.top_p)
 
         limited = sharding.auto(limit, ("batch", None), logits, self)
-        # The greatest of logits with Gumbel noise is distributed as their softmax.
+        # The argmax of logits with Gumbel noise is a sample of their softmax.
         noise = jax.random.gumbel(key, limited.shape, limited.dtype)
         return jnp.argmax(limited + sharding.like(noise, limited), axis=-1).astype(jnp.int32)

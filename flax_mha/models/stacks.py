@@ -23,27 +23,27 @@ Sources: TypeAlias = Sequence[int | None]
 
 
 class Stack(nn.Module):
-    """A stack of blocks, with a norm at the end unless they are post-norm.
+    """A stack of blocks, with a final norm unless they are post-norm.
 
     Attributes:
-      num_layers: how many blocks.
-      block: the block that each is a copy of, with parameters of its own; or several in turn, such
-        as five with a window and one without, from the first on again after the last.
-      scan: run them by `nn.scan`, compiled once instead of num_layers times; the parameters are
-        then stacked on a leading axis under `layers` instead of `layers_0`, `layers_1`, … Of
-        several blocks one step has them all, as `block_0`, `block_1`, …; layers that are left over
-        after the last step stand beside it, under their number.
-      scores: functions of the scores of all its layers of self-attention, after their own; what
-        they learn is shared, such as the table of `RelativeBias()` in T5.
-      input_norm: whether there is a norm before the first block (BERT, CLIP).
-      final_norm: whether there is one after the last (default: unless the blocks are post-norm).
-      kv_from: for each layer, the number of an earlier one whose keys and values its self-attention
-        attends to, or None for its own, such as (None, None, 0, 1). Those that take have no
-        parameters for keys and values, and no cache. Under `scan` a layer takes from one of the
-        same step (default: all have their own).
+      num_layers: the number of layers.
+      block: the block that each layer copies, with separate parameters; or several blocks to
+        alternate, such as five with a window and one without.
+      scan: True to run the layers by `nn.scan`, compiled once instead of num_layers times. The
+        parameters are then stacked on a leading axis under `layers` instead of `layers_0`, … One
+        step has all alternating blocks, as `block_0`, `block_1`, …; layers that fill no step keep
+        their name `layers_i`.
+      scores: score functions of all self-attention layers, applied after the layers' own. Their
+        parameters are shared, such as the table of `RelativeBias()` in T5.
+      input_norm: True for a norm before the first block (BERT, CLIP).
+      final_norm: True for a norm after the last block (default: unless the blocks are post-norm).
+      kv_from: for each layer, the index of an earlier layer whose keys and values its
+        self-attention uses, or None, such as (None, None, 0, 1). A layer with an index has no
+        parameters for keys and values, and no cache. With `scan` both layers must be in the same
+        step (default: None for all).
 
-    Sources of `kv_from`: Brandon et al., "Reducing Transformer Key-Value Cache Size with
-    Cross-Layer Attention", 2024; Sun et al., "You Only Cache Once", 2024.
+    Sources: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention",
+    2024, and Sun et al., "You Only Cache Once", 2024 (kv_from).
     """
 
     num_layers: int
@@ -57,7 +57,7 @@ class Stack(nn.Module):
     kind: ClassVar[type[Block]] = Block
 
     def __post_init__(self) -> None:
-        """Make tuples of lists: they have a hash, by which compiled programs tell models apart."""
+        """Convert lists to tuples, as JAX needs hashable modules."""
         for name in ("block", "kv_from"):
             if isinstance(getattr(self, name), list):
                 setattr(self, name, tuple(getattr(self, name)))
@@ -65,18 +65,18 @@ class Stack(nn.Module):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The blocks in turn."""
+        """The alternating blocks."""
         blocks = self.block if isinstance(self.block, tuple) else (self.block,)
         for block in blocks:
             check_module("block", block, self.kind)
             check_module("attention", block.attention, MultiHeadAttention)
         if not blocks:
-            raise ValueError("block must be a block, or some of them in turn, got none")
+            raise ValueError("block must be a block or several, got none; give one")
         return blocks
 
     @property
     def first(self) -> Block:
-        """The first block, whose dtypes are those of all."""
+        """The first block, whose dtypes the stack uses."""
         return self.blocks[0]
 
     @property
@@ -86,7 +86,13 @@ class Stack(nn.Module):
 
     @nn.nowrap
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
-        """Run the blocks one after another, each with the same other inputs and arguments."""
+        """Run the blocks in sequence.
+
+        Args:
+          x: [*B, T, D].
+          *others: other inputs of each block.
+          **call: arguments of each block.
+        """
         with rules.undivided_tokens(self.decodes):
             return self._run(x, *others, **call)
 
@@ -95,7 +101,7 @@ class Stack(nn.Module):
         checks.fields(self)
         shapes.check_features("x", x)
         checks.positive(num_layers=self.num_layers)
-        # A block of a user's own need not take what nobody gives.
+        # User-defined blocks need not take arguments that are None.
         inputs = tuple(x for x in others if x is not None)
         call = {name: x for name, x in call.items() if x is not None}
         blocks = self.blocks
@@ -107,9 +113,9 @@ class Stack(nn.Module):
             call["scores"] = scores + as_scores(call.get("scores", ()))
         by_layer, sources = self._by_layer(call), self._sources(call)
         rotates = [block.attention.rotary is not None for block in blocks]
-        # Positions are for those that rotate: some models rotate in some layers only.
-        unturned = {name: x for name, x in call.items() if name != "positions"}
-        by_block = [call if turns or not any(rotates) else unturned for turns in rotates]
+        # If only some layers rotate, the others get no positions.
+        unrotated = {name: x for name, x in call.items() if name != "positions"}
+        by_block = [call if has_rope or not any(rotates) else unrotated for has_rope in rotates]
         steps = self.num_layers // len(blocks) if self.scan else 0
         done = steps * len(blocks)
         if steps:
@@ -128,13 +134,13 @@ class Stack(nn.Module):
         self, x: jax.Array, inputs: Inputs, by_block: Sequence[Options],
         by_layer: Sequence[Options], sources: Sources,
     ) -> jax.Array:  # fmt: skip
-        """Run as many steps as there are layers for, each with all blocks."""
+        """Run a scan whose steps have all blocks."""
         blocks = self.blocks
 
         def step(
             module: Any, x: jax.Array, inputs: Inputs, by_layer: Sequence[Options]
         ) -> tuple[jax.Array, None]:
-            options = [one | other for one, other in zip(by_block, by_layer, strict=True)]
+            options = [x | y for x, y in zip(by_block, by_layer, strict=True)]
             if isinstance(module, _Group):
                 return module(x, inputs, options, sources), None
             return _run_blocks([module], x, inputs, options, sources), None
@@ -150,67 +156,65 @@ class Stack(nn.Module):
         group = _Group(blocks, name="layers") if len(blocks) > 1 else self.first.copy(name="layers")
         by_step = [by_layer[i :: len(blocks)] for i in range(len(blocks))]
         stacked = [jax.tree.map(lambda *x: jnp.stack(x), *options) for options in by_step]
-        # A scan's carry has one dtype, that of the blocks.
+        # The carry of a scan must keep its dtype.
         x = x.astype(_residual_dtype(self.first, x.dtype))
         return scanned(group, x, inputs, stacked)[0]
 
     @nn.nowrap
     def _sources(self, call: dict[str, Any]) -> tuple[int | None, ...]:
-        """Return for each layer the one whose keys and values it takes: `kv_from`, checked."""
+        """Check `kv_from`, and return it with None for each layer by default."""
         if self.kv_from is None:
             return (None,) * self.num_layers
         kv_from = self.kv_from
         if not isinstance(kv_from, tuple) or len(kv_from) != self.num_layers:
             raise ValueError(
-                f"kv_from must be a tuple of a layer's number or None for each of the "
-                f"{self.num_layers} layers, got {kv_from!r}"
+                f"kv_from must be a tuple of a layer's index or None for each of the "
+                f"{self.num_layers} layers, got {kv_from!r}; change it"
             )
         if call.get("kv") is not None:
-            raise ValueError(
-                f"kv= goes to all layers, and kv_from={kv_from} says where each has them from; "
-                f"give one of the two"
-            )
+            raise ValueError("kv= must be None with kv_from, got both; give one of the two")
         for i, source in enumerate(kv_from):
             if source is None:
                 continue
             checks.integer(f"kv_from[{i}]", source)
             legal = [n for n in range(i) if kv_from[n] is None]
             if source not in legal:
-                rule = f"an earlier layer with keys and values of its own, one of {legal}"
-                rule = rule if legal else "None, for no layer stands before the first"
-                raise ValueError(f"kv_from[{i}] must be {rule}, got {source} in {kv_from}")
-        several = len(self.blocks)
-        starts = [i - i % several for i in range(self.num_layers)]
+                rule = f"None or an earlier layer with keys and values, one of {legal}"
+                rule = rule if legal else "None for the first layer"
+                raise ValueError(
+                    f"kv_from[{i}] must be {rule}, got {source} in {kv_from}; change it"
+                )
+        size = len(self.blocks)
+        starts = [i - i % size for i in range(self.num_layers)]
         first = [kv_from[i - start] for i, start in enumerate(starts)]
-        same = [None if n is None else n + start for n, start in zip(first, starts, strict=True)]
-        if self.scan and kv_from != tuple(same):
+        repeated = tuple(
+            None if n is None else n + start for n, start in zip(first, starts, strict=True)
+        )
+        if self.scan and kv_from != repeated:
             raise ValueError(
-                f"under scan a layer can take keys and values only from a layer of the same step "
-                f"(each has {several} here), and in every step alike: by its beginning kv_from "
-                f"would be {tuple(same)}, got {kv_from}; give block= more blocks in turn, or "
-                f"scan=False"
+                f"kv_from must name layers of the same step under scan (a step has {size}), alike "
+                f"in all steps: {repeated}, got {kv_from}; give block= more blocks, or scan=False"
             )
         return kv_from
 
     @nn.nowrap
     def _by_layer(self, call: Options) -> list[Options]:
-        """Take the arguments that differ by layer out of those of the call, and return them.
+        """Remove the arguments that differ by layer from a call, and return them for each layer.
 
-        They are a key for dropout, or all would drop the same weights; and the head_mask, if it is
-        a list.
+        These are dropout keys, so that layers drop different weights, and head masks in a list.
         """
         by_layer: list[Options] = [{} for _ in range(self.num_layers)]
         if call.get("dropout_rng") is not None:
             key = checks.key("dropout_rng", call.pop("dropout_rng"))
-            for options, part in zip(by_layer, jax.random.split(key, self.num_layers), strict=True):
-                options["dropout_rng"] = part
+            for options, k in zip(by_layer, jax.random.split(key, self.num_layers), strict=True):
+                options["dropout_rng"] = k
         head_masks = call.get("head_mask")
         if not isinstance(head_masks, list | tuple):
             return by_layer
         if len(head_masks) != self.num_layers:
             raise ValueError(
                 f"head_mask must be one array, or a list of one for each of the {self.num_layers} "
-                f"blocks, got {len(head_masks)}; give jnp.ones(N) for blocks whose heads all stay"
+                f"blocks, got {len(head_masks)}; give jnp.ones(N) for blocks that keep all heads"
             )
         del call["head_mask"]
         for options, mask in zip(by_layer, head_masks, strict=True):
@@ -219,7 +223,7 @@ class Stack(nn.Module):
 
 
 class _Group(nn.Module):
-    """Several blocks as one step of a scan."""
+    """The alternating blocks, as one step of a scan."""
 
     blocks: Sequence[Block]
 
@@ -235,36 +239,43 @@ def _run_blocks(
     blocks: Sequence[Any], x: jax.Array, inputs: Inputs, options: Sequence[Options],
     sources: Sources,
 ) -> jax.Array:  # fmt: skip
-    """Run blocks one after another, each with its options, and return the output of the last.
+    """Run blocks in sequence.
 
-    A block with a source attends to the keys and values of the block of that number.
+    Args:
+      blocks: the blocks.
+      x: the input of the first block.
+      inputs: other inputs of each block.
+      options: the arguments of each block.
+      sources: for each block, the index of the block whose keys and values it uses, or None.
     """
-    kept: dict[int, Shared] = {}
+    shared: dict[int, Shared] = {}
     for i, (block, call, source) in enumerate(zip(blocks, options, sources, strict=True)):
-        call = call if source is None else call | {"kv": kept[source]}
+        call = call if source is None else call | {"kv": shared[source]}
         if i in sources:
-            x, kept[i] = block(x, *inputs, **call, return_kv=True)
+            x, shared[i] = block(x, *inputs, **call, return_kv=True)
         else:
             x = block(x, *inputs, **call)
     return x
 
 
 class Encoder(Stack):
-    """A stack of `EncoderBlock`: fields of `Stack`."""
+    """A stack of `EncoderBlock`, with the fields of `Stack`."""
 
     kind = EncoderBlock
 
     @nn.compact
     def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
-        """Map [*B, T, D] to [*B, T, D]; options as for `EncoderBlock`, the same in each.
+        """Apply the blocks in sequence.
 
-        Of `head_mask` there may be a list, with one for each block.
+        Args:
+          x: [*B, T, D].
+          **options: arguments of each `EncoderBlock`; `head_mask` may be a list with one for each.
         """
         return self.run(x, **options)
 
 
 class Decoder(Stack):
-    """A stack of `DecoderBlock`: fields of `Stack`."""
+    """A stack of `DecoderBlock`, with the fields of `Stack`."""
 
     kind = DecoderBlock
 
@@ -274,9 +285,14 @@ class Decoder(Stack):
         memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
-        """Map [*B, T, D] to [*B, T, D]; arguments as for `DecoderBlock`, the same in each.
+        """Apply the blocks in sequence.
 
-        Of `head_mask` there may be a list, with one for each block.
+        Args:
+          x: [*B, T, D].
+          memory: [*B, S, D'], the encoder's output.
+          memory_mask: the mask of the memory's tokens.
+          memory_lengths: int [*B], the number of real tokens in the memory (default: all).
+          **options: arguments of each `DecoderBlock`; `head_mask` may be a list with one for each.
         """
         return self.run(
             x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options
@@ -284,7 +300,7 @@ class Decoder(Stack):
 
 
 def _residual_dtype(block: Block, dtype: Dtype) -> Dtype:
-    """Return the dtype of a block's output for an input of that dtype."""
+    """Return the dtype of a block's output, given the input's."""
     layer = block.attention
     computed = layer.dtype or jnp.promote_types(dtype, layer.param_dtype)
     return computed if block.post_norm else jnp.promote_types(dtype, computed)

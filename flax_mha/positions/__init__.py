@@ -1,4 +1,4 @@
-"""Positions of tokens: sinusoidal and rotary formulas, and a learned table."""
+"""Position encodings: sinusoidal, rotary, and a learned table."""
 
 from flax_mha.positions.axial import Axial as Axial
 from flax_mha.positions.axial import MRope as MRope

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of tokens that stand on several axes: images, videos, mixed inputs."""
+"""Rotary position embeddings on several axes: images, videos, mixed inputs."""
 
 import dataclasses
 import math
@@ -13,27 +13,27 @@ from flax_mha.positions import rope
 
 @dataclasses.dataclass(frozen=True)
 class Axial:
-    """Rotary on a lattice: each axis turns an equal share of the pairs by its own coordinate.
+    """Rotary embedding on a grid, where each axis rotates an equal share of the pairs.
 
         θ = cₐ / base^(p / P),   p = 0 … P − 1, P = H / (2·axes)
 
-    for axis a, whose pairs stand after those of the axes before. Tokens stand row by row, the last
-    axis fastest: the token at position i ≥ prefix has the coordinates of i − prefix.
+    for the coordinate cₐ on axis a; the axes' pairs follow one another. Tokens are in row-major
+    order: the token at position i ≥ prefix has the coordinates of i − prefix.
 
     Attributes:
-      sizes: tokens of each axis, such as (height, width) or (frames, height, width).
+      sizes: the number of tokens on each axis, such as (height, width) or (frames, height, width).
       base: the ratio of the slowest to the fastest wavelength.
-      interleaved: pairs of neighbours, see `rotary`.
-      span: coordinates of each axis run from −span to span, at the centers of its tokens
-        (DINOv3: 2π), in place of 0 … n − 1.
-      prefix: the number of tokens before the lattice, which do not turn: class tokens.
+      interleaved: True for pairs (0, 1), (2, 3), … (see `rotary`).
+      span: the range of coordinates: from −span to span, at the centers of tokens (DINOv3: 2π),
+        instead of 0 … n − 1.
+      prefix: the number of tokens before the grid that are not rotated, such as class tokens.
 
     Raises:
-      ValueError: if fields do not fit, or a position is known to be beyond the lattice. Where it is
-        not known before tracing, such a token becomes NaN.
+      ValueError: if fields do not fit, or a static position is beyond the grid. A traced one makes
+        its token NaN.
 
     Sources: Heo et al., "Rotary Position Embedding for Vision Transformer", 2024; Siméoni et al.,
-    "DINOv3", 2025, for the span.
+    "DINOv3", 2025 (span).
     """
 
     sizes: Sequence[int]
@@ -53,11 +53,11 @@ class Axial:
     def _sizes(self) -> tuple[int, ...]:
         sizes = checks.sizes("Axial.sizes", self.sizes)
         if not sizes:
-            raise ValueError("Axial.sizes must have a size for each axis, got none")
+            raise ValueError("Axial.sizes must have a size for each axis, got none; give one")
         return sizes
 
     def check(self, positions: checks.Integers) -> int:
-        """Return the number of places, prefix and lattice, if no position is known to be beyond."""
+        """Check static positions, and return the number of positions of prefix and grid."""
         sizes = self._sizes()
         end = self.prefix + math.prod(sizes)
         remedy = f"raise Axial.sizes, {sizes} after a prefix of {self.prefix}, or give positions="
@@ -65,16 +65,21 @@ class Axial:
         return end
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H] by the positions of its tokens, int [T] or [*B, T]."""
+        """Rotate queries or keys.
+
+        Args:
+          x: [*B, T, N, H].
+          positions: int [T] or [*B, T].
+        """
         x, sizes = rope.check_heads(x), self._sizes()
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
         positions = jnp.asarray(positions)
         pairs = _pairs_per_axis(x.shape[-1], len(sizes))
-        at = jnp.maximum(positions - self.prefix, 0)
+        index = jnp.maximum(positions - self.prefix, 0)
         by_axis = []
         for n, size in enumerate(sizes):
-            c = rope.as_floats(at // math.prod(sizes[n + 1 :]) % size)
+            c = rope.as_floats(index // math.prod(sizes[n + 1 :]) % size)
             if self.span is not None:
                 c = self.span * ((2 * c + 1) / size - 1)
             by_axis.append(rope.compute_angles(c, pairs, 1 / pairs, self.base))
@@ -87,15 +92,15 @@ class Axial:
 
 @dataclasses.dataclass(frozen=True)
 class MRope:
-    """Rotary of text, images and video: each section of the pairs has a coordinate of its own.
+    """Multimodal rotary embedding, where each section of the pairs has a separate coordinate.
 
-        θ = c / base^(2p / H),   c the coordinate of the section that pair p is in
+        θ = c / base^(2p / H),   c the coordinate of pair p's section
 
     The layer's `positions` are [T, sections] or [*B, T, sections], such as (time, row, column) of
-    each token; [T] or [*B, T] stand for tokens of text, whose coordinates are all the same.
+    each token. Positions [T] or [*B, T] are for text, where all coordinates are equal.
 
     Attributes:
-      sections: pairs of each coordinate, H/2 in all: (16, 24, 24) in Qwen2-VL.
+      sections: the number of pairs for each coordinate, H/2 in all: (16, 24, 24) in Qwen2-VL.
       base: the ratio of the slowest to the fastest wavelength.
 
     Source: Wang et al., "Qwen2-VL", 2024, section 2.1.
@@ -110,7 +115,12 @@ class MRope:
         rope.check_base(self.base)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [*B, T, N, H]."""
+        """Rotate queries or keys.
+
+        Args:
+          x: [*B, T, N, H].
+          positions: int, a coordinate for each section, or one for all.
+        """
         x, sections = rope.check_heads(x), tuple(self.sections)
         at = jnp.asarray(checks.integers("positions", positions))
         rows, pairs = x.shape[:-2], sum(sections)

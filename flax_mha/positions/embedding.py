@@ -14,34 +14,24 @@ KINDS = ("learned", "none", "sinusoidal", "sinusoidal_halves")
 
 
 def sinusoidal(
-    positions: jax.Array | int,
-    features: int,
-    *,
-    base: float = 10_000.0,
-    halves: bool = False,
+    positions: jax.Array | int, features: int, *, base: float = 10_000.0, halves: bool = False,
     dtype: Dtype = jnp.float32,
-) -> jax.Array:
-    """Return the sinusoidal position encoding of the Transformer.
+) -> jax.Array:  # fmt: skip
+    """Return the sinusoidal position encoding of the Transformer, [*P, D].
 
         P[i, 2c] = sin(i / base^(2c/D)),   P[i, 2c+1] = cos(i / base^(2c/D))
 
     With `halves`, as in tensor2tensor and Whisper, sines come first, and the slowest wavelength is
-    reached:
+    exactly base times the fastest:
 
         P[i, c] = sin(i / base^(c/(D/2−1))),   P[i, D/2+c] = cos(i / base^(c/(D/2−1)))
 
     Args:
-      positions: int [*P], or a length T that stands for 0 … T−1.
-      features: D; an odd D ends with a sine. With `halves` even, and at least 4.
+      positions: int [*P], or a length T for 0 … T−1.
+      features: D; an odd D ends with a sine. With `halves`, D must be even and at least 4.
       base: the ratio of the slowest to the fastest wavelength.
       halves: True for sines first, then cosines.
-      dtype: of the result; the angles are computed in float32.
-
-    Returns:
-      [*P, D].
-
-    Raises:
-      ValueError: if features, base or positions do not fit.
+      dtype: the result's dtype; the angles are computed in float32.
 
     Source: Vaswani et al., "Attention Is All You Need", 2017, section 3.5.
     """
@@ -59,8 +49,8 @@ def sinusoidal(
     if checks.flag("halves", halves):
         if features < 4 or features % 2:
             raise ValueError(
-                f"halves of sines and cosines need an even number of features, at least 4, got "
-                f"{features}; choose another, or halves=False"
+                f"features must be even and at least 4 with halves=True, got {features}; change "
+                f"it, or give halves=False"
             )
         angles = rope.compute_angles(at, features // 2, 1 / (features // 2 - 1), base)
         return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
@@ -75,10 +65,10 @@ class PositionEmbedding(nn.Module):
     Attributes:
       kind: "learned" (a table [max_length, D]), "sinusoidal", "sinusoidal_halves" (Whisper's, see
         `sinusoidal`), or "none".
-      max_length: rows of the learned table; longer inputs are an error.
-      embedding_init: initializer of the learned table.
-      dtype: of the result (default: that of the inputs).
-      param_dtype: of the learned table.
+      max_length: the length of the learned table; longer inputs are an error.
+      embedding_init: the initializer of the learned table.
+      dtype: the result's dtype (default: the input's).
+      param_dtype: the dtype of the learned table.
     """
 
     kind: str = "learned"
@@ -89,13 +79,12 @@ class PositionEmbedding(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Return x [*B, T, D] + P at positions int [T] or [*B, T] (default 0 … T−1).
+        """Return x plus the encoding of its positions.
 
-        Where a learned table has no such row, the result is NaN.
-
-        Raises:
-          ValueError, TypeError: if shapes, dtypes or fields do not fit, or positions are known to
-            be beyond a learned table.
+        Args:
+          x: [*B, T, D].
+          positions: int [T] or [*B, T] (default: 0 … T−1). A static position beyond a learned table
+            is an error; a traced one gives NaN.
         """
         checks.fields(self)
         shapes.check_features("x", x)
@@ -113,8 +102,8 @@ class PositionEmbedding(nn.Module):
             rows = T if self.max_length is None else self.max_length
             if self.max_length is not None and symbols.at_most(rows + 1, T):
                 raise ValueError(
-                    f"the learned position table has max_length={rows} rows, but the input is "
-                    f"{T} long; raise max_length, or use kind='sinusoidal'"
+                    f"the input must have at most max_length={rows} tokens for a learned position "
+                    f"table, got {T}; raise max_length, or use kind='sinusoidal'"
                 )
             remedy = "raise max_length, or use kind='sinusoidal'"
             checks.within("positions", at, rows, remedy)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: pairs of features turn by angles that grow with position."""
+"""Rotary position embeddings, which rotate pairs of features by angles ∝ position."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,48 +12,54 @@ from flax_mha.positions.rope_scaling import Growing, Scaling
 
 
 def as_floats(positions: jax.Array) -> jax.Array:
-    """Return positions as float32 (float64 stays)."""
+    """Return positions as float32, or float64 if they are."""
     at = jnp.asarray(positions)
     return at.astype(jnp.float64 if at.dtype == jnp.float64 else jnp.float32)
 
 
 def compute_angles(positions: jax.Array, pairs: int, step: float, base: float) -> jax.Array:
-    """Return the angle of each pair c, positions / base^(c·step): [*P, pairs] in float32 or 64."""
+    """Return the angles of pairs c, positions / base^(c·step), float32 or float64 [*P, pairs]."""
     at = as_floats(positions)
     c = jnp.arange(pairs, dtype=at.dtype)
     return at[..., None] * shapes.lead(jnp.asarray(base, at.dtype) ** (-step * c), at.ndim + 1)
 
 
 def rotate_pairs(x: jax.Array, theta: jax.Array, interleaved: bool, size: float = 1.0) -> jax.Array:
-    """Rotate the first 2·P features of x [*B, T, N, H] by angles [*B|1, T, P], and scale them.
+    """Rotate and scale the first 2·P features of x, in the dtype of the angles.
 
-    Pairs are (0, 1), (2, 3), … if interleaved, (0, P), (1, P + 1), … else. In the dtype of x,
-    computed in that of the angles.
+    Args:
+      x: [*B, T, N, H].
+      theta: the angles [*B|1, T, P].
+      interleaved: True for pairs (0, 1), (2, 3), …; False for (0, P), (1, P + 1), …
+      size: the factor of the rotated features.
+
+    Returns:
+      [*B, T, N, H] in the dtype of x.
     """
-    theta = shapes.lead(theta[..., None, :], x.ndim)  # The same turn for every head.
+    theta = shapes.lead(theta[..., None, :], x.ndim)  # The same angle for every head.
     R = 2 * theta.shape[-1]
-    turned, unturned = x[..., :R].astype(theta.dtype), x[..., R:]
+    rotated, unrotated = x[..., :R].astype(theta.dtype), x[..., R:]
     cos, sin = (f(theta) if size == 1 else size * f(theta) for f in (jnp.cos, jnp.sin))
     if interleaved:
-        x1, x2 = turned[..., ::2], turned[..., 1::2]
+        x1, x2 = rotated[..., ::2], rotated[..., 1::2]
     else:
-        x1, x2 = turned[..., : R // 2], turned[..., R // 2 :]
+        x1, x2 = rotated[..., : R // 2], rotated[..., R // 2 :]
     pairs = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
     if interleaved:
-        turned = jnp.stack(pairs, axis=-1).reshape(turned.shape)
+        rotated = jnp.stack(pairs, axis=-1).reshape(rotated.shape)
     else:
-        turned = jnp.concatenate(pairs, axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), unturned], axis=-1)
+        rotated = jnp.concatenate(pairs, axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), unrotated], axis=-1)
 
 
 def check_base(base: float) -> None:
     """Check that the base of the wavelengths is positive."""
     if checks.number("base", base) <= 0:
-        raise ValueError(f"base must be above 0, got {base}; 10,000 is the usual one")
+        raise ValueError(f"base must be above 0, got {base}; the usual value is 10,000")
 
 
 def check_heads(x: jax.Array) -> jax.Array:
-    """Return queries or keys, if they have the shape [*B, T, N, H]."""
+    """Check that x has the shape [*B, T, N, H], and return it."""
     checks.floating("x", x)
     if x.ndim < 3:
         raise ValueError(f"x must have shape [*B, T, N, H], got {x.shape}; split it into heads")
@@ -64,36 +70,28 @@ Rotation: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def rotary(
-    x: jax.Array,
-    positions: jax.Array,
-    *,
-    base: float = 10_000.0,
-    fraction: float = 1.0,
-    interleaved: bool = False,
-    scaling: Scaling | None = None,
-) -> jax.Array:
-    """Apply a rotary position embedding: turn pairs of features by angles that grow with position.
+    x: jax.Array, positions: jax.Array, *, base: float = 10_000.0, fraction: float = 1.0,
+    interleaved: bool = False, scaling: Scaling | None = None,
+) -> jax.Array:  # fmt: skip
+    """Apply a rotary position embedding, which rotates pairs of features.
 
         (x₁, x₂) ← (x₁ cos θ − x₂ sin θ, x₂ cos θ + x₁ sin θ),   θ = i / base^(2c/R)
 
-    for pair c of the first R = fraction·H features at position i, so that the score of a query
-    at i and a key at j depends on their content and on i − j alone.
+    for pair c of the first R = fraction·H features at position i. The score of a query at i and a
+    key at j then depends on the position only through i − j.
 
     Args:
       x: queries or keys [*B, T, N, H].
       positions: int [T] or [*B, T].
       base: the ratio of the slowest to the fastest wavelength.
-      fraction: the share of the features that turn; the rest pass unchanged.
-      interleaved: pairs are (0, 1), (2, 3), … (RoFormer, GPT-J) instead of (0, R/2),
+      fraction: the share of the features that are rotated, so that R is even; others are unchanged.
+      interleaved: True for pairs (0, 1), (2, 3), … (RoFormer, GPT-J); False for (0, R/2),
         (1, R/2 + 1), … (GPT-NeoX, LLaMA).
-      scaling: of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn`, `Llama3`,
+      scaling: the scaling of θ for longer sequences: `Interpolation`, `Ntk`, `Yarn`, `Llama3`,
         `DynamicNtk` or `LongRope`.
 
     Returns:
-      [*B, T, N, H] in the dtype of x; the rotation is computed in float32 at least.
-
-    Raises:
-      ValueError: if R is not a positive even number, or the positions do not fit x.
+      [*B, T, N, H] in the dtype of x; the rotation is computed in float32 or wider.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
@@ -104,7 +102,7 @@ def rotary(
     R = round(checks.number("fraction", fraction) * x.shape[-1])
     if R < 2 or R % 2 or x.shape[-1] < R:
         raise ValueError(
-            f"rotary turns pairs, so fraction·H must be even, at least 2 and at most H; got "
+            f"fraction·H must be even, at least 2 and at most H for rotary, got "
             f"fraction={fraction} of H={x.shape[-1]}; choose an even head_dim or another fraction"
         )
     if scaling is None:
@@ -116,17 +114,17 @@ def rotary(
         )
     at = as_floats(positions)
     if isinstance(scaling, Growing):
-        # Of the row, up to the newest of these tokens.
-        turns, size = scaling(R, base, jnp.max(at, axis=-1, keepdims=True) + 1)
+        # The length of each example, up to the newest of these tokens.
+        theta, size = scaling(R, base, jnp.max(at, axis=-1, keepdims=True) + 1)
     else:
-        theta, size = scaling(R, base)
-        turns = shapes.lead(jnp.asarray(theta, at.dtype), at.ndim + 1)
-    return rotate_pairs(x, at[..., None] * turns, interleaved, size)
+        static_theta, size = scaling(R, base)
+        theta = shapes.lead(jnp.asarray(static_theta, at.dtype), at.ndim + 1)
+    return rotate_pairs(x, at[..., None] * theta, interleaved, size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """`rotary` with its settings fixed: what the layer's `rotary` field takes."""
+    """A callable for the layer's `rotary` field: the function `rotary` with its options."""
 
     base: float = 10_000.0
     fraction: float = 1.0

@@ -1,7 +1,7 @@
-"""Scalings of rotary embeddings, for sequences longer than those of training.
+"""Scalings of rotary embeddings, for sequences longer than in training.
 
-Pair c of R features turns by the angle i·θ_c at position i, with θ_c = base^(−2c/R). A scaling
-changes the θ_c, and perhaps the size of the queries and keys.
+Pair c of R features is rotated by the angle i·θ_c at position i, with θ_c = base^(−2c/R). A scaling
+changes the frequencies θ_c, and some multiply queries and keys by a factor.
 """
 
 import dataclasses
@@ -16,13 +16,16 @@ from flax_mha.base import checks, shapes
 
 
 def frequencies(R: int, base: float) -> np.ndarray:
-    """Return θ_c for the pairs of R features, float64 [R/2]."""
+    """Return the frequencies θ_c of R features, float64 [R/2]."""
     return base ** (-np.arange(0, R, 2) / R)
 
 
 @dataclasses.dataclass(frozen=True)
 class Interpolation:
-    """θ_c / factor: position i is what i / factor was ("linear" in checkpoints).
+    """Position interpolation, θ_c / factor ("linear" in checkpoints).
+
+    Attributes:
+      factor: the divisor of positions.
 
     Source: Chen et al., "Extending Context Window of Large Language Models via Positional
     Interpolation", 2023.
@@ -34,13 +37,18 @@ class Interpolation:
         _check(self, ("factor",))
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
-        """Return the scaled θ [R/2], and the factor of queries and keys."""
+        """Return the scaled frequencies [R/2], and the factor of queries and keys."""
         return frequencies(R, base) / self.factor, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Ntk:
-    """A base of base·factor^(R / (R − 2)): the slowest pair as interpolated, the fastest as it was.
+    """NTK-aware scaling, which replaces the base by base·factor^(R / (R − 2)).
+
+    The fastest pair keeps its frequency, and the slowest one has that of `Interpolation`.
+
+    Attributes:
+      factor: the divisor of the slowest frequency.
 
     Source: bloc97, "NTK-Aware Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.1.
     """
@@ -56,18 +64,16 @@ class Ntk:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """Pairs that turn often in `original_length` tokens keep θ, those that hardly do have θ/factor.
-
-    Between `beta_fast` and `beta_slow` turns a ramp over the index of the pair leads from one to
-    the other. Queries and keys are multiplied by `attention_factor`.
+    """YaRN, where fast pairs keep θ and slow pairs have θ/factor, with a ramp between them.
 
     Attributes:
       factor: the divisor of θ of slow pairs.
-      original_length: of training, in tokens.
-      beta_fast: turns from which a pair keeps θ.
-      beta_slow: turns up to which a pair has θ/factor.
+      original_length: the length of training sequences in tokens.
+      beta_fast: the rotations in `original_length` tokens where the ramp starts; faster pairs keep
+        θ.
+      beta_slow: the rotations where the ramp ends; slower pairs have θ/factor.
       attention_factor: the factor of queries and keys (default: 0.1·ln(factor) + 1).
-      truncate: True if the ramp begins and ends at whole indices, as in the paper's code.
+      truncate: True to round the ramp's ends to integer indices of pairs, as in the paper's code.
 
     Source: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models", 2023.
     """
@@ -89,8 +95,9 @@ class Yarn:
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         theta = frequencies(R, base)
 
-        def index(turns: float) -> float:
-            return R * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+        def index(rotations: float) -> float:
+            length = self.original_length / (rotations * 2 * math.pi)
+            return R * math.log(length) / (2 * math.log(base))
 
         first, last = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:
@@ -105,15 +112,15 @@ class Yarn:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Wavelengths 2π/θ beyond original_length / low as θ/factor, those below …/high as they were.
+    """The scaling of Llama 3, where fast pairs keep θ and slow pairs have θ/factor.
 
-    Between them the mean of both, weighted by (original_length / wavelength − low) / (high − low).
+    Between `low` and `high` rotations the two are averaged, with linear weights.
 
     Attributes:
-      factor: the divisor of θ of long waves.
-      original_length: of training, in tokens.
-      low: turns in that length, up to which a wave is long.
-      high: turns from which it is short.
+      factor: the divisor of θ of slow pairs.
+      original_length: the length of training sequences in tokens.
+      low: the rotations in `original_length` tokens up to which a pair is slow.
+      high: the rotations from which a pair is fast.
 
     Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, and its code.
     """
@@ -128,27 +135,27 @@ class Llama3:
         checks.positive(**{"Llama3.original_length": self.original_length})
         if self.low >= self.high:
             raise ValueError(
-                f"Llama3.low must be below high, got {self.low} and {self.high}; 1 and 4 are usual"
+                f"Llama3.low must be below high, got {self.low} and {self.high}; the usual values "
+                f"are 1 and 4"
             )
 
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         theta = frequencies(R, base)
-        turns = self.original_length * theta / (2 * math.pi)
-        kept = np.clip((turns - self.low) / (self.high - self.low), 0, 1)
-        return theta * kept + theta / self.factor * (1 - kept), 1.0
+        rotations = self.original_length * theta / (2 * math.pi)
+        share = np.clip((rotations - self.low) / (self.high - self.low), 0, 1)
+        return theta * share + theta / self.factor * (1 - share), 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicNtk:
-    """`Ntk` that grows with a row of L tokens: the base times (factor·L/original − factor + 1)^….
+    """`Ntk` with a factor that grows with the length L of an example ("dynamic" in checkpoints).
 
-    The power is R / (R − 2). Up to the original length nothing changes ("dynamic" in checkpoints).
-    A row's length is that of its call, and with a cache that of the tokens so far: keys in the
-    cache keep the turn that they had.
+    The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L counts
+    the tokens of the call, and with a cache all tokens so far; cached keys are not rotated again.
 
     Attributes:
-      factor: see the equation.
-      original_length: of training, in tokens.
+      factor: the growth of the equation above.
+      original_length: the length of training sequences in tokens.
 
     Source: emozilla, "Dynamically Scaled RoPE", 2023; Peng et al., "YaRN", 2023, section 3.3.
     """
@@ -161,27 +168,27 @@ class DynamicNtk:
         checks.positive(**{"DynamicNtk.original_length": self.original_length})
 
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
-        """Return θ [*L, R/2] for rows of length [*L], and the factor of queries and keys."""
-        grown = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
+        """Return frequencies [*L, R/2] for examples of length [*L], and the factor of q and k."""
+        factor = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
         theta, power = (
-            shapes.lead(jnp.asarray(x, grown.dtype), grown.ndim + 1)
+            shapes.lead(jnp.asarray(x, factor.dtype), factor.ndim + 1)
             for x in (frequencies(R, base), -np.arange(0, R, 2) / max(R - 2, 1))
         )
-        return theta * grown[..., None] ** power, 1.0
+        return theta * factor[..., None] ** power, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """θ_c / short_c in rows up to the original length, and θ_c / long_c in longer ones.
+    """LongRoPE, where θ_c is divided by short_c in short examples and by long_c in long ones.
 
-    A row's length is that of its call, and with a cache that of the tokens so far: keys in the
-    cache keep the turn that they had.
+    The length counts the tokens of the call, and with a cache all tokens so far; cached keys are
+    not rotated again.
 
     Attributes:
-      short: R/2 numbers.
-      long: R/2 numbers.
-      original_length: of training, in tokens.
-      attention_factor: a factor of queries and keys.
+      short: the R/2 divisors for examples up to the original length.
+      long: the R/2 divisors for longer examples.
+      original_length: the length of training sequences in tokens.
+      attention_factor: the factor of queries and keys.
 
     Source: Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens", 2024.
     """
@@ -210,7 +217,7 @@ class LongRope:
         return jnp.where(is_long, long, short), self.attention_factor
 
 
-# By the length of each row.
+# Scalings that depend on the length of each example.
 Growing: TypeAlias = DynamicNtk | LongRope
 Scaling: TypeAlias = Interpolation | Ntk | Yarn | Llama3 | Growing
 
@@ -219,4 +226,4 @@ def _check(scaling: Scaling, names: tuple[str, ...]) -> None:
     for name in names:
         full, x = f"{type(scaling).__name__}.{name}", getattr(scaling, name)
         if checks.number(full, x) <= 0:
-            raise ValueError(f"{full} must be above 0, got {x}; 1 changes nothing")
+            raise ValueError(f"{full} must be above 0, got {x}; give 1 for no scaling")

@@ -1,10 +1,10 @@
-"""Functions of scores, between q·kᵀ·scale and the mask.
+"""Score functions, which change the scores q·kᵀ·scale before the mask.
 
 >>> layer = MultiHeadAttention(8, scores=(SoftCap(50.0), Alibi()))
 
-Scores are applied in the order given. Like masks they are pytrees: their arrays take gradients.
+Score functions run in the given order. Like masks they are pytrees; their arrays get gradients.
 
-| score | the new score, given the score s of query i and key j |
+| function | the new score, from the score s of query i and key j |
 |---|---|
 | `Bias(array)` | s + array |
 | `SoftCap(c)` | c·tanh(s / c) |
@@ -12,7 +12,7 @@ Scores are applied in the order given. Like masks they are pytrees: their arrays
 | `RelativeBias(table)` | s + table[bucket(j − i)] (T5) |
 | `Relative(table)` | s + scale·q·table[j − i] (Shaw et al., 2018) |
 | `TransformerXL(u, v, kernel)` | s + the other three terms of Dai et al., 2019 |
-| `Score(fn, args)` | fn(s, row, head, i, j, *args), and of q and k too if `vectors` |
+| `Score(fn, args)` | fn(s, row, head, i, j, *args), with q and k before args if `vectors` |
 """
 
 from flax_mha.base.coordinates import At as At

@@ -1,4 +1,4 @@
-"""The base of score functions, and how several of them are read and applied."""
+"""The base class of score functions, and helpers to read and apply them."""
 
 import collections
 from collections.abc import Sequence
@@ -12,34 +12,34 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import At, Node
 from flax_mha.base.shapes import Dims
 
-# Queries [..., T, H] times the scale of the call, and keys [..., S, H], of the scores [..., T, S].
+# Scaled queries [..., T, H] and keys [..., S, H] of the scores [..., T, S].
 Vectors: TypeAlias = tuple[jax.Array, jax.Array]
 Names: TypeAlias = tuple[str | None, ...]
-# As T5X has it, for parameters of scores.
+# T5X's initializer of relative position biases.
 INIT = jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 
 
 class Make(Protocol):
-    """A function that makes a parameter of a module."""
+    """A function that creates a parameter of a module."""
 
     def __call__(
         self, name: str, shape: shapes.Shape, names: Names, init: Initializer = ..., /
     ) -> jax.Array:
-        """Make the parameter of a name and a shape, with logical names of its axes."""
+        """Create a parameter with a name, a shape, and logical names of its axes."""
         ...
 
 
 class ScoreMod(Node):
-    """The base of all scores: a function of a score and its coordinates.
+    """The base class of score functions, which map a score and its coordinates to a new score.
 
-    A subclass with `vectors = True` sees the vectors of query and key too, and defines
-    `of_vectors` in place of `__call__`.
+    A subclass with `vectors = True` also takes the query and key vectors, and defines `of_vectors`
+    instead of `__call__`.
     """
 
     vectors = False
 
     def bind(self, dims: Dims) -> Self:
-        """Check the arrays against a call; those over the scores become a `ScoreArray`."""
+        """Check the arrays against a call's sizes, and wrap score-shaped ones in `ScoreArray`."""
         del dims
         return self
 
@@ -48,31 +48,37 @@ class ScoreMod(Node):
         raise NotImplementedError(f"{type(self).__name__} must define __call__(score, at)")
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return the new score, if `vectors` is True.
+        """Return the new score from the query and key vectors too, if `vectors` is True.
 
         Args:
-          score: [..., T, S], of a whole call or of a tile, float32 at least.
-          at: its coordinates; `at.head[..., 0, 0]` has the axes before those two.
-          q: [..., T, H], the queries times the scale of the call, in the dtype of the score.
-          k: [..., S, H], the keys, in the same dtype. Under a mask, entries that are not finite
-            are 0 in q and k, and show in the score.
+          score: [..., T, S], the scores of a call or of a tile, float32 or wider.
+          at: the coordinates of the scores; `at.head[..., 0, 0]` has the leading axes alone.
+          q: [..., T, H], the scaled queries in the score's dtype.
+          k: [..., S, H], the keys in the score's dtype. Under a mask, entries of q and k that are
+            not finite are replaced by 0; the score still has them.
         """
         raise NotImplementedError(f"{type(self).__name__} must define of_vectors(score, at, q, k)")
 
     def learned(self, num_heads: int, head_dim: int, make: Make) -> Self:
-        """Return it with the arrays that it lacks, as parameters of a module of N heads of H."""
+        """Return the function with its missing arrays created as parameters of a module.
+
+        Args:
+          num_heads: the module's number of query heads.
+          head_dim: the number of features per head.
+          make: the function that creates a parameter.
+        """
         del num_heads, head_dim, make
         return self
 
 
 def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[ScoreMod, ...]:
-    """Return the scores of a module, with the arrays that they lack as its parameters.
+    """Return a module's score functions, with their missing arrays created as its parameters.
 
     Args:
-      scores: its field.
-      num_heads: N.
-      head_dim: H.
-      make: makes its parameters. The second of one name is called `name_1`.
+      scores: the module's field.
+      num_heads: the module's number of query heads.
+      head_dim: the number of features per head.
+      make: the function that creates a parameter. A repeated name becomes `name_1`, `name_2`, …
     """
     count: collections.Counter[str] = collections.Counter()
 
@@ -87,17 +93,22 @@ def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Sco
 
 
 def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
-    """Refuse scores that see queries and keys, if a layer multiplies others than its heads'."""
+    """Check that no score function takes vectors, which some layers transform before the matmul.
+
+    Args:
+      name: the layer's name for the error.
+      *fields: sequences of score functions.
+    """
     names = [type(mod).__name__ for scores in fields for mod in as_scores(scores) if mod.vectors]
     if names:
         raise ValueError(
-            f"{name} has no scores that see queries and keys, for those that it multiplies are not "
-            f"those of its heads, got {', '.join(names)}; leave it out"
+            f"{name} must have no scores of query and key vectors, as it multiplies others than "
+            f"its heads', got {', '.join(names)}; leave it out"
         )
 
 
 def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
-    """Return a sequence of scores as a tuple."""
+    """Check a sequence of score functions, and return it as a tuple."""
     if isinstance(scores, ScoreMod):
         raise TypeError(
             f"scores must be a sequence, got one {type(scores).__name__}; give it as "
@@ -105,13 +116,13 @@ def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
         )
     if not isinstance(scores, Sequence) or isinstance(scores, str):
         raise TypeError(
-            f"scores must be a sequence of those in flax_mha.scores, got "
-            f"{checks.describe(scores)}; give scores=(SoftCap(50.0),), say, or () for none"
+            f"scores must be a sequence of flax_mha.scores, got {checks.describe(scores)}; give "
+            f"scores=(SoftCap(50.0),), say, or () for none"
         )
     for mod in scores:
         if isinstance(mod, ScoreMod):
             continue
-        remedy = "give one of those in flax_mha.scores"
+        remedy = "give one of flax_mha.scores"
         if isinstance(mod, type):
             remedy = f"give {mod.__name__}(…), with its parentheses"
         elif callable(mod):
@@ -121,14 +132,21 @@ def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
 
 
 def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = None) -> jax.Array:
-    """Return the new score, in shape and dtype of the old; check a function of a user's own."""
+    """Return the new score in the old one's shape and dtype.
+
+    Args:
+      mod: the score function; the result of a user-defined one is checked.
+      score: the old score.
+      at: its coordinates.
+      vectors: the query and key vectors, for functions that take them.
+    """
     new = mod.of_vectors(score, at, *vectors) if vectors and mod.vectors else mod(score, at)
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):
         raise TypeError(
-            f"{name} must give the new score, real and floating point, got {checks.describe(new)}; "
-            f"return it from the function"
+            f"{name} must return the new score, real and floating point, got "
+            f"{checks.describe(new)}; return it from the function"
         )
-    remedy = "compute it from the score and the places that are given, pair by pair"
-    shapes.check_broadcasts(f"what {name} gives", new.shape, score.shape, "the score", remedy)
+    remedy = "compute it from the given score and coordinates, pair by pair"
+    shapes.check_broadcasts(f"{name}'s result", new.shape, score.shape, "the score", remedy)
     return jnp.broadcast_to(new, score.shape).astype(score.dtype)

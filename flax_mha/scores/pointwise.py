@@ -1,4 +1,4 @@
-"""Biases, caps, slopes, and functions of a user's own."""
+"""Score functions without vectors: biases, caps, slopes, and user-defined functions."""
 
 from collections.abc import Callable
 from typing import Any, Self
@@ -15,10 +15,10 @@ from flax_mha.scores.base import ScoreMod
 
 
 class Bias(ScoreMod):
-    """score + array.
+    """An additive bias: score + array.
 
     Attributes:
-      array: broadcastable to [*B, N, T, S].
+      array: the bias, broadcastable to [*B, N, T, S].
     """
 
     array: Any
@@ -36,10 +36,10 @@ class Bias(ScoreMod):
 
 
 class SoftCap(ScoreMod):
-    """c·tanh(score / c): scores stay within ±c.
+    """A soft cap, c·tanh(score / c), which keeps scores within ±c.
 
     Attributes:
-      cap: c.
+      cap: c, a positive number.
 
     Source: Gemma Team, "Gemma 2", 2024.
     """
@@ -49,7 +49,7 @@ class SoftCap(ScoreMod):
     def bind(self, dims: Dims) -> Self:
         cap = checks.number("SoftCap.cap", self.cap)
         if not cap > 0:
-            raise ValueError(f"SoftCap needs a cap above 0, got {self.cap}")
+            raise ValueError(f"SoftCap.cap must be above 0, got {self.cap}; leave out the SoftCap")
         return self.replace(cap=cap)
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -57,10 +57,10 @@ class SoftCap(ScoreMod):
 
 
 class Alibi(ScoreMod):
-    """score − slope[head]·|i − j|.
+    """A linear bias of the distance: score − slope[head]·|i − j|.
 
     Attributes:
-      slopes: [N]; by default the geometric sequence of the paper.
+      slopes: [N], a slope for each head (default: `alibi_slopes`, the paper's).
 
     Source: Press et al., "Train Short, Test Long: Attention with Linear Biases", 2022.
     """
@@ -78,14 +78,15 @@ class Alibi(ScoreMod):
 
 
 class Score(ScoreMod):
-    """Any rule: fn(score, row, head, i, j, *args), or fn(score, row, head, i, j, q, k, *args).
+    """A user-defined function, fn(score, row, head, i, j, *args).
 
     Attributes:
-      fn: a function of the score, of four integer arrays that broadcast to it (the index of the
-        batch row and the head, the positions of query and key) and of args; returns the new score.
-      args: arrays and numbers that fn needs; floating arrays take gradients. Traced arrays must be
-        given here, not in fn's closure.
-      vectors: True if fn takes the vectors of queries and keys too, see `ScoreMod.of_vectors`.
+      fn: a function that returns the new score. It takes the score, then four integer arrays that
+        broadcast to it (the indices of the example and the head, the positions of the query and
+        the key), then q and k if `vectors`, then args.
+      args: arrays and numbers for fn; floating arrays get gradients. Pass traced arrays here, not
+        in fn's closure.
+      vectors: True if fn takes the query and key vectors (see `ScoreMod.of_vectors`).
     """
 
     fn: Callable[..., jax.Array] = struct.field(pytree_node=False)
@@ -111,9 +112,10 @@ class Score(ScoreMod):
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
-    """Return the slopes of ALiBi, float32 [N]: 2^(−8/n), 2^(−16/n), … for n heads, a power of two.
+    """Return ALiBi's slopes, float32 [N]: 2^(−8/N), 2^(−16/N), … if N is a power of two.
 
-    For other N, these are the slopes for the power below, then every other one for the power above.
+    For other N, the slopes for the power of two below are followed by every second slope for the
+    power above.
     """
     n = 2 ** (num_heads.bit_length() - 1)
     first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
@@ -124,5 +126,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
     x = jnp.asarray(checks.floating(name, x))
     if x.shape != (dims.N,):
-        raise ValueError(f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}")
+        raise ValueError(
+            f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}; give one for each query head"
+        )
     return x

@@ -1,4 +1,4 @@
-"""Scores by the distance of a key from its query."""
+"""Score functions of the distance between query and key."""
 
 import functools
 import math
@@ -16,19 +16,19 @@ from flax_mha.scores.base import Make, ScoreMod, Vectors
 
 
 class RelativeBias(ScoreMod):
-    """score + table[head, bucket(j − i)], the relative position bias of T5.
+    """The relative position bias of T5, score + table[head, bucket(j − i)].
 
     Half of the buckets are exact distances; the others grow logarithmically up to max_distance.
 
-    >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # one table for all layers, as T5 has
+    >>> encoder = Encoder(6, block, scores=(RelativeBias(),))  # T5: one table for all layers
 
     Attributes:
-      table: [N, buckets]; None in the field `scores` of a layer or a stack, whose parameter
-        `relative_bias` it then is.
-      bidirectional: True if keys before and after the query have separate buckets; if False, keys
-        after it share the bucket of distance 0.
-      max_distance: the distance from which all share the last bucket.
-      buckets: the number of buckets of a learned table.
+      table: [N, buckets]; None in the field `scores` of a layer or a stack, which then creates the
+        parameter `relative_bias`.
+      bidirectional: True for separate buckets before and after the query; if False, keys after the
+        query share the bucket of distance 0.
+      max_distance: the distance from which all keys share the last bucket.
+      buckets: the number of buckets of a created table.
 
     Source: Raffel et al., "Exploring the Limits of Transfer Learning", 2020.
     """
@@ -51,7 +51,7 @@ class RelativeBias(ScoreMod):
         if table.ndim != 2 or table.shape[0] != dims.N or table.shape[1] < 4:
             raise ValueError(
                 f"RelativeBias.table must have shape [N, buckets] with N={dims.N} and at least 4 "
-                f"buckets, got {table.shape}"
+                f"buckets, got {table.shape}; give a row for each query head"
             )
         _check_distance(table.shape[1], self.bidirectional, self.max_distance)
         return self.replace(table=table)
@@ -68,18 +68,18 @@ class RelativeBias(ScoreMod):
 
 
 class Relative(ScoreMod):
-    """score + scale·q_i·r[d], for d = j − i clipped to ±L: relative positions as keys.
+    """Relative positions as keys, score + scale·q_i·r[d], for d = j − i clipped to ±L.
 
     >>> layer = MultiHeadAttention(8, scores=(Relative(max_distance=16),))
 
     Attributes:
-      table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], from distance −L on; None in the
-        field `scores` of a layer or a stack, whose parameter `relative_keys` it then is.
-      max_distance: L, of a learned table.
-      per_head: True if a learned table has an axis of heads.
+      table: r, [2·L + 1, H] for all heads or [N, 2·L + 1, H], starting with distance −L; None in
+        the field `scores` of a layer or a stack, which then creates the parameter `relative_keys`.
+      max_distance: L of a created table.
+      per_head: True if a created table has an axis of heads.
 
     Source: Shaw, Uszkoreit and Vaswani, "Self-Attention with Relative Position Representations",
-    2018, equation 5; there are none for values.
+    2018, equation 5; the paper's representations of values are not supported.
     """
 
     table: Any = None
@@ -102,7 +102,7 @@ class Relative(ScoreMod):
         if heads not in ([], [dims.N]) or rows % 2 == 0 or H != dims.H:
             raise ValueError(
                 f"Relative.table must have shape [2·L + 1, H] or [N, 2·L + 1, H] with N={dims.N} "
-                f"and H={dims.H}, got {table.shape}; its middle row is that of distance 0"
+                f"and H={dims.H}, got {table.shape}; the middle row is for distance 0"
             )
         return self.replace(table=table)
 
@@ -110,30 +110,30 @@ class Relative(ScoreMod):
         table = self.table.astype(score.dtype)
         table = take_heads(table, at) if table.ndim == 3 else shapes.lead(table, score.ndim)
         by_distance = jnp.einsum("...th,...rh->...tr", q, table)
-        far = table.shape[-2] // 2
-        distance = jnp.clip(at.k - at.q, -far, far) + far
+        limit = table.shape[-2] // 2
+        distance = jnp.clip(at.k - at.q, -limit, limit) + limit
         return score + jnp.take_along_axis(by_distance, distance, -1, mode="promise_in_bounds")
 
 
 class TransformerXL(ScoreMod):
-    """Relative positions as sinusoids that are projected to keys, and biases in place of queries.
+    """The relative positions of Transformer-XL: projected sinusoids as keys, and two biases.
 
         score + q_i·r_d·scale + (u·k_j + v·r_d) / √H,   r_d = W [sin(d·w), cos(d·w)],   d = i − j
 
-    with w = base^(−2c/D), c = 0 … D/2 − 1, and u, v and W of each head.
+    with w = base^(−2c/D) for c = 0 … D/2 − 1, and u, v and W for each head. In the field `scores`
+    of a layer or a stack, arrays that are None are created as the parameters
+    `relative_content_bias`, `relative_position_bias` and `relative_kernel`.
 
-    >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # biases of all layers
+    >>> decoder = Decoder(6, block, scores=(TransformerXL(features=512),))  # shared by all layers
 
     Attributes:
-      content_bias: u, [N, H]; None, as the other two, in the field `scores` of a layer or a stack,
-        whose parameters `relative_content_bias`, `relative_position_bias` and `relative_kernel`
-        they then are.
+      content_bias: u, [N, H].
       position_bias: v, [N, H].
       kernel: W, [D, N, H].
-      features: D, of a learned W (default: N·H).
-      base: of the wavelengths.
+      features: D of a created W (default: N·H).
+      base: the ratio of the slowest to the fastest wavelength.
 
-    Source: Dai et al., "Transformer-XL", 2019, section 3.3; the call's scale is 1/√H there.
+    Source: Dai et al., "Transformer-XL", 2019, section 3.3, with a scale of 1/√H.
     """
 
     content_bias: Any = None
@@ -153,12 +153,12 @@ class TransformerXL(ScoreMod):
             "position_bias": (heads, names),
             "kernel": ((features, *heads), (None, *names), init),
         }
-        made = {
+        params = {
             name: make(f"relative_{name}", *parameter)
             for name, parameter in missing.items()
             if getattr(self, name) is None
         }
-        return self.replace(**made)
+        return self.replace(**params)
 
     def bind(self, dims: Dims) -> Self:
         names = ("content_bias", "position_bias", "kernel")
@@ -169,21 +169,18 @@ class TransformerXL(ScoreMod):
         if u.shape != heads or v.shape != heads:
             raise ValueError(
                 f"TransformerXL's biases must have shape [N, H] = {heads}, got {u.shape} and "
-                f"{v.shape}"
+                f"{v.shape}; give a vector for each query head"
             )
         if kernel.shape[1:] != heads or len(kernel) % 2:
             raise ValueError(
                 f"TransformerXL.kernel must have shape [D, N, H] with (N, H) = {heads} and an even "
-                f"D, got {kernel.shape}; of one that is learned, D is the field features"
+                f"D, got {kernel.shape}; the field features sets the D of a created kernel"
             )
         return self.replace(content_bias=u, position_bias=v, kernel=jnp.moveaxis(kernel, 1, 0))
 
     def of_vectors(self, score: jax.Array, at: At, q: jax.Array, k: jax.Array) -> jax.Array:
-        """See `ScoreMod.of_vectors`.
-
-        No r_d is ever made: sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w), and so on, so the
-        sum over r_d is a product with sinusoids of the keys' positions.
-        """
+        # Avoid an array of r_d for all pairs: as sin(d·w) = sin(i·w)·cos(j·w) − cos(i·w)·sin(j·w),
+        # the products with r_d are a matmul with sinusoids of the keys' positions.
         u, v, kernel = (
             take_heads(x.astype(score.dtype), at)
             for x in (self.content_bias, self.position_bias, self.kernel)
@@ -192,7 +189,7 @@ class TransformerXL(ScoreMod):
         content = jnp.einsum("...h,...sh->...s", scale * u, k)[..., None, :]
         q = jnp.einsum("...th,...dh->...td", q + scale * v[..., None, :], kernel)
         sin_part, cos_part = jnp.split(q, 2, -1)
-        # Counted from the first query: where both are far out, their angles would be rounded.
+        # Count from the first query, as float32 would round the angles of large positions.
         first = at.q[..., :1, :]
         (sin_i, cos_i), (sin_j, cos_j) = (
             self._waves(x - first, kernel.shape[-2], score.dtype)
@@ -204,24 +201,24 @@ class TransformerXL(ScoreMod):
         waves = jnp.concatenate([cos_j, sin_j], -1)
         return score + content + jnp.einsum("...td,...sd->...ts", q, waves)
 
-    def _waves(self, places: Array, features: int, dtype: jnp.dtype) -> Vectors:
-        """Return sines and cosines [..., T, D/2] of places [..., T, 1]."""
+    def _waves(self, positions: Array, features: int, dtype: jnp.dtype) -> Vectors:
+        """Return sines and cosines [..., T, D/2] of positions [..., T, 1]."""
         powers = 2 * np.arange(features // 2) / features
         waves = jnp.asarray(float(self.base) ** -powers, dtype)
-        angles = jnp.asarray(places).astype(dtype) * shapes.lead(waves, places.ndim)
+        angles = jnp.asarray(positions).astype(dtype) * shapes.lead(waves, positions.ndim)
         return jnp.sin(angles), jnp.cos(angles)
 
 
 def take_heads(x: jax.Array, at: At) -> jax.Array:
-    """Take from x [N, ...] the entry of each score's head, with the axes before [T, S]."""
+    """Take the entries of x [N, ...] for the heads of scores, without their axes [T, S]."""
     return jnp.take(x, jnp.asarray(at.head)[..., 0, 0], axis=0, mode="clip")
 
 
 def _as_floating(owner: str, name: str, x: Any) -> jax.Array:
     if x is None:
         raise ValueError(
-            f"{owner} must have a {name} here, got None; give one, or give it in the field scores= "
-            f"of a layer or a stack, which learns one"
+            f"{owner}.{name} must be an array here, got None; give one, or use {owner} in the "
+            f"field scores= of a layer or a stack, which creates a parameter"
         )
     return jnp.asarray(checks.floating(f"{owner}.{name}", x))
 
@@ -229,7 +226,14 @@ def _as_floating(owner: str, name: str, x: Any) -> jax.Array:
 def relative_bucket(
     distance: Array, buckets: int, bidirectional: bool = True, max_distance: int = 128
 ) -> jax.Array:
-    """Return the bucket, int32, of each distance j − i; see `RelativeBias`."""
+    """Return T5's buckets, int32, of distances j − i.
+
+    Args:
+      distance: j − i, integers of any shape.
+      buckets: the number of buckets.
+      bidirectional: True for separate buckets before and after the query.
+      max_distance: the distance from which all keys share the last bucket.
+    """
     _check_distance(buckets, bidirectional, max_distance)
     distance = jnp.asarray(distance)
     first = jnp.zeros_like(distance)
@@ -240,7 +244,7 @@ def relative_bucket(
     else:
         distance = jnp.maximum(-distance, 0)
     exact = buckets // 2
-    # Compared in integers: a float32 logarithm puts some boundaries one bucket too low.
+    # Compare integers, as a float32 logarithm puts some boundaries one bucket too low.
     starts = _bucket_starts(exact, buckets - exact, max_distance)
     return sum(((distance >= start).astype(jnp.int32) for start in starts), first) + jnp.minimum(
         distance, exact
@@ -249,14 +253,14 @@ def relative_bucket(
 
 @functools.cache
 def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]:
-    """Return the least distance of each of `count` logarithmic buckets but the first.
+    """Return the first distance of each of `count` logarithmic buckets except the first.
 
-    Bucket m of them starts at the least integer d ≥ exact·(max_distance/exact)^(m/count).
+    Bucket m starts at the smallest integer d ≥ exact·(max_distance/exact)^(m/count).
     """
     starts = []
     for m in range(1, count):
         d = math.floor(exact * (max_distance / exact) ** (m / count))
-        # Compare powers, which are exact integers, in place of d and the boundary.
+        # Compare exact integer powers instead of d and the rounded boundary.
         while d**count < max_distance**m * exact ** (count - m):
             d += 1
         starts.append(d)
@@ -264,11 +268,11 @@ def _bucket_starts(exact: int, count: int, max_distance: int) -> tuple[int, ...]
 
 
 def _check_distance(buckets: int, bidirectional: bool, max_distance: int) -> None:
-    """Check that buckets that grow up to max_distance have room after the exact ones."""
+    """Check that max_distance is greater than the exact distances."""
     exact = (buckets // 2 if bidirectional else buckets) // 2
     checks.positive(max_distance=max_distance)
     if max_distance <= exact:
         raise ValueError(
-            f"max_distance must exceed {exact}, the distances with a bucket of their own out of "
-            f"{buckets} buckets, got {max_distance}; raise it, or give a table of fewer buckets"
+            f"max_distance must exceed {exact}, the exact distances among {buckets} buckets, got "
+            f"{max_distance}; raise it, or give a table of fewer buckets"
         )

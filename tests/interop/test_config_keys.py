@@ -113,11 +113,11 @@ SCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings"
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         (CONFIG | {"is_causal": False}, "is_causal=False"),
         (LLAMA | {"sliding_window": 4}, "got sliding_window=4"),
-        (LLAMA | {"layer_types": LAYERS}, "layer_types must say of a llama what its other"),
+        (LLAMA | {"layer_types": LAYERS}, "layer_types must agree with .* a llama"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "must be 1, got 0.5"),
         (CONFIG | {"model_type": "mistral", "sliding_window": 4, "layer_types": LAYERS},
-         "layer_types must say of a mistral"),
+         "layer_types must agree with the other settings of a mistral"),
         (LLAMA | {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0]"),
         (CONFIG | {"model_type": "smollm3", "no_rope_layers": [1]}, "one for each of num_hidden"),
         (CONFIG | {"rope_scaling": SCALED, "rope_parameters": SCALED | {"factor": 4.0}},
@@ -183,7 +183,7 @@ def test_tied_head_may_be_stored_under_either_name(
     other = table.copy()
     other[-1, -1] += 1
     safetensors.write(tmp_path / "model.safetensors", tensors | {f"{copy}.weight": other})
-    words = rf"{copy}.weight must be {name}.weight, to which the config ties it"
+    words = rf"{copy}.weight must equal {name}.weight, which the config ties it to"
     with pytest.raises(ValueError, match=words):
         interop.load(tmp_path)
 

@@ -147,7 +147,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], int]] = {
     "surplus more/linear/w": ({**made("haiku"), "more/linear/w": ONE}, N),
     r"query/kernel must be \[16, 8, 2\], is \[16, 4, 4\]": (made("keras"), 8),
     "got .*weight.*from_torch": ({"weight": ONE}, N),
-    "kernels have two axes": (made("d2l", **{"W_q.weight": np.ones(3)}), N),
+    "kernels must have two axes": (made("d2l", **{"W_q.weight": np.ones(3)}), N),
     "num_heads must be at least 1": (made("d2l"), 0),
     "must be .15, 16., is .16, 16.": (made("d2l"), 3),
 }  # fmt: skip
@@ -164,15 +164,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "keras has no MultiHeadAttention with rotary":
         (MultiHeadAttention(N, rotary=positions.Rotary()), "keras"),
     "haiku has no MultiHeadAttention with gate": (MultiHeadAttention(N, gate="head"), "haiku"),
-    "equinox has no layer of such sizes and biases: .*key_proj":
+    "sizes and biases that equinox supports, .*key_proj":
         (MultiHeadAttention(N, num_kv_heads=2), "equinox"),
-    "timm has no layer of such sizes and biases: .*proj.weight must be":
+    "sizes and biases that timm supports, .*proj.weight must be":
         (MultiHeadAttention(N, v_head_dim=7), "timm"),
-    "timm has no layer of such sizes and biases":
+    "sizes and biases that timm supports":
         (MultiHeadAttention(N, num_kv_heads=2), "timm"),
-    "haiku has no layer of such sizes and biases: .*missing key/b":
+    "sizes and biases that haiku supports, .*missing key/b":
         (MultiHeadAttention(N, use_bias=("query",)), "haiku"),
-    "x-transformers has no layer of such sizes and biases: .*surplus to_q.bias":
+    "sizes and biases that x-transformers supports, .*surplus to_q.bias":
         (LAYER, "x-transformers"),
     "library must be one of": (LAYER, "torch"),
 }  # fmt: skip
@@ -189,6 +189,6 @@ def test_layers_that_library_lacks_raise(told: str) -> None:
 @pytest.mark.parametrize("library", ["vit-pytorch", "keras"])
 @pytest.mark.parametrize("module", [3, nn.Dense(3), nn.Sequential([nn.LayerNorm(), LAYER])])
 def test_other_modules_raise(module: Any, library: str) -> None:
-    told = f"nn.Sequential of nn.LayerNorm.1e-5. and one; got for {library}"
+    told = f"nn.Sequential of nn.LayerNorm.1e-5. and one, got for {library}"
     with pytest.raises(TypeError, match=told):
         interop.to_layer(module, {}, library)

@@ -58,7 +58,7 @@ def test_transposed_reads_in_pieces_are_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Small pieces of a file with several tiles, read by several threads."""
-    monkeypatch.setattr(device_put, "_AT_ONCE", 2**12)
+    monkeypatch.setattr(device_put, "_BLOCK_BYTES", 2**12)
     monkeypatch.setattr(device_put, "_TILE", 8)
     rng = np.random.default_rng(0)
     for dtype in (np.float32, ml_dtypes.bfloat16):

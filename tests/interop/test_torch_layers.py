@@ -142,9 +142,9 @@ ATTENTION = torch.nn.MultiheadAttention
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "add_bias_kv .* bias_k"),
+        (lambda: (ATTENTION(D, N, add_bias_kv=True).state_dict(), N), "add_bias_kv.* bias_k"),
         (lambda: (torch.nn.Linear(2, 2).state_dict(), N), r"got \['bias', 'weight'\]"),
-        (lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N), "leave out its prefix"),
+        (lambda: (torch.nn.Transformer(D, N, 1, 1, 8).state_dict(), N), "remove the prefix"),
         (lambda: (ATTENTION(D, N).state_dict(), 3), "3"),
         (lambda: (ATTENTION(D, N).state_dict(), 0), "num_heads must be at least 1"),
         (lambda: ({**ATTENTION(D, N).state_dict(), "more": np.ones(1)}, N), "surplus more"),
@@ -157,7 +157,7 @@ def test_wrong_state_dicts_raise(given: Any, told: str) -> None:
 
 
 def test_other_objects_raise() -> None:
-    with pytest.raises(TypeError, match="to_torch takes an attention layer"):
+    with pytest.raises(TypeError, match="module must be an attention layer"):
         interop.to_torch(3, {})
 
 
@@ -169,13 +169,15 @@ REFUSED = {
     "scores": MultiHeadAttention(N, scores=(scores.Alibi(),)),
     "qk_norm": MultiHeadAttention(N, qk_norm=QKNorm("rmsnorm", scale=False)),
     "project_out": MultiHeadAttention(N, project_out=False),
-    "as many of keys": MultiHeadAttention(N, num_kv_heads=2),
-    "of all features": MultiHeadAttention(N, qkv_features=8),
-    "norm='rmsnorm'": EncoderBlock(MultiHeadAttention(N, use_bias=False), 8, norm="rmsnorm"),
+    "as many heads of keys": MultiHeadAttention(N, num_kv_heads=2),
+    "head_dim = features": MultiHeadAttention(N, qkv_features=8),
+    "norm must be a LayerNorm .* got .rmsnorm.": EncoderBlock(
+        MultiHeadAttention(N, use_bias=False), 8, norm="rmsnorm"
+    ),
     "parallel": EncoderBlock(LAYER, 8, parallel=True),
     "gated": EncoderBlock(LAYER, 8, gated=True),
     "rotary in a block": EncoderBlock(MultiHeadAttention(N, rotary=positions.Rotary()), 8),
-    "several in turn": Encoder(2, (EncoderBlock(LAYER, 8), EncoderBlock(LAYER, 12))),
+    "block must be one block": Encoder(2, (EncoderBlock(LAYER, 8), EncoderBlock(LAYER, 12))),
     "Stack with scores": Encoder(1, EncoderBlock(LAYER, 8), scores=(scores.Alibi(),)),
 }
 

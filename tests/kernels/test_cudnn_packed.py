@@ -95,7 +95,7 @@ def test_runs_beyond_at_most_give_nan(nvidia, kernel: str) -> None:
     np.testing.assert_array_equal(np.isnan(out).all((2, 3)), late)
     np.testing.assert_array_equal(np.isnan(out).any((2, 3)), late)
     np.testing.assert_array_equal(np.isnan(lse).any(1), late)
-    with pytest.raises(ValueError, match=r"at_most = 3 must not be less than the runs .* got 5"):
+    with pytest.raises(ValueError, match=r"at_most must be at least .* got 3 for 5 runs"):
         run(*qkv, kernel, mask=Segments(IDS, runs=True, at_most=3))
 
 

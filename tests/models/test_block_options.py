@@ -128,7 +128,7 @@ def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool 
         ({"norm": nn.LayerNorm}, "or a module, got .*LayerNorm.*; give .* with its parentheses"),
         ({"norm": None}, "norm must be one of .* or a module, got None"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),
-        ({"parallel": None}, "parallel must be True or False"),
+        ({"parallel": None}, "parallel must be a bool"),
         ({"parallel": "own"}, "or where pre_norm is on 'own_norms', got 'own' of str"),
         ({"parallel": "own_norms", "pre_norm": False}, "or where pre_norm is on"),
     ],

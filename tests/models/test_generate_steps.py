@@ -149,14 +149,14 @@ def bad(*_: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"cache": None}, ValueError, r"needs a cache to begin with, got None; give cache="),
-        ({"lengths": np.array([1, 2])}, ValueError, r"lengths need a step that takes them, step\("),
-        ({"model": bad}, ValueError, r"must give logits \[B, T, V\] and the cache, got float32 \("),
-        ({"model": Foreign()}, TypeError, r"got Foreign; of another give a function step\("),
+        ({"cache": None}, ValueError, r"cache must be given for a step, got None; give"),
+        ({"lengths": np.array([1, 2])}, ValueError, r"lengths must be None for a step without"),
+        ({"model": bad}, ValueError, r"must return logits \[B, T, V\] .* got float32 \("),
+        ({"model": Foreign()}, TypeError, r"got Foreign; for another model give a function step\("),
         ({"model": lambda v, c, t, p: (jnp.zeros((*t.shape, V)), ())}, ValueError,
-         r"the same structure as it takes"),
-        ({"max_new_tokens": 7}, ValueError, r"room for 9 tokens, the .* for 8; make"),
-        ({"start": 1}, ValueError, r"start is the token that a Translator's"),
+         r"the same structure as the given one"),
+        ({"max_new_tokens": 7}, ValueError, r"room for 9 tokens, the .* got 8; enlarge"),
+        ({"start": 1}, ValueError, r"start must be given for a Translator"),
     ],
 )  # fmt: skip
 def test_invalid_steps_and_caches_raise(
