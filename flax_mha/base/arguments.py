@@ -1,4 +1,4 @@
-"""Arguments and fields that do not exist: the new names of old ones, and which there are."""
+"""Checks of argument names: unknown arguments, and arguments of earlier releases."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Names of 0.2, and how to write them now.
+# Arguments of 0.2, and their replacements.
 _RENAMED = {
     "cache_dtype": "cache=CacheConfig(dtype)",
     "cache_window": "cache=CacheConfig(slots=tokens)",
@@ -17,22 +17,14 @@ _RENAMED = {
 
 
 def check_renamed(owner: str, names: Iterable[str]) -> None:
-    """Refuse names of earlier releases.
-
-    Raises:
-      TypeError: that says the new name.
-    """
+    """Raise a TypeError, which has the new name, for arguments of earlier releases of `owner`."""
     for name in names:
         if name in _RENAMED:
             raise TypeError(f"{owner} no longer takes {name}; write {_RENAMED[name]}")
 
 
 def check_known(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Refuse arguments that a function does not have.
-
-    Raises:
-      TypeError: that says the new name of an old one, or which there are.
-    """
+    """Raise a TypeError for names of arguments that the function `owner` does not have."""
     check_renamed(owner, names)
     for name in names:
         if name not in known:
@@ -45,7 +37,10 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def with_arguments_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Show the keyword-only arguments of another function, for `help`, in place of **arguments."""
+    """Return a decorator that shows another function's keyword arguments instead of `**kwargs`.
+
+    `help` and editors then list the arguments that the function passes on.
+    """
     keywords = [p for p in inspect.signature(other).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
     def decorate(function: Function) -> Function:
