@@ -222,16 +222,16 @@ class KVCache(Slots, struct.PyTreeNode):
           traced
             negative length gives an overflowed row.
         """
-        lengths, batch = checks.integers("lengths", lengths), self.length.shape
-        if lengths.shape != batch[len(batch) - lengths.ndim :]:
+        keep, batch = checks.integers("lengths", lengths), self.length.shape
+        if keep.shape != batch[len(batch) - keep.ndim :]:
             raise ValueError(
-                f"lengths must be one number or have shape [*B] = {batch}, got {lengths.shape}; "
+                f"lengths must be one number or have shape [*B] = {batch}, got {keep.shape}; "
                 f"give one number for each row of the batch"
             )
         remedy = "give the number of tokens to keep, such as length - 1 to drop one"
-        checks.within("lengths", lengths, None, remedy)
-        lengths = jnp.asarray(shapes.lead(lengths, len(batch)))
-        length, written = jnp.minimum(self.length, lengths), self.written
+        checks.within("lengths", keep, None, remedy)
+        keep = jnp.asarray(shapes.lead(keep, len(batch)))
+        length, written = jnp.minimum(self.length, keep), self.written
         if self.window is None or written is None:
             lost = (self.length >= NO_POSITION) & (length > 0)
         else:
@@ -239,7 +239,7 @@ class KVCache(Slots, struct.PyTreeNode):
             first = jnp.maximum(length - self.window, 0)
             lost = first < jnp.minimum(length, written - self.slots)
             written = jnp.where(length == 0, 0, written)
-        lost |= lengths < 0
+        lost |= keep < 0
         return self.replace(
             length=jnp.where(lost, NO_POSITION, length),
             written=None if written is None else jnp.where(lost, NO_POSITION, written),

@@ -30,7 +30,7 @@ REFUSED = {
     "features": (r"at most 128 features, got 136", {"features": 136}),
     "precision": (r"precisions default and highest, got high", {"precision": "high"}),
     "length": (r"at most 20 tiles, T·S = 3000·300 need more", {"t": 3000, "s": 300}),
-    "sort": (r"lacks what a mask or a score does: sort",
+    "sort": (r"lacks an operation of a mask or a score: sort",
              scored(lambda s, *_: jnp.sort(s))),
     "a product": (r"score does: dot_general", scored(lambda s, *_: s @ jnp.eye(s.shape[-1]))),
     "a sum along": (r"score does: cumsum", scored(lambda s, *_: s + jnp.cumsum(s, 0))),
@@ -87,7 +87,7 @@ def test_a_mesh_without_rules(tpu, monkeypatch) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         refused = explain(*(jax.ShapeDtypeStruct(Q.shape, Q.dtype),) * 3).refused
-    with pytest.raises(ValueError, match=r"no rule says what"):
+    with pytest.raises(ValueError, match=r"no rule uses"):
         raise ValueError(refused["flex"])
 
 

@@ -122,8 +122,8 @@ def test_others_refuse_by_name() -> None:
     [
         ({"normalizer": "relu"}, "normalizer must be one of"),
         ({"normalizer": "sigmoid", "sinks": np.ones(N, np.float32)}, "sinks take weight in a soft"),
-        ({"normalizer": "sigmoid", "return_weights": True}, "weights are those of a softmax"),
-        ({"normalizer": "softpick", "return_residuals": True}, "lse are those of a softmax"),
+        ({"normalizer": "sigmoid", "return_weights": True}, "weights need a softmax"),
+        ({"normalizer": "softpick", "return_residuals": True}, "lse need a softmax"),
         ({"normalizer": "sigmoid", "capture": Capture(("entropy",))}, "entropy are those of"),
     ],
 )

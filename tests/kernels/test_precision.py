@@ -53,7 +53,7 @@ def test_forward_and_backward(kernel: str, call: str, precision: str | None) -> 
         return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
 
     forward, backward = products(attend, q, k, v), products(jax.grad(loss, (0, 1, 2)), q, k, v)
-    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # what `softmax.of_rows` sums
+    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # the sums of `softmax.gradient_inputs`
     assert set(forward) == {SAID[precision]}
     assert set(backward) - exact == {SAID[precision]} - exact
     assert len(forward) >= 2 * 2

@@ -1,4 +1,4 @@
-"""The kernels of flex: forward, and the gradients of queries, of keys and values, of the rest."""
+"""The kernels of flex: forward, and the gradients of queries, keys and values, and leaves."""
 
 import functools
 import itertools
@@ -23,15 +23,15 @@ class Arrays(NamedTuple):
     """The arrays of a call on one device, or their gradients.
 
     Attributes:
-      q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
+      q: [R, N, T′, H]; T′ and S′ are T and S rounded up to whole blocks.
       k: [R, K, S′, H].
       v: [R, K, S′, Hv].
-      leaves: of the spec.
+      leaves: the spec's leaves.
       sinks: float32 [1, N, 1, 1], or None.
-      closed: the arrays that its functions close over.
-      verdict: the states of the tiles under the mask, int32 [R|1, N|1, nq, nk].
-      rows: indices of the rows, int32 [R].
-      heads: indices of the query heads, int32 [N].
+      closed: the arrays that the functions close over.
+      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
+      rows: the rows' indices, int32 [R].
+      heads: the query heads' indices, int32 [N].
     """
 
     q: Any
@@ -40,16 +40,16 @@ class Arrays(NamedTuple):
     leaves: list[Any]
     sinks: Any
     closed: Any
-    verdict: Any
+    states: Any
     rows: Any
     heads: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def core(call: FlexCall, recalled: Result | None, x: Arrays) -> Result:
-    """Return out [R, N, T′, Hv] and float32 lse [R, N, T′]; the recalled ones, if any."""
-    if recalled is not None:
-        return recalled
+def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
+    """Return out [R, N, T′, Hv] and float32 lse [R, N, T′], precomputed or computed."""
+    if result is not None:
+        return result
     out, stats = _attend(call, x, x.q.dtype)
     return out, _lse(stats)
 
@@ -65,20 +65,20 @@ def _run(
     """Run body(step, inputs, outputs, scratch) over the tiles in an order.
 
     Args:
-      call: what is known before tracing.
-      x: the arrays.
-      axes: of the order.
-      inner: the number of its inner axes.
-      body: of the kernel, given references.
-      name: of the kernel.
-      inputs: of the kernel, a letter each.
-      more: arrays [R, N, ·, T′] (statistics) by their letters, beside those in `x`.
-      outputs: of the kernel: shapes, with their blocks as functions of the order.
-      scratch: shapes, in float32.
+      call: the static part of the call.
+      x: the call's arrays.
+      axes: the letters of the order's axes.
+      inner: the number of the order's inner axes.
+      body: the body of the kernel, a function of references.
+      name: the kernel's name.
+      inputs: a letter for each input of the kernel.
+      more: further arrays [R, N, ·, T′] by letter.
+      outputs: pairs of a shape and a function from the order to its blocks.
+      scratch: the shapes of float32 scratch arrays.
     """
     R, N, _, H = x.q.shape
     bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]
-    order, tables = TileOrder.of(axes, inner, x.verdict, call.plan, call.visits, R, N)
+    order, tables = TileOrder.of(axes, inner, x.states, call.plan, call.visits, R, N)
     blocks: dict[str, Any] = {
         "q": ((bq, H), "rni."), "k": ((bk, H), "rhj."), "v": ((bk, Hv), "rhj."),
         "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "b": ((1, 1), ".n.."),
@@ -88,14 +88,14 @@ def _run(
     prefetched = [x.rows, x.heads, *tables]
 
     def kernel(*refs: Any) -> None:
-        left = iter(refs)
+        iterator = iter(refs)
         counts = map(len, (prefetched, inputs, operands, outputs, scratch))
-        (rows, heads, *tables), ins, others, outs, kept = (
-            list(itertools.islice(left, count)) for count in counts
+        (rows, heads, *tables), ins, others, outs, sums = (
+            list(itertools.islice(iterator, count)) for count in counts
         )
-        at, first, last = order.current(tables)
-        step = GridStep(call, at, first, last, rows[at.r], heads[at.n], others)
-        body(step, ins, outs, kept)
+        tile, first, last = order.current(tables)
+        step = GridStep(call, tile, first, last, rows[tile.r], heads[tile.n], others)
+        body(step, ins, outs, sums)
 
     specs = [order.block((None, None, *blocks[a][0]), blocks[a][1]) for a in inputs]
     semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
@@ -126,8 +126,8 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
         def _() -> None:
             acc[...] = jnp.zeros_like(acc)
             total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
-            none = softmax.begin(jnp.zeros_like(top))
-            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else none
+            initial = softmax.begin(jnp.zeros_like(top))
+            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
         def visit(tile: Tile) -> None:
             s = tile.score(call.dot(q[...], k[...], 1, 1), tile.leaves)
@@ -139,8 +139,8 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
 
         @pl.when(step.last)
         def _() -> None:
-            whole = softmax.finish(top[...], total[...])[0]
-            out[...] = (call.gain(acc[...]) / whole).astype(out.dtype)
+            divisor = softmax.finish(top[...], total[...])[0]
+            out[...] = (call.gain(acc[...]) / divisor).astype(out.dtype)
             stats[0:1, :] = top[...].T
             stats[1:2, :] = total[...].T
 
@@ -153,10 +153,10 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
 
 
-def _forward(call: FlexCall, recalled: Result | None, x: Arrays) -> tuple[Result, Any]:
-    if recalled is not None:
-        return recalled, (x, recalled[0], jnp.stack(softmax.of_lse(recalled[1]), 2))
-    # Not rounded: in δ it must cancel against products of the weights as they are.
+def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
+    if result is not None:
+        return result, (x, result[0], jnp.stack(softmax.split_lse(result[1]), 2))
+    # In float32, because δ must cancel with products of weights that are not rounded.
     out, stats = _attend(call, x, jnp.float32)
     return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
 
@@ -164,10 +164,10 @@ def _forward(call: FlexCall, recalled: Result | None, x: Arrays) -> tuple[Result
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
     x, out, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
-    dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
+    dout, share, delta = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
     more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([top, share, delta], 2)}
     if call.guarded:
-        # Factors of gradients that are 0 where masked. A NaN that was seen is in the sum.
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
         x = x._replace(q=finite(x.q), k=finite(x.k))
     dq = _queries(call, x, more)
     dk, dv = _keys(call, x, more)
@@ -241,7 +241,7 @@ def _keys(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> tuple[jax.Ar
 
 
 def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.Array | None]:
-    """Return the gradients of the learned leaves, those of one order together."""
+    """Return the gradients of the learned leaves, computed together for each order."""
     groups: dict[tuple[str, int], list[int]] = {}
     for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True)):
         if operand.is_learned:
@@ -277,7 +277,7 @@ def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.A
 
 
 def _order_of(operand: Operand, x: jax.Array) -> tuple[str, int]:
-    """Return the order that sums a gradient in consecutive steps: the array's own axes first."""
+    """Return the order that sums a gradient in consecutive steps, with the array's axes first."""
     sizes = zip("rn", x.shape if operand.layout != "whole" else (), strict=False)
     kept = "".join(axis for axis, size in sizes if size > 1)
     summed = "".join(axis for axis in "rn" if axis not in kept)
