@@ -134,12 +134,8 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
     """Return the coordinates of all scores of a call.
 
-    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S].
-
-    Args:
-      dims: the call's sizes.
-      q_pos: the queries' positions, int [T] or [*B, T] (default: 0 … T−1).
-      k_pos: the keys' positions, int [S] or [*B, S] (default: 0 … S−1).
+    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S]. The positions
+    are int [T] or [*B, T], and [S] or [*B, S]; None counts from 0.
     """
     rank = len(dims.B)
     q = count_up(dims.T) if q_pos is None else q_pos

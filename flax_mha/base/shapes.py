@@ -136,15 +136,9 @@ def head_sizes(
     head_dim: int | None,
     v_head_dim: int | None,
 ) -> tuple[int, int, int, int]:
-    """Return N, K, H and Hv of a layer.
+    """Return N, K, H and Hv of a layer with these fields, for queries with `features` features.
 
-    Args:
-      features: the features of the queries' inputs.
-      num_heads: the layer's field.
-      num_kv_heads: the layer's field (default: num_heads).
-      qkv_features: the layer's field, N·H (default: features).
-      head_dim: the layer's field, H (default: qkv_features / N).
-      v_head_dim: the layer's field, Hv (default: H).
+    The defaults are K = N, H = qkv_features / N, qkv_features = features and Hv = H.
     """
     checks.positive(num_heads=num_heads)
     checks.optional(

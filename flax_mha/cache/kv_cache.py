@@ -168,8 +168,8 @@ class KVCache(Slots, struct.PyTreeNode):
           **call: other arguments of `dot_product_attention`. `attention` is called in its place.
 
         Returns:
-          The result of `dot_product_attention`, and the new cache. The outputs of a token that
-          found no slot, and of later tokens of its row, are NaN. Earlier outputs are valid.
+          The result of `dot_product_attention`, and the new cache. Outputs are NaN for a token that
+          found no slot, and for later tokens of its row.
 
         Raises:
           ValueError, TypeError: if shapes or dtypes do not fit.

@@ -107,15 +107,11 @@ def open_source(
 ) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
     """Return the keys and values that a call attends to, and the cache after it.
 
-    Args:
-      cache: the cache of earlier calls, the keys and values of another layer, or a `CacheConfig`.
-        The config creates an empty cache in self-attention, else a cache of k and v.
-      k: this call's keys [*B, S, K, H]; None to attend to the cache.
-      v: this call's values [*B, S, K, Hv]; None to attend to the cache.
-      is_self_attention: True if keys and queries come from the same tokens.
-      mask: the layer's mask, which determines the window of a ring buffer.
-      lengths: int [*B], the number of real keys of each row; None for all.
-      is_ordered: True if the call has an `order`.
+    `cache` is the cache of earlier calls, another layer's keys and values, or a `CacheConfig`. The
+    config creates an empty cache in self-attention (keys and queries of the same tokens), else a
+    cache of this call's k and v [*B, S, K, ·]. They are None to attend to the cache. The layer's
+    mask determines the window of a ring buffer. `lengths`, int [*B], are the numbers of real keys,
+    or None.
     """
     if isinstance(cache, Shared):
         return cache, None

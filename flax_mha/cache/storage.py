@@ -90,13 +90,9 @@ def write(
 ) -> jax.Array:
     """Write token t of each row into slot start + t, for t < count, and return the slots.
 
-    Args:
-      slots: [*B, K, S, F].
-      tokens: [*B, K, T, F], in the slots' dtype.
-      start: int32 [*B], the first slot to write, at least 0.
-      count: int32 [*B], the number of tokens to write in each row.
-      wraps: True for a ring buffer: slot S is slot 0, and the last S tokens stay. If False, tokens
-        beyond the last slot are dropped.
+    slots are [*B, K, S, F], tokens [*B, K, T, F] in the same dtype, start (at least 0) and count
+    int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the last S tokens stay.
+    Otherwise tokens beyond the last slot are dropped.
     """
     fn = _ring if wraps else _put
     for _ in start.shape:

@@ -54,20 +54,12 @@ def attend(
     result: Result | None = None, core: Callable[..., Result] | None = None,
     most: int = tile_plan.MOST,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Compute attention. Given a precomputed result, compute only its gradients.
+    """Compute attention of q [*B, T, N, H] to k [*B, S, K, H] and v [*B, S, K, Hv].
 
-    JAX cannot reverse loops of unknown length. So forward mode works only over gradients, and
-    gradients of gradients only without visit lists.
-
-    Args:
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
-      platform: the platform that the call runs on.
-      result: out and lse over these and other keys, or None.
-      core: the function of the loops. `checkpointed` passes one with all derivatives.
-      most: the maximum number of scores of a matmul.
+    Given a precomputed `result` over these and other keys, compute only its gradients. `core`
+    computes the loops, with at most `most` scores in a matmul. JAX cannot reverse loops of unknown
+    length. So the default `core` supports forward mode only over gradients, and gradients of
+    gradients only without visit lists; `checkpointed` passes another.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
@@ -129,14 +121,8 @@ def map_blocks(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Return the joined results [R, G·nq·bq, ...] of attend_block(part, index, q, k, v).
 
-    Args:
-      static: the static part of the call.
-      spec: the rest of the call.
-      attend_block: a function of a block of queries [bq, H], and all tiles of k and v.
-      q: [R, G·nq·bq, H].
-      k: [R, nk·bk, H].
-      v: [R, nk·bk, Hv].
-      wrap: a transformation of the mapped function, such as `jax.checkpoint`.
+    q is [R, G·nq·bq, H], k and v are [R, nk·bk, ·]. `attend_block` takes a block of queries [bq, H]
+    and all tiles of k and v. `wrap` transforms the mapped function, as `jax.checkpoint` does.
     """
     plan = static.plan
 
@@ -176,19 +162,10 @@ def _loops(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
 
-    Args:
-      static: the static part of the call.
-      q: the scaled queries [R, G·nq·bq, H], for R rows × key/value heads and G query heads of each.
-      k: [R, nk·bk, H].
-      v: [R, nk·bk, Hv].
-      leaves: the spec's learned leaves.
-      others: the spec's other leaves.
-      sinks: [N] or None.
-      tables: the tiles to visit, or None to visit the plan's ranges of keys.
-
-    Returns:
-      out [R, G·nq·bq, Hv], and without sinks the maximum score and the sum of the exponentials of
-      scores minus the maximum, both [R, G·nq·bq].
+    q, scaled, is [R, G·nq·bq, H] for R rows × key/value heads; k and v are [R, nk·bk, ·]. `leaves`
+    are the spec's learned leaves, `others` the rest. `tables` are None for the plan's ranges of
+    keys. Returns out [R, G·nq·bq, Hv], and without the sinks [N] the maximum score and the sum of
+    exponentials of scores minus the maximum, [R, G·nq·bq].
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)

@@ -179,18 +179,10 @@ def decide(
 ) -> tuple[Explanation, Lowered | None]:  # fmt: skip
     """Choose the first kernel that supports a call.
 
-    Args:
-      kernel: the name of the only kernel to try, or "auto".
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
-      platform: the platform that the call will run on.
-      ask_all: True to try the other kernels too, for their reasons.
-
-    Returns:
-      The choice with the reasons against the tried kernels, and the chosen kernel's function; None
-      if no kernel supports the call.
+    `kernel` is the name of the only kernel to try, or "auto". q is [*B, T, N, H], k and v are [*B,
+    S, K, ·]. `platform` will run the call. With `ask_all`, the other kernels are tried too, for
+    their reasons. Returns the choice with the reasons against the tried kernels, and the function
+    that computes the call; None if no kernel supports it.
     """
     mask_arrays = () if spec.mask is None else (spec.mask, spec.q_pos, spec.k_pos)
     traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(mask_arrays))

@@ -95,14 +95,8 @@ def _run(
 ) -> Result:  # fmt: skip
     """Return out [*B, N, T, Hv] and lse [*B, N, T], in at least float32.
 
-    Args:
-      platform: JAX's name of the platform.
-      dims: the call's sizes.
-      nan_safe: True to keep masked values that are not finite from the outputs.
-      q: [*B, K, G·T, H].
-      k: [*B, K, S, H].
-      v: [*B, K, S, Hv].
-      spec: the rest of the call.
+    q is [*B, K, G·T, H], k and v are [*B, K, S, ·]. With `nan_safe`, masked values that are not
+    finite do not reach the outputs.
     """
     acc = shapes.wide(q.dtype)
     if platform == "cpu":

@@ -61,12 +61,8 @@ def all_asked() -> bool:
 def limit(allowed: Limit, kernel: str, tree: T) -> T:
     """Return the tree unchanged, but raise a clear error for derivatives that are not allowed.
 
+    The tree holds the inputs of a kernel, or for "forward" its results, where reverse mode begins.
     If JAX lacks the names that this needs, its own error remains.
-
-    Args:
-      allowed: the derivatives that the kernel has.
-      kernel: the kernel's name, for the error.
-      tree: the kernel's inputs; for "forward" its results, where reverse mode begins.
     """
     if private_jax.missing("limits"):
         return tree

@@ -42,13 +42,10 @@ class WeightDropout(struct.PyTreeNode):
         return cls(jax.random.bits(key, (2,), jnp.uint32), rate, broadcast)
 
     def keep(self, row: Array, head: Array, q_pos: Array, k_pos: Array) -> jax.Array:
-        """Return True for weights that stay. The arguments broadcast to the result's shape.
+        """Return True for weights that stay.
 
-        Args:
-          row: int, the index into the flattened batch.
-          head: int, the index of the query head.
-          q_pos: int, the queries' positions.
-          k_pos: int, the keys' positions.
+        The indices of rows of the flattened batch and of query heads, and the positions of queries
+        and keys, broadcast to the result's shape.
         """
         row, head, i, j = (x.astype(jnp.uint32) for x in (row, head, q_pos, k_pos))
         s0, s1 = self.seed[0], self.seed[1]

@@ -28,15 +28,8 @@ def scan_blocks(
 ) -> Any:
     """Scan carry, result = job(carry, (index, *blocks)) over blocks of arrays.
 
-    Args:
-      job: the function. The index counts its calls.
-      carry: the initial carry.
-      xs: arrays [G, blocks, ...].
-      first: the first block.
-      count: the number of blocks.
-
-    Returns:
-      The last carry, and the results [G, count, ...].
+    The blocks are `count` blocks from `first` of the arrays xs [G, blocks, ...], and the index
+    counts the calls. Returns the last carry, and the results [G, count, ...].
     """
     G, length = xs[0].shape[:2]
     if count != length:
@@ -50,16 +43,9 @@ def scan_blocks(
 
 
 def scan_or_map(group: Callable[[Any, Any], Any], sums: Any, xs: Any, together: int) -> Any:
-    """Scan sums, results = group(sums, x) over the first axis, or map it if there are no sums.
+    """Scan sums, results = group(sums, x) over the first axis of xs.
 
-    Args:
-      group: the function.
-      sums: the initial sums, a tree that may be empty.
-      xs: arrays with equal first axes.
-      together: the number of entries that a map computes at once.
-
-    Returns:
-      The last sums, and the results.
+    Without sums (an empty tree) this is a map, which computes `together` entries at once.
     """
     if jax.tree.leaves(sums) or together == 1:
         return lax.scan(group, sums, xs)

@@ -101,16 +101,9 @@ def observe(
 ) -> dict[Captured, jax.Array]:
     """Return the captured values of a call, on any mesh, sharded by the compiler.
 
-    Args:
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      lse: [*B, N, T], of any kernel.
-      spec: the rest of the call.
-      capture: the values to return.
-
-    Returns:
-      weights [*B, heads, queries, S] in the dtype of q, before dropout; lse, entropy and max_logit
-      [*B, heads, queries] in at least float32.
+    q is [*B, T, N, H], k [*B, S, K, H], and lse [*B, N, T] comes from any kernel. Returns weights
+    [*B, heads, queries, S] in the dtype of q, before dropout, and lse, entropy and max_logit
+    [*B, heads, queries] in at least float32.
 
     Raises:
       ValueError: if an index is out of range.

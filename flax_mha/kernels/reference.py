@@ -34,17 +34,10 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
-    Fully masked queries have outputs of exactly 0, with gradients of 0.
-
-    Args:
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
-
-    Returns:
-      out [*B, T, N, Hv] in the dtype of q, and lse [*B, N, T] in float32, the log of the sum of the
-      exponentials of the scores: −∞ for fully masked queries, NaN without a softmax.
+    q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
+    dtype of q, and lse [*B, N, T] in float32, the log of the sum of exponentials of scores. Fully
+    masked queries have outputs and gradients of exactly 0, and an lse of −∞. Without a softmax the
+    lse is NaN.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
     q, k, v = heads_first(q, k, v)
@@ -153,15 +146,10 @@ def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
 def scores(
     q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the scores [*B, N, T, S] in at least float32, and the mask, or None.
+    """Return the scores of q [*B, N, T, H] and k [*B, N, S, H], and the mask or None.
 
-    Masked scores are finfo.min, not −∞, which `jax_debug_infs` would report.
-
-    Args:
-      q: [*B, N, T, H].
-      k: [*B, N, S, H].
-      spec: the rest of the call.
-      at: the coordinates of the scores.
+    The scores [*B, N, T, S] are in at least float32. `at` holds their coordinates. Masked scores
+    are finfo.min, not −∞, which `jax_debug_infs` would report.
     """
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:

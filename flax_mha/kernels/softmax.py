@@ -77,16 +77,11 @@ def begin(total: jax.Array) -> jax.Array:
 def step(
     top: jax.Array, total: jax.Array, s: jax.Array, allowed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Update the softmax of queries [..., 1] with a tile of scores.
+    """Update the softmax of queries [..., 1] with a tile of scores s [..., n].
 
-    Args:
-      top: the maximum score so far.
-      total: the sum of exponentials so far.
-      s: scores [..., n], −∞ where masked, or finfo.min where masked if `allowed` is given.
-      allowed: the mask of s, or None.
-
-    Returns:
-      The new top and total, the exponentials of s, and the factor that rescales earlier sums.
+    `top` and `total` are the maximum and the sum of exponentials so far. Masked scores are −∞, or
+    finfo.min if the mask is given as `allowed`. Returns the new top and total, the exponentials of
+    s, and the factor that rescales earlier sums.
     """
     # The weights do not depend on the shift, so it needs no derivative.
     last = s.ndim - 1
@@ -167,18 +162,11 @@ def gradient_inputs(
     out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
     dlse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Return the arguments of `gradient` for each query.
+    """Return the arguments of `gradient` for each query: dout, 1/total and δ.
 
-    Args:
-      out: [..., Hv].
-      has_keys: bool [...], False for fully masked queries.
-      top: the maximum score [...], sinks included.
-      total: the sum of exponentials of scores minus top, [...].
-      dout: the cotangent of out.
-      dlse: the cotangent of the lse.
-
-    Returns:
-      dout, 0 for fully masked queries; 1/total; and δ.
+    out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
+    queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
+    include the sinks. `dlse` is the cotangent of the lse.
     """
     # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
     dout = jnp.where(has_keys[..., None], dout, 0.0)

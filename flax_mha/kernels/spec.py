@@ -106,17 +106,11 @@ class AttentionSpec(struct.PyTreeNode):
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Apply the score functions in order, then the mask.
+        """Apply the score functions in order, then the mask, to q·kᵀ·scale at some coordinates.
 
-        Args:
-          score: q·kᵀ·scale.
-          at: the scores' coordinates.
-          forbidden: the score of masked pairs.
-          vectors: the queries and keys, if a score function reads them. They are finite under a
-            mask.
-
-        Returns:
-          The scores, and the mask; None if everything is allowed.
+        Masked scores become `forbidden`. `vectors` are the queries and keys, finite under a mask,
+        if a score function reads them. Returns the scores, and the mask; None if everything is
+        allowed.
         """
         allowed = None if self.mask is None else jnp.asarray(evaluate(self.mask, at))
         if allowed is not None and self.scores:

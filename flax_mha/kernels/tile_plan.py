@@ -137,13 +137,7 @@ def computes_in_bfloat16(dtype: jnp.dtype, T: int, S: int) -> bool:
 
 
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:
-    """Return the fastest plan for a call, and its visit lists, or None.
-
-    Args:
-      spec: the rest of the call.
-      dims: the call's sizes.
-      most: the maximum number of scores of a matmul.
-    """
+    """Return the fastest plan with at most `most` scores in a matmul, and visit lists or None."""
     at = spec.at(dims)
     if symbols.is_symbolic(dims.T, dims.S):
         plan = Plan(dims, *_SYMBOLIC)

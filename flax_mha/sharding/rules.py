@@ -20,12 +20,8 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     """Return the `PartitionSpec` that the rules give an array, or raise an error if they do not
     fit.
 
-    Axes without a rule, and axes before the named ones, are `UNCONSTRAINED`.
-
-    Args:
-      shape: the array's shape.
-      names: the logical names of its last axes.
-      mesh: the mesh.
+    `names` are the logical names of its last axes. Axes without a rule, and axes before the named
+    ones, are `UNCONSTRAINED`.
     """
     if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
         raise TypeError(

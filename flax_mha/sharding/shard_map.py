@@ -23,14 +23,10 @@ def vary(x: Any, like: Any) -> Any:
 
 
 def over(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: Any) -> Any:
-    """Return fn(*args), computed on shards along some mesh axes.
+    """Return fn(*args), computed on shards along the `manual` mesh axes.
 
-    Args:
-      fn: a function of arrays, run on Manual axes.
-      manual: the mesh axes to shard over; the others stay as they are.
-      ins: the PartitionSpecs of args.
-      outs: the PartitionSpecs of the result.
-      *args: the arrays. On Explicit axes they are already sharded by `ins`.
+    `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the
+    arrays are already sharded by `ins`.
     """
     if not manual:
         return fn(*args)

@@ -32,21 +32,11 @@ def attend(
 ) -> Result:  # fmt: skip
     """Attend within rows.
 
-    Args:
-      call: the static part of the call.
-      masked: True if the call has a mask. Without mask and bias, every row sees all keys, and NaN
-        spreads by itself.
-      q: [rows, T, N, F].
-      k: [rows, S, K, F].
-      v: [rows, S, K, F].
-      bias: [rows|1, N|1, T, S], finite or NaN.
-      sinks: float32 [N].
-      band: the mask, with the lengths of each row.
-      result: a precomputed result of these and other keys, without sinks, or None. If given, only
-        the gradients are computed.
-
-    Returns:
-      out [rows, T, N, F]; lse [rows, N, T], −∞ for fully masked rows without a sink.
+    q is [rows, T, N, F], k and v are [rows, S, K, F], bias is [rows|1, N|1, T, S], finite or NaN,
+    and sinks are float32 [N]. `masked` is False if the call has no mask. Without mask and bias,
+    every row sees all keys, and NaN spreads by itself. Given a precomputed `result` of these and
+    other keys, without sinks, only its gradients are computed. Returns out [rows, T, N, F], and lse
+    [rows, N, T], −∞ for fully masked rows without a sink.
     """
     return _attend(call, masked, q, k, v, bias, sinks, band, result)[0]
 

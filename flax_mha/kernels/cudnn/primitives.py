@@ -109,12 +109,10 @@ class CudnnCall(NamedTuple):
 def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
     """Return out [rows, T, N, F] and lse, float32 [rows, N, T], with vmapped axes first.
 
-    Args:
-      call: the static part of the call.
-      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, the
-        lengths of queries and keys, int32 [rows], at least 1, and None. With packed documents,
-        lengths [rows, runs], and offsets [rows, runs + 1] instead of None. The lse is then [rows,
-        runs, N, T].
+    The arguments are q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None,
+    the lengths of queries and keys, int32 [rows], at least 1, and None. With packed documents, they
+    are lengths [rows, runs], and offsets [rows, runs + 1] instead of None. The lse is then [rows,
+    runs, N, T].
     """
 
     @jax.custom_batching.custom_vmap
@@ -135,13 +133,10 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
-    """Return the gradients of q, k, v and bias.
+    """Return the gradients of q, k, v and bias, given the arguments of `forward`, lse, out and
+    dout.
 
     With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out).
-
-    Args:
-      call: the static part of the call.
-      *args: the arguments of `forward`, then lse, out and dout.
     """
 
     @jax.custom_batching.custom_vmap

@@ -64,17 +64,9 @@ def _run(
 ) -> Any:  # fmt: skip
     """Run body(step, inputs, outputs, scratch) over the tiles in an order.
 
-    Args:
-      call: the static part of the call.
-      x: the call's arrays.
-      axes: the letters of the order's axes.
-      inner: the number of the order's inner axes.
-      body: the body of the kernel, a function of references.
-      name: the kernel's name.
-      inputs: a letter for each input of the kernel.
-      more: further arrays [R, N, ·, T′] by letter.
-      outputs: pairs of a shape and a function from the order to its blocks.
-      scratch: the shapes of float32 scratch arrays.
+    `axes` and `inner` describe the order, `inputs` has a letter for each input, `more` holds
+    further inputs [R, N, ·, T′] by letter, `outputs` pairs a shape with a function from the order
+    to its blocks, and `scratch` holds shapes of float32 arrays.
     """
     R, N, _, H = x.q.shape
     bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]

@@ -1,4 +1,4 @@
-"""The order in which a Pallas kernel visits the tiles of scores, and the blocks that it loads.
+"""The order of a Pallas kernel's visits to the tiles of scores, and the blocks that it loads.
 
 A kernel's grid has an axis for each of these letters. The last axis is the fastest:
 
@@ -60,16 +60,10 @@ class TileOrder(NamedTuple):
         cls, axes: str, inner: int, states: Array, plan: Plan, visits: tuple[int, int],
         rows: int, heads: int,
     ) -> "tuple[TileOrder, list[jax.Array]]":  # fmt: skip
-        """Return an order and its tables.
+        """Return an order and its tables, for states [rows|1, heads|1, nq, nk] of the tiles.
 
-        Args:
-          axes: the letters of the grid's axes.
-          inner: the number of last axes that a result is summed over.
-          states: the states of the tiles, [rows|1, heads|1, nq, nk].
-          plan: the division into tiles.
-          visits: the maximum number of visited tiles of a block of queries, and of a block of keys.
-          rows: the number of batch rows on this device.
-          heads: the number of query heads on this device.
+        `visits` are the maximum numbers of visited tiles of a block of queries, and of a block of
+        keys. `rows` and `heads` count the batch rows and query heads on this device.
         """
         G = plan.dims.G
         sizes = {"r": rows, "n": heads, "k": heads // G, "g": G, "i": plan.nq, "j": plan.nk}

@@ -13,9 +13,7 @@ def current_platform(manual: Collection[str] = ()) -> Platform:
     """Return the platform that the traced call will run on: the mesh's devices, or the local ones.
 
     The devices of a mesh may be elsewhere, because a program can be compiled for other chips.
-
-    Args:
-      manual: the mesh axes that `jax.shard_map` shards the call over.
+    `jax.shard_map` shards the call over the mesh axes in `manual`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device

@@ -179,18 +179,11 @@ def schedule(steps: Sequence[int], n: int) -> list[Leg]:
 def attend(
     ring: Ring, local: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
 ) -> Result:
-    """Attend from this device's queries to all keys, inside `jax.shard_map`.
+    """Attend from this device's queries to the keys of all devices, inside `jax.shard_map`.
 
-    Args:
-      ring: the devices.
-      local: attention to one block of keys.
-      q: [*B, T/n, N, H].
-      k: [*B, S/n, K, H].
-      v: [*B, S/n, K, Hv].
-      spec: the rest of the call, of this device's queries and all S keys, with all coordinates.
-
-    Returns:
-      out [*B, T/n, N, Hv] and lse [*B, N, T/n].
+    q is [*B, T/n, N, H], k and v are [*B, S/n, K, ·]. `local` attends to one block of keys. The
+    spec covers this device's queries and all S keys, with all coordinates. Returns out [*B, T/n, N,
+    Hv] and lse [*B, N, T/n].
     """
     q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
     arrays, static = partition(spec.replace(sinks=None), is_array)

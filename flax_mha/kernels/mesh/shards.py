@@ -144,13 +144,8 @@ def run(
 ) -> Result:
     """Compute a call by a kernel, each device on its shard.
 
-    Args:
-      kernel: a kernel's name, "auto", or a strategy, as in `choose.parse_kernel`.
-      division: the division of the call.
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
+    `kernel` is a kernel's name, "auto", or a strategy, as in `choose.parse_kernel`. q is
+    [*B, T, N, H], k and v are [*B, S, K, ·].
     """
     _, name = choose.parse_kernel(kernel)
     if _is_empty(q, k):

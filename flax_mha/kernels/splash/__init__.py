@@ -180,18 +180,11 @@ def _attend_groups(
 def _call(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend in a group of heads.
+    """Attend in a group of heads, with T and S multiples of the blocks.
 
-    Args:
-      call: the static part of the call.
-      q: scaled queries [B, N, T, ·]. T and S are multiples of the blocks.
-      k: [B, K, S, ·].
-      v: [B, K, S, Hv].
-      sinks: float32 [N], at least `_MIN_SINK`.
-      ids: splash's SegmentIds, int32 [B, T] and [B, S], or None.
-
-    Returns:
-      out [B, N, T, Hv], and lse [B, N, T], `_MIN_SINK` for fully masked queries.
+    q, scaled, is [B, N, T, ·], k [B, K, S, ·], v [B, K, S, Hv], sinks float32 [N], at least
+    `_MIN_SINK`, and ids splash's SegmentIds or None. Returns out [B, N, T, Hv], and lse [B, N, T],
+    `_MIN_SINK` for fully masked queries.
     """
     return _outputs(call, q, k, v, sinks, ids)
 
