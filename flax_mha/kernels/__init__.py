@@ -142,8 +142,8 @@ def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | Non
     names |= {"lse"} if lse else set()
     if normalizer != SOFTMAX and names:
         raise ValueError(
-            f"{', '.join(sorted(names))} need a softmax, got normalizer={normalizer!r}; "
-            f"leave them out"
+            f"normalizer must be 'softmax' to return {', '.join(sorted(names))}, got "
+            f"{normalizer!r}; leave them out"
         )
 
 

@@ -193,7 +193,7 @@ REFUSED = {
     "ids that come again": (r"not known to be runs", Segments(np.arange(T) % 3), {}),
     "two kinds": (r"one Segments of runs joined by &, got Segments",
                   Segments(IDS) & Documents(LENGTHS), {}),
-    "positions": (r"q_positions do not count up from one static number .* leave them out", Documents(LENGTHS),
+    "positions": (r"q_positions do not count up from one .* leave them out", Documents(LENGTHS),
                   {"q_positions": jnp.arange(T)}),
     "other keys": (r"tokens that are queries and keys alike", Documents(LENGTHS),
                    {"q_positions": 3}),

@@ -122,9 +122,12 @@ def test_others_refuse_by_name() -> None:
     [
         ({"normalizer": "relu"}, "normalizer must be one of"),
         ({"normalizer": "sigmoid", "sinks": np.ones(N, np.float32)}, "sinks take weight in a soft"),
-        ({"normalizer": "sigmoid", "return_weights": True}, "weights need a softmax"),
-        ({"normalizer": "softpick", "return_residuals": True}, "lse need a softmax"),
-        ({"normalizer": "sigmoid", "capture": Capture(("entropy",))}, "entropy are those of"),
+        ({"normalizer": "sigmoid", "return_weights": True}, "must be 'softmax' to return weights"),
+        ({"normalizer": "softpick", "return_residuals": True}, "must be 'softmax' to return lse"),
+        (
+            {"normalizer": "sigmoid", "capture": Capture(("entropy",))},
+            "must be 'softmax' to return entropy",
+        ),
     ],
 )
 def test_what_has_no_meaning(call: dict[str, Any], words: str) -> None:

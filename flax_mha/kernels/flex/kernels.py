@@ -64,16 +64,17 @@ def _run(
 ) -> Any:  # fmt: skip
     """Run body(step, inputs, outputs, scratch) over the tiles in an order.
 
-    `axes` and `inner` describe the order, `inputs` has a letter for each input, `more` holds
-    further inputs [R, N, ·, T′] by letter, `outputs` pairs a shape with a function from the order
-    to its blocks, and `scratch` holds shapes of float32 arrays.
+    `axes` and `inner` describe the order, `inputs` has a letter for each input, and `more` holds
+    further inputs [R, N, ·, T′] by letter. `outputs` pairs a shape with the letter of its blocks,
+    or with its `Operand`. `scratch` holds shapes of float32 arrays.
     """
     R, N, _, H = x.q.shape
     bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]
     order, tables = TileOrder.of(axes, inner, x.states, call.plan, call.visits, R, N)
     blocks: dict[str, Any] = {
         "q": ((bq, H), "rni."), "k": ((bk, H), "rhj."), "v": ((bk, Hv), "rhj."),
-        "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "b": ((1, 1), ".n.."),
+        "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "t": ((2, bq), "rn.i"),
+        "b": ((1, 1), ".n.."),
     }  # fmt: skip
     arrays = {"q": x.q, "k": x.k, "v": x.v, "b": x.sinks} | more
     operands = [*zip(call.closed, x.closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
@@ -89,15 +90,18 @@ def _run(
         step = GridStep(call, tile, first, last, rows[tile.r], heads[tile.n], others)
         body(step, ins, outs, sums)
 
-    specs = [order.block((None, None, *blocks[a][0]), blocks[a][1]) for a in inputs]
+    def place(letter: str) -> pl.BlockSpec:
+        shape, axes = blocks[letter]
+        return order.block((None, None, *shape), axes)
+
     semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=order.sizes,
-            in_specs=[*specs, *(operand.spec(order, y) for operand, y in operands)],
-            out_specs=[block(order) for _, block in outputs],
+            in_specs=[*map(place, inputs), *(operand.spec(order, y) for operand, y in operands)],
+            out_specs=[place(b) if isinstance(b, str) else b.spec(order, y) for y, b in outputs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=[shape for shape, _ in outputs],
@@ -136,10 +140,7 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
             stats[0:1, :] = top[...].T
             stats[1:2, :] = total[...].T
 
-    outputs = [
-        (Shape((R, N, T, Hv), dtype), lambda w: w.block((None, None, bq, Hv), "rni.")),
-        (Shape((R, N, 2, T), jnp.float32), lambda w: w.block((None, None, 2, bq), "rn.i")),
-    ]
+    outputs = [(Shape((R, N, T, Hv), dtype), "o"), (Shape((R, N, 2, T), jnp.float32), "t")]
     inputs = "qkv" if x.sinks is None else "qkvb"
     scratch = [(bq, 1), (bq, 1), (bq, Hv)]
     return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
@@ -161,9 +162,9 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Ar
     if call.guarded:
         # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
         x = x._replace(q=finite(x.q), k=finite(x.k))
-    dq = _queries(call, x, more)
-    dk, dv = _keys(call, x, more)
-    leaves = _leaves(call, x, more)
+    dq = _query_gradient(call, x, more)
+    dk, dv = _key_gradients(call, x, more)
+    leaves = _leaf_gradients(call, x, more)
     sinks = None
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
@@ -174,15 +175,20 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Ar
 core.defvjp(_forward, _backward)
 
 
-def _queries(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array:
-    bq, H = call.plan.block_q, x.q.shape[-1]
+def _zero_at_first(step: GridStep, sums: Sequence[Any]) -> None:
+    """Set sums to 0 in the step where they begin."""
 
+    @pl.when(step.first)
+    def _() -> None:
+        for acc in sums:
+            acc[...] = jnp.zeros_like(acc)
+
+
+def _query_gradient(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array:
     def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
         (dq,), (acc,) = outputs, scratch
 
-        @pl.when(step.first)
-        def _() -> None:
-            acc[...] = jnp.zeros_like(acc)
+        _zero_at_first(step, scratch)
 
         def visit(tile: Tile) -> None:
             k = inputs[1][...]
@@ -195,19 +201,17 @@ def _queries(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array
         def _() -> None:
             dq[...] = acc[...].astype(dq.dtype)
 
-    output = Shape(x.q.shape, x.q.dtype), lambda w: w.block((None, None, bq, H), "rni.")
-    (dq,) = _run(call, x, "rnit", 1, body, "flex_dq", "qkvos", more, [output], [(bq, H)])
+    outputs = [(Shape(x.q.shape, x.q.dtype), "q")]
+    scratch = [(call.plan.block_q, x.q.shape[-1])]
+    (dq,) = _run(call, x, "rnit", 1, body, "flex_dq", "qkvos", more, outputs, scratch)
     return dq
 
 
-def _keys(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    bk, H, Hv = call.plan.block_k, x.k.shape[-1], x.v.shape[-1]
-
+def _key_gradients(
+    call: FlexCall, x: Arrays, more: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
-        @pl.when(step.first)
-        def _() -> None:
-            for acc in scratch:
-                acc[...] = jnp.zeros_like(acc)
+        _zero_at_first(step, scratch)
 
         def visit(tile: Tile) -> None:
             q, dout = inputs[0][...], inputs[3][...]
@@ -223,16 +227,15 @@ def _keys(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> tuple[jax.Ar
             dk[...] = scratch[0][...].astype(dk.dtype)
             dv[...] = call.gain(scratch[1][...]).astype(dv.dtype)
 
-    outputs = [
-        (Shape(x.k.shape, x.k.dtype), lambda w: w.block((None, None, bk, H), "rhj.")),
-        (Shape(x.v.shape, x.v.dtype), lambda w: w.block((None, None, bk, Hv), "rhj.")),
-    ]
-    scratch = [(bk, H), (bk, Hv)]
+    outputs = [(Shape(x.k.shape, x.k.dtype), "k"), (Shape(x.v.shape, x.v.dtype), "v")]
+    scratch = [(call.plan.block_k, y.shape[-1]) for y in (x.k, x.v)]
     dk, dv = _run(call, x, "rkjgt", 2, body, "flex_dkv", "qkvos", more, outputs, scratch)
     return dk, dv
 
 
-def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.Array | None]:
+def _leaf_gradients(
+    call: FlexCall, x: Arrays, more: dict[str, jax.Array]
+) -> list[jax.Array | None]:
     """Return the gradients of the learned leaves, computed together for each order."""
     groups: dict[tuple[str, int], list[int]] = {}
     for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True)):
@@ -244,10 +247,7 @@ def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.A
         def body(
             step: GridStep, inputs: Any, outputs: Any, none: Any, learned: Any = learned
         ) -> None:
-            @pl.when(step.first)
-            def _() -> None:
-                for out in outputs:
-                    out[...] = jnp.zeros_like(out)
+            _zero_at_first(step, outputs)
 
             def visit(tile: Tile) -> None:
                 _, _, of_tile = tile.gradient(inputs, learned)
@@ -257,13 +257,9 @@ def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.A
 
             step.visit(visit)
 
-        outputs = [
-            (Shape(x.leaves[n].shape, jnp.float32),
-             lambda w, n=n: call.leaves[n].spec(w, x.leaves[n]))
-            for n in learned
-        ]  # fmt: skip
-        summed = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
-        for n, d in zip(learned, summed, strict=True):
+        outputs = [(Shape(x.leaves[n].shape, jnp.float32), call.leaves[n]) for n in learned]
+        sums = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
+        for n, d in zip(learned, sums, strict=True):
             grads[n] = d.astype(x.leaves[n].dtype)
     return grads
 
