@@ -1,1 +1,1 @@
-"""Tools of all rooms: checks of arguments, sizes by letter, coordinates of scores, trees, JAX."""
+"""Tools that every package uses: argument checks, dimensions, coordinates, trees, JAX internals."""

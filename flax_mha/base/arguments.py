@@ -42,7 +42,10 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def with_arguments_of(other: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Show the keyword-only arguments of another function, for `help`, in place of **arguments."""
+    """Return a decorator that shows another function's keyword arguments instead of `**kwargs`.
+
+    `help` and editors then list the arguments that the function passes on.
+    """
     parameters = inspect.signature(other).parameters.values()
     return _with([p for p in parameters if p.kind is p.KEYWORD_ONLY])
 

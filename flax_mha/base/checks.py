@@ -1,11 +1,13 @@
-# Over 300 lines: many small functions, each a rule about one kind of argument.
-"""What a caller gives, as what is meant by it, or an error that says why it can't be.
+# Over 300 lines: many small functions, one for each kind of argument.
+"""Checks of argument values: each returns the value in its final form, or raises an error.
 
-One rule for all that is public: numbers that attention computes with (queries, biases, tables) are
-floating arrays, for only an array has a dtype to promote from. Whole numbers that say where and
-which (positions, lengths, ids, tokens) may be lists and plain numbers too, and are int32 inside:
-what is given as a list or in NumPy stays in NumPy, known before tracing, and a value beyond int32
-is refused where it can be seen. Settings are constants: never traced arrays.
+A check takes the argument's name first; a `remedy` ends the error. These rules hold everywhere:
+
+- Numbers that attention computes with (queries, biases, tables) are floating-point arrays: only an
+  array has a dtype to promote from.
+- Positions, lengths, ids and tokens may also be lists and Python numbers. They become int32. Lists
+  and NumPy arrays stay in NumPy, so they are static, and values beyond int32 are found.
+- Settings are Python values, never traced arrays.
 """
 
 import contextlib
@@ -24,12 +26,12 @@ Choice = TypeVar("Choice")
 Integers: TypeAlias = jax.Array | np.ndarray
 
 _INT32 = np.iinfo(np.int32)
-# Through whose code a call of ours may come.
+# Packages that `warn` skips to find the user's code.
 _LIBRARIES = ("flax_mha", "flax", "jax")
 
 
 def array(name: str, x: Any) -> Any:
-    """An array: lists and numbers have no dtype to promote from."""
+    """Check that x is an array of numbers."""
     _with_values(name, x)
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise TypeError(
@@ -41,7 +43,7 @@ def array(name: str, x: Any) -> Any:
 
 
 def _with_values(name: str, x: Any) -> None:
-    """An array has values; a `jax.ShapeDtypeStruct` only describes one."""
+    """Check that x is not a `jax.ShapeDtypeStruct`, which has no values."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{name} must be an array, got a jax.ShapeDtypeStruct of {describe(x)}, which has no "
@@ -50,13 +52,13 @@ def _with_values(name: str, x: Any) -> None:
 
 
 def floating(name: str, x: Any) -> Any:
-    """A real floating-point array: attention is defined on those."""
+    """Check that x is a floating-point array."""
     real(name, array(name, x).dtype)
     return x
 
 
 def real(name: str, dtype: Any) -> None:
-    """The dtype of an array of real numbers, of 16 bits at least."""
+    """Check that a dtype is floating point, not complex, with at least 16 bits."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"{name} must be real, got {dtype}: the softmax of complex scores is not defined; "
@@ -77,7 +79,7 @@ def real(name: str, dtype: Any) -> None:
 
 
 def integers(name: str, x: Any) -> Any:
-    """Whole numbers as int32: a NumPy array if they are known before tracing."""
+    """Convert integers to int32, to a NumPy array if their values are static."""
     _with_values(name, x)
     if not isinstance(x, jax.Array | np.ndarray):
         leaves = jax.tree.leaves(x)
@@ -88,20 +90,20 @@ def integers(name: str, x: Any) -> Any:
             )
         try:
             x = np.asarray(x)
-            # An empty list has no numbers to take a dtype from.
+            # NumPy makes an empty list float64.
             x = x if x.size else x.astype(np.int32)
         except ValueError:
             raise TypeError(
                 f"{name} must be integers, got {x!r}, which is ragged; pad it to one length"
             ) from None
         if x.dtype == object and leaves and all(isinstance(leaf, int) for leaf in leaves):
-            # Too large for any dtype of NumPy.
+            # Larger than any integer dtype of NumPy.
             _fit_int32(name, min(leaves), max(leaves))
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {x.dtype}; cast with .astype(int)")
     x = as_numpy(x)
     if x.dtype == np.int32:
-        # Inside `jit` a cast would make a known array a traced one.
+        # Inside `jit` a cast would turn a static array into a traced one.
         return x
     if x.dtype in (np.int64, np.uint64, np.uint32) and x.size and is_concrete(x):
         values = np.asarray(x)
@@ -118,7 +120,7 @@ def _fit_int32(name: str, least: int, most: int) -> None:
 
 
 def integer(name: str, x: Any, least: int = 0, most: int = _INT32.max) -> int:
-    """One whole number, a constant, in a range."""
+    """Check that x is a static integer in a range, and return it as an int."""
     static(name, x)
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(f"{name} must be an int, got {x!r} of {type(x).__name__}")
@@ -128,7 +130,7 @@ def integer(name: str, x: Any, least: int = 0, most: int = _INT32.max) -> int:
 
 
 def sizes(name: str, x: Any) -> tuple[int, ...]:
-    """The sizes of some axes."""
+    """Check that x is a tuple of sizes, and return them as ints."""
     if not isinstance(x, tuple | list):
         raise TypeError(
             f"{name} must be a tuple of sizes, got {describe(x)}; give (2,) for one axis"
@@ -137,15 +139,15 @@ def sizes(name: str, x: Any) -> tuple[int, ...]:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the values are there to be read, on this host."""
+    """Return True if this host can read the values of x."""
     return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def within(name: str, x: Any, end: int | None, remedy: str) -> None:
-    """Where they are known, the integers are at least 0 and below the end, if there is one."""
+    """Check that integers are at least 0 and below `end`, if their values are static."""
     if not x.size or not is_concrete(x):
         return
-    # In NumPy: while JAX traces, what it computes of known values is traced, too.
+    # In NumPy: while JAX traces, its operations on static values are traced too.
     values = np.asarray(x)
     least, most = int(values.min()), int(values.max())
     if least < 0 or (end is not None and most >= end):
@@ -154,12 +156,11 @@ def within(name: str, x: Any, end: int | None, remedy: str) -> None:
 
 
 def as_numpy(x: Any) -> Any:
-    """An array of JAX as a NumPy array, if this host has all its values; anything else as it is.
+    """Convert a replicated JAX array to NumPy if this host has its values.
 
-    A constant in the closure of a jitted function would be staged otherwise: nothing would be known
-    of it, and XLA would fold at compile time, slowly, what is computed of it. Outside jit this
-    waits for the array; nothing there is worth more than knowing which tiles to skip. What is
-    divided over a mesh stays where it is.
+    A jitted function would otherwise trace an array in its closure: its values would not be static,
+    and XLA would fold constants at compile time, slowly. Outside jit the conversion waits for the
+    array, but static values let kernels skip tiles. Sharded arrays stay on their devices.
     """
     if isinstance(x, jax.Array) and is_concrete(x) and x.is_fully_replicated:
         return np.asarray(x)
@@ -167,27 +168,31 @@ def as_numpy(x: Any) -> Any:
 
 
 def static(name: str, x: Any) -> Any:
-    """A setting, which what is compiled depends on: no traced array."""
+    """Check that a setting is not a traced array, because the compiled program depends on it."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
             f"{name} must be a constant, got a traced array {x.aval.str_short()}; "
-            f"give a Python value, or make the argument static (jax.jit's static_argnames)"
+            f"pass a Python value, or make the argument static (jax.jit's static_argnames)"
         )
     return x
 
 
 def number(name: str, x: Any) -> float:
-    """A finite number, real."""
-    static(name, x)
-    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
+    """Check that x is a finite real number, and return it as a float."""
+    _check_number(name, x)
     if not math.isfinite(x):
         raise ValueError(f"{name} must be finite, got {x}")
     return float(x)
 
 
+def _check_number(name: str, x: Any) -> None:
+    static(name, x)
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
+
+
 def positive(**sizes: Any) -> None:
-    """Sizes are positive whole numbers."""
+    """Check that sizes are positive integers."""
     for name, size in sizes.items():
         static(name, size)
         if isinstance(size, bool) or not isinstance(size, int):
@@ -195,35 +200,36 @@ def positive(**sizes: Any) -> None:
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
         if size > _INT32.max:
-            raise ValueError(f"{name} must fit int32, got {size}; give a smaller one")
+            raise ValueError(f"{name} must fit int32, got {size}; use a smaller size")
 
 
 def optional(**sizes: Any) -> None:
-    """As `positive`, but None stands for a default."""
+    """Check that sizes are positive integers or None."""
     positive(**{name: size for name, size in sizes.items() if size is not None})
 
 
 def rate(name: str, x: Any) -> None:
-    """A dropout rate is a probability below 1: at 1 nothing would be left to rescale."""
-    static(name, x)
-    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
-        raise TypeError(f"{name} must be a number, got {x!r} of {type(x).__name__}")
+    """Check that a dropout rate is at least 0 and below 1."""
+    _check_number(name, x)
     if not 0.0 <= x < 1.0:
         raise ValueError(f"{name} must be in [0, 1), got {x}; 0 turns dropout off")
 
 
 def flag(name: str, x: Any) -> bool:
-    """A switch: True or False."""
+    """Check that x is True or False, and return it as a bool."""
     static(name, x)
     if not isinstance(x, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {x!r} of {type(x).__name__}")
     return bool(x)
 
 
-def dtype(name: str, x: Any, of: str = "a floating dtype") -> jnp.dtype:
-    """A real floating dtype, or its name; int8 too where that is among what it is of."""
+def dtype(name: str, x: Any, rule: str = "a floating dtype") -> jnp.dtype:
+    """Check that x is a real floating-point dtype or its name, and return the dtype.
+
+    int8 is allowed if `rule`, which describes the allowed dtypes in the error, names it.
+    """
     parsed = None
-    # An array has a dtype and is none.
+    # An array has a dtype, but is not one.
     if isinstance(x, str | type | np.dtype) or not hasattr(x, "dtype"):
         with contextlib.suppress(TypeError, ValueError):
             parsed = jnp.dtype(x)
@@ -231,32 +237,32 @@ def dtype(name: str, x: Any, of: str = "a floating dtype") -> jnp.dtype:
         raise TypeError(
             f"{name} must be a dtype, got {x!r}; give one such as jnp.float32 or 'bfloat16'"
         )
-    int8 = parsed == jnp.int8 and "int8" in of
-    if not int8 and not jnp.issubdtype(parsed, jnp.floating):
-        raise TypeError(f"{name} must be {of}, got {parsed}; give jnp.float32, say")
-    if "int8" not in of and jnp.finfo(parsed).bits < 16:
-        # In fewer bits numbers can be stored, but JAX promotes them to nothing.
+    is_int8 = parsed == jnp.int8 and "int8" in rule
+    if not is_int8 and not jnp.issubdtype(parsed, jnp.floating):
+        raise TypeError(f"{name} must be {rule}, got {parsed}; give jnp.float32, for example")
+    if "int8" not in rule and jnp.finfo(parsed).bits < 16:
+        # JAX has no promotion rules for floats of fewer bits.
         raise TypeError(
-            f"{name} must have at least 16 bits a number, got {parsed}; give jnp.bfloat16, say"
+            f"{name} must have at least 16 bits a number, got {parsed}; give jnp.bfloat16"
         )
     return parsed
 
 
 def precision(name: str, x: Any) -> None:
-    """A precision of matrix products."""
+    """Check that x is a matmul precision that JAX knows."""
     try:
         jax.eval_shape(
             lambda a: jax.lax.dot(a, a, precision=x), jax.ShapeDtypeStruct((1, 1), jnp.float32)
         )
     except (TypeError, ValueError):
         raise ValueError(
-            f"{name} must be a jax.lax.Precision or a name of one, got {x!r}; give 'highest', say, "
-            f"or None for the default"
+            f"{name} must be a jax.lax.Precision or its name, got {x!r}; give 'highest', for "
+            f"example, or None for the default"
         ) from None
 
 
 def fields(module: Any) -> None:
-    """The settings of a module that say by name or type what they must be."""
+    """Check the fields of a module whose name or type determines their values."""
     for field in dataclasses.fields(module):
         name, x = field.name, getattr(module, field.name)
         if x is None and _takes_none(field):
@@ -275,21 +281,21 @@ def fields(module: Any) -> None:
 
 
 def _takes_none(field: dataclasses.Field[Any]) -> bool:
-    # In Flax None stands for a default dtype, whatever the type says. Types of a user's own module
-    # may be strings.
+    # Flax uses None for a default dtype, whatever the annotation says. The annotations of a
+    # user-defined module may be strings.
     unknown = isinstance(field.type, str) or field.name.endswith("dtype")
     return unknown or type(None) in typing.get_args(field.type)
 
 
 def choice(name: str, value: Any, choices: dict[str, Choice]) -> Choice:
-    """The choice of that name."""
+    """Return the entry of `choices` for a name, or raise an error that lists the names."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} must be one of {sorted(choices)}, got {value!r}")
     return choices[value]
 
 
 def key(name: str, x: Any) -> jax.Array:
-    """One key for random numbers, of `jax.random.key` or of `jax.random.PRNGKey`."""
+    """Check that x is one JAX random key, of `jax.random.key` or `jax.random.PRNGKey`."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
     if dtype == np.uint32:
         with contextlib.suppress(TypeError, ValueError):
@@ -297,51 +303,49 @@ def key(name: str, x: Any) -> jax.Array:
             dtype, shape = wrapped.dtype, wrapped.shape
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key) or shape != ():
         raise TypeError(
-            f"{name} must be one JAX key, got {describe(x)}; give jax.random.key(0), say"
+            f"{name} must be one JAX key, got {describe(x)}; give jax.random.key(0), for example"
         )
     return x
 
 
 def function(name: str, x: Any, signature: str, remedy: str, count: int | None = None) -> None:
-    """A function of so many arguments; a class would be built instead of called."""
+    """Check that x is a function, not a class, that takes `count` arguments (None: any number)."""
     if not callable(x) or isinstance(x, type):
         raise TypeError(f"{name} must be a function {signature}, got {x!r}; {remedy}")
     try:
         actual = inspect.signature(x)
     except ValueError:
-        return  # Some that are not written in Python don't tell.
+        return  # Some built-in functions have no signature.
     try:
         actual.bind(*range(count or 0))
     except TypeError:
         if count is not None:
             raise TypeError(
                 f"{name} must be a function {signature}, of {count} arguments, got one of "
-                f"{actual}; "
-                f"{remedy}"
+                f"{actual}; {remedy}"
             ) from None
 
 
 def arguments(name: str, args: Any) -> tuple[Any, ...]:
-    """What a user's function is given beside its place: a tuple of arrays or numbers."""
+    """Check that the extra arguments of a user's function are a tuple of arrays or numbers."""
     if not isinstance(args, tuple | list):
         raise TypeError(f"{name} must be a tuple, got {type(args).__name__}; give (x,) for one x")
 
     def argument(x: Any) -> Any:
         if isinstance(x, float):
-            # A gradient has a shape.
-            return jnp.asarray(x)
+            return jnp.asarray(x)  # Gradients are arrays.
         if isinstance(x, int) or (hasattr(x, "dtype") and hasattr(x, "shape")):
             return x
         raise TypeError(
-            f"{name} must be arrays or numbers, got {x!r} of {type(x).__name__}; keep what is "
-            f"neither in the function"
+            f"{name} must be arrays or numbers, got {x!r} of {type(x).__name__}; keep other "
+            f"values in the function"
         )
 
     return tuple(jax.tree.map(argument, tuple(args)))
 
 
 def warn(message: str) -> None:
-    """Warns where a caller's own code goes on into ours: once a place, as Python's default is."""
+    """Issue a warning at the line of the user's code that called this package."""
     level, frame = 1, inspect.currentframe()
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
@@ -349,7 +353,7 @@ def warn(message: str) -> None:
 
 
 def describe(x: Any) -> str:
-    """A value as an error shows it: an array by its dtype and shape."""
+    """Return a value as errors show it: an array by its dtype and shape."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype} {tuple(x.shape)}"
     return "None" if x is None else f"{x!r} of {type(x).__name__}"

@@ -1,4 +1,4 @@
-"""Coordinates of the scores [*B, N, T, S], arrays that lie over them, and tiles of them."""
+"""Coordinates of the scores [*B, N, T, S], arrays over the scores, and tiles."""
 
 import math
 from collections.abc import Callable
@@ -32,27 +32,27 @@ class At(NamedTuple):
 
 
 class Node(struct.PyTreeNode):
-    """A tree of arrays, as masks and scores are, whose subclasses need no fields."""
+    """A tree of arrays, the base of masks and scores. Subclasses need no fields."""
 
-    if TYPE_CHECKING:  # Flax leaves these without types.
+    if TYPE_CHECKING:  # Flax does not annotate these.
 
         def __init__(self) -> None: ...
         def __init_subclass__(cls, **kwargs: Any) -> None: ...
 
 
 class ScoreArray(struct.PyTreeNode):
-    """An array over the scores, [*B|1, N|1, T|1, S|1]: a block of scores needs a block of it."""
+    """An array over the scores, [*B|1, N|1, T|1, S|1]. A tile of scores reads a tile of it."""
 
     array: Any
 
 
 def is_score_array(x: Any) -> bool:
-    """Return True if a node of a tree is one."""
+    """Return True if x is a `ScoreArray`."""
     return isinstance(x, ScoreArray)
 
 
 def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply fn to the arrays that lie over the scores; other leaves stay."""
+    """Apply fn to the arrays of each `ScoreArray` in a tree."""
 
     def apply(x: Any) -> Any:
         return jax.tree.map(fn, x) if is_score_array(x) else x
@@ -61,19 +61,19 @@ def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class Tiles(NamedTuple):
-    """The scores divided into nq × nk tiles, and the positions of each.
+    """The scores divided into nq × nk tiles, with the positions that each covers.
 
-    The bounds are NumPy arrays if the positions are known before tracing, so that what a mask
-    concludes from them is known too.
+    The bounds are NumPy arrays if the positions are static, so that a mask's tile states are
+    static.
 
     Attributes:
-      block_q: queries of a tile; the last may reach beyond T.
-      block_k: keys of a tile; the last may reach beyond S.
-      q_min: the least position of a tile's queries, int [*B|1, 1, nq, 1].
-      q_max: the greatest.
-      k_min: the least position of a tile's keys, int [*B|1, 1, 1, nk].
-      k_max: the greatest.
-      heads: indices of the heads, int [1, N, 1, 1], if they are some of many.
+      block_q: the queries of a tile; the last tile may reach beyond T.
+      block_k: the keys of a tile; the last tile may reach beyond S.
+      q_min: the minimum position of each tile's queries, int [*B|1, 1, nq, 1].
+      q_max: the maximum position of each tile's queries.
+      k_min: the minimum position of each tile's keys, int [*B|1, 1, 1, nk].
+      k_max: the maximum position of each tile's keys.
+      heads: the heads' indices, int [1, N, 1, 1], if the tiles cover a subset of the heads.
     """
 
     block_q: int
@@ -94,10 +94,10 @@ class Tiles(NamedTuple):
 
 
 def blocks(x: Array, axis: int, size: int) -> Array:
-    """Split an axis into (number of blocks, size), repeating the last entry to fill the last.
+    """Split an axis into (number of blocks, size), filling the last block with its last entry.
 
-    An axis of 1, which stands for all, becomes (1, 1). For axis −2 the new axes are (−3, −2)
-    with the last axis kept; the caller reduces the second.
+    An axis of 1, which broadcasts, becomes (1, 1). Axis −2 becomes (−3, −2), with the last axis
+    kept; the caller reduces the second of the two.
     """
     axis %= x.ndim
     length = x.shape[axis]
@@ -112,7 +112,7 @@ def blocks(x: Array, axis: int, size: int) -> Array:
 
 
 def flat_batch(x: Array, dims: Dims) -> Array:
-    """Flatten [*B|1, ...] to [rows|1, ...], for the four axes over the scores."""
+    """Flatten the batch axes of [*B|1, N, T, S], to [rows|1, N, T, S]."""
     batch = x.shape[:-3]
     if all(size == 1 for size in batch):
         return x.reshape(1, *x.shape[-3:])
@@ -121,7 +121,7 @@ def flat_batch(x: Array, dims: Dims) -> Array:
 
 
 def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
-    """Return tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
+    """Return the tiles of positions q_pos [*B|1, 1, T, 1] and k_pos [*B|1, 1, 1, S]."""
     empty = Tiles(block_q, block_k, q_pos, q_pos, k_pos, k_pos)
     return empty._replace(
         q_min=empty.least(q_pos),
@@ -134,12 +134,8 @@ def tiles_of(q_pos: Array, k_pos: Array, block_q: int, block_k: int) -> Tiles:
 def whole(dims: Dims, q_pos: Array | None = None, k_pos: Array | None = None) -> At:
     """Return the coordinates of all scores of a call.
 
-    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S].
-
-    Args:
-      dims: of the call.
-      q_pos: int [T] or [*B, T], 0 … T−1 unless given.
-      k_pos: int [S] or [*B, S], 0 … S−1 unless given.
+    Their shapes are [*B, 1, 1, 1], [1, N, 1, 1], [*B|1, 1, T, 1] and [*B|1, 1, 1, S]. The positions
+    are int [T] or [*B, T], and [S] or [*B, S]; None counts from 0.
     """
     rank = len(dims.B)
     q = count_up(dims.T) if q_pos is None else q_pos

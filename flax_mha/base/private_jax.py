@@ -1,7 +1,7 @@
-"""Names of JAX that are no public interface, and what this package expects of them.
+"""The private names of JAX that this package uses, with their expected signatures.
 
-JAX may move or change them in any version. Each part that needs some asks `missing` before it loads
-them: where one is gone or takes other arguments, that part is left out, and nothing else.
+JAX may move or change them in any version. A part of the package that needs private names calls
+`missing` before it loads them. If one is missing or its signature differs, only that part is off.
 """
 
 import functools
@@ -18,13 +18,13 @@ _PALLAS = "jax.experimental.pallas"
 
 
 class Name(NamedTuple):
-    """A name, and how it is called.
+    """A private name of JAX, with its signatures.
 
     Attributes:
-      module: where it stands.
-      name: in that module, with dots for what is inside a class.
-      forms: of a function its arguments in each version that we know: those given by position, in
-        order, then behind `*` those given by keyword. None for what isn't called.
+      module: the module's name.
+      name: the name in that module, dotted for members of a class.
+      forms: a function's arguments in each supported version: positional ones in order, then `*`
+        and the keyword arguments. Empty if it is not called.
     """
 
     module: str
@@ -32,16 +32,16 @@ class Name(NamedTuple):
     forms: tuple[str, ...] = ()
 
     def wrong(self) -> str | None:
-        """What is not as expected, or None."""
-        where = f"{self.module}.{self.name}"
+        """Return how the name differs from the expected one, or None."""
+        path = f"{self.module}.{self.name}"
         try:
             value: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
                 value = getattr(value, part)
         except (ImportError, AttributeError):
-            return f"JAX {jax.__version__} has no {where}, which it needs"
+            return f"JAX {jax.__version__} has no {path}, which it needs"
         if self.forms and not any(_fits(value, form) for form in self.forms):
-            return f"{where} of JAX {jax.__version__} takes other arguments than it gives"
+            return f"{path} of JAX {jax.__version__} takes other arguments than this package gives"
         return None
 
 
@@ -52,16 +52,16 @@ def _names(module: str, names: str) -> tuple[Name, ...]:
 _QKV = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v"
 _RESULTS = "activation fwd_output grad_output"
 _SETTINGS = "scale seed dropout_rate variadic_args mask_type layout sliding_window_length"
-# From JAX 0.11 on a function of the scores, and what it is given.
+# From JAX 0.11 on: a function of the scores, and its arguments.
 _MOD = "score_mod_args score_mod"
 _TILE = "q k v segment_ids sinks logsumexp do di * bq bkv is_mqa mask_info mask_value \
     attn_logits_soft_cap q_layout k_layout v_layout mask_function interpret"
 
-# Before JAX 0.12 offsets of packed keys count query heads, where groups need key/value heads (jax
-# 39521).
+# Before JAX 0.12, the offsets of packed keys counted query heads instead of key/value heads, which
+# is wrong for grouped queries (JAX's issue 39521).
 PACKED_GROUPS = jax.__version_info__ >= (0, 12)
 
-# By the part of this package that needs them.
+# The private names of each part of this package.
 NAMES: dict[str, tuple[Name, ...]] = {
     "cudnn": (
         Name(_CUDNN, "_dot_product_attention_fwd_impl", (
@@ -113,17 +113,17 @@ NAMES: dict[str, tuple[Name, ...]] = {
 
 @functools.cache
 def missing(part: str) -> str | None:
-    """Why this JAX can't serve a part of this package; None if it can, and for all other parts."""
+    """Return why this JAX cannot run a part of the package, or None if it can."""
     return next((reason for name in NAMES.get(part, ()) if (reason := name.wrong())), None)
 
 
 def takes(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function has an argument of that name."""
+    """Return True if a function has an argument of this name."""
     return argument in inspect.signature(function).parameters
 
 
 def _fits(function: Any, form: str) -> bool:
-    """Whether a function can be called with these arguments, and needs no others."""
+    """Return True if a function accepts these arguments and requires no others."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):

@@ -1,16 +1,16 @@
-"""The dimension legend, and the checks that speak it.
+"""The letters of the dimensions, and checks of shapes.
 
-Every signature, einsum and error in this package uses these letters:
+All signatures, einsums and errors of this package use these letters:
 
 | letter | dimension |
 |---|---|
-| `*B` | any number of leading batch dimensions, none included |
+| `*B` | any number of leading batch dimensions, or none |
 | `T` | queries (target positions) |
 | `S` | keys and values (source positions) |
 | `N` | query heads |
 | `K` | key/value heads; `N` is a multiple of `K` |
 | `G` | query heads that share one key/value head, `N / K` |
-| `H` | features of a query or key head; `Hv` those of a value head, `H` unless said |
+| `H` | features of a query or key head; `Hv` features of a value head (default: `H`) |
 | `D` | features of the model |
 """
 
@@ -39,13 +39,13 @@ class Dims(NamedTuple):
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any) -> "Dims":
-        """Those of q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv], which fit together."""
+        """Return the sizes of q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]."""
         *B, T, N, H = q.shape
         return cls(tuple(B), T, k.shape[-3], N, k.shape[-2], H, v.shape[-1])
 
     @property
     def G(self) -> int:
-        """Query heads per key/value head."""
+        """The number of query heads per key/value head."""
         return self.N // self.K
 
     @property
@@ -55,32 +55,28 @@ class Dims(NamedTuple):
 
 
 def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
-    """Checks that q [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv] fit; gives their sizes.
-
-    Raises:
-      ValueError: if the shapes do not fit together.
-    """
+    """Check that the shapes of q, k and v fit together, and return the sizes."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 3 or 0 in x.shape[-2:]:
             raise ValueError(
                 f"{name} must have shape [*B, length, heads, features], got {x.shape}; "
                 f"split its last axis into heads first, at least one of one feature"
             )
-    came = f"got q {q.shape}, k {k.shape}, v {v.shape}"
+    got = f"got q {q.shape}, k {k.shape}, v {v.shape}"
     if not q.ndim == k.ndim == v.ndim:
-        raise ValueError(f"q, k and v must have the same rank, {came}; add the missing batch axes")
+        raise ValueError(f"q, k and v must have the same rank, {got}; add the missing batch axes")
     if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
         raise ValueError(
-            f"q, k and v must have the same batch dimensions, {came}; broadcast them first"
+            f"q, k and v must have the same batch dimensions, {got}; broadcast them first"
         )
     if v.shape[-3:-1] != k.shape[-3:-1]:
         raise ValueError(
-            f"k and v must agree in length and heads, [*B, S, K, ·], {came}; "
+            f"k and v must agree in length and heads, [*B, S, K, ·], {got}; "
             f"give every key its value"
         )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(
-            f"q and k must have the same head features H, {came}; project them to one size"
+            f"q and k must have the same head features H, {got}; project them to one size"
         )
     check_kv_heads(q.shape[-2], k.shape[-2])
     return Dims.of(q, k, v)
@@ -89,7 +85,7 @@ def attention_dims(q: jax.Array, k: Any, v: Any) -> Dims:
 def resolve_inputs(
     q: jax.Array, k: jax.Array | None, v: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Fills in and checks the inputs of keys and values."""
+    """Fill in the default inputs of keys and values, and check the shapes."""
     if k is None:
         if v is not None:
             raise ValueError(
@@ -102,7 +98,7 @@ def resolve_inputs(
 
 
 def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    """The layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
+    """Check that a layer's inputs are [*B, T, ·], [*B, S, ·] and [*B, S, ·]."""
     named = {"inputs_q": q, "inputs_k": k, "inputs_v": v}
     for name, x in named.items():
         checks.floating(name, x)
@@ -119,7 +115,7 @@ def check_inputs(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def check_features(name: str, x: Any) -> None:
-    """What goes through a model is [*B, length, features]."""
+    """Check that a model's input is floating point, [*B, length, features]."""
     checks.floating(name, x)
     _check_rank(name, x.shape)
 
@@ -140,7 +136,10 @@ def head_sizes(
     head_dim: int | None,
     v_head_dim: int | None,
 ) -> tuple[int, int, int, int]:
-    """N, K, H and Hv of a layer with the given fields, for queries of so many features."""
+    """Return N, K, H and Hv of a layer with these fields, for queries with `features` features.
+
+    The defaults are K = N, H = qkv_features / N, qkv_features = features and Hv = H.
+    """
     checks.positive(num_heads=num_heads)
     checks.optional(
         qkv_features=qkv_features, head_dim=head_dim, num_kv_heads=num_kv_heads,
@@ -155,7 +154,7 @@ def head_sizes(
         if remainder:
             raise ValueError(
                 f"num_heads={N} must divide the features of queries and keys, got "
-                f"{N * H + remainder}; set head_dim to choose the heads' size freely"
+                f"{N * H + remainder}; set head_dim to choose the size of a head freely"
             )
     elif qkv_features not in (None, N * H):
         raise ValueError(
@@ -166,7 +165,7 @@ def head_sizes(
 
 
 def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Query heads must come in equal groups, one for each key/value head."""
+    """Check that the number of key/value heads divides the number of query heads."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         legal = [K for K in range(1, num_heads + 1) if num_heads % K == 0]
         raise ValueError(
@@ -176,7 +175,7 @@ def check_kv_heads(num_heads: int, num_kv_heads: int) -> None:
 
 
 def check_tokens(name: str, x: Any) -> Any:
-    """Ids of tokens, int32 [*B, T]."""
+    """Convert token ids to int32 [*B, T]."""
     x = checks.integers(name, x)
     if x.ndim < 1:
         raise ValueError(f"{name} must have shape [*B, T], got (); give one token as {name}[None]")
@@ -184,7 +183,7 @@ def check_tokens(name: str, x: Any) -> Any:
 
 
 def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.Array:
-    """A number of each row of the batch, int32 [*B], in a range where it is known."""
+    """Convert one number for each row of the batch to int32 [*B], and check its range if static."""
     x = checks.integers(name, x)
     if x.shape != batch:
         raise ValueError(
@@ -202,7 +201,7 @@ def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.A
 
 
 def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
-    """A number of each token, int32 [T] or [*B, T]."""
+    """Convert one number for each token to int32 [T] or [*B, T]."""
     x = checks.integers(name, x)
     if x.shape not in {tokens[-1:], tokens}:
         raise ValueError(
@@ -213,39 +212,39 @@ def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
 
 
 def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
-    """Return positions int32 [T] or [*B, T]; a number is the first of them, None stays None."""
+    """Convert positions to int32 [T] or [*B, T]. A number is the first one; None stays None."""
     if x is None:
         return None
     if isinstance(x, int) and not isinstance(x, bool):
         steps = count_up(tokens[-1])
-        # Known ones in int64, where a sum beyond int32 is seen.
+        # Add static positions in int64, to find sums beyond int32.
         wide = steps.astype(np.int64) if isinstance(steps, np.ndarray) else steps
         x = checks.integers(name, x) + wide
     return per_token(name, x, tokens, letter)
 
 
 def check_order(order: Any, length: int) -> Any:
-    """Where each token stands: every position of 0 … T−1 once."""
+    """Check that an order of tokens is a permutation of 0 … T−1."""
     order = checks.integers("order", order)
     if order.shape != (length,):
         raise ValueError(
-            f"order must have shape [T] = {(length,)}, got {order.shape}; it is the same for all "
+            f"order must have shape [T] = {(length,)}, got {order.shape}; give one order for all "
             f"rows"
         )
     if checks.is_concrete(order) and not np.array_equal(np.sort(order), np.arange(length)):
         raise ValueError(
             f"order must be a permutation of 0 … {length - 1}, got {np.asarray(order).tolist()}; "
-            f"say of each token once where it stands, such as sharding.zigzag({length}, n)"
+            f"give each position once, as in sharding.zigzag({length}, n)"
         )
     return order
 
 
 def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Heads x [*B, T, N, H] times a scale [N] or [*B, N], if there is one.
+    """Multiply heads x [*B, T, N, H] by a scale [N] or [*B, N], if there is one.
 
     Raises:
-      ValueError: if it has another shape.
-      TypeError: if it is no array of numbers or bools.
+      ValueError: if the scale has another shape.
+      TypeError: if the scale is not an array of real numbers or bools.
     """
     if scale is None:
         return x
@@ -264,7 +263,7 @@ def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: str) -> None:
-    """`shape` must broadcast to `to` by NumPy's rules without growing it."""
+    """Check that `shape` broadcasts to the shape `to`, with axes named by `letters`."""
     fits = len(shape) <= len(to) and all(
         a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
     )
@@ -273,23 +272,23 @@ def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: s
 
 
 def wide(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of scores, sums and the softmax: float32, or float64 for float64."""
-    # bfloat16 has 8 significand bits, too few for long sums.
+    """Return the dtype of scores, sums and the softmax: float32, or float64 for float64."""
+    # bfloat16 has an 8-bit significand, too short for long sums.
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def by_query(x: jax.Array) -> jax.Array:
-    """[*B, N, T] as [*B, T, N, 1]."""
+    """Transpose [*B, N, T] to [*B, T, N, 1]."""
     return jnp.swapaxes(x, -1, -2)[..., None]
 
 
 def lead(x: Any, rank: int) -> Any:
-    """Adds leading axes of size 1 up to the rank (never left to implicit broadcasting)."""
+    """Add leading axes of size 1 up to a rank."""
     return x.reshape((1,) * (rank - x.ndim) + x.shape)
 
 
 def look_up(table: jax.Array, indices: checks.Integers) -> jax.Array:
-    """Rows int [*P] of a table [V, D] of floats, NaN where it has none: [*P, D]."""
-    # To `jnp.take` negative ones count from the end.
+    """Return rows [*P, D] of a table [V, D] at int indices [*P], NaN if out of range."""
+    # For `jnp.take`, negative indices count from the end.
     indices = jnp.where(indices < 0, len(table), indices)
     return jnp.take(table, indices, axis=0, mode="fill", fill_value=jnp.nan)

@@ -1,4 +1,4 @@
-"""Sizes that may be symbols of `jax.export`, known when the program is called."""
+"""Sizes that may be symbolic dimensions of `jax.export`, with values at run time only."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from jax import lax
 
 
 def is_symbolic(*sizes: Any) -> bool:
-    """Return whether any of the sizes is a symbol."""
+    """Return True if any of the sizes is symbolic."""
     return any(jax.export.is_symbolic_dim(size) for size in sizes)
 
 
 def at_most(size: Any, most: Any) -> bool:
-    """Return whether a size is known to be at most another one."""
+    """Return True if a size is at most another one for every value of their symbols."""
     try:
         return bool(size <= most)
     except jax.errors.InconclusiveDimensionOperation:
@@ -23,7 +23,7 @@ def at_most(size: Any, most: Any) -> bool:
 
 
 def count_up(size: Any) -> Any:
-    """Return int32 0 … size−1: a NumPy array, known before tracing, unless the size is a symbol."""
+    """Return int32 0 … size−1: a static NumPy array, or a JAX array if the size is symbolic."""
     return (jnp if is_symbolic(size) else np).arange(size, dtype=np.int32)
 
 
@@ -33,5 +33,5 @@ def divide(index: Any, by: Any) -> tuple[Any, Any]:
         return index // by, index % by
     if by == 1:
         return index, np.int32(0)
-    # `//` and `%` take negative numbers too, for which JAX traces many operations more.
+    # `//` and `%` also handle negative numbers, which takes many more operations.
     return lax.div(index, np.int32(by)), lax.rem(index, np.int32(by))

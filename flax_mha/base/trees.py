@@ -1,4 +1,4 @@
-"""Trees taken apart by what their leaves are, such as what takes gradients, and put together."""
+"""Tools for trees: partition leaves, list nodes, and trace functions of trees once."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ IsLeaf: TypeAlias = Callable[[Any], bool]
 def partition(
     tree: Any, chosen: Callable[[Any], bool], is_leaf: IsLeaf | None = None
 ) -> tuple[Any, Any]:
-    """Split a tree into the leaves that are chosen, and the others, with None for the missing."""
+    """Split a tree in two: chosen leaves and other leaves, each with None for the missing ones."""
     return (
         jax.tree.map(lambda x: x if chosen(x) else None, tree, is_leaf=is_leaf),
         jax.tree.map(lambda x: None if chosen(x) else x, tree, is_leaf=is_leaf),
@@ -21,19 +21,19 @@ def partition(
 
 
 def combine(one: Any, other: Any, is_leaf: IsLeaf = lambda _: False) -> Any:
-    """Return the tree that `partition` has split into these two."""
+    """Join two trees that `partition` returned."""
     return jax.tree.map(
         lambda x, y: y if x is None else x, one, other, is_leaf=lambda x: x is None or is_leaf(x)
     )
 
 
 def is_array(x: Any) -> bool:
-    """Return True for arrays of JAX, traced ones too."""
+    """Return True if x is a JAX array, traced or not."""
     return isinstance(x, jax.Array)
 
 
 def tree_nodes(tree: Any) -> list[Any]:
-    """Return all nodes of a tree, the inner ones too."""
+    """Return all nodes of a tree, inner nodes included."""
     nodes = []
 
     def visit(x: Any) -> bool:
@@ -45,19 +45,19 @@ def tree_nodes(tree: Any) -> list[Any]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Return True if a leaf takes gradients: it is floating point."""
+    """Return True if a leaf is floating point, so that it has gradients."""
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.floating))
 
 
 def trace_once(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn(static, *arrays), traced anew only for another `static`, shape or dtype.
+    """Return fn(static, *arrays), traced once for each `static` and each shape and dtype.
 
-    What was traced is inlined: XLA sees no call. The layers of a stack are so traced in a fraction
-    of the time, forward and backward.
+    The traced function is inlined, so that XLA sees no call. The layers of a stack share one trace,
+    which saves most of the tracing time, forward and backward.
 
     Args:
-      fn: whose first argument is known before tracing. Where that is not `pure`, for it holds
-        functions of a user's, which may read what changes, fn is traced each time.
+      fn: a function whose first argument is static. If `static.pure` is False (it holds
+        user-defined functions, which may read mutable state), fn is traced on every call.
     """
     shared = jax.jit(fn, static_argnums=0, inline=True)
 

@@ -1,10 +1,10 @@
-"""Keys and values of the tokens so far, for decoding.
+"""Caches of keys and values for decoding.
 
 >>> cache = KVCache.empty((2,), slots=16, num_kv_heads=4, head_dim=8)
 >>> out, cache = cache.extend(q, k, v)  # any number of tokens: a prompt, then one at a time
 
-The layer keeps one in the collection `cache` under `decode=True`; `fork`, `truncate`, `reset` and
-`free` do to all caches of such a collection what the methods do to one.
+With `decode=True`, a layer keeps its cache in the collection `cache`. `fork`, `truncate`, `reset`
+and `free` apply the methods of the same names to all caches of such a collection.
 """
 
 from flax_mha.cache.collection import fork as fork

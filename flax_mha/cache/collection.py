@@ -1,7 +1,7 @@
 """Caches as variables of a model: the collection `cache`.
 
-A layer of self-attention holds a `KVCache` under `kv`, one of cross-attention a `Memory` under
-`memory`, of all tokens of the encoder. Layers under `nn.scan` have theirs with a leading axis.
+A self-attention layer holds a `KVCache` under `kv`. A cross-attention layer holds a `Memory` of the
+encoder's tokens under `memory`. Layers under `nn.scan` stack theirs along a leading axis.
 """
 
 import functools
@@ -16,91 +16,95 @@ from flax_mha.cache.kv_cache import KVCache
 from flax_mha.cache.storage import AnySlots, Slots, by_names
 from flax_mha.sharding import LogicalNames
 
-# A tree of those, such as `variables['cache']`, or all variables.
+# A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 
 
-def constrained(held: AnySlots) -> AnySlots:
-    """What a layer holds, as the rules divide it: rows and key/value heads, never slots."""
+def constrained(slots: AnySlots) -> AnySlots:
+    """Shard a cache by the logical axis rules: over the batch and the key/value heads, not the
+    slots.
+    """
 
     def constrain(x: jax.Array, names: LogicalNames) -> Any:
-        # All axes have a name here: those before the batch None.
-        every = ((None,) * x.ndim + names)[len(names) :]
-        return sharding.name(sharding.constrain(x, every), every)
+        # Leading batch axes have no name.
+        all_names = ((None,) * x.ndim + names)[len(names) :]
+        return sharding.name(sharding.constrain(x, all_names), all_names)
 
-    return by_names(constrain, held)
+    return by_names(constrain, slots)
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:
-    """The collection with the rows of the batch in that order: beams, or copies for best-of-n.
+    """Return the collection with some rows of the batch: beams, or copies for best-of-n.
 
     Args:
-      collection: `cache` of a model, of any depth (or all its variables: others stay as they are).
-      rows: int [R], indices of rows (of the last axis of *B); R may differ from the rows there
-        are.
+      collection: a model's collection `cache`, or all its variables; only caches change.
+      rows: int [R], indices into the last axis of *B. R may differ from the current number of rows.
 
     Raises:
-      ValueError, TypeError: if the collection has no cache; if rows are no indices, or known to be
-        out of range. Where they are traced, such a row has overflowed, and stays so until it is
-        emptied.
+      ValueError, TypeError: if the collection has no cache, or rows are not valid indices. A traced
+        index out of range gives an overflowed row, until the row is reset.
     """
-    return _map("fork", lambda held: held.fork(rows), collection)
+    return _map("fork", lambda cache: cache.fork(rows), collection)
 
 
 def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
-    """The collection with the first `lengths` (int, or int [*B]) tokens of each row, at most.
+    """Return the collection with at most the first `lengths` tokens of each row.
 
-    What the encoder gave stays. A ring buffer can take back S − 1 − window tokens, or all; a row
-    of which more are taken back has overflowed.
+    The encoder's keys and values stay.
+
+    Args:
+      collection: a model's collection `cache`, or all its variables.
+      lengths: int, or int [*B]. A ring buffer can drop its last S − 1 − window tokens, or all. A
+        row that drops more has overflowed.
 
     Raises:
-      ValueError, TypeError: if the collection has no cache; if lengths are no integers, have
-        another shape, or are known to be negative. Where they are traced, such a row has
-        overflowed.
+      ValueError, TypeError: if the collection has no cache, or lengths are not integers, have
+      another
+        shape or are negative. A traced negative length gives an overflowed row.
     """
-    return _map("truncate", _keeping(lengths), collection)
+    return _map("truncate", _truncate_by(lengths), collection)
 
 
 def reset(collection: Collection) -> Collection:
-    """The collection with no token in any row. What the encoder gave stays until it is replaced.
+    """Return the collection with empty caches. The encoder's keys and values stay until replaced.
 
     Raises:
       ValueError, TypeError: if the collection has no cache.
     """
-    return _map("reset", _keeping(0), collection)
+    return _map("reset", _truncate_by(0), collection)
 
 
 def free(collection: Any) -> jax.Array:
-    """Int32 [rows], how many more tokens each row has room for in all layers.
+    """Return the number of tokens that each row has room for in all layers, int32 [rows].
 
-    2³⁰ − 1 less its length where all layers have ring buffers.
+    If all layers have ring buffers, this is 2³⁰ − 1 minus the row's length.
 
     Raises:
       ValueError, TypeError: if no layer has a cache of self-attention.
     """
-    held = [x for x in _caches("free", collection) if isinstance(x, KVCache)]
-    if not held:
+    caches = [x for x in _caches("free", collection) if isinstance(x, KVCache)]
+    if not caches:
         raise ValueError(
             "free needs a collection with the cache of a self-attention layer, got none; give "
             "variables['cache'] of a model initialized with decode=True"
         )
-    left = (x.free() for x in held)
-    # Layers of a scan lie before the rows.
-    return functools.reduce(jnp.minimum, (x.min(range(x.ndim - 1)) for x in left))
+    room = (x.free() for x in caches)
+    # The layers of a scan are the leading axes.
+    return functools.reduce(jnp.minimum, (x.min(range(x.ndim - 1)) for x in room))
 
 
-def _keeping(lengths: jax.Array | int) -> Callable[[Slots], Slots]:
-    return lambda held: held.truncate(lengths) if isinstance(held, KVCache) else held
+def _truncate_by(lengths: jax.Array | int) -> Callable[[Slots], Slots]:
+    return lambda cache: cache.truncate(lengths) if isinstance(cache, KVCache) else cache
 
 
 def _map(name: str, fn: Callable[[Slots], Slots], collection: Any) -> Any:
-    """Applies fn to what each layer holds; a function of that name does."""
+    """Apply fn to all caches of a collection, for the public function `name`."""
     _caches(name, collection)
     return jax.tree.map(lambda x: fn(x) if _is_cache(x) else x, collection, is_leaf=_is_cache)
 
 
 def _caches(name: str, collection: Any) -> list[Slots]:
-    """What the layers hold, for a function of that name."""
+    """Return the caches of a collection, for the public function `name`."""
     if not isinstance(collection, Mapping | list | tuple):
         raise TypeError(
             f"{name} needs the collection of a model's caches, got {type(collection).__name__}; "

@@ -1,4 +1,4 @@
-"""What a layer keeps of its tokens."""
+"""The options of a layer's cache."""
 
 import dataclasses
 
@@ -14,17 +14,17 @@ from flax_mha.cache.storage import Memory
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """How a layer's cache holds its tokens.
+    """The options of a layer's cache.
 
     Attributes:
-      dtype: that keys and values are stored in (default: their own); "int8" has a scale for each
-        token and head.
-      slots: of a ring buffer, which holds the last so many tokens: at least W + 1 under a mask
-        `Window(W, ·)`. Then there is no end to the tokens that follow (default: one for each token
-        of the input that the cache is made with).
+      dtype: the dtype of stored keys and values (default: their own). "int8" stores a scale for
+        each token and head.
+      slots: the size of a ring buffer that holds the last tokens: at least W + 1 under a mask
+        `Window(W, ·)`. A ring buffer never runs out of room (default: no ring buffer; one slot for
+        each token of the input that creates the cache).
 
     Raises:
-      ValueError, TypeError: if a dtype can't be stored, or slots are no positive whole number.
+      ValueError, TypeError: if the dtype cannot be stored, or slots is not a positive integer.
     """
 
     dtype: Dtype | None = None
@@ -36,10 +36,10 @@ class CacheConfig:
         checks.optional(**{"CacheConfig.slots": self.slots})
 
     def window(self, mask: masks.MaskLike | None) -> int | None:
-        """How many tokens before itself a token sees, in a ring buffer under that mask; else None.
+        """Return a ring buffer's window: the number of earlier tokens that a token sees, or None.
 
         Raises:
-          ValueError: if the mask sees what the ring has forgotten.
+          ValueError: if the mask sees tokens that the ring has overwritten.
         """
         if self.slots is None:
             return None
@@ -53,7 +53,7 @@ class CacheConfig:
         return window
 
     def empty(self, k: jax.Array, v: jax.Array, mask: masks.MaskLike | None) -> KVCache:
-        """A cache with room for as many tokens as those of keys [*B, S, K, H] and values."""
+        """Return an empty cache with room for the tokens of keys [*B, S, K, H] and values."""
         *B, S, K, H = k.shape
         return KVCache.empty(
             tuple(B), self.slots or S, K, H, v.shape[-1], dtype=self.dtype or k.dtype,
@@ -61,17 +61,17 @@ class CacheConfig:
         )  # fmt: skip
 
     def memory(self, k: jax.Array, v: jax.Array) -> Memory:
-        """Those keys [*B, S, K, H] and values [*B, S, K, Hv], to attend to again."""
+        """Return keys [*B, S, K, H] and values [*B, S, K, Hv] as stored for later calls."""
         return Memory.of(k, v, jnp.dtype(self.dtype or k.dtype))
 
 
 def as_cache_config(config: CacheConfig | None) -> CacheConfig:
-    """What is given as a layer's `cache`, or an error that says what to write."""
+    """Return a layer's `cache` argument as a `CacheConfig`."""
     if config is None:
         return CacheConfig()
     if isinstance(config, CacheConfig):
         return config
     raise TypeError(
         f"cache must be a flax_mha.CacheConfig, got {checks.describe(config)}; give "
-        f"CacheConfig(dtype='int8'), say"
+        f"CacheConfig(dtype='int8'), for example"
     )

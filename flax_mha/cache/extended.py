@@ -1,4 +1,4 @@
-"""Attention to the tokens of a cache and new ones: NaN where a cache should hold more."""
+"""Attention to the tokens of a cache and new tokens, with NaN for tokens that found no slot."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,23 +16,23 @@ from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
 
-# What may be said of a call: `attention` is called in place of `dot_product_attention`.
+# `attention` replaces `dot_product_attention`.
 _ARGUMENTS = ARGUMENTS | {"attention"}
 
 
 class Extended(struct.PyTreeNode):
-    """The tokens of a cache and T new ones: what queries of the new ones attend to.
+    """The keys and values that the queries of T new tokens attend to: cached and new tokens.
 
     Attributes:
-      key: of all that they see, [*B, S, K, H].
-      value: [*B, S, K, Hv].
-      new: keys and values of the new tokens alone.
-      q_positions: int32 [*B, T], where the new tokens stand.
-      k_positions: int32 [*B, S], where all stand; None for slot j at position j.
-      end: int32 [*B], how many tokens each row has by now.
-      lost: bool [*B, T], tokens that found no slot.
-      ragged: whether rows had `lengths`.
-      window: how many tokens before itself a token sees; None for all.
+      key: the keys of all visible tokens, [*B, S, K, H].
+      value: the values, [*B, S, K, Hv].
+      new: the keys and values of the new tokens alone.
+      q_positions: the positions of the new tokens, int32 [*B, T].
+      k_positions: the positions of all keys, int32 [*B, S]; None if slot j holds position j.
+      end: the length of each row after the new tokens, int32 [*B].
+      lost: bool [*B, T], True for new tokens that found no slot.
+      ragged: True if the call had `lengths`.
+      window: the number of earlier tokens that a token sees; None for all.
     """
 
     key: Stored
@@ -49,40 +49,43 @@ class Extended(struct.PyTreeNode):
         self, q: jax.Array, *, mask: masks.MaskLike | None = None, lengths: jax.Array | None = None,
         **call: Any,
     ) -> Any:  # fmt: skip
-        """Attend from queries [*B, T, N, H] of the new tokens, the first `lengths` of each row.
+        """Attend from queries q [*B, T, N, H] of the new tokens, the first `lengths` of each row.
 
-        The rest is as in `KVCache.extend`.
+        See `KVCache.extend` for the other arguments.
         """
         T = self.q_positions.shape[-1]
-        came = checks.floating("q", q).shape
-        if len(came) < 3 or came[-3] != T:
+        shape = checks.floating("q", q).shape
+        if len(shape) < 3 or shape[-3] != T:
             raise ValueError(
                 f"q must have shape [*B, T, N, H] with a query for each of the {T} new tokens, got "
-                f"{came}; append tokens without queries by `append`"
+                f"{shape}; append tokens without queries by `append`"
             )
         before, end = self.q_positions[..., 0], self.end
         if lengths is not None:
             end = before + jnp.clip(shapes.per_row("lengths", lengths, end.shape, T), 0, T)
         if self.ragged or lengths is not None:
             mask = masks.combine(masks.Lengths(self.end, end), mask)
-        held = (self.key, self.value)
+        kv = (self.key, self.value)
 
-        def first() -> Any:
+        def attend_prompt() -> Any:
             return attend_causally(q, self.new, mask, call, self.window)
 
-        def later() -> Any:
-            places = {"q_positions": self.q_positions, "kv_positions": self.k_positions}
-            return attend_causally(q, held, mask, call, self.window, **places)
+        def attend_cache() -> Any:
+            positions = {"q_positions": self.q_positions, "kv_positions": self.k_positions}
+            return attend_causally(q, kv, mask, call, self.window, **positions)
 
-        captured = observe.as_capture(call.get("capture"))
-        weights = call.get("return_weights", False) is True
-        weights = weights or (captured is not None and "weights" in captured.what)
-        weights = weights or "attention" in call  # Which may sow, in no branch.
-        if symbols.at_most(T, decode.QUERIES) or weights or key_arrays(q, held, mask, call):
-            result = later()
+        capture = observe.as_capture(call.get("capture"))
+        needs_cache = (
+            call.get("return_weights", False) is True
+            or (capture is not None and "weights" in capture.what)
+            # A custom `attention` may sow, which `lax.cond` does not allow.
+            or "attention" in call
+        )
+        if symbols.at_most(T, decode.QUERIES) or needs_cache or key_arrays(q, kv, mask, call):
+            result = attend_cache()
         else:
-            # Of a first prompt kernels know before tracing which tokens see which.
-            result = jax.lax.cond((before == 0).all(), first, later)
+            # In an empty cache the positions are static, so that kernels can skip tiles.
+            result = jax.lax.cond((before == 0).all(), attend_prompt, attend_cache)
         return nan_where_lost(result, self.lost)
 
 
@@ -90,18 +93,19 @@ def attend_causally(
     q: jax.Array, kv: tuple[Stored, Stored], mask: masks.MaskLike | None, call: dict[str, Any],
     window: int | None, **positions: Any,
 ) -> Any:  # fmt: skip
-    """What `dot_product_attention` returns under causality, or the window of a ring.
+    """Attend under causality, or under the window of a ring buffer, combined with the mask.
 
-    Of a call that has `attention`, what that returns in its place.
+    `call` holds other arguments of `dot_product_attention`, or the `attention` to call in its
+    place.
     """
     check_known("attention to a cache", call, _ARGUMENTS)
-    if window is not None and (wrong := key_arrays(q, kv, mask, call)):
+    if window is not None and (shapes_over_keys := key_arrays(q, kv, mask, call)):
         raise ValueError(
-            f"in a ring buffer slots are not positions, so masks, segment ids and biases that are "
-            f"arrays over the keys have no meaning, got one of shape {wrong[0]} over the scores; "
+            f"in a ring buffer slots are not positions, so masks, segment ids and biases cannot be "
+            f"arrays over the keys, got one of shape {shapes_over_keys[0]} over the scores; "
             f"give rules of positions, such as masks.Window, or a cache without a window"
         )
-    # Causality also hides the slots that hold nothing.
+    # Causality also hides empty slots.
     causal = masks.Causal() if window is None else masks.Window(window, 0)
     call = positions | call
     attention = call.pop("attention", dot_product_attention)
@@ -109,19 +113,19 @@ def attend_causally(
 
 
 def nan_where_lost(result: Any, lost: jax.Array) -> Any:
-    """The result with NaN for lost queries [*B, T].
+    """Set the output of lost queries [*B, T] to NaN.
 
-    Not for whole rows: later layers keep what they make of the tokens before those.
+    Earlier tokens of the same row stay valid, because later layers cache them.
     """
-    out, *more = result if isinstance(result, tuple) else (result,)
+    out, *extras = result if isinstance(result, tuple) else (result,)
     out = jnp.where(lost[..., None, None], jnp.nan, out)
-    return (out, *more) if isinstance(result, tuple) else out
+    return (out, *extras) if isinstance(result, tuple) else out
 
 
 def key_arrays(
     q: jax.Array, kv: Sequence[Stored], mask: masks.MaskLike | None, call: dict[str, Any]
 ) -> list[shapes.Shape]:
-    """The shapes over the scores of a call's masks, ids and biases that are arrays of the keys."""
+    """Return the shapes over the scores of masks, ids and biases that are arrays over the keys."""
     parts: list[Mask | ScoreMod] = [*call.get("scores", ())]
     if call.get("bias") is not None:
         parts.append(Bias(call["bias"]))

@@ -1,4 +1,4 @@
-"""What a layer attends to: keys and values of this call, of a cache, or of another layer."""
+"""The keys and values that a layer attends to: of this call, a cache, or another layer."""
 
 from typing import Any, TypeAlias
 
@@ -16,13 +16,13 @@ from flax_mha.cache.storage import Memory
 
 
 class KeyValue(struct.PyTreeNode):
-    """Keys and values of one call of a layer, as it attends to them: after norms and rotary.
+    """The keys and values of one call of a layer, after normalization and rotary embedding.
 
     Attributes:
       key: [*B, S, K, H].
       value: [*B, S, K, Hv].
-      lengths: int [*B], how many tokens of each row are real; None for all.
-      ordered: whether the call had an `order`.
+      lengths: int [*B], the number of real tokens of each row; None for all.
+      ordered: True if the call had an `order`.
     """
 
     key: Any
@@ -33,29 +33,30 @@ class KeyValue(struct.PyTreeNode):
     def mask_padding(
         self, q: jax.Array, mask: masks.MaskLike | None, lengths: jax.Array | None
     ) -> masks.MaskLike | None:
-        """Return the mask of queries [*B, T, N, H] and these keys, with all padding hidden."""
+        """Combine the mask of queries [*B, T, N, H] with a mask that hides all padding."""
         if self.lengths is None and lengths is None:
             return mask
         batch = q.shape[:-3]
 
-        def real(lengths: jax.Array | None, length: int) -> jax.Array:
+        def as_lengths(lengths: jax.Array | None, length: int) -> jax.Array:
             if lengths is None:
                 return jnp.full(batch, length)
             return shapes.per_row("lengths", lengths, batch, length)
 
-        both = real(self.lengths, self.key.shape[-3]), real(lengths, q.shape[-3])
-        return masks.combine(mask, masks.Lengths(*both))
+        kv_lengths = as_lengths(self.lengths, self.key.shape[-3])
+        q_lengths = as_lengths(lengths, q.shape[-3])
+        return masks.combine(mask, masks.Lengths(kv_lengths, q_lengths))
 
 
-# Of a layer that decodes, with the tokens that its cache holds.
+# The keys and values of a layer; of a layer that decodes, with the tokens of its cache.
 Shared: TypeAlias = KeyValue | Extended
-# What a layer attends to beside its inputs, or is to make of them.
+# The keys and values of earlier calls or other layers, or the config of a cache to create.
 Source: TypeAlias = KVCache | Memory | CacheConfig | Shared | None
 Given: TypeAlias = Shared | tuple[Any, Any]
 
 
 def as_source(kv: Given, k: Any, v: Any) -> Shared:
-    """What is given as `kv`, in place of inputs k and v, or an error that says what to give."""
+    """Return the argument `kv`, which replaces the inputs k and v, as `KeyValue` or `Extended`."""
     if k is not None or v is not None:
         raise ValueError(
             "kv are keys and values themselves, got inputs_k or inputs_v beside them; give one or "
@@ -68,13 +69,13 @@ def as_source(kv: Given, k: Any, v: Any) -> Shared:
     if isinstance(kv, Shared):
         return kv
     raise TypeError(
-        f"kv must be what a layer gave with return_kv=True, or keys and values as a pair, got "
-        f"{checks.describe(kv)}"
+        f"kv must be the kv that a layer returns with return_kv=True, or a pair (keys, values), "
+        f"got {checks.describe(kv)}; give one of these"
     )
 
 
 def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Array | None) -> None:
-    """Check that keys and values of another layer fit this one's queries [*B, T, N, H] and mask."""
+    """Check that another layer's keys and values fit this layer's queries [*B, T, N, H]."""
     *B, _, N, H = q.shape
     k, v = kv.key.shape, kv.value.shape
     fits = len(k) > 2 and k[:-3] == tuple(B) and k[:-1] == v[:-1] and k[-1] == H and not N % k[-2]
@@ -87,16 +88,16 @@ def check_source(kv: Shared, q: jax.Array, Hv: int | None, mask: Any, order: Arr
     if isinstance(kv, KeyValue):
         if kv.ordered != (order is not None):
             raise ValueError(
-                f"order must be given to both layers, the one that gives keys and values and the "
-                f"one that takes them, or to none; got it for one, and keys of {k[-3]} tokens"
+                f"order must be given to both layers, the one that returns kv and the one that "
+                f"takes it, or to none; got it for one, and keys of {k[-3]} tokens"
             )
         return
     lookback = None if mask is None else masks.as_mask(mask).max_lookback()
     if kv.window is not None and (lookback is None or lookback > kv.window):
         raise ValueError(
-            f"kv are from a ring buffer with a window of {kv.window}, so the mask of a layer that "
-            f"takes them must see none before it, got mask={mask}; give masks.Window(W, 0) with W "
-            f"at most {kv.window}"
+            f"kv are from a ring buffer with a window of {kv.window}, so this layer's mask must "
+            f"see no earlier tokens, got mask={mask}; give masks.Window(W, 0) with W at most "
+            f"{kv.window}"
         )
 
 
@@ -104,17 +105,13 @@ def open_source(
     cache: Source, k: Any, v: Any, is_self_attention: bool, mask: masks.MaskLike | None,
     lengths: jax.Array | None, is_ordered: bool,
 ) -> tuple[Shared, KVCache | Memory | None]:  # fmt: skip
-    """Return what a call attends to, and the cache after it.
+    """Return the keys and values that a call attends to, and the cache after it.
 
-    Args:
-      cache: that of earlier calls, or the keys and values of another layer; of a `CacheConfig` one
-        is made: in self-attention an empty one for as many tokens, else one of these keys.
-      k: [*B, S, K, H], of this call; or None, to attend to what the cache holds.
-      v: [*B, S, K, Hv], likewise.
-      is_self_attention: whether keys are of the queries' tokens.
-      mask: that of the layer, which says what a ring buffer has to hold.
-      lengths: int [*B], how many of the keys of each row are real; None for all.
-      is_ordered: whether the call has an `order`.
+    `cache` is the cache of earlier calls, another layer's keys and values, or a `CacheConfig`. The
+    config creates an empty cache in self-attention (keys and queries of the same tokens), else a
+    cache of this call's k and v [*B, S, K, ·]. They are None to attend to the cache. The layer's
+    mask determines the window of a ring buffer. `lengths`, int [*B], are the numbers of real keys,
+    or None.
     """
     if isinstance(cache, Shared):
         return cache, None

@@ -1,4 +1,4 @@
-"""Keys and values over slots, heads first: how they are encoded, written, read and reordered."""
+"""Keys and values in slots, heads first: encoding, writing, reading and reordering."""
 
 from collections.abc import Callable
 from typing import Self, TypeVar
@@ -17,15 +17,14 @@ from flax_mha.sharding import LogicalNames
 
 AnySlots = TypeVar("AnySlots", bound="Slots")
 
-# Beyond the position of any token: that of a slot which holds none, and the length of a row whose
-# tokens are lost.
+# The position of an empty slot, and the length of an overflowed row: beyond any token.
 NO_POSITION = 2**30
-# The axes of slots, from the last of the batch on; scales and lengths have the first of them.
+# The logical names of the slots' last axes. Scales and lengths have the first of these axes.
 _NAMES: LogicalNames = ("batch", "kv_heads", None, None)
 
 
 class Slots:
-    """Keys and values of tokens, as a `KVCache` and a `Memory` have them."""
+    """The keys and values of tokens, the base of `KVCache` and `Memory`."""
 
     key: jax.Array
     value: jax.Array
@@ -33,24 +32,24 @@ class Slots:
     value_scale: jax.Array | None
 
     def stored(self) -> tuple[Stored, Stored]:
-        """Keys and values as kernels take them, [*B, S, K, ·]."""
+        """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
         return _stored(self.key, self.key_scale), _stored(self.value, self.value_scale)
 
     def fork(self, rows: jax.Array) -> Self:
-        """The rows of that order (of the last axis of *B): beams, or copies for best-of-n.
+        """Return the cache with some rows of the batch: beams, or copies for best-of-n.
 
         Args:
-          rows: int [R], indices of rows.
+          rows: int [R], indices into the last axis of *B.
 
         Raises:
-          ValueError, TypeError: if they are no indices, or known to be out of range; where they
-            are traced, such a row has overflowed, and stays so until it is emptied.
+          ValueError, TypeError: if rows are not valid indices. A traced index out of range gives an
+            overflowed row, until the row is reset.
         """
         batch = self.key.ndim - 3
         indices, axis = _indices(rows, self.key.shape[:batch]), batch - 1
 
         def take(x: jax.Array, rows: jax.Array) -> jax.Array:
-            # To `take` negative indices count from the end.
+            # For `take`, negative indices count from the end.
             rows = jnp.where(rows < 0, x.shape[axis], rows)
             fill = NO_POSITION if x.dtype == jnp.int32 else 0
             return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
@@ -59,13 +58,13 @@ class Slots:
 
 
 class Memory(Slots, struct.PyTreeNode):
-    """Keys and values of tokens, heads first: an encoder's, projected once, or a call's new ones.
+    """Stored keys and values of tokens, heads first, such as an encoder's, projected once.
 
     Attributes:
       key: [*B, K, S, H].
       value: [*B, K, S, Hv].
-      key_scale: float32 [*B, K, S], of int8 keys; else None.
-      value_scale: likewise.
+      key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
+      value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
     """
 
     key: jax.Array
@@ -75,36 +74,32 @@ class Memory(Slots, struct.PyTreeNode):
 
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array, dtype: jnp.dtype) -> Self:
-        """That of keys [*B, S, K, H] and values [*B, S, K, Hv], stored in that dtype."""
+        """Encode keys [*B, S, K, H] and values [*B, S, K, Hv] in a dtype."""
         (key, key_scale), (value, value_scale) = (_encode(x, dtype) for x in (key, value))
         return cls(key, value, key_scale, value_scale)
 
 
-def by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], held: AnySlots) -> AnySlots:
-    """Applies fn to each array of a cache and the logical names of its last axes."""
-    batch = held.key.ndim - 3
-    return jax.tree.map(lambda x: fn(x, _NAMES[: x.ndim - batch + 1]), held)
+def by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], slots: AnySlots) -> AnySlots:
+    """Apply fn to each array of a cache and the logical names of its last axes."""
+    batch = slots.key.ndim - 3
+    return jax.tree.map(lambda x: fn(x, _NAMES[: x.ndim - batch + 1]), slots)
 
 
 def write(
     slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, wraps: bool
 ) -> jax.Array:
-    """The slots with token t of each row in slot start + t, for t < count.
+    """Write token t of each row into slot start + t, for t < count, and return the slots.
 
-    Args:
-      slots: [*B, K, S, F].
-      tokens: [*B, K, T, F], of the same dtype.
-      start: int32 [*B], at least 0.
-      count: int32 [*B], of the row's tokens from its first on.
-      wraps: whether slot S is slot 0 again, so that the last S tokens stay. Else tokens beyond
-        the last slot are left out.
+    slots are [*B, K, S, F], tokens [*B, K, T, F] in the same dtype, start (at least 0) and count
+    int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the last S tokens stay.
+    Otherwise tokens beyond the last slot are dropped.
     """
     fn = _ring if wraps else _put
     for _ in start.shape:
         fn = jax.vmap(fn)
     arguments = slots, tokens, start, count
     names = [_NAMES, _NAMES, _NAMES[:1], _NAMES[:1]]
-    # Each device writes into its own slots: none are sent.
+    # Each device writes into its own shard, without communication.
     args = [sharding.constrain(x, n) for x, n in zip(arguments, names, strict=True)]
     return sharding.local(fn, names, (slots.shape, _NAMES), *args)
 
@@ -117,31 +112,31 @@ def _ring(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Arra
         start, count = start + skipped, count - skipped
     start = start % S
     slots = _put(slots, tokens, start, count)
-    # What reaches beyond the last slot goes on at the first.
+    # Tokens beyond the last slot continue at slot 0.
     return slots if T == 1 else _put(slots, tokens, start - S, count)
 
 
 def _put(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Slots [K, S, F] with token t of [K, T ≤ S, F] in slot start + t, if there is one.
+    """Write token t of [K, T ≤ S, F] into slot start + t of [K, S, F].
 
-    One window of T slots is read and written, the one nearest to those that are meant.
+    One window of T slots is read and written. Slots that do not exist are left out.
     """
     S, T = slots.shape[1], tokens.shape[1]
-    at = jnp.clip(start, 0, S - T)
-    t = jnp.arange(T, dtype=jnp.int32) + at - start
+    first = jnp.clip(start, 0, S - T)
+    t = jnp.arange(T, dtype=jnp.int32) + first - start
     if T != 1:
         tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
-    window = jax.lax.dynamic_slice_in_dim(slots, at, T, axis=1)
-    meant = ((t >= 0) & (t < count))[None, :, None]
-    window = jnp.where(meant, tokens, window)
-    return jax.lax.dynamic_update_slice_in_dim(slots, window, at, axis=1)
+    window = jax.lax.dynamic_slice_in_dim(slots, first, T, axis=1)
+    is_written = ((t >= 0) & (t < count))[None, :, None]
+    window = jnp.where(is_written, tokens, window)
+    return jax.lax.dynamic_update_slice_in_dim(slots, window, first, axis=1)
 
 
 def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Tokens [*B, T, K, F] as slots [*B, K, T, F] of that dtype, and for int8 a scale [*B, K, T].
+    """Convert tokens [*B, T, K, F] to slots [*B, K, T, F] and int8 scales [*B, K, T].
 
-    int8: of each token and head the greatest magnitude is 127 steps, and every feature the nearest
-    step, so that |x − values·scale| ≤ max|x| / 254.
+    In int8, the maximum magnitude of each token and head is 127 steps, and features are rounded to
+    the nearest step: |x − values·scale| ≤ max|x| / 254.
     """
     x = jnp.swapaxes(x, -3, -2)
     if dtype != jnp.int8:
@@ -153,13 +148,13 @@ def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None
 
 
 def _stored(x: jax.Array, scale: jax.Array | None) -> Stored:
-    """Slots [*B, K, S, F] and their scale [*B, K, S] as kernels take them, [*B, S, K, ·]."""
+    """Return slots [*B, K, S, F] and scales [*B, K, S] in the form of kernels, [*B, S, K, ·]."""
     scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
     return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
 
 
 def _indices(rows: Integers, batch: Shape) -> Integers:
-    """Indices of some rows of the batch (its last axis), int32 [R]."""
+    """Check the indices [R] of rows of the batch's last axis, and convert them to int32."""
     if not batch:
         raise ValueError(
             "fork takes rows of a batch, and this cache has no batch axis; give it one of size 1"
@@ -175,5 +170,5 @@ def _indices(rows: Integers, batch: Shape) -> Integers:
             f"rows must have shape [R], got {indices.shape}: at least one index of a row; "
             f"give one row as jnp.array([row])"
         )
-    checks.within("rows", indices, batch[-1], "name rows that there are")
+    checks.within("rows", indices, batch[-1], "give indices of existing rows")
     return indices

@@ -1,7 +1,7 @@
-"""Dot-product attention on whichever kernel suits the call.
+"""Dot-product attention, computed by a kernel that suits the call.
 
-A call goes straight through: it is checked and brought into one form (`bind`, `spec`), divided over
-the mesh (`shards`), taken by the first kernel that can (`choose`), and computed.
+A call is checked and brought into one form (`bind`, `spec`), sharded over the mesh (`shards`), and
+computed by the first kernel that supports it (`choose`).
 """
 
 from typing import Any, Literal, Unpack, overload
@@ -50,57 +50,56 @@ def dot_product_attention(
     capture: Capture | None = None,
     **call: Unpack[Options],
 ) -> Any:
-    """Scaled dot-product attention.
+    """Compute scaled dot-product attention.
 
         out = softmax(scores(q·kᵀ·scale) + bias, over the keys that the mask allows)·v
 
-    A query that may see no key gives exactly 0, with zero weights and gradients. What a masked
-    key or value holds, NaN included, has no effect. The softmax is computed in float32 at least.
+    A fully masked query has an output of exactly 0, with zero weights and gradients. Masked keys
+    and values have no effect, even if they are NaN. The softmax is computed in at least float32.
 
     Dimensions: B batch (any number of axes), T queries, S keys, N query heads, K key/value heads
     (N a multiple of K: query head n reads key head n // (N/K)), H head features.
 
     Args:
       q: [*B, T, N, H], floating point.
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv]. The three are promoted to one dtype; `Stored` keys and values, of a
-        cache, are read in that of q.
-      mask: a `flax_mha.masks.Mask`, or an array of bools (or of 1 and 0) that broadcasts to
-        [*B, N, T, S], True where a query may see a key: one of two axes is [T, S], one of three
-        [N, T, S]. A mask of keys [*B, S] is `masks.Keys(array)`.
-      bias: added to the scores, after `scores`; broadcasts to [*B, N, T, S].
-      scores: functions of the scores, applied in order; see `flax_mha.scores`.
-      sinks: [N], one more score a head, that takes weight in the softmax and gives nothing.
-      scale: of the scores (default: 1/√H).
-      dropout_rate: the share of weights set to 0, the others scaled to keep the expectation.
+      k: [*B, S, K, H], floating point, or `Stored` keys of a cache, which are read in the dtype of
+        q.
+      v: [*B, S, K, Hv], like k. Arrays q, k and v are promoted to one dtype.
+      mask: a `flax_mha.masks.Mask`, or an array of bools (or of 1 and 0) that broadcasts to [*B, N,
+        T, S], True where a query may see a key. An array of two axes is [T, S], of three axes [N,
+        T, S]. For a mask of keys [*B, S], pass `masks.Keys(array)`.
+      bias: an array that broadcasts to [*B, N, T, S], added to the scores after `scores`.
+      scores: functions of the scores, applied in order. See `flax_mha.scores`.
+      sinks: [N], an extra score per head that takes weight in the softmax but has no value.
+      scale: the factor of the scores (default: 1/√H).
+      dropout_rate: the share of weights set to 0. The others are scaled to keep the expectation.
       dropout_rng: a JAX key, needed if dropout_rate > 0.
-      broadcast_dropout: one dropout pattern for all rows of the batch and heads.
-      q_positions: int [T] or [*B, T], where the queries stand for masks, scores and dropout; a
-        number stands for positions that count from it (default: 0). Numbers, and arrays that are
-        not traced, are known before tracing, so that kernels can skip what a mask excludes.
-      kv_positions: int [S] or [*B, S], or a number, likewise.
-      kernel: the name of a kernel, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
+      broadcast_dropout: True for one dropout pattern for all batch rows and heads.
+      q_positions: int [T] or [*B, T], the queries' positions for masks, scores and dropout. A
+        number is the first position (default: 0). Numbers and arrays that are not traced are
+        static, so that kernels can skip masked tiles.
+      kv_positions: int [S] or [*B, S], the keys' positions, or the first one (default: 0).
+      kernel: a kernel's name, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
         "checkpointed" or "reference", and so do gradients of gradients under masks of traced
-        arrays; "auto" takes these within `flax_mha.kernels.any_derivative()`. Of a sequence
-        divided over a mesh, the way to the other devices' keys: "ulysses", "ring" or "all_gather",
-        alone or before a kernel, as in "ring:blockwise"; on one device that kernel alone.
-      precision: of the matrix products, see `jax.lax.Precision`.
-      normalizer: how scores become weights: "softmax", "sigmoid" or "softpick", see
-        `flax_mha.kernels.reference`; without a softmax there is no lse, nor what comes of it
-        (weights and entropy beside the output).
-      return_weights: also return the weights [*B, N, T, S], as before dropout.
-      return_residuals: also return lse [*B, N, T] in float32, the logarithm of the sum of the
-        exponentials of the scores (−∞ for a query that sees nothing).
-      capture: also return a dict of what it names, such as `Capture(("entropy", "max_logit"))`.
-        The output is the same to the bit.
+        arrays. "auto" takes these within `flax_mha.kernels.any_derivative()`. For a sequence
+        sharded over a mesh, a context-parallel strategy, "ulysses", "ring" or "all_gather", or
+        both, as in "ring:blockwise". On one device a strategy has no effect.
+      precision: the precision of matmuls. See `jax.lax.Precision`.
+      normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". See
+        `flax_mha.kernels.normalizers`. Only the softmax has an lse, weights and entropy to return.
+      return_weights: True to also return the weights [*B, N, T, S], before dropout.
+      return_residuals: True to also return lse [*B, N, T] in float32, the logarithm of the sum of
+        the exponentials of the scores, −∞ for a fully masked query.
+      capture: a `Capture` of values to also return in a dict, such as
+        `Capture(("entropy", "max_logit"))`. The output is the same to the bit.
 
     Returns:
-      out [*B, T, N, Hv] in the promoted dtype of q, k and v; or a tuple of it, the weights, the
-      lse and what was captured, as asked for.
+      out [*B, T, N, Hv] in the promoted dtype of q, k and v. If more is asked for, a tuple of out,
+      the weights, the lse and the dict of captured values.
 
     Raises:
-      ValueError: if shapes do not fit, or the named kernel refuses the call.
-      TypeError: if a dtype is not supported, or the kernel lacks a derivative that is asked for.
+      ValueError: if shapes do not fit, or the named kernel does not support the call.
+      TypeError: if a dtype is not supported, or the kernel lacks a derivative that JAX takes.
 
     Sources: Vaswani et al., "Attention Is All You Need", 2017; Ainslie et al., "GQA", 2023.
     """
@@ -112,12 +111,12 @@ def dot_product_attention(
     _check_lse(spec.normalizer, return_weights, return_residuals, capture)
     _, name = choose.parse_kernel(kernel)
     reads = return_weights or return_residuals or bool(capture)
-    asked = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
+    call_spec = spec.replace(invalid=None, reads_lse=reads, exact_lse=return_residuals)
     division = shards.Division.of(q, k)
     if division is None:
-        out, lse = choose.run(name, current_platform(), q, k, v, asked)
+        out, lse = choose.run(name, current_platform(), q, k, v, call_spec)
     else:
-        out, lse = shards.run(kernel, division, q, k, v, asked)
+        out, lse = shards.run(kernel, division, q, k, v, call_spec)
     out, lse = spec.nan_where_invalid(out), spec.nan_lse_where_invalid(lse)
     *B, T, N, _ = q.shape
     chex.assert_shape(out, (*B, T, N, v.shape[-1]))
@@ -132,19 +131,19 @@ def dot_product_attention(
     return (out, *extras) if extras else out
 
 
-# The names of its arguments, for functions that pass them on.
+# The arguments' names, for functions that pass them on.
 ARGUMENTS = names_of(dot_product_attention)
 
 
 def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
-    """Refuse what comes of the lse where there is no softmax."""
+    """Check that a call without a softmax asks for no lse and no values derived from it."""
     names = set() if capture is None else {*capture.what} - {"max_logit"}
     names |= {"weights"} if weights else set()
     names |= {"lse"} if lse else set()
     if normalizer != SOFTMAX and names:
         raise ValueError(
-            f"{', '.join(sorted(names))} are those of a softmax, got normalizer={normalizer!r}; "
-            f"leave them out"
+            f"normalizer must be 'softmax' to return {', '.join(sorted(names))}, got "
+            f"{normalizer!r}; leave them out"
         )
 
 
@@ -161,25 +160,25 @@ def explain(
     platform: Platform | None = None,
     **call: Unpack[Options],
 ) -> Explanation:
-    """Tells which kernel `dot_product_attention` would take, without running anything.
+    """Return the kernel that `dot_product_attention` would use, without running anything.
 
     Args:
-      q: as for `dot_product_attention`, or its `jax.ShapeDtypeStruct`.
-      k: likewise.
-      v: likewise.
-      kernel: likewise.
-      return_weights: likewise; every kernel can.
-      return_residuals: likewise; every kernel can.
-      capture: likewise; every kernel can.
-      platform: what the call would run on, which need not be here, such as `Platform("tpu")` or
-        `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` of flax_mha (default: where it is now).
-      **call: its other arguments.
+      q: the queries, or their `jax.ShapeDtypeStruct`.
+      k: the keys, or their `jax.ShapeDtypeStruct`.
+      v: the values, or their `jax.ShapeDtypeStruct`.
+      kernel: a kernel's name, a strategy, or "auto".
+      return_weights: ignored, because every kernel can return the weights.
+      return_residuals: ignored, because every kernel can return the lse.
+      capture: checked, but every kernel can return captured values.
+      platform: the platform to explain, which may be elsewhere, such as `Platform("tpu")` or
+        `Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))` of flax_mha (default: the current one).
+      **call: other arguments of `dot_product_attention`.
 
     Returns:
-      The choice and the refusals; `print` shows a table.
+      The kernel, and the reasons against the others. `print` shows a table.
 
     Raises:
-      ValueError, TypeError: if the call itself is invalid, or the kernel unknown.
+      ValueError, TypeError: if the call is not valid, or the kernel is unknown.
     """
     check_known("explain", call, ARGUMENTS)
     checks.flag("return_weights", return_weights)

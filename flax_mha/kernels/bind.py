@@ -1,4 +1,4 @@
-"""The arguments of one attention call, checked and brought into an `AttentionSpec`."""
+"""The arguments of an attention call, checked and converted to an `AttentionSpec`."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypedDict
@@ -25,7 +25,7 @@ Keyed: TypeAlias = Array | Stored
 
 
 class Options(TypedDict, total=False):
-    """The arguments of `bind_call` by name, for type checkers."""
+    """The keyword arguments of `bind_call`, for type checkers."""
 
     mask: masks.MaskLike | None
     bias: Array | None
@@ -59,7 +59,7 @@ def bind_call(
     precision: jax.lax.PrecisionLike = None,
     normalizer: str = SOFTMAX,
 ) -> tuple[jax.Array, jax.Array | Stored, jax.Array | Stored, AttentionSpec]:
-    """Check a call, and bring it into the one form that kernels read."""
+    """Check a call's arguments, and return q, k, v and an `AttentionSpec`."""
     q = jnp.asarray(checks.floating("q", q))
     if isinstance(k, Stored) and isinstance(v, Stored):
         k, v = k.replace(dtype=q.dtype), v.replace(dtype=q.dtype)
@@ -104,7 +104,7 @@ def bind_call(
 
 
 def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
-    """The dropout of a call, None if there is none."""
+    """Return the dropout of a call, or None."""
     checks.rate("dropout_rate", rate)
     checks.flag("broadcast_dropout", broadcast)
     if not rate:
@@ -118,10 +118,10 @@ def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropo
 
 
 def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> None:
-    """Trace the masks and scores that a user wrote, to find their mistakes at any length.
+    """Trace user-defined masks and scores, to find their errors at any length.
 
     Raises:
-      TypeError: if one of them closes over traced arrays, whose gradients would be lost.
+      TypeError: if a function closes over traced arrays, because it would lose their gradients.
     """
     if not (types := spec.user_types()):
         return
@@ -132,15 +132,14 @@ def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> 
         return spec.apply(score, at, vectors=vectors)[0]
 
     def struct_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-        # The type of x without its mesh.
-        aval = jax.typeof(x)
+        aval = jax.typeof(x)  # Without the mesh.
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     score, *vectors = (
         jax.ShapeDtypeStruct((*dims.B, dims.N, *sizes), shapes.wide(dtype))
         for sizes in ((dims.T, dims.S), (dims.T, dims.H), (dims.S, dims.H))
     )
-    # No mesh: a function knows nothing of one.
+    # User functions do not see the mesh.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         program = jax.make_jaxpr(apply)(score, tuple(vectors), jax.tree.map(struct_of, arrays))
     traced = [x for x in program.consts if isinstance(x, jax.core.Tracer)]
@@ -153,14 +152,14 @@ def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> 
 
 
 def _scale(scale: Any) -> float | jax.Array:
-    """Return the factor of the scores: a number, or an array of one, which may be traced."""
+    """Return the factor of the scores, a number or a scalar array, which may be traced."""
     if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
         return checks.number("scale", scale)
     checks.floating("scale", scale)
     if scale.shape:
         raise ValueError(
             f"scale must be one number, got an array of shape {scale.shape}; scale the queries of "
-            f"each head themselves"
+            f"each head instead"
         )
     return scale
 
@@ -169,7 +168,7 @@ def _positions(
     name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
     axes: tuple[int, int],
 ) -> ScoreArray | None:  # fmt: skip
-    """Positions [length] or [*B, length], or the first of them, over the scores."""
+    """Return positions [length] or [*B, length], or a first position, over the scores."""
     positions = shapes.positions(name, positions, tokens, letter)
     if positions is None:
         return None

@@ -1,14 +1,13 @@
-"""Attention in memory of O(T + S), on any platform, forward and backward.
+"""Flash attention in O(T + S) memory on any platform, forward and backward.
 
-What the mask says of each tile of scores is asked first (see `plan`). Where the answer is known
-before tracing and the keys that a block of queries sees lie together, one product has them all;
-elsewhere tile by tile, with the running maximum and sum of an online softmax: excluded tiles are
-skipped, and the mask is evaluated only in those it splits. The backward pass computes the scores
-again, from the saved maximum and sum.
+The mask gives the state of each tile of scores first (see `tile_plan`). If the states are static
+and the keys that a block of queries sees are adjacent, one matmul covers all of them. Otherwise the
+kernel visits tiles one by one, with an online softmax. Empty tiles are skipped, and the mask is
+evaluated only in partial tiles. The backward pass recomputes the scores, from the saved maximum and
+sum.
 
-The loops: rows of the batch and key/value heads, several at once where products would be small →
-query heads of the group and blocks of queries → tiles of keys, first the full ones, then those to
-be masked.
+The loops, from outer to inner: batch rows and key/value heads, several at once if matmuls would be
+small; query heads of the group and blocks of queries; tiles of keys, full ones before partial ones.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021; Dao, "FlashAttention-2", 2023.
@@ -46,7 +45,7 @@ from flax_mha.sharding.shard_map import vary
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered:
-    """The call made ready; this kernel refuses none."""
+    """Prepare the call. This kernel supports every call with a softmax."""
     return functools.partial(attend, q, k, v, spec, platform)
 
 
@@ -55,11 +54,12 @@ def attend(
     result: Result | None = None, core: Callable[..., Result] | None = None,
     most: int = tile_plan.MOST,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """See `reference.attend`; of a result that is given only the gradients are computed.
+    """Compute attention of q [*B, T, N, H] to k [*B, S, K, H] and v [*B, S, K, Hv].
 
-    Forward mode only over gradients; gradients of gradients only where no tables tell what is
-    visited (see `plan`): JAX can't reverse loops of unknown length. `checkpointed` gives a `core`
-    without these limits, and another bound of the scores of one product.
+    Given a precomputed `result` over these and other keys, compute only its gradients. `core`
+    computes the loops, with at most `most` scores in a matmul. JAX cannot reverse loops of unknown
+    length. So the default `core` supports forward mode only over gradients, and gradients of
+    gradients only without visit lists; `checkpointed` passes another.
     """
     dims, dtype = shapes.Dims.of(q, k, v), q.dtype
     B, T, S, N, K, _, Hv = dims
@@ -68,11 +68,11 @@ def attend(
     plan, tables = tile_plan.plan_call(spec, dims, most)
     scale = 1.0
     if isinstance(spec.scale, float) and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
-        # Scaled, q would be rounded once more.
+        # Scaling q would round it once more.
         scale = spec.scale
     else:
         if platform.name == "cpu":
-            # Converted once here, not in every tile.
+            # Convert once here, not in every tile.
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
@@ -99,7 +99,7 @@ def _visit(
     part: KeyRange, plan: Plan, tables: VisitLists | None, index: TileIndex,
     step: Callable[..., Tree], carry: Tree,
 ) -> Tree:  # fmt: skip
-    """Runs carry = step(masked, index, carry) over the tiles that the block of queries visits."""
+    """Run carry = step(masked, index, carry) over the tiles that a block of queries visits."""
     if tables is None:
         return step(part.masked, index, carry)
 
@@ -119,16 +119,10 @@ def map_blocks(
     static: TiledCall, spec: AttentionSpec, attend_block: Callable[..., Any], q: jax.Array,
     k: jax.Array, v: jax.Array, wrap: Callable[..., Any] = lambda fn: fn,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Return the results [R, G·nq·bq, ...] of attend_block(part, index, q, k, v), joined.
+    """Return the joined results [R, G·nq·bq, ...] of attend_block(part, index, q, k, v).
 
-    Args:
-      static: see `TiledCall`.
-      spec: of the call.
-      attend_block: takes a block of queries [bq, H], and all tiles of k and v.
-      q: [R, G·nq·bq, H].
-      k: [R, nk·bk, H].
-      v: [R, nk·bk, Hv].
-      wrap: changes the function of (k, v, carry, block) that is mapped, such as `jax.checkpoint`.
+    q is [R, G·nq·bq, H], k and v are [R, nk·bk, ·]. `attend_block` takes a block of queries [bq, H]
+    and all tiles of k and v. `wrap` transforms the mapped function, as `jax.checkpoint` does.
     """
     plan = static.plan
 
@@ -157,7 +151,7 @@ def map_blocks(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(static: TiledCall, result: Result | None, *args: Any) -> Result:
-    """Out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], given or of the loops (see `_loops`)."""
+    """Return out [R, G·nq·bq, Hv] and lse [R, G·nq·bq], given or computed."""
     return _forward(static, result, *args)[0]
 
 
@@ -166,21 +160,12 @@ def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
     sinks: jax.Array | None, tables: VisitLists | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The loops.
+    """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
 
-    Args:
-      static: see `TiledCall`.
-      q: [R, G·nq·bq, H] for R rows × key/value heads and G query heads of each; scaled.
-      k: [R, nk·bk, H].
-      v: [R, nk·bk, Hv].
-      leaves: those of the spec that are learned.
-      others: those that are not.
-      sinks: [N] or None.
-      tables: the tiles to visit, or None for the plan's ranges of keys.
-
-    Returns:
-      out [R, G·nq·bq, Hv]; of the keys, without sinks, the greatest score and the sum of the
-      exponentials of the others' distance to it [R, G·nq·bq].
+    q, scaled, is [R, G·nq·bq, H] for R rows × key/value heads; k and v are [R, nk·bk, ·]. `leaves`
+    are the spec's learned leaves, `others` the rest. `tables` are None for the plan's ranges of
+    keys. Returns out [R, G·nq·bq, Hv], and without the sinks [N] the maximum score and the sum of
+    exponentials of scores minus the maximum, [R, G·nq·bq].
     """
     plan, spec = static.plan, combine(leaves, others)
     acc = shapes.wide(q.dtype)
@@ -204,11 +189,11 @@ def _loops(
         top = softmax.begin(total)
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), acc), q)
         top, total, out = _visit(part, plan, tables, index, step, (top, total, out))
-        of_all = total
+        total_with_sink = total
         if sinks is not None:
-            new, of_all = softmax.sunk(sinks[index.head], top, total)
+            new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
             out = out * jnp.exp(top - new)
-        out = spec.scale_kept(out) / softmax.divisor(of_all)
+        out = spec.scale_kept(out) / softmax.divisor(total_with_sink)
         return out, *(lax.squeeze(x, (1,)) for x in (top, total))
 
     return map_blocks(static, spec, attend_block, q, k, v)
@@ -216,14 +201,14 @@ def _loops(
 
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
     if result is not None:
-        return result, (args, result[0], *softmax.of_lse(result[1]))
+        return result, (args, result[0], *softmax.split_lse(result[1]))
     out, top, total = _loops(static, *args)
     lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
     return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
 
 
 def _mark_irreversible(tables: VisitLists | None, results: Tree) -> Tree:
-    """Return the results as they are; to reverse loops whose length tables tell is an error."""
+    """Make reverse mode over the results an error, if visit lists determine the loops' length."""
     return results if tables is None else derivatives.limit("forward", "blockwise", results)
 
 
@@ -234,35 +219,35 @@ def _backward(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, 
 
 @trees.trace_once
 def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Compute the gradients of all arguments of `_core` but the first. See `_loops`."""
+    """Compute the gradients of all arguments of `_core` except the first."""
     (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
-    seen = total != 0
+    has_keys = total != 0
     sink, top, total = tiles.with_sinks(plan, sinks, top, total)
-    dout, share, delta = softmax.of_rows(out, seen, top, total, *cotangents)
-    of_rows = jnp.stack([top, share, delta], -1)
+    dout, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
+    stats = jnp.stack([top, share, delta], -1)
 
     def group(grads: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         r, *queries, k, v = x
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
-        (q, dout, of_rows), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
+        (q, dout, stats), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
-        # Keys and queries as factors of a gradient that is 0 where masked must be finite.
+        # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
 
         def job(part: KeyRange, carry: Tree, x: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
-            j, q, qT, dout, doutT, of_rows = x
+            j, q, qT, dout, doutT, stats = x
 
             def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
                 grads, dq, dkT, dvT = carry
                 p, ds, dleaves, dvectors = tile_gradient(
-                    static, masked, index, spec, q, index.keys(k), index.keys(v), dout, of_rows,
+                    static, masked, index, spec, q, index.keys(k), index.keys(v), dout, stats,
                 )  # fmt: skip
-                # Without the barrier XLA:CPU computes p and ds anew for each product.
+                # Without the barrier, XLA:CPU recomputes p and ds for each matmul.
                 p, ds = lax.optimization_barrier((p.astype(v.dtype), ds.astype(q.dtype)))
                 dq = lax.add(dq, dot(ds, index.keys(factor_k), 1, 0, spec, acc))
-                # The small factor is the transposed one: XLA:CPU is slow at the other.
+                # Transpose the small factor: XLA:CPU is slow with the large one transposed.
                 dkT = index.add_keys(dkT, dot(qT, ds, 1, 0, spec, acc))
                 dvT = index.add_keys(dvT, dot(doutT, p, 1, 0, spec, acc))
                 if dvectors is not None:
@@ -274,21 +259,21 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
             grads, dq, dkT, dvT = _visit(part, plan, tables, index, step, carry)
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
-        blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), of_rows
+        blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats
         carry: Tree = (grads, *(vary(tiles.key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
-        # Of a causal mask the last is the widest: begun there, dk and dv need no padding.
+        # Start with the last part, the widest under a causal mask: dk and dv need no padding.
         for part in reversed(plan.parts):
             run, count = functools.partial(job, part), part.count_blocks(plan.nq)
             carry, dq = loops.scan_blocks(run, carry, blocks, part.first, count)
             parts.insert(0, dq)
         grads, dkT, dvT = carry
-        dk = tiles.by_key(dkT).astype(k.dtype)
-        dv = tiles.by_key(spec.scale_kept(dvT)).astype(v.dtype)
+        dk = tiles.join_key_sums(dkT).astype(k.dtype)
+        dv = tiles.join_key_sums(spec.scale_kept(dvT)).astype(v.dtype)
         return grads, (tiles.join(parts), dk, dv)
 
     zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, acc), q), leaves)
-    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), of_rows, k, v)
+    xs = (jnp.arange(q.shape[0], dtype=jnp.int32), q, dout.astype(v.dtype), stats, k, v)
     grads, (dq, dk, dv) = loops.scan_or_map(group, zeros, xs, static.together)
     grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, leaves)
     dsinks = tiles.sink_gradient(plan, sink, top, share, delta)

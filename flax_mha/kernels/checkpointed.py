@@ -1,12 +1,12 @@
-"""Every derivative in memory of O(T + S), on any platform: tiles without a rule of their own.
+"""Attention with derivatives of every order and mode, in O(T + S) memory on any platform.
 
-The tiles are planned and skipped as in `blockwise`. Each block of queries is computed under
-`jax.checkpoint`: derivatives keep its inputs and compute the rest again. JAX derives the rest, so
-forward mode, reverse mode and their mixtures are right at any order. Where tables tell which tiles
-a block visits, the loop over them has a fixed length, for JAX reverses no other; `jax.lax.cond`
-passes over the tiles that are excluded.
+Tiles are planned and skipped as in `blockwise`. Each block of queries is computed under
+`jax.checkpoint`, so derivatives save only its inputs and recompute the rest. There is no custom
+derivative rule, so forward mode, reverse mode and their mixtures work at any order. With visit
+lists, the loop over tiles has a fixed length, because JAX reverses no other loop. `jax.lax.cond`
+skips empty tiles.
 
-Everything is computed in float32 at least: derivatives of derivatives would be rounded once more.
+The kernel computes in at least float32, because higher derivatives add rounding errors.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; Rabe and Staats,
 "Self-attention Does Not Need O(n²) Memory", 2021.
@@ -30,21 +30,21 @@ from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, dot, score_of
 from flax_mha.masks.tiles import is_static
 from flax_mha.sharding.shard_map import vary
 
-# Scores of one product: derivatives hold several arrays of them at once.
+# The maximum number of scores of a matmul. Derivatives hold several such arrays at once.
 _MOST = 2**19
 
 
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered:
-    """Prepare the call; this kernel refuses none."""
+    """Prepare the call. This kernel supports every call with a softmax."""
     return functools.partial(attend, q, k, v, spec, platform)
 
 
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Result:
-    """Compute attention with derivatives of any order and mode. See `reference.attend`."""
+    """Compute attention with derivatives of any order and mode."""
     dtype, wide = q.dtype, shapes.wide(q.dtype)
     q, k, v = (x.astype(wide) for x in (q, k, v))
     out, lse = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
@@ -52,11 +52,11 @@ def attend(
 
 
 def _core(static: TiledCall, result: None, *args: Any) -> Result:
-    """Compute out [R, G·nq·bq, Hv] and lse [R, G·nq·bq]. See `_loops`."""
+    """Compute out [R, G·nq·bq, Hv] and lse [R, G·nq·bq]."""
     del result
     *arrays, tables = args
     if tables is not None and is_static(tables.some):
-        # No block visits more tiles than that.
+        # The maximum number of tiles that a block visits.
         tables = tables._replace(order=tables.order[..., : max(1, int(tables.some.max()))])
     return _loops(static, *arrays, tables)
 
@@ -66,9 +66,12 @@ def _loops(
     static: TiledCall, q: jax.Array, k: jax.Array, v: jax.Array, leaves: Tree, others: Tree,
     sinks: jax.Array | None, tables: VisitLists | None,
 ) -> Result:  # fmt: skip
-    """Loop over rows and heads, blocks of queries, and tiles of keys. See `blockwise._loops`."""
+    """Compute attention in loops over rows and heads, blocks of queries, and tiles of keys.
+
+    See `blockwise._loops` for the arguments.
+    """
     plan, spec, dtype = static.plan, combine(leaves, others), q.dtype
-    product = reference.multiplied if spec.mask is None else reference.isolated
+    product = reference.multiply if spec.mask is None else reference.multiply_finite
 
     def attend_block(
         part: KeyRange, index: TileIndex, q: jax.Array, k: jax.Array, v: jax.Array
@@ -88,23 +91,22 @@ def _loops(
         out = vary(jnp.zeros((plan.block_q, v.shape[-1]), dtype), q)
         carry = softmax.begin(total), total, out
         top, total, out = _visit(part, plan, tables, index, visit, carry)
-        of_all = total
+        total_with_sink = total
         if sinks is not None:
-            new, of_all = softmax.sunk(sinks[index.head], top, total)
+            new, total_with_sink = softmax.add_sink(sinks[index.head], top, total)
             out, top = out * jnp.exp(top - new), new
-        divisor, lse = softmax.finish(top, of_all)
-        # A cotangent of NaN must not meet the weights of 0 of a query that sees no key.
+        divisor, lse = softmax.finish(top, total_with_sink)
+        # Keep NaN cotangents of fully masked queries from their weights: 0·NaN is NaN.
         out = jnp.where(total == 0, 0.0, spec.scale_kept(out) / divisor)
         return out, lse[:, 0]
 
-    out, lse = map_blocks(static, spec, attend_block, q, k, v, _recomputed)
+    out, lse = map_blocks(static, spec, attend_block, q, k, v, _checkpoint)
     return out, lse
 
 
-def _recomputed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Let derivatives of fn, and the derivatives of these, keep its inputs alone."""
-    # Reverse mode takes one checkpoint away: its own forward pass is plain. With a second one,
-    # gradients of gradients keep no scores either.
+def _checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make derivatives of fn, of any order, save only its inputs."""
+    # Reverse mode removes one checkpoint. With a second one, gradients of gradients save no scores.
     return jax.checkpoint(jax.checkpoint(fn))
 
 
@@ -112,12 +114,12 @@ def _visit(
     part: KeyRange, plan: Plan, tables: VisitLists | None, index: TileIndex,
     visit: Callable[..., Tree], carry: Tree,
 ) -> Tree:  # fmt: skip
-    """Run carry = visit(masked, index, carry) over the tiles that the block of queries visits."""
+    """Run carry = visit(masked, index, carry) over the tiles that a block of queries visits."""
     if tables is None:
         return visit(part.masked, index, carry)
     order, some = index.entry(tables.order), index.entry(tables.some)
 
-    @_recomputed
+    @_checkpoint
     def step(carry: Tree, t: jax.Array) -> Tree:
         def run(carry: Tree) -> Tree:
             return visit(plan.partial, index._replace(tile=order[t]), carry)

@@ -1,8 +1,8 @@
-"""The kernels by name, and the one that takes a call: asked by the call and by `explain`.
+"""The table of kernels, and the choice of a kernel for a call.
 
-A kernel is a module with one function, `lower(q, k, v, spec, platform) -> Lowered | Refusal`:
-either a function that computes the call, or the reason why it can't. What it finds out on the way
-it keeps for the computation. It is loaded when it is first asked on a platform that it runs on.
+A kernel is a module with a function `lower(q, k, v, spec, platform) -> Lowered | Refusal`. It
+returns a function that computes the call, or the reason why it cannot. A module is loaded when a
+call first asks for it on its platform.
 """
 
 import functools
@@ -19,15 +19,15 @@ from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Res
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import computes_in_bfloat16
 
-# Of all rows and heads, that `auto` lets plain einsums keep on a GPU: 1 GiB of float32.
+# The maximum number of scores for which `auto` takes `reference` on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
-# On a CPU under a traced mask: 64 MiB. With twice as many JAX 0.10 was slower forward.
+# On a CPU under a traced mask: 64 MiB. With twice as many, JAX 0.10 was slower forward.
 FEW_SCORES = 2**24
 
-# How the devices that a sequence is divided over come by the keys: each takes all tokens of some
-# heads; the keys go round; or each gathers all of them.
+# Context-parallel strategies for a sharded sequence. "ulysses": each device takes all tokens of
+# some heads. "ring": keys pass around the devices. "all_gather": each device gathers all keys.
 STRATEGIES = ("ulysses", "ring", "all_gather")
-# The names of kernels, for type checkers: alone, of strategies, and of both.
+# The names of kernels and strategies, for type checkers.
 KernelName: TypeAlias = Literal[
     "auto", "cudnn", "splash", "flex", "blockwise", "checkpointed", "reference", "decode",
     "ulysses", "ring", "all_gather",
@@ -41,19 +41,19 @@ KernelName: TypeAlias = Literal[
 
 
 class Kernel(NamedTuple):
-    """A module with `lower`.
+    """A kernel module, and the features that `choose` checks for it.
 
     Attributes:
-      name: of the module.
-      platform: JAX's name of the only one that it runs on; None for all.
-      called: what that platform is called in errors.
-      takes_result: whether, given the result of these keys and others without sinks, it computes
-        the gradients without computing the result again.
-      stored: whether it reads `Stored` keys and values as they are.
-      normalizes: whether it has other normalizers than the softmax.
-      vectors: whether it shows scores the vectors of queries and keys.
-      symbolic: whether it takes sizes that are symbols of `jax.export`.
-      limit: its derivatives, see `derivatives.limit`; None if it has every one.
+      name: the module's name.
+      platform: JAX's name of its only platform; None for all.
+      called: the platform's name in errors.
+      takes_result: True if it can compute the gradients from a precomputed result of these and
+        other keys, without sinks.
+      stored: True if it reads `Stored` keys and values.
+      normalizes: True if it supports other normalizers than the softmax.
+      vectors: True if it supports scores of query and key vectors.
+      symbolic: True if it supports symbolic sizes of `jax.export`.
+      limit: the derivatives it supports, see `derivatives.Limit`; None for all.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
     def lower(
         self, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform
     ) -> Lowered | Refusal:
-        """Prepare the call, or return the reason why the kernel can't run it."""
+        """Return a function that computes the call, or the reason why the kernel cannot."""
         if self.platform not in (None, platform.name):
             return Refusal(f"runs on {self.called} only, this is {platform.name}")
         if reason := private_jax.missing(self.name):
@@ -82,7 +82,7 @@ class Kernel(NamedTuple):
             names = ", ".join(type(mod).__name__ for mod in spec.scores if mod.vectors)
             return Refusal(f"has no scores that see queries and keys, got {names}")
         if not self.symbolic and symbols.is_symbolic(*q.shape, *k.shape):
-            return Refusal(f"needs sizes that are known, got q {q.shape} and k {k.shape}")
+            return Refusal(f"needs static sizes, got q {q.shape} and k {k.shape}")
         if not self.stored:
             k, v = dequantize(k), dequantize(v)
         if self.limit:
@@ -95,7 +95,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"flax_mha.kernels.{name}")
 
 
-# In order of preference: kernel="auto" takes the first that does not refuse, see `preference`.
+# kernel="auto" takes the first that supports the call, in the order of `preference`.
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
@@ -112,12 +112,12 @@ KERNELS: dict[str, Kernel] = {
 
 @jax.tree_util.register_static
 class Explanation(NamedTuple):
-    """The kernel that a call takes, and the reasons against others. Prints as a table.
+    """The kernel of a call, and the reasons against other kernels. Prints as a table.
 
     Attributes:
-      chosen: the kernel; None if all that may be taken refuse.
-      refused: why the others can't, and why not another strategy.
-      strategy: how a sequence divided over a mesh comes by its keys; None if it is not divided.
+      chosen: the kernel's name; None if no kernel supports the call.
+      refused: the reasons against other kernels and strategies.
+      strategy: the context-parallel strategy; None if the sequence is not sharded.
     """
 
     chosen: str | None
@@ -126,22 +126,22 @@ class Explanation(NamedTuple):
 
     @property
     def way(self) -> str | None:
-        """The strategy, by its name in 0.3."""
+        """The strategy, under its name in 0.3."""
         return self.strategy
 
-    def __hash__(self) -> int:  # As part of a tree's structure, which JAX hashes.
+    def __hash__(self) -> int:  # JAX hashes it as part of a tree's structure.
         return hash((self.chosen, *self.refused, self.strategy))
 
     def __str__(self) -> str:
-        of_mesh = {self.strategy, *self.refused} & {*STRATEGIES}
-        names = [*KERNELS, *(STRATEGIES if of_mesh else ())]
+        is_sharded = {self.strategy, *self.refused} & {*STRATEGIES}
+        names = [*KERNELS, *(STRATEGIES if is_sharded else ())]
         width = max(map(len, names))
         rows = []
         for name in names:
-            why = self.refused.get(name)
-            chosen = name in (self.chosen, self.strategy)
-            verdict = f"refused: {why}" if why else "chosen" if chosen else "possible"
-            rows.append(f"{name:<{width}}  {verdict}")
+            reason = self.refused.get(name)
+            is_chosen = name in (self.chosen, self.strategy)
+            status = f"refused: {reason}" if reason else "chosen" if is_chosen else "possible"
+            rows.append(f"{name:<{width}}  {status}")
         return "\n".join(rows)
 
 
@@ -149,12 +149,12 @@ def run(
     kernel: str, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
     result: Result | None = None,
 ) -> Result:  # fmt: skip
-    """Compute a call by the first kernel that takes it; arguments as for `decide`.
+    """Compute a call by the first kernel that supports it. See `decide` for the arguments.
 
-    Of a result known already, of these keys and others, compute the gradients alone.
+    Given a precomputed result of these and other keys, compute only its gradients.
 
     Raises:
-      ValueError: if the kernel that was named refuses.
+      ValueError: if the named kernel does not support the call.
     """
     explanation, lowered = decide(kernel, q, k, v, spec, platform)
     if explanation.chosen is None or lowered is None:
@@ -163,13 +163,13 @@ def run(
         return lowered()
     if KERNELS[explanation.chosen].takes_result:
         return lowered(result)
-    return softmax.of_part(lowered(), result)
+    return softmax.part_of_result(lowered(), result)
 
 
 def explain(
     kernel: str, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec
 ) -> Explanation:
-    """Tell which kernel takes a call, and why each of the others can't."""
+    """Return the kernel for a call, and the reasons against the others."""
     return decide(kernel, q, k, v, spec, platform, ask_all=True)[0]
 
 
@@ -177,26 +177,18 @@ def decide(
     kernel: str, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform,
     ask_all: bool = False,
 ) -> tuple[Explanation, Lowered | None]:  # fmt: skip
-    """Ask one kernel after the other, until one takes the call.
+    """Choose the first kernel that supports a call.
 
-    Args:
-      kernel: the name of the only one to ask, or "auto".
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
-      platform: what it will run on.
-      ask_all: whether to ask the others too, for their reasons.
-
-    Returns:
-      The choice, with the refusals of those that were asked; and the call as the chosen one made it
-      ready, None if all that may take it refuse.
+    `kernel` is the name of the only kernel to try, or "auto". q is [*B, T, N, H], k and v are [*B,
+    S, K, ·]. `platform` will run the call. With `ask_all`, the other kernels are tried too, for
+    their reasons. Returns the choice with the reasons against the tried kernels, and the function
+    that computes the call; None if no kernel supports it.
     """
-    of_mask = () if spec.mask is None else (spec.mask, spec.q_pos, spec.k_pos)
-    traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(of_mask))
+    mask_arrays = () if spec.mask is None else (spec.mask, spec.q_pos, spec.k_pos)
+    traced = any(isinstance(x, jax.Array) for x in jax.tree.leaves(mask_arrays))
     names = preference(q, k, platform, traced) if kernel == "auto" else [kernel]
     others = [name for name in KERNELS if name not in names] if ask_all else []
-    chosen, taken, refused = None, None, {}
+    chosen, chosen_call, refused = None, None, {}
     for name in names + others:
         if chosen and not ask_all:
             break
@@ -204,8 +196,8 @@ def decide(
         if isinstance(lowered, Refusal):
             refused[name] = lowered.reason
         elif chosen is None and name in names:
-            chosen, taken = name, lowered
-    return Explanation(chosen, refused), taken
+            chosen, chosen_call = name, lowered
+    return Explanation(chosen, refused), chosen_call
 
 
 def preference(
@@ -213,29 +205,28 @@ def preference(
 ) -> list[str]:
     """Return the kernels, best first, for a call of this size.
 
-    | platform | first of those that do not refuse |
+    | platform | the first of these that supports the call |
     |---|---|
-    | TPU | `reference` up to T·S = 256², the others in their order |
-    | CPU | likewise; under a traced mask up to 512² and 2²⁴ for all rows and heads |
-    | CPU, bfloat16 | likewise, but only with fewer than 64 queries or keys |
-    | GPU | `cudnn`, `reference` up to 2,048² and 2²⁸ for all rows and heads, the others in order |
+    | TPU | `reference` up to T·S = 256², then the others in order |
+    | CPU | `reference` up to 256², or under a traced mask up to 512² and 2²⁴ scores in all |
+    | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
+    | GPU | `cudnn`, `reference` up to 2,048² and 2²⁸ scores in all, then the others in order |
 
-    For keys of a cache `decode` comes before all of these.
+    With keys of a cache, `decode` comes first.
     """
     scores, rows = q.shape[-3] * k.shape[-3], math.prod(q.shape[:-3]) * q.shape[-2]
     if platform.name == "cpu" and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
         first = []
     elif platform.name in ("cpu", "tpu"):
-        # On CPU plain einsums are as fast up to this size, and compile sooner; on TPU the blocks
-        # of splash would be mostly empty.
+        # Up to this size, `reference` is as fast on CPU, and compiles faster. On TPU, splash's
+        # blocks would be mostly empty.
         most = 256**2
         if platform.name == "cpu" and traced and symbols.at_most(scores * rows, FEW_SCORES):
-            # So short, blocks skip nothing of a mask that is not known when they are planned.
+            # In short calls, kernels skip few tiles of a traced mask.
             most = 512**2
         first = ["reference"] if symbols.at_most(scores, most) else []
     else:
-        # Plain einsums are one large product each, but they take memory for twice the scores, and
-        # keep them until the gradient.
+        # `reference` runs large matmuls, but stores the scores twice, until the gradient.
         fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)
         first = ["cudnn", "reference"] if fits else ["cudnn"]
     first = ["decode", *first] if isinstance(k, Stored) else first
@@ -243,7 +234,7 @@ def preference(
 
 
 def refusal(name: str, reason: str) -> ValueError:
-    """Return the error of a kernel, or a strategy, that was asked for and can't run a call."""
+    """Return the error for a named kernel or strategy that does not support a call."""
     return ValueError(
         f"kernel={name!r} can't run this call: {reason}; "
         f"choose kernel='auto', or see flax_mha.explain"
@@ -251,7 +242,7 @@ def refusal(name: str, reason: str) -> ValueError:
 
 
 def parse_kernel(kernel: str) -> tuple[str | None, str]:
-    """Split a name such as "ring:blockwise" into a strategy, None for any, and a kernel."""
+    """Split a name such as "ring:blockwise" into a strategy, or None, and a kernel."""
     strategy, _, name = str(kernel).rpartition(":")
     if not strategy and name in STRATEGIES:
         strategy, name = name, "auto"

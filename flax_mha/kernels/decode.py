@@ -1,12 +1,12 @@
-"""Few queries against many keys, as in decoding: each key is read once, where it lies.
+"""Attention of few queries to many keys, as in decoding.
 
-All queries that share a key/value head are rows of one product with its keys, heads first: the
-layout of a `KVCache`, of which nothing is copied or transposed. Where the mask leaves few blocks of
-keys they are visited one by one (what a cache has not filled yet costs nothing), elsewhere one
-product has all keys. Stored keys and values are widened on the way, int8 by scaling scores and
-weights instead.
+The queries of a key/value head are rows of one matmul with its keys, heads first. This is the
+layout of a `KVCache`, so that keys are read once, without a copy or transposition. If the mask
+leaves few blocks of keys, they are visited one by one, and empty slots of a cache cost nothing.
+Otherwise one matmul covers all keys. Stored keys and values are converted on the way. For int8, the
+scores and weights are scaled instead.
 
-Source: the online softmax is that of `blockwise`.
+Source: the online softmax of `blockwise`.
 """
 
 import functools
@@ -29,11 +29,11 @@ from flax_mha.scores import Vectors
 from flax_mha.sharding.shard_map import vary
 
 QUERIES = 64
-# Keys of a block that is visited by itself, which copies it.
+# The keys of a block. Visiting a block by itself copies it.
 _BLOCK = {"cpu": 32}
 _BLOCK_ELSEWHERE = 1024
-# The share of the blocks up to which visiting them one by one is faster than reading all keys,
-# measured on two CPU cores at 2,048 keys.
+# Up to this share of the blocks, visiting them one by one is faster than reading all keys.
+# Measured on two CPU cores at 2,048 keys.
 _FEW = 0.2
 
 
@@ -43,14 +43,14 @@ Keyed = jax.Array | Stored
 def lower(
     q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """The call made ready, unless it has more queries than a decoding step."""
+    """Prepare the call, if it has at most `QUERIES` queries."""
     if not symbols.at_most(q.shape[-3], QUERIES):
         return Refusal(f"it is for at most {QUERIES} queries, got {q.shape[-3]}")
     return functools.partial(attend, q, k, v, spec, platform)
 
 
 def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Platform) -> Result:
-    """See `reference.attend`; keys and values may be `Stored`. Reverse mode only."""
+    """Compute attention. Keys and values may be `Stored`. Supports only reverse mode."""
     if 0 in q.shape or k.shape[-3] == 0:
         return empty_result(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
     return _core(platform.name, q, k, v, spec)
@@ -62,9 +62,9 @@ def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) 
     args = _rows(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
     out, lse = _run(platform, dims, False, *args)
     if spec.mask is not None:
-        # A weight of 0 does not hide the NaN of a masked value: then, and only then, again.
-        careful = functools.partial(_run, platform, dims, True, *args)
-        out, lse = lax.cond(jnp.isnan(out).any(), careful, lambda: (out, lse))
+        # A weight of 0 does not hide the NaN of a masked value. Recompute if there is a NaN.
+        run_nan_safe = functools.partial(_run, platform, dims, True, *args)
+        out, lse = lax.cond(jnp.isnan(out).any(), run_nan_safe, lambda: (out, lse))
     return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse
 
 
@@ -75,40 +75,33 @@ def _forward(platform: str, *args: Any) -> tuple[Result, Any]:
 def _backward(platform: str, args: Any, cotangents: Result) -> Any:
     del platform
 
-    def again(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
+    def recompute(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
         return reference.attend(q, dequantize(k), dequantize(v), spec)
 
-    return jax.vjp(again, *args)[1](cotangents)
+    return jax.vjp(recompute, *args)[1](cotangents)
 
 
 _core.defvjp(_forward, _backward)
 
 
 def _rows(q: jax.Array, dims: shapes.Dims) -> jax.Array:
-    """[*B, T, N, H] as [*B, K, G·T, H]: rows of one product with a head's keys."""
+    """Reshape [*B, T, N, H] to [*B, K, G·T, H], rows of one matmul with a head's keys."""
     return jnp.swapaxes(q, -3, -2).reshape(*dims.B, dims.K, dims.G * dims.T, dims.H)
 
 
 def _run(
-    platform: str, dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed,
+    platform: str, dims: shapes.Dims, nan_safe: bool, q: jax.Array, k: Keyed, v: Keyed,
     spec: AttentionSpec,
 ) -> Result:  # fmt: skip
-    """Out [*B, N, T, Hv] and lse [*B, N, T] in float32 at least.
+    """Return out [*B, N, T, Hv] and lse [*B, N, T], in at least float32.
 
-    Args:
-      platform: JAX's name of it.
-      dims: of the call.
-      careful: whether values that are not finite are kept from those that may not see them.
-      q: [*B, K, G·T, H].
-      k: [*B, K, S, H].
-      v: [*B, K, S, Hv].
-      spec: the rest of the call.
+    q is [*B, K, G·T, H], k and v are [*B, K, S, ·]. With `nan_safe`, masked values that are not
+    finite do not reach the outputs.
     """
     acc = shapes.wide(q.dtype)
     if platform == "cpu":
-        # CPUs compute in no less.
         q = q.astype(acc)
-    visit = functools.partial(_visit, dims, careful, q, k, v, spec)
+    visit = functools.partial(_visit, dims, nan_safe, q, k, v, spec)
     total = jnp.zeros((*dims.B, dims.N, dims.T, 1), acc)
     top = softmax.begin(total)
     if spec.sinks is not None:
@@ -120,9 +113,9 @@ def _run(
     size = _BLOCK.get(platform, _BLOCK_ELSEWHERE)
     size = dims.S if symbols.at_most(dims.S, size) or symbols.is_symbolic(dims.S) else size
     blocks = -(-dims.S // size)
-    # XLA:CPU widens all that one product reads before it, into memory; care does so anywhere.
-    narrow = platform == "cpu" and isinstance(k, Stored) and k.values.dtype != q.dtype
-    few = blocks if careful or narrow else int(blocks * _FEW)
+    # For one matmul, XLA:CPU converts all keys in memory first, and so does `nan_safe` everywhere.
+    is_narrow = platform == "cpu" and isinstance(k, Stored) and k.values.dtype != q.dtype
+    few = blocks if nan_safe or is_narrow else int(blocks * _FEW)
 
     def at_once() -> tuple[jax.Array, ...]:
         return visit(dims.S, jnp.int32(0), carry)
@@ -130,9 +123,9 @@ def _run(
     if spec.mask is None or few == 0:
         top, total, out = at_once()
     else:
-        seen = jnp.asarray(tile_states(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
-        seen = seen.any((0, 1, 2))
-        order, count = jnp.argsort(~seen, stable=True), seen.sum()
+        is_visited = jnp.asarray(tile_states(spec, spec.at(dims), Plan(dims, dims.T, size))) > EMPTY
+        is_visited = is_visited.any((0, 1, 2))
+        order, count = jnp.argsort(~is_visited, stable=True), is_visited.sum()
 
         def by_blocks() -> tuple[jax.Array, ...]:
             return lax.fori_loop(0, count, lambda i, c: visit(size, order[i], c), carry)
@@ -145,10 +138,10 @@ def _run(
 
 
 def _visit(
-    dims: shapes.Dims, careful: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec,
+    dims: shapes.Dims, nan_safe: bool, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec,
     size: int, index: jax.Array, carry: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Adds a block of keys to the greatest score, the sum of exponentials, and the output."""
+    """Update the carry (maximum score, sum of exponentials, output) with a block of keys."""
     first = index.astype(jnp.int32) * size
     start = jnp.minimum(first, dims.S - size)
 
@@ -160,7 +153,7 @@ def _visit(
     k, v = jax.tree.map(lambda x: cut(x, -2), (k, v))
     at = At(*(cut(x, -1) for x in spec.at(dims)))
     spec = map_score_arrays(lambda x: cut(x, -1), spec)
-    if careful:
+    if nan_safe:
         k, v = move_nan_to_keys(dequantize(k), dequantize(v))
     top, total, out = carry
     vectors = _vectors(dims, q, k, spec, total.dtype) if spec.vectors else None
@@ -173,10 +166,10 @@ def _visit(
     s = (s * k_scale).reshape(*dims.logits[:-1], size)
     s, allowed = spec.apply(s, at, finfo_min(total.dtype), vectors)
     if dims.S % size != 0:
-        # The last block begins where it still has all its keys: some were visited before.
-        fresh = shapes.lead(start + jnp.arange(size, dtype=jnp.int32) >= first, s.ndim)
-        allowed = fresh if allowed is None else allowed & fresh
-        s = jnp.where(fresh, s, finfo_min(total.dtype))
+        # The last block starts early enough to be full, so it repeats some keys.
+        is_new = shapes.lead(start + jnp.arange(size, dtype=jnp.int32) >= first, s.ndim)
+        allowed = is_new if allowed is None else allowed & is_new
+        s = jnp.where(is_new, s, finfo_min(total.dtype))
     top, total, p, old = softmax.step(top, total, s, allowed)
     p = spec.apply_dropout(p, at).reshape(*by_head, size) * v_scale
     more = dot("...ts,...sh->...th", p.astype(v.dtype), v)
@@ -186,7 +179,7 @@ def _visit(
 def _vectors(
     dims: shapes.Dims, q: jax.Array, k: Keyed, spec: AttentionSpec, dtype: jnp.dtype
 ) -> Vectors:
-    """Queries and keys [*B, N, ·, H] as scores see them."""
+    """Return queries and keys [*B, N, ·, H] in the form that score functions read."""
     q = q.reshape(*dims.B, dims.N, dims.T, dims.H).astype(dtype)
     if isinstance(k, Stored) and k.scale is not None:
         k = k.values.astype(dtype) * k.scale.astype(dtype)
@@ -195,6 +188,6 @@ def _vectors(
 
 
 def _parts(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
-    """Values [*B, K, S, H] in that dtype, and their scale [*B, K, 1, S], or 1."""
+    """Return values [*B, K, S, H] in a dtype, and their scale [*B, K, 1, S], or 1."""
     values, scale = (x.values, x.scale) if isinstance(x, Stored) else (x, None)
     return values.astype(dtype), 1.0 if scale is None else jnp.swapaxes(scale, -1, -2)

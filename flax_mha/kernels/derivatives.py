@@ -1,8 +1,8 @@
-"""The derivatives that each kernel has: a context that asks for all, and errors that name it.
+"""The derivatives of each kernel: the context `any_derivative`, and clear errors.
 
-Most kernels have a derivative rule of their own (`jax.custom_vjp`), and JAX applies no forward mode
-to such a rule. Its own error tells neither which kernel that was nor which other to take, so the
-inputs of these kernels pass through an identity whose derivative says so (see `limits`).
+Most kernels have a custom derivative rule (`jax.custom_vjp`), which JAX does not apply in forward
+mode. JAX's error does not name the kernel or an alternative. So the inputs of these kernels pass
+through an identity whose derivative raises a clear error (see `limits`).
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax_mha.base import private_jax
 
 T = TypeVar("T")
-# Which derivatives there are: one, in reverse mode; any number in reverse mode; any, of which the
-# innermost is in reverse mode; or any number in forward mode.
+# The derivatives that a kernel has: one in reverse mode; any number in reverse mode; any number,
+# the innermost in reverse mode; or any number in forward mode.
 Limit: TypeAlias = Literal["first", "reverse", "inner", "forward"]
 
 _asked = contextvars.ContextVar("flax_mha_any_derivative", default=False)
@@ -25,19 +25,20 @@ _asked = contextvars.ContextVar("flax_mha_any_derivative", default=False)
 
 @contextlib.contextmanager
 def any_derivative() -> Iterator[None]:
-    """Let attention take only kernels that have every derivative: any mode, any order.
+    """Make attention use only kernels that have every derivative, of any mode and order.
 
-    Within, `kernel="auto"` takes `reference` for short sequences and `checkpointed`, in memory of
-    O(T + S), for all others. It holds for the functions that JAX traces within, in this thread. It
-    is part of the key of JAX's caches: a function that was traced outside is traced again.
+    Within the context, `kernel="auto"` takes `reference` for short sequences, and `checkpointed`,
+    in O(T + S) memory, for others. The context applies to functions that JAX traces in it, in this
+    thread. It is part of the key of JAX's caches, so a function that was traced outside is traced
+    again.
 
     >>> with flax_mha.kernels.any_derivative():
     ...     product = jax.jvp(jax.grad(loss), (params,), (direction,))[1]
 
     Raises:
-      ValueError: in a call of attention that names a kernel, or a way to the keys of other devices,
-        with a derivative rule of its own.
-      RuntimeError: if JAX has no setting that the context can be kept in.
+      ValueError: in a call of attention that names a kernel or strategy with a custom derivative
+        rule.
+      RuntimeError: if JAX has no setting to store the context in.
     """
     if reason := private_jax.missing("any_derivative"):
         raise RuntimeError(f"any_derivative() can't be used: {reason}; name kernel='checkpointed'")
@@ -45,7 +46,7 @@ def any_derivative() -> Iterator[None]:
 
     token = _asked.set(True)
     try:
-        # JAX traces anew under other metadata, which changes nothing that is computed.
+        # Other metadata makes JAX trace again, and does not change the computation.
         with metadata.set_xla_metadata(flax_mha="any_derivative"):
             yield
     finally:
@@ -58,21 +59,17 @@ def all_asked() -> bool:
 
 
 def limit(allowed: Limit, kernel: str, tree: T) -> T:
-    """Return the tree as it is; other derivatives by its traced floats raise a clear error.
+    """Return the tree unchanged, but raise a clear error for derivatives that are not allowed.
 
-    Without the names of JAX that this needs, JAX's own error remains.
-
-    Args:
-      allowed: the derivatives that the kernel has.
-      kernel: its name, for the error.
-      tree: its inputs; for "forward" its results, for reverse mode begins there.
+    The tree holds the inputs of a kernel, or for "forward" its results, where reverse mode begins.
+    If JAX lacks the names that this needs, its own error remains.
     """
     if private_jax.missing("limits"):
         return tree
-    from flax_mha.kernels import limits  # Needs names of JAX that may be gone.
+    from flax_mha.kernels import limits  # Uses names that a future JAX may lack.
 
     def mark(x: Any) -> Any:
-        # Arrays that are not traced have no derivatives, and should stay known.
+        # Arrays that are not traced have no derivatives, and should stay static.
         if not isinstance(x, jax.core.Tracer) or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return limits.limited.bind(x, allowed=allowed, kernel=kernel)

@@ -1,17 +1,17 @@
-"""Dropout of attention weights, whose bits depend on nothing but the place of each weight.
+"""Dropout of attention weights, as a function of each weight's coordinates.
 
-Whether a weight is kept is a pure function of (key, batch row, head, query position, key
-position). So every kernel drops the same weights in whatever blocks it works, and every device
-of a mesh can make its own part of the mask without the others.
+Dropout is a pure function of (key, batch row, head, query position, key position). So every kernel
+drops the same weights, whatever its tiles are, and each device of a mesh computes its own part of
+the dropout mask.
 
-The function is a hash of 32-bit integers, cheap enough to be recomputed in the backward pass and
+The function is a hash of 32-bit integers. It is cheap enough to recompute in the backward pass, and
 simple enough (add, multiply, shift, xor) for any accelerator:
 
     a = mix(mix(row ⊕ s₀) + head)      mix(a ⊕ i) = (a_i, b_i = mix(a_i + s₁))
     bits(i, j) = mix(mix(j + a_i) ⊕ b_i)
 
-`mix` is a bijection of good avalanche; the 64 bits (a_i, b_i) give every query a stream of its
-own, and (s₀, s₁) come from the JAX key.
+`mix` is a bijection with good avalanche. The 64 bits (a_i, b_i) give each query its own stream, and
+(s₀, s₁) come from the JAX key.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ class WeightDropout(struct.PyTreeNode):
     Attributes:
       seed: uint32 [2].
       rate: the probability of dropping a weight, in (0, 1).
-      broadcast: one pattern of queries × keys for all batch rows and heads.
+      broadcast: True for one pattern of queries × keys for all batch rows and heads.
     """
 
     seed: jax.Array
@@ -38,20 +38,14 @@ class WeightDropout(struct.PyTreeNode):
 
     @classmethod
     def from_key(cls, key: jax.Array, rate: float, broadcast: bool = False) -> "WeightDropout":
-        """Draws the seed from a JAX PRNG key, of either style."""
+        """Draw the seed from a JAX random key."""
         return cls(jax.random.bits(key, (2,), jnp.uint32), rate, broadcast)
 
     def keep(self, row: Array, head: Array, q_pos: Array, k_pos: Array) -> jax.Array:
-        """Tells which weights stay.
+        """Return True for weights that stay.
 
-        Args:
-          row: int, index into the flattened batch.
-          head: int, index of the query head.
-          q_pos: int, positions of the queries.
-          k_pos: int, positions of the keys. All four broadcast against each other.
-
-        Returns:
-          bool, of the broadcast shape.
+        The indices of rows of the flattened batch and of query heads, and the positions of queries
+        and keys, broadcast to the result's shape.
         """
         row, head, i, j = (x.astype(jnp.uint32) for x in (row, head, q_pos, k_pos))
         s0, s1 = self.seed[0], self.seed[1]
@@ -65,12 +59,12 @@ class WeightDropout(struct.PyTreeNode):
 
     @property
     def scale(self) -> float:
-        """The factor of weights that stay, which keeps their expectation."""
+        """The factor of kept weights, which preserves their expectation."""
         return 1 / (1 - self.rate)
 
 
 def _mix(x: Array) -> Any:
-    """A bijection of uint32 of low bias (Wellons, "Prospecting for Hash Functions", 2018)."""
+    """Apply a low-bias bijection of uint32 (Wellons, "Prospecting for Hash Functions", 2018)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)

@@ -1,12 +1,12 @@
-"""Identities that JAX differentiates only as far as a kernel's derivative rule goes."""
+"""Identities that raise an error for derivatives that a kernel does not have."""
 
 from typing import Any
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-# What is left for derivatives of derivatives, see `derivatives.Limit`.
-_LEFT = {"first": "none", "reverse": "reverse", "inner": None}
+# The limit of the derivatives of derivatives, for each `derivatives.Limit`.
+_NEXT_LIMIT = {"first": "none", "reverse": "reverse", "inner": None}
 
 
 def _refuse(*_: Any, kernel: str, asked: str = "forward mode (jax.jvp)", **__: Any) -> Any:
@@ -17,22 +17,22 @@ def _refuse(*_: Any, kernel: str, asked: str = "forward mode (jax.jvp)", **__: A
 
 
 def _differentiate(primals: Any, tangents: Any, allowed: str, kernel: str) -> tuple[Any, Any]:
-    """Return x under the next limit, and a tangent that refuses forward mode."""
+    """Return x under the next limit, and a tangent that raises an error in forward mode."""
     (x,), (tangent,) = primals, tangents
     if allowed == "forward":
         x = limited.bind(x, allowed=allowed, kernel=kernel)
         return x, _pass_tangent(tangent, kernel)
     if allowed == "none":
         _refuse(kernel=kernel, asked="derivatives of derivatives")
-    left = _LEFT[allowed]
-    x = x if left is None else limited.bind(x, allowed=left, kernel=kernel)
+    next_limit = _NEXT_LIMIT[allowed]
+    x = x if next_limit is None else limited.bind(x, allowed=next_limit, kernel=kernel)
     if isinstance(tangent, ad.Zero):
         return x, tangent
     return x, transposed.bind(tangent, kernel=kernel)
 
 
 def _pass_tangent(tangent: Any, kernel: str) -> Any:
-    """Return the tangent as it is; its transposition raises."""
+    """Return the tangent unchanged, but raise an error if it is transposed."""
     return tangent if isinstance(tangent, ad.Zero) else forward.bind(tangent, kernel=kernel)
 
 
@@ -40,7 +40,7 @@ def _refuse_reverse(*_: Any, kernel: str) -> Any:
     _refuse(kernel=kernel, asked="gradients of gradients where the mask is traced or irregular")
 
 
-# Binds x [...]; parameters `allowed` and `kernel`.
+# The identity of x [...], with parameters `allowed` and `kernel`.
 limited = Primitive("limited_derivatives")
 limited.def_impl(lambda x, **_: x)
 limited.def_abstract_eval(lambda x, **_: x)
@@ -48,7 +48,7 @@ ad.primitive_jvps[limited] = _differentiate
 batching.defvectorized(limited)
 mlir.register_lowering(limited, lambda _, x, **__: [x])
 
-# Reverse mode does no more with it than transpose it; all that forward mode does raises.
+# Reverse mode only transposes this identity. The operations of forward mode raise.
 transposed = Primitive("reverse_mode_only")
 transposed.def_impl(_refuse)
 transposed.def_abstract_eval(lambda x, **_: x)
@@ -57,7 +57,7 @@ ad.primitive_jvps[transposed] = _refuse
 batching.primitive_batchers[transposed] = _refuse
 mlir.register_lowering(transposed, _refuse)
 
-# Forward mode takes it as it is; to transpose it, as reverse mode does, raises.
+# Forward mode passes through this identity. Transposition, as in reverse mode, raises.
 forward = Primitive("forward_mode_only")
 forward.def_impl(lambda x, **_: x)
 forward.def_abstract_eval(lambda x, **_: x)

@@ -1,7 +1,7 @@
-"""Ways for JAX to trace less: operations that are not jitted, and no loops of one step.
+"""Operations and loops that JAX traces quickly.
 
-Functions and operators of `jax.numpy` are jitted: JAX traces each anew for each shape, which for
-the tiles of a kernel takes several times as long as `jax.lax` does.
+JAX traces the functions of `jax.numpy`, which are jitted, again for each shape. For a kernel's
+tiles this takes several times as long as `jax.lax`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from jax import lax
 
 
 def select(where: jax.Array, one: jax.Array | float, other: jax.Array | float) -> jax.Array:
-    """Return `jnp.where(where, one, other)` for arrays of floats, or one and a number."""
+    """Return `jnp.where(where, one, other)` for float arrays, or a float array and a number."""
     like = other if isinstance(one, float) else one
-    # Outside of a trace an array of −∞ would be what `jax_debug_infs` looks for.
+    # Outside a trace, `jax_debug_infs` would report an array of −∞.
     if not isinstance(like, jax.core.Tracer) or where.shape != like.shape:
         return jnp.where(where, one, other)
     one, other = (lax.full_like(like, x) if isinstance(x, float) else x for x in (one, other))
@@ -26,39 +26,26 @@ def select(where: jax.Array, one: jax.Array | float, other: jax.Array | float) -
 def scan_blocks(
     job: Callable[[Any, Any], Any], carry: Any, xs: Sequence[jax.Array], first: int, count: int
 ) -> Any:
-    """Scan carry, result = job(carry, (number of the job, *blocks)) over blocks of xs.
+    """Scan carry, result = job(carry, (index, *blocks)) over blocks of arrays.
 
-    Args:
-      job: the function.
-      carry: its first argument.
-      xs: arrays [G, blocks, ...].
-      first: the first block.
-      count: the number of blocks.
-
-    Returns:
-      The last carry, and the results [G, count, ...].
+    The blocks are `count` blocks from `first` of the arrays xs [G, blocks, ...], and the index
+    counts the calls. Returns the last carry, and the results [G, count, ...].
     """
-    G, whole = xs[0].shape[:2]
-    blocks = xs if count == whole else [lax.slice_in_dim(x, first, first + count, 1, 1) for x in xs]
+    G, length = xs[0].shape[:2]
+    if count != length:
+        xs = [lax.slice_in_dim(x, first, first + count, 1, 1) for x in xs]
     if G == 1 and count == 1:
-        carry, found = job(carry, (np.int32(0), *(lax.squeeze(x, (0, 1)) for x in blocks)))
-        return carry, jax.tree.map(lambda x: lax.expand_dims(x, (0, 1)), found)
-    flat = [lax.collapse(x, 0, 2) for x in blocks]
-    carry, found = lax.scan(job, carry, (jnp.arange(G * count, dtype=jnp.int32), *flat))
-    return carry, jax.tree.map(lambda x: x.reshape(G, count, *x.shape[1:]), found)
+        carry, result = job(carry, (np.int32(0), *(lax.squeeze(x, (0, 1)) for x in xs)))
+        return carry, jax.tree.map(lambda x: lax.expand_dims(x, (0, 1)), result)
+    flat = [lax.collapse(x, 0, 2) for x in xs]
+    carry, results = lax.scan(job, carry, (jnp.arange(G * count, dtype=jnp.int32), *flat))
+    return carry, jax.tree.map(lambda x: x.reshape(G, count, *x.shape[1:]), results)
 
 
 def scan_or_map(group: Callable[[Any, Any], Any], sums: Any, xs: Any, together: int) -> Any:
-    """Loop sums, results = group(sums, x) over the first axis of xs; so many at once if none sums.
+    """Scan sums, results = group(sums, x) over the first axis of xs.
 
-    Args:
-      group: the function.
-      sums: its first argument; without leaves if nothing is summed.
-      xs: arrays of equal first axes.
-      together: how many of them are computed at once.
-
-    Returns:
-      The last sums, and the results.
+    Without sums (an empty tree) this is a map, which computes `together` entries at once.
     """
     if jax.tree.leaves(sums) or together == 1:
         return lax.scan(group, sums, xs)

@@ -1,4 +1,4 @@
-"""A mask in parts, for kernels that take some kinds of masks natively."""
+"""A mask split by kind, for kernels that support some kinds of masks natively."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,15 +7,15 @@ from flax_mha.masks import And, Causal, Dense, Lengths, Mask, Segments, Window
 
 
 class MaskParts(NamedTuple):
-    """Masks by kind: a pair is allowed where all of them allow it.
+    """The masks of a conjunction, sorted by kind. A pair is allowed if all masks allow it.
 
     Attributes:
-      band: a band along the diagonal.
-      lengths: a number of keys for each row, and maybe one of queries.
-      segments: equal ids.
-      queries: tables of queries alone, [*B|1, 1, T, 1].
-      keys: tables of keys alone, [*B|1, 1, 1, S|1].
-      others: any other mask.
+      band: bands along the diagonal.
+      lengths: the number of keys, and perhaps of queries, of each row.
+      segments: segment ids.
+      queries: tables of queries, [*B|1, 1, T, 1].
+      keys: tables of keys, [*B|1, 1, 1, S|1].
+      others: all other masks.
     """
 
     band: tuple[Causal | Window, ...]
@@ -27,7 +27,7 @@ class MaskParts(NamedTuple):
 
     @classmethod
     def of(cls, masks: Iterable[Mask]) -> "MaskParts":
-        """Sort bound masks, such as `conjuncts` gives, by kind."""
+        """Sort bound masks, such as the `conjuncts` of a mask, by kind."""
         parts: dict[str, list[Any]] = {name: [] for name in cls._fields}
         for mask in masks:
             parts[_part(mask)].append(mask)
@@ -45,7 +45,7 @@ def conjuncts(mask: Mask | None) -> list[Mask]:
 
 def _part(mask: Mask) -> str:
     """Return the name of the part that a bound mask belongs to."""
-    # A subclass may mean something else.
+    # The exact type, because a subclass may have another rule.
     if type(mask) in (Causal, Window):
         return "band"
     if type(mask) is Lengths and mask.kv.array.shape[-2] == 1:

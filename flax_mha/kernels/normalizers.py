@@ -1,4 +1,4 @@
-"""How scores become weights: the softmax, and what has been tried in its place.
+"""The functions from scores to attention weights: the softmax and its alternatives.
 
 | normalizer | the weight of key j |
 |---|---|
@@ -6,8 +6,8 @@
 | `"sigmoid"` | 1 / (1 + exp(−sⱼ + log S)) |
 | `"softpick"` | max(exp(sⱼ) − 1, 0) / (Σ abs(exp(s) − 1) + 10⁻⁸) |
 
-Sums are over the keys that the mask allows; S counts all keys of the call, in decoding the slots of
-the cache. The last two are computed by `reference`: the others' online sums are a softmax's.
+Sums run over the keys that the mask allows. S is the number of all keys of the call, in decoding
+the number of slots of the cache. Only `reference` computes the last two.
 
 Sources: Ramapuram et al., "Theory, Analysis, and Best Practices for Sigmoid Self-Attention", 2024;
 Zuhri et al., "Softpick: No Attention Sink, No Massive Activations with Rectified Softmax", 2025.
@@ -21,16 +21,16 @@ import jax.numpy as jnp
 
 
 def sigmoid(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """See above; scores [*B, N, T, S]."""
+    """Return the sigmoid weights of scores [*B, N, T, S]."""
     p = jax.nn.sigmoid(s - math.log(s.shape[-1]))
     return p if allowed is None else jnp.where(allowed, p, 0.0)
 
 
 def softpick(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
-    """See above; numerator and denominator are both divided by exp(the greatest score)."""
-    # Any shift gives the same weights; one below 0 would make exp(−top) overflow.
+    """Return the softpick weights of scores [*B, N, T, S]."""
+    # Divide numerator and denominator by exp(top). A top below 0 would make exp(−top) overflow.
     top = jax.lax.stop_gradient(jnp.max(s, axis=-1, keepdims=True, initial=0.0))
-    # exp(s) − 1 would have no digits left of a score near 0, and overflow of a great one.
+    # exp(s) − 1 would lose the digits of a score near 0, and overflow for a large one.
     above, below = jnp.where(s > 0, s, 0.0), jnp.where(s > 0, 0.0, s)
     above, below = -jnp.exp(above - top) * jnp.expm1(-above), jnp.exp(-top) * jnp.expm1(below)
     e = jnp.where(s > 0, above, below)
@@ -40,7 +40,6 @@ def softpick(s: jax.Array, allowed: jax.Array | None) -> jax.Array:
 
 
 SOFTMAX = "softmax"
-# Beside it.
 OTHERS: dict[str, Callable[[jax.Array, jax.Array | None], jax.Array]] = {
     "sigmoid": sigmoid,
     "softpick": softpick,

@@ -1,6 +1,7 @@
-"""The meaning of the other kernels: plain einsums, a float32 softmax, every feature.
+"""The reference kernel: plain einsums, a float32 softmax, and every feature.
 
-Memory grows with T·S. Gradients of any order come from JAX.
+It defines the results of the other kernels. Memory grows with T·S. JAX derives gradients of any
+order.
 """
 
 import functools
@@ -15,15 +16,15 @@ from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform
 
-# Below every sum of exponentials but 0, for the greatest is 1; any power of its inverse, which
-# derivatives take, is finite.
+# Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
+# inverse, which derivatives take, are finite.
 _LEAST_TOTAL = 0.5
 
 
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered:
-    """The call made ready; this kernel refuses none."""
+    """Prepare the call. This kernel supports every call."""
     del platform
     return functools.partial(attend, q, k, v, spec)
 
@@ -31,19 +32,12 @@ def lower(
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes softmax(q·kᵀ·scale + bias, where the mask allows)·v.
+    """Compute softmax(q·kᵀ·scale + bias, where the mask allows)·v.
 
-    A query that may see no key gives exactly 0, with gradients of 0.
-
-    Args:
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
-
-    Returns:
-      (out [*B, T, N, Hv] in the dtype of q, lse [*B, N, T] in float32: the log of the sum of the
-      exponentials of the scores, −∞ where no key is seen; NaN without a softmax).
+    q is [*B, T, N, H], k [*B, S, K, H] and v [*B, S, K, Hv]. Returns out [*B, T, N, Hv] in the
+    dtype of q, and lse [*B, N, T] in float32, the log of the sum of exponentials of scores. Fully
+    masked queries have outputs and gradients of exactly 0, and an lse of −∞. Without a softmax the
+    lse is NaN.
     """
     at = spec.at(shapes.Dims.of(q, k, v))
     q, k, v = heads_first(q, k, v)
@@ -52,33 +46,33 @@ def attend(
     logits, allowed = scores(q, k, spec, at)
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed)
-        out = _product(weights, v, spec, at, logits.dtype)
+        out = _apply_weights(weights, v, spec, at, logits.dtype)
         return jnp.swapaxes(out, -3, -2).astype(q.dtype), jnp.full(out.shape[:-1], jnp.nan)
     rounds = v.dtype != logits.dtype
     weights, top, total = _exponentials(logits, allowed, spec, shared=rounds)
     if not spec.reads_lse:
         lse = jnp.zeros(logits.shape[:-1], logits.dtype)
     elif rounds:
-        # From scores of its own, the lse's gradient would be rounded by itself before it is added.
+        # Share the output's scores, so that the lse's gradient is added before rounding.
         lse = _lse(top, total)
     else:
-        # From those of the output, it would change the output's last bits: XLA:CPU fuses them with
-        # both products, but not where something else reads them.
+        # Recompute the scores. Sharing the output's scores would change its last bits, because
+        # XLA:CPU fuses them with both matmuls only if nothing else reads them.
         same_q, same_k = jax.lax.optimization_barrier((q, k))
         lse = _lse(*_exponentials(*scores(same_q, same_k, spec, at), spec)[1:])
     if allowed is not None or spec.scores or 0 in logits.shape:
-        # Of a query that sees nothing it is 0; of any other at least 1, but for rounding.
+        # It is 0 for fully masked queries, and at least 1 for others, except for rounding.
         total = jnp.maximum(total, _LEAST_TOTAL)
     if rounds:
-        # Divided before it is rounded: else the rounded gradient of the exponentials would not
-        # cancel against that of their sum, which is exact, and where it matters they cancel.
+        # Divide before rounding. Otherwise the rounded gradient of the exponentials would not
+        # cancel with the exact gradient of their sum.
         weights = weights * (1 / total)
         weights = weights if allowed is None else jnp.where(allowed, weights, 0.0)
-    out = _product(weights, v, spec, at, total.dtype)
-    # After the product there is less to divide.
+    out = _apply_weights(weights, v, spec, at, total.dtype)
+    # The output is smaller than the weights, so dividing it is cheaper.
     out = out if rounds else out / total
-    # Nor may what is asked of a query that sees nothing. (A sum that is read twice is not fused;
-    # where scores can't be −∞, the mask knows as well.)
+    # Fully masked queries get an output of 0, whose cotangent, perhaps NaN, is dropped. Without
+    # score functions the mask finds them: XLA does not fuse a sum that is read twice.
     if spec.scores:
         out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
     elif allowed is not None:
@@ -89,15 +83,15 @@ def attend(
 def _exponentials(
     logits: jax.Array, allowed: jax.Array | None, spec: AttentionSpec, shared: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(logits − top), 0 where masked; top [*B, N, T, 1], the greatest; and their sum.
+    """Return exp(logits − top), 0 where masked, the maximum top [*B, N, T, 1], and the sum.
 
-    Shared by output and lse, they are compiled alike whether the lse is read or not.
+    If `shared`, XLA compiles the output alike whether the lse is read or not.
     """
     top = jnp.max(logits, axis=-1, keepdims=True, initial=finfo_min(logits.dtype))
     if spec.sinks is not None:
         sinks = shapes.lead(spec.sinks.astype(logits.dtype)[:, None, None], logits.ndim)
         top = jnp.maximum(top, sinks)
-    # Any shift gives the same weights.
+    # The weights do not depend on the shift.
     top = jax.lax.stop_gradient(top)
     top = jax.lax.optimization_barrier(top) if shared else top
     weights = jnp.exp(logits - top) if allowed is None else _masked_exp(logits - top, allowed)
@@ -107,8 +101,8 @@ def _exponentials(
 
 @jax.custom_jvp
 def _masked_exp(x: jax.Array, allowed: jax.Array) -> jax.Array:
-    """exp(x), 0 where masked. It is its own derivative, so gradients need nothing else kept."""
-    # A product: XLA:CPU fuses it, unlike a select, with the products of matrices.
+    """Return exp(x), 0 where masked. It is its own derivative, so gradients save only it."""
+    # Multiply instead of select: XLA:CPU fuses the multiplication with matmuls.
     return jnp.exp(x) * allowed.astype(x.dtype)
 
 
@@ -119,56 +113,51 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _lse(top: jax.Array, total: jax.Array) -> jax.Array:
-    """[*B, N, T] of `_exponentials`."""
+    """Return the lse [*B, N, T] of maxima and sums [*B, N, T, 1]."""
     empty = total == 0
     return jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1.0, total)))[..., 0]
 
 
-def _product(
+def _apply_weights(
     weights: jax.Array, v: jax.Array, spec: AttentionSpec, at: At, dtype: Any
 ) -> jax.Array:
-    """Weights, after dropout, times values."""
+    """Return the values weighted by the weights, after dropout."""
     kept = spec.apply_dropout(weights, at).astype(v.dtype)
     out = jnp.matmul(kept, v, precision=spec.precision, preferred_element_type=dtype)
     return spec.scale_kept(out)
 
 
 def heads_first(q: jax.Array, *keyed: jax.Array) -> list[jax.Array]:
-    """[*B, T, N, ·] as [*B, N, T, ·], with keys and values repeated to one for each query head.
+    """Transpose [*B, T, N, ·] to [*B, N, T, ·], and repeat keys and values for each query head.
 
-    XLA:CPU is twice as slow where the products themselves have to transpose, and slow at products
-    over groups of heads, at any group size: a copy of S·N·H costs less.
+    XLA:CPU is twice as slow if the matmuls transpose, and slow for matmuls over groups of heads of
+    any size. A copy of S·N·H costs less.
     """
+    wide = shapes.wide(q.dtype)
 
-    def repeated(x: jax.Array) -> jax.Array:
+    def repeat(x: jax.Array) -> jax.Array:
         group = q.shape[-2] // x.shape[-2]
-        # In float32, for that is how the gradients of the copies are summed.
+        # Repeat in float32, so that the gradients of the copies are summed in float32.
         return x if group == 1 else jnp.repeat(x.astype(wide), group, -2).astype(x.dtype)
 
-    wide = shapes.wide(q.dtype)
-    return [jnp.swapaxes(x, -3, -2) for x in (q, *map(repeated, keyed))]
+    return [jnp.swapaxes(x, -3, -2) for x in (q, *map(repeat, keyed))]
 
 
 def scores(
     q: jax.Array, k: jax.Array, spec: AttentionSpec, at: At
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The scores [*B, N, T, S] in float32 at least, and where the mask allows (None: everywhere).
+    """Return the scores of q [*B, N, T, H] and k [*B, N, S, H], and the mask or None.
 
-    Where it forbids stands the least number: not −∞, which `jax_debug_infs` would find.
-
-    Args:
-      q: [*B, N, T, H].
-      k: [*B, N, S, H].
-      spec: of the call.
-      at: where its grids stand.
+    The scores [*B, N, T, S] are in at least float32. `at` holds their coordinates. Masked scores
+    are finfo.min, not −∞, which `jax_debug_infs` would report.
     """
     dtype = shapes.wide(q.dtype)
     if q.dtype == dtype:
         q = q * jnp.asarray(spec.scale, dtype)
-    product = multiplied if spec.mask is None else isolated
+    product = multiply if spec.mask is None else multiply_finite
     logits = product(q, k, spec.precision, dtype)
     if q.dtype != dtype:
-        # Half precision would round q once more.
+        # Scaling q in half precision would round it once more.
         logits = logits * jnp.asarray(spec.scale, dtype)
     vectors = None
     if spec.vectors:
@@ -178,23 +167,23 @@ def scores(
     return spec.apply(logits, at, finfo_min(dtype), vectors)
 
 
-def multiplied(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """q·kᵀ [*B, N, T, S] in that dtype."""
+def multiply(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
+    """Return q·kᵀ [*B, N, T, S] in a dtype."""
     return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=precision, preferred_element_type=dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def isolated(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """As `multiplied`, with a derivative that takes what is not finite in q and k for 0.
+def multiply_finite(q: jax.Array, k: jax.Array, precision: Any, dtype: Any) -> jax.Array:
+    """Return q·kᵀ, with a derivative that replaces values of q and k that are not finite by 0.
 
     The gradient of a masked score is 0, and 0·NaN is NaN.
     """
-    return multiplied(q, k, precision, dtype)
+    return multiply(q, k, precision, dtype)
 
 
-@isolated.defjvp
+@multiply_finite.defjvp
 def _(precision: Any, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (q, k), (dq, dk) = primals, tangents
-    tangent = multiplied(dq, finite(k), precision, dtype)
-    tangent += multiplied(finite(q), dk, precision, dtype)
-    return isolated(q, k, precision, dtype), tangent
+    tangent = multiply(dq, finite(k), precision, dtype)
+    tangent += multiply(finite(q), dk, precision, dtype)
+    return multiply_finite(q, k, precision, dtype), tangent

@@ -1,17 +1,17 @@
-"""The algebra of a tile of scores, once for all kernels: forward, merged, and backward.
+"""The online softmax of a tile of scores, forward and backward, for all kernels.
 
-Scores come tile by tile, and each query has a row of them, of which two numbers are kept: the
-greatest so far, and the sum of the exponentials of the distances to it. For each tile
+Each query keeps two numbers while its scores come tile by tile: the maximum `top`, and the sum
+`total` of exponentials of scores minus top. For each tile
 
     top′ = max(top, s);   total′ = total·exp(top − top′) + Σ exp(s − top′)
     out′ = out·exp(top − top′) + exp(s − top′)·v
 
-and in the end out/total, lse = top + log(total). Backward, with p = exp(s − top)/total of any tile
-alone and dp = dout·vᵀ,
+and at the end out/total, lse = top + log(total). The backward pass needs only one tile at a time:
+with p = exp(s − top)/total and dp = dout·vᵀ,
 
     δ = Σ dout·out − dlse;   ds = p·(dp − δ)
 
-Kernels are schedules over this: which tiles, where they are kept, in which order.
+Kernels choose the tiles, their order, and where they are stored.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao,
 "FlashAttention-2", 2023, for the gradient.
@@ -28,9 +28,9 @@ from flax_mha.kernels.spec import Result
 
 @jax.custom_jvp
 def finite(x: jax.Array) -> jax.Array:
-    """Gives x with 0 where it is not finite, and its derivative as if it were x.
+    """Replace values of x that are not finite by 0, with the derivative of the identity.
 
-    Where a mask forbids what is not finite the derivative is 0 already, elsewhere it is NaN.
+    For masked values the derivative is 0 already. For others it is NaN.
     """
     return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
 
@@ -41,97 +41,91 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 
 
 def nan_flag(x: jax.Array) -> jax.Array:
-    """0 for each vector of x [..., F] that is finite, NaN for the others, [...]."""
+    """Return 0 for each vector of x [..., F] that is finite, NaN for the others, [...]."""
     zeros = lax.mul(lax.stop_gradient(x), lax.full_like(x, 0))
-    # A product, for XLA:CPU is far slower at sums, and at `all`, over a short last axis.
+    # A matmul, because XLA:CPU is far slower at sums, and at `all`, over a short last axis.
     ones = lax.full((x.shape[-1],), 1, x.dtype)
     return lax.dot_general(zeros, ones, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def move_nan_to_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Moves the NaN of a value to its key, from where it spreads if the mask allows.
+    """Move the NaN of each value to its key, where the mask can hide it.
 
-    In the values themselves it would meet weights of 0.
+    In the values, NaN would meet weights of 0.
     """
     return lax.add(k, lax.expand_dims(nan_flag(v), (v.ndim - 1,))), finite(v)
 
 
 def finfo_min(dtype: jnp.dtype) -> float:
-    """The least number of a dtype: a bound of scores to begin a maximum with.
+    """Return the minimum of a dtype, the initial maximum of scores.
 
-    Other than −∞ it can be subtracted from itself, and is no fault where JAX looks for infinities
-    (`jax_debug_infs`).
+    Unlike −∞, it can be subtracted from itself, and `jax_debug_infs` does not report it.
     """
     return float(jnp.finfo(dtype).min)
 
 
-# Of the sums over one query's features that gradients subtract. They cost little, and must not be
-# less exact than the products, whatever precision the call asks for.
+# The precision of sums over a query's features in gradients. They are cheap, and must be as exact
+# as the matmuls at any precision of the call.
 _EXACT = lax.Precision.HIGHEST
 
 
 def begin(total: jax.Array) -> jax.Array:
-    """The greatest score where nothing has been seen: finite, so that it can be subtracted."""
+    """Return the initial maximum: finite, so that it can be subtracted."""
     return lax.add(total, finfo_min(total.dtype))
 
 
 def step(
     top: jax.Array, total: jax.Array, s: jax.Array, allowed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Adds a tile of scores to rows [..., 1].
+    """Update the softmax of queries [..., 1] with a tile of scores s [..., n].
 
-    Args:
-      top: the greatest score so far.
-      total: the sum of exponentials.
-      s: scores [..., n], −∞ where masked; or the least number there, and
-      allowed: where they are not.
-
-    Returns:
-      top and total, the exponentials of s, and what those before are to be multiplied by.
+    `top` and `total` are the maximum and the sum of exponentials so far. Masked scores are −∞, or
+    finfo.min if the mask is given as `allowed`. Returns the new top and total, the exponentials of
+    s, and the factor that rescales earlier sums.
     """
-    # Any shift gives the same weights, so its derivatives are left out.
+    # The weights do not depend on the shift, so it needs no derivative.
     last = s.ndim - 1
-    greatest = lax.expand_dims(lax.reduce_max(s, (last,)), (last,))
-    new = lax.stop_gradient(lax.max(top, greatest))
-    p, old = lax.exp(lax.sub(s, new)), lax.exp(lax.sub(top, new))
+    tile_max = lax.expand_dims(lax.reduce_max(s, (last,)), (last,))
+    new = lax.stop_gradient(lax.max(top, tile_max))
+    p, rescale = lax.exp(lax.sub(s, new)), lax.exp(lax.sub(top, new))
     p = p if allowed is None else select(allowed, p, 0.0)
-    more = lax.expand_dims(lax.reduce_sum(p, (last,)), (last,))
-    return new, lax.add(lax.mul(total, old), more), p, old
+    tile_sum = lax.expand_dims(lax.reduce_sum(p, (last,)), (last,))
+    return new, lax.add(lax.mul(total, rescale), tile_sum), p, rescale
 
 
-def sunk(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The greatest score and the sum of exponentials with one more, that gives nothing: a sink."""
+def add_sink(sink: jax.Array, top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Add a sink, a score without a value, to a maximum and a sum of exponentials."""
     new = jnp.maximum(top, sink)
     return new, total * jnp.exp(top - new) + jnp.exp(sink - new)
 
 
 def divisor(total: jax.Array) -> jax.Array:
-    """Return the divisor of out: the sum of the exponentials, 1 where nothing is seen."""
+    """Return the divisor of out: the sum of exponentials, or 1 for fully masked queries."""
     return select(lax.eq(total, 0.0), 1.0, total)
 
 
 def finish(top: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the divisor of out, and the lse: the least number where no key is seen.
+    """Return the divisor of out, and the lse: finfo.min for fully masked queries.
 
-    That is not −∞, which `jax_debug_infs` would find in rows that only fill a block.
+    −∞ would be reported by `jax_debug_infs` for padding queries.
     """
-    whole = divisor(total)
-    return whole, select(lax.eq(total, 0.0), finfo_min(top.dtype), lax.add(top, lax.log(whole)))
+    by = divisor(total)
+    return by, select(lax.eq(total, 0.0), finfo_min(top.dtype), lax.add(top, lax.log(by)))
 
 
 def minus_infinity(lse: jax.Array) -> jax.Array:
-    """The lse as users know it: −∞ where nothing is seen."""
+    """Replace finfo.min in an lse by −∞."""
     return jnp.where(lse == finfo_min(lse.dtype), -jnp.inf, lse)
 
 
-def of_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A greatest score and a sum of exponentials that have this lse, to go on from."""
-    seen = lse != -jnp.inf
-    return jnp.where(seen, lse, finfo_min(lse.dtype)), seen.astype(lse.dtype)
+def split_lse(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a maximum and a sum of exponentials that have this lse."""
+    has_keys = lse != -jnp.inf
+    return jnp.where(has_keys, lse, finfo_min(lse.dtype)), has_keys.astype(lse.dtype)
 
 
 def merge(one: Result, other: Result) -> Result:
-    """Attention to two sets of keys at once, from out and lse of each."""
+    """Merge attention to two sets of keys, from the out and lse of each."""
     lse = jnp.logaddexp(one[1], other[1])
     first, second = (
         x.astype(lse.dtype) * shapes.by_query(share(part, lse)) for x, part in (one, other)
@@ -140,51 +134,44 @@ def merge(one: Result, other: Result) -> Result:
 
 
 def share(part: jax.Array, lse: jax.Array) -> jax.Array:
-    """The weight of some keys among all; 0 where nothing is seen."""
+    """Return the weight of some keys among all, from their lse and the total lse."""
     return jnp.exp(part - jnp.where(lse == -jnp.inf, 0.0, lse))
 
 
 @jax.custom_vjp
-def of_part(part: Result, whole: Result) -> Result:
-    """The whole, Σ share·part over parts, whose gradients are those of this part alone."""
+def part_of_result(part: Result, result: Result) -> Result:
+    """Return `result`, the merge of several parts, with the gradients of one part."""
     del part
-    return whole
+    return result
 
 
-def _of_part_backward(parts: tuple[Result, Result], cotangents: Result) -> tuple[Result, None]:
-    (out, lse), whole = parts
+def _part_backward(residuals: tuple[Result, Result], cotangents: Result) -> tuple[Result, None]:
+    (out, lse), result = residuals
     dout, dlse = cotangents
-    weight, wide = share(lse, whole[1]), lse.dtype
-    change = out.astype(wide) - whole[0].astype(wide)
+    weight, wide = share(lse, result[1]), lse.dtype
+    change = out.astype(wide) - result[0].astype(wide)
     gain = jnp.einsum("...tnh,...tnh->...nt", dout.astype(wide), change, precision=_EXACT)
     dout = dout.astype(wide) * shapes.by_query(weight)
     return (dout.astype(out.dtype), weight * (dlse + gain)), None
 
 
-of_part.defvjp(lambda part, whole: (whole, (part, whole)), _of_part_backward)
+part_of_result.defvjp(lambda part, result: (result, (part, result)), _part_backward)
 
 
-def of_rows(
-    out: jax.Array, seen: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
+def gradient_inputs(
+    out: jax.Array, has_keys: jax.Array, top: jax.Array, total: jax.Array, dout: jax.Array,
     dlse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Compute the arguments of `gradient` that belong to queries.
+    """Return the arguments of `gradient` for each query: dout, 1/total and δ.
 
-    Args:
-      out: [..., Hv].
-      seen: whether a key is seen, [...].
-      top: the greatest score, of sinks too, [...].
-      total: the sum of the exponentials of the distances to it.
-      dout: the cotangent of out.
-      dlse: that of the lse.
-
-    Returns:
-      dout, 0 where no key is seen; 1/total; and δ.
+    out and its cotangent dout are [..., Hv], the others [...]. `has_keys` is False for fully masked
+    queries, whose dout becomes 0. `top` and `total`, the maximum and the sum of exponentials,
+    include the sinks. `dlse` is the cotangent of the lse.
     """
-    # What is asked of such a row, NaN included, must not meet its weights of 0.
-    dout = jnp.where(seen[..., None], dout, 0.0)
+    # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
+    dout = jnp.where(has_keys[..., None], dout, 0.0)
     dlse = jnp.where(total == 0, 0.0, dlse)
-    # (As an einsum, for XLA:CPU takes ten times as long for the sum of a product of rank 5.)
+    # An einsum, because XLA:CPU takes ten times as long for the sum of a product of rank 5.
     delta = jnp.einsum(
         "...h,...h->...", dout, out, precision=_EXACT, preferred_element_type=total.dtype
     )
@@ -193,17 +180,17 @@ def of_rows(
 
 
 def weights(s: jax.Array, top: jax.Array, share: jax.Array, guarded: bool = False) -> jax.Array:
-    """The weights of a tile of scores; guarded, 0 where masked though the row's top is NaN.
+    """Return the weights of a tile of scores. If `guarded`, masked ones are 0 even if top is NaN.
 
-    Not exp(s − lse), which would lose the last digits of large scores.
+    exp(s − lse) would lose the last digits of large scores.
     """
     p = lax.mul(lax.exp(lax.sub(s, top)), share)
-    # Where it is not needed it is left out: it costs XLA:CPU time in every tile.
+    # Optional, because it costs XLA:CPU time in every tile.
     return select(s == -jnp.inf, 0.0, p) if guarded else p
 
 
 def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True) -> jax.Array:
-    """The gradient of a tile of scores: 0 where masked, for dp may be infinite there."""
+    """Return the gradient of a tile of scores: 0 where masked, because dp may be infinite there."""
     ds = lax.mul(p, lax.sub(dp, delta))
     return select(lax.eq(p, 0.0), 0.0, ds) if masked else ds
 
@@ -211,5 +198,5 @@ def gradient(p: jax.Array, dp: jax.Array, delta: jax.Array, masked: bool = True)
 def sink_gradient(
     sinks: jax.Array, top: jax.Array, share: jax.Array, delta: jax.Array
 ) -> jax.Array:
-    """Return the gradient of each row's sink, whose weight gives nothing: p·(0 − δ)."""
+    """Return the gradient of each query's sink, which has no value: p·(0 − δ)."""
     return -jnp.exp(sinks - top) * share * delta

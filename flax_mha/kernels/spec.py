@@ -1,4 +1,4 @@
-"""What one attention call computes, in one value that every kernel reads."""
+"""One attention call without q, k and v, in the form that all kernels read."""
 
 import contextlib
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from flax_mha.scores import Score, ScoreMod, Vectors, changed
 
 # An output [*B, T, N, Hv] and its lse [*B, N, T].
 Result = tuple[jax.Array, jax.Array]
-# A call made ready by a kernel: computes its result. Some kernels take a result that is known, and
-# compute only its gradients.
+# A function that computes a call. Some kernels accept a precomputed result, and compute only its
+# gradients.
 Lowered = Callable[..., Result]
 
 
@@ -37,12 +37,11 @@ class Platform(NamedTuple):
 
     Attributes:
       name: JAX's name of the platform: "cpu", "gpu" or "tpu".
-      device: what JAX calls the kind of device, such as "NVIDIA H200".
-      cudnn: the version of cuDNN, such as (9, 20, 0); None for the one that is installed.
-      not_partitionable: why a kernel that XLA can't divide between devices must not run; None
-        where there is one device, or each runs its own shard.
-      auto_partitioned: whether XLA divides the call between several devices as it likes: no mesh
-        says how.
+      device: JAX's name of the device kind, such as "NVIDIA H200".
+      cudnn: the version of cuDNN, such as (9, 20, 0); None for the installed one.
+      not_partitionable: the reason against kernels that XLA cannot shard; None on one device, or if
+        each device runs its own shard.
+      auto_partitioned: True if XLA shards the call between several devices without a mesh.
     """
 
     name: str
@@ -53,25 +52,25 @@ class Platform(NamedTuple):
 
 
 class AttentionSpec(struct.PyTreeNode):
-    """Everything about a call but q, k and v. Its arrays have been checked against them.
+    """One attention call without q, k and v. Its arrays have been checked against them.
 
     Attributes:
       mask: a bound mask, or None to see everything.
-      scores: bound, applied in order.
-      sinks: [N], one more score a head, that takes weight and gives nothing; or None.
-      dropout: of the weights.
-      q_pos: positions of the queries, int32 [*B|1, 1, T, 1]; None for 0 … T−1.
-      k_pos: positions of the keys, int32 [*B|1, 1, 1, S]; None for 0 … S−1.
-      row_ids: indices of the batch rows, int32 [*B, 1, 1, 1]; None for 0, 1, … They are given on a
-        shard of a call, whose rows and heads are some of many.
-      head_ids: indices of the query heads, int32 [1, N, 1, 1], likewise.
-      scale: of q·kᵀ.
-      invalid: queries whose mask has other numbers than 1 and 0, bool [*B|1, N|1, T|1, 1]; or
-        None. Their q is NaN; no kernel reads this, see `nan_where_invalid`.
-      precision: of the matrix products, see `jax.lax.Precision`.
-      reads_lse: whether anyone reads the lse; if not, a kernel may give 0 in its place.
-      exact_lse: whether it is the caller who reads it, and wants it exact.
-      normalizer: how scores become weights, see `normalizers`.
+      scores: bound score functions, applied in order.
+      sinks: [N], an extra score per head that takes weight but has no value; or None.
+      dropout: the dropout of the weights, or None.
+      q_pos: the queries' positions, int32 [*B|1, 1, T, 1]; None for 0 … T−1.
+      k_pos: the keys' positions, int32 [*B|1, 1, 1, S]; None for 0 … S−1.
+      scale: the factor of q·kᵀ.
+      row_ids: the indices of the batch rows, int32 [*B, 1, 1, 1], on a shard of a call; None for
+        all.
+      head_ids: the indices of the query heads, int32 [1, N, 1, 1], on a shard; None for all.
+      invalid: bool [*B|1, N|1, T|1, 1], True for queries whose mask has numbers other than 1 and 0;
+        or None. Their q is NaN. Kernels ignore this.
+      precision: the precision of matmuls. See `jax.lax.Precision`.
+      reads_lse: False if the lse is not read, so that a kernel may return 0.
+      exact_lse: True if the caller reads the lse, so that it must be exact.
+      normalizer: the function from scores to weights. See `normalizers`.
     """
 
     mask: Mask | None
@@ -90,86 +89,81 @@ class AttentionSpec(struct.PyTreeNode):
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
 
     def at(self, dims: Dims) -> At:
-        """Where all scores of the call stand."""
+        """Return the coordinates of all scores of the call."""
         arrays = {"row": self.row_ids, "head": self.head_ids, "q": self.q_pos, "k": self.k_pos}
-        known = {name: x.array for name, x in arrays.items() if x is not None}
-        return whole(dims)._replace(**known)
+        return whole(dims)._replace(**{n: x.array for n, x in arrays.items() if x is not None})
 
     @property
     def vectors(self) -> bool:
-        """Whether any of the scores sees the vectors of queries and keys."""
+        """True if a score function reads query and key vectors."""
         return any(mod.vectors for mod in self.scores)
 
     def user_types(self) -> list[type]:
-        """Return the types of masks and scores that compute what a user wrote."""
+        """Return the types of masks and scores with user-defined functions."""
         parts = (x for x in tree_nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
-        return [type(x) for x in parts if _is_of_user(type(x))]
+        return [type(x) for x in parts if _is_user_defined(type(x))]
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Applies the scores in order, then the mask, with that number where it forbids.
+        """Apply the score functions in order, then the mask, to q·kᵀ·scale at some coordinates.
 
-        Args:
-          score: from q·kᵀ·scale.
-          at: where it stands.
-          forbidden: see above.
-          vectors: those it is of, if any of the scores sees them; finite where there is a mask.
-
-        Returns:
-          The scores, and where the mask allows; None for everywhere.
+        Masked scores become `forbidden`. `vectors` are the queries and keys, finite under a mask,
+        if a score function reads them. Returns the scores, and the mask; None if everything is
+        allowed.
         """
         allowed = None if self.mask is None else jnp.asarray(evaluate(self.mask, at))
         if allowed is not None and self.scores:
-            # A derivative of NaN times 0 is NaN: what is masked must not enter the functions.
+            # Replace masked scores by 0 before the score functions run: their derivative at a NaN
+            # is NaN even if the cotangent is 0.
             score = jnp.where(allowed, score, 0.0)
-        with _precise(self.precision if vectors else None):
+        with _matmul_precision(self.precision if vectors else None):
             for mod in self.scores:
                 score = changed(mod, score, at, vectors)
         return score if allowed is None else select(allowed, score, forbidden), allowed
 
     def nan_where_invalid(self, out: jax.Array) -> jax.Array:
-        """Make outputs [*B, T, N, ·] of invalid queries NaN: an empty row would hide it."""
+        """Set outputs [*B, T, N, ·] of invalid queries to NaN, also of fully masked ones."""
         if self.invalid is None:
             return out
         return nan_where(jnp.swapaxes(jnp.asarray(self.invalid), -3, -2), out)
 
     def nan_lse_where_invalid(self, lse: jax.Array) -> jax.Array:
-        """Make the lse [*B, N, T] of invalid queries NaN."""
+        """Set the lse [*B, N, T] of invalid queries to NaN."""
         return lse if self.invalid is None else nan_where(jnp.asarray(self.invalid)[..., 0], lse)
 
     def apply_dropout(self, weights: jax.Array, at: At) -> jax.Array:
-        """Set dropped weights at those coordinates to 0; `scale_kept` is for the others' products.
+        """Set dropped weights at these coordinates to 0. `scale_kept` scales the outputs.
 
-        Multiplied by it themselves they would be rounded once more in half precision, and their
-        gradients, which have no such rounding, would not cancel against those of their sum.
+        Scaling the weights would round them once more in half precision. Their gradients, which
+        lack this rounding, would not cancel with the gradient of the sum.
         """
         if self.dropout is None:
             return weights
         return jnp.where(self.dropout.keep(*at), weights, jnp.zeros_like(weights))
 
     def scale_kept(self, x: jax.Array) -> jax.Array:
-        """Scale a product with weights that dropout has kept, to keep its expectation."""
+        """Scale the product of kept weights and values, to preserve its expectation."""
         return x if self.dropout is None else x * self.dropout.scale
 
 
-def _precise(precision: Any) -> contextlib.AbstractContextManager:
-    """In which products are of that precision, if they don't say otherwise."""
-    one = precision[0] if isinstance(precision, tuple) else precision
-    if one is None:
+def _matmul_precision(precision: Any) -> contextlib.AbstractContextManager:
+    """Return a context that sets the default precision of matmuls."""
+    precision = precision[0] if isinstance(precision, tuple) else precision
+    if precision is None:
         return contextlib.nullcontext()
-    name: Any = getattr(one, "name", one)
-    # JAX knows these in small letters here.
-    small = name in jax.lax.Precision.__members__
-    return jax.default_matmul_precision(name.lower() if small else name)
+    name: Any = getattr(precision, "name", precision)
+    # JAX expects the names of `Precision` in lower case here.
+    is_member = name in jax.lax.Precision.__members__
+    return jax.default_matmul_precision(name.lower() if is_member else name)
 
 
 def nan_where(invalid: jax.Array, x: jax.Array) -> jax.Array:
-    """Make x NaN there, and gradients through it."""
+    """Set x, and gradients through it, to NaN where `invalid`."""
     factor = jnp.where(invalid, jnp.nan, 1.0).astype(x.dtype)
     return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)
 
 
-def _is_of_user(cls: type) -> bool:
-    """Return True if a mask or score computes what a user wrote."""
+def _is_user_defined(cls: type) -> bool:
+    """Return True if a mask or score class holds user-defined functions."""
     return cls in (Predicate, Score) or cls.__module__.partition(".")[0] != "flax_mha"

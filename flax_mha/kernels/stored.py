@@ -1,4 +1,4 @@
-"""Keys and values as a cache stores them, read as the floats that queries are."""
+"""Keys and values in the form that a cache stores."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from flax_mha.base.shapes import Shape
 
 
 class Stored(struct.PyTreeNode):
-    """An array of keys or values in a dtype of its own; a kernel reads it piece by piece.
+    """An array of keys or values, stored in another dtype. A kernel reads it block by block.
 
         x = values · scale
 
     Attributes:
       values: [*B, S, K, H], floating point or int8.
-      scale: float [*B, S, K, 1], of each token and head; None for 1.
-      dtype: that it is read as.
+      scale: float [*B, S, K, 1], the scale of each token and head; None for 1.
+      dtype: the dtype that kernels read.
     """
 
     values: jax.Array
@@ -25,17 +25,17 @@ class Stored(struct.PyTreeNode):
 
     @property
     def shape(self) -> Shape:
-        """That of the values."""
+        """The shape of the values."""
         return self.values.shape
 
     @property
     def ndim(self) -> int:
-        """The number of their axes."""
+        """The number of axes of the values."""
         return self.values.ndim
 
 
 def dequantize(x: jax.Array | Stored) -> jax.Array:
-    """Return stored keys or values as one array of floats."""
+    """Return stored keys or values as a floating-point array."""
     if not isinstance(x, Stored):
         return x
     if x.scale is None:

@@ -1,4 +1,4 @@
-"""How a call is divided into tiles, and which of them each block of queries visits."""
+"""The division of a call into tiles, and the tiles that each block of queries visits."""
 
 import itertools
 import math
@@ -17,13 +17,13 @@ from flax_mha.masks.tiles import is_static
 
 
 class KeyRange(NamedTuple):
-    """Consecutive blocks of queries, each of which sees the keys of one product.
+    """Consecutive blocks of queries. Each block visits adjacent tiles of keys in one matmul.
 
     Attributes:
-      first: the first block.
-      starts: for each block, its first tile of keys; none where `VisitLists` tell, for all blocks.
-      width: tiles of keys.
-      masked: whether the mask excludes any of them.
+      first: the first block of queries.
+      starts: the first tile of keys of each block; empty if `VisitLists` hold the tiles.
+      width: the number of tiles of keys.
+      masked: True if any of the tiles needs the mask.
     """
 
     first: int
@@ -32,21 +32,21 @@ class KeyRange(NamedTuple):
     masked: bool
 
     def count_blocks(self, nq: int) -> int:
-        """Return the number of its blocks of queries, of nq in all."""
+        """Return the number of blocks of queries, given the call's number nq."""
         return len(self.starts) or nq
 
 
 class Plan(NamedTuple):
-    """The division of a call into tiles. Hashable: all of it is known before tracing.
+    """The division of a call into tiles. Static and hashable.
 
     Attributes:
-      dims: of the call.
-      block_q: queries of a tile.
-      block_k: keys of a tile.
-      key_ranges: which keys each block of queries visits, if it is known and they lie together;
-        empty where `VisitLists` tell.
-      full: of the tables, whether there may be tiles that need no mask.
-      partial: whether there may be tiles that do.
+      dims: the call's sizes.
+      block_q: the queries of a tile.
+      block_k: the keys of a tile.
+      key_ranges: the keys that each block of queries visits, if static and adjacent; empty if
+        `VisitLists` hold the tiles.
+      full: with visit lists, True if there may be full tiles.
+      partial: with visit lists, True if there may be partial tiles.
     """
 
     dims: Dims
@@ -58,36 +58,34 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, dims: Dims, most_q: int, most_k: int) -> "Plan":
-        """Into the fewest equal blocks of at most that many."""
-        return cls(dims, _even(dims.T, most_q), _even(dims.S, most_k))
+        """Divide a call into the fewest equal blocks with at most these queries and keys."""
+        return cls(dims, _equal_size(dims.T, most_q), _equal_size(dims.S, most_k))
 
     @property
     def parts(self) -> tuple[KeyRange, ...]:
-        """Ranges of keys: one, of single tiles, where tables tell what is visited."""
+        """The ranges of keys. With visit lists, one range of single tiles."""
         return self.key_ranges or (KeyRange(0, (), 1, True),)
 
     @property
     def nq(self) -> int:
-        """Blocks of queries."""
+        """The number of blocks of queries."""
         return -(-self.dims.T // self.block_q)
 
     @property
     def nk(self) -> int:
-        """Tiles of keys for each."""
+        """The number of tiles of keys for each block of queries."""
         return -(-self.dims.S // self.block_k)
 
     @property
     def ragged(self) -> bool:
-        """Whether the last blocks reach beyond the last query or key."""
+        """True if the last blocks reach beyond the last query or key."""
         return self.dims.T % self.block_q != 0 or self.dims.S % self.block_k != 0
 
     @property
     def rows_together(self) -> int:
-        """How many rows and key/value heads should be in one product."""
+        """The number of rows and key/value heads to compute in one matmul."""
         R = math.prod(self.dims.B) * self.dims.K
-        if not self.key_ranges:
-            return 1
-        if symbols.is_symbolic(R):
+        if not self.key_ranges or symbols.is_symbolic(R):
             return 1
         scores = self.block_q * self.block_k * max(part.width for part in self.key_ranges)
         if R * scores <= _ALL:
@@ -99,9 +97,9 @@ class VisitLists(NamedTuple):
     """The tiles that each block of queries visits one by one, int32 [rows|1, N|1, nq, ·].
 
     Attributes:
-      order: tiles of keys [nk], the full ones first, then the partial, then the empty.
-      full: how many are full [].
-      some: how many are not empty [].
+      order: the tiles of keys [nk]: full ones, then partial ones, then empty ones.
+      full: the number of full tiles [].
+      some: the number of tiles that are not empty [].
     """
 
     order: Array
@@ -109,38 +107,37 @@ class VisitLists(NamedTuple):
     some: Array
 
 
-# Measured on two cores, in the time that XLA:CPU takes for one score more: what a product of scores
-# costs beyond them, what a tile does that is visited by itself (it rescales what was summed so
-# far), and the cost of a masked score, relative to an unmasked one.
+# Measured on two CPU cores, in the time of one score: the overhead of a matmul, the overhead of a
+# visited tile (which rescales the earlier sums), and the relative cost of a masked score.
 _PRODUCT = 50_000
 _VISIT = 130_000
 _MASKED = 1.25
-# Scores up to which rows and heads are computed together, some of them or all: small products
-# leave a core idle, large ones the cache.
+# Up to _ALL scores, all rows and heads are computed together, else several with up to _SOME scores.
+# Smaller matmuls leave a core idle, larger ones do not fit the cache.
 _SOME, _ALL = 2**19, 2**20
-# Scores of one product, for they take memory: 8 MiB in float32.
+# The maximum number of scores of a matmul: 8 MiB in float32.
 MOST = 2**21
-# Blocks that a mask names (`smallest_blocks`) of fewer than _SMALL queries or keys share tiles
-# of at least _SHARED, and those of more than _LARGE are divided.
+# A mask's blocks (`smallest_blocks`) of fewer than _SMALL queries or keys share tiles of at least
+# _SHARED. Blocks of more than _LARGE are divided.
 _SMALL, _SHARED, _LARGE = 16, 64, 512
-# Each is compiled by itself.
+# The maximum number of key ranges, because each is compiled separately.
 _KEY_RANGES = 4
-# Queries and keys of a tile where lengths are symbols: short calls fill one, long ones have many.
+# The queries and keys of a tile if lengths are symbolic.
 _SYMBOLIC = (128, 512)
 
 
 def computes_in_bfloat16(dtype: jnp.dtype, T: int, S: int) -> bool:
-    """Return True if matmuls on a CPU stay in bfloat16: of at least 64 queries and keys.
+    """Return True if matmuls on a CPU stay in bfloat16, with at least 64 queries and keys.
 
-    They are faster then, measured on a CPU with AMX, and what weights lose by rounding averages out
-    over enough of them.
+    They are faster, measured on a CPU with AMX, and the rounding errors of the weights average out
+    over enough keys.
     """
     short = any(symbols.at_most(length, 63) for length in (T, S))
     return dtype == jnp.bfloat16 and not short
 
 
 def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, VisitLists | None]:
-    """Divides the call in the way that should be fastest, with at most so many scores a product."""
+    """Return the fastest plan with at most `most` scores in a matmul, and visit lists or None."""
     at = spec.at(dims)
     if symbols.is_symbolic(dims.T, dims.S):
         plan = Plan(dims, *_SYMBOLIC)
@@ -148,24 +145,18 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
-    grain, fine = smallest_blocks(spec.mask), None
-    if grain is not None:
-        fine = Plan(dims, _fitting(grain[0], dims.T), _fitting(grain[1], dims.S))
+    mask_blocks, fine = smallest_blocks(spec.mask), None
+    if mask_blocks is not None:
+        fine = Plan(dims, _fit(mask_blocks[0], dims.T), _fit(mask_blocks[1], dims.S))
         plans.insert(0, fine)
     for plan in plans:
         states = tile_states(spec, at, plan)
         if not isinstance(states, np.ndarray):
-            # What will be visited is not known yet.
             return plan, tables_of(states)
         key_ranges = _key_ranges(plan, states)
-        choices.append(
-            (
-                _cost_of_key_ranges(plan, key_ranges, most),
-                plan._replace(key_ranges=key_ranges),
-                states,
-            )
-        )
-        # Beside its scores, a small tile costs less to visit than a large one.
+        cost = _cost_of_key_ranges(plan, key_ranges, most)
+        choices.append((cost, plan._replace(key_ranges=key_ranges), states))
+        # A small tile has less overhead than a large one.
         visit = min(_VISIT, 2 * plan.block_q * plan.block_k) if plan is fine else _VISIT
         choices.append((_cost_of_tiles(plan, states, visit), plan, states))
     _, plan, states = min(choices, key=lambda choice: choice[0])
@@ -175,26 +166,26 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     return plan._replace(full=full, partial=partial), tables_of(states)
 
 
-def _even(length: int, most: int) -> int:
-    """The size of the fewest equal blocks of at most that many."""
+def _equal_size(length: int, most: int) -> int:
+    """Return the size of the fewest equal blocks with at most `most` entries."""
     return -(-length // -(-length // most))
 
 
 def smallest_blocks(mask: Mask | None) -> tuple[int, int] | None:
-    """Return the smallest blocks of a mask and of its parts, None if none has any."""
+    """Return the smallest blocks of a mask and its parts, or None."""
     shapes = (x.block_shape() for x in tree_nodes(mask) if isinstance(x, Mask))
     blocks = [shape for shape in shapes if shape is not None]
     return (min(q for q, _ in blocks), min(k for _, k in blocks)) if blocks else None
 
 
-def _fitting(block: int, length: int) -> int:
-    """The size of tiles that hold whole blocks, or equal parts of one."""
-    whole = block if block >= _SMALL else block * -(-_SHARED // block)
-    return min(_even(whole, _LARGE), length)
+def _fit(block: int, length: int) -> int:
+    """Return the size of tiles that hold several blocks, or an equal part of one."""
+    size = block if block >= _SMALL else block * -(-_SHARED // block)
+    return min(_equal_size(size, _LARGE), length)
 
 
 def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
-    """Return what the mask shows of each tile, int8 [rows|1, N|1, nq, nk]: EMPTY, PARTIAL, FULL."""
+    """Return the state of each tile, int8 [rows|1, N|1, nq, nk]: EMPTY, PARTIAL or FULL."""
     table = (1, 1, plan.nq, plan.nk)
     if spec.mask is None:
         xp = jnp if symbols.is_symbolic(*table) else np
@@ -209,14 +200,14 @@ def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
         states = xp.broadcast_to(states, shape)
         states = flat_batch(states, plan.dims)
     if plan.dims.S % plan.block_k != 0:
-        # The last tile of keys reaches beyond the last key.
+        # The last tile reaches beyond the last key, so it needs the mask.
         last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (states == FULL)
         states = (np if is_static(states) else jnp).where(last, np.int8(PARTIAL), states)
     return states
 
 
 def tables_of(states: Array) -> VisitLists:
-    """The tables of what the mask says of each tile [rows|1, N|1, nq, nk]."""
+    """Return the visit lists for tile states [rows|1, N|1, nq, nk]."""
     xp = np if is_static(states) else jnp
     order = xp.argsort(-states.astype(np.int32), axis=-1, stable=True)
     tables = (order, (states == FULL).sum(-1), (states > EMPTY).sum(-1))
@@ -224,13 +215,13 @@ def tables_of(states: Array) -> VisitLists:
 
 
 def _key_ranges(plan: Plan, states: np.ndarray) -> tuple[KeyRange, ...]:
-    """Each block's keys from the first to the last that any row or head sees."""
-    seen = states.max((0, 1)) > EMPTY
-    first = np.where(seen.any(-1), seen.argmax(-1), 0)
-    last = np.where(seen.any(-1), plan.nk - seen[:, ::-1].argmax(-1), 1)
+    """Return each block's keys from the first to the last visible one, over all rows and heads."""
+    visible = states.max((0, 1)) > EMPTY
+    first = np.where(visible.any(-1), visible.argmax(-1), 0)
+    last = np.where(visible.any(-1), plan.nk - visible[:, ::-1].argmax(-1), 1)
     runs = [(int(width), len(list(blocks))) for width, blocks in itertools.groupby(last - first)]
     while len(runs) > _KEY_RANGES:
-        # Neighbours join where it adds the fewest scores.
+        # Join the neighbours that add the fewest scores.
         pairs = list(itertools.pairwise(runs))
         added = [abs(a[0] - b[0]) * (a if a[0] < b[0] else b)[1] for a, b in pairs]
         i = int(np.argmin(added))

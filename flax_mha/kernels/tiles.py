@@ -1,4 +1,4 @@
-"""The arrays of a call laid out in tiles, and where each of them is."""
+"""The arrays of a call in tiles: layout, slicing, scores and gradients of a tile."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ Tree = Any
 
 
 class TileIndex(NamedTuple):
-    """The indices of a block of queries and of some consecutive tiles of its keys."""
+    """The indices of a block of queries and of adjacent tiles of keys."""
 
     row: jax.Array
     head: jax.Array
@@ -44,28 +44,28 @@ class TileIndex(NamedTuple):
         return cls(row, head if plan.dims.G == 1 else head * plan.dims.G, 0, 0)
 
     def of_job(self, plan: Plan, part: KeyRange, j: Any) -> "TileIndex":
-        """Return the tiles of job j of a part, for this row and key/value head."""
+        """Return the tiles of job j of a key range, for this row and key/value head."""
         starts = part.starts
         member, block = symbols.divide(j, part.count_blocks(plan.nq))
         head = self.head if plan.dims.G == 1 else self.head + member
-        tile: Any = 0  # Tables say which, where there are no starts.
+        tile: Any = 0  # Without starts, the visit lists hold the tiles.
         if starts:
             tile = starts[0] if len({*starts}) == 1 else jnp.asarray(starts, jnp.int32)[block]
         return TileIndex(self.row, head, part.first + block, tile, part.width)
 
     def entry(self, x: Array) -> jax.Array:
-        """Look up the block of queries in one of `VisitLists`, [rows|1, N|1, nq, ...]."""
+        """Return the entry of this block of queries in a visit list [rows|1, N|1, nq, ...]."""
         at = (0 if x.shape[0] == 1 else self.row, 0 if x.shape[1] == 1 else self.head, self.i)
         return jnp.asarray(x)[at]
 
     def keys(self, x: jax.Array) -> jax.Array:
-        """The tiles [width·bk, F] of x [nk, bk, F]."""
+        """Return the tiles [width·bk, F] of x [nk, bk, F]."""
         if self.width != x.shape[0]:
             x = lax.dynamic_slice_in_dim(x, self.tile, self.width)
         return lax.collapse(x, 0, 2)
 
     def add_keys(self, x: jax.Array, block: jax.Array) -> jax.Array:
-        """Gives x, [nk, F, bk] or all tiles as one, with the block [F, width·bk] added."""
+        """Add a block [F, width·bk] to its tiles of x, [nk, F, bk] or [1, F, nk·bk]."""
         block, axis, start = lax.expand_dims(block, (0,)), 0, self.tile
         if x.shape[0] == 1:
             axis, start = 2, self.tile * (block.shape[2] // self.width)
@@ -73,12 +73,12 @@ class TileIndex(NamedTuple):
         return lax.dynamic_update_slice_in_dim(x, block, start, axis)
 
     def take(self, x: jax.Array) -> jax.Array:
-        """The block [bq|1, width·bk|1] of x [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
+        """Return the block [bq|1, width·bk|1] of x [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
         sizes = self._sizes(x)
         return lax.dynamic_slice(x, self._starts(x), sizes).reshape(sizes[3], sizes[4] * sizes[5])
 
     def add(self, x: jax.Array, block: jax.Array) -> jax.Array:
-        """Gives x with the block added."""
+        """Add a block to its tiles of x, in the layout of `take`."""
         block = (self.take(x) + block).reshape(self._sizes(x))
         return lax.dynamic_update_slice(x, block, self._starts(x))
 
@@ -87,14 +87,14 @@ class TileIndex(NamedTuple):
 
     def _starts(self, x: jax.Array) -> list[jax.Array]:
         at = (self.row, self.head, self.i, 0, self.tile, 0)
-        # All of one type, whatever integers are by default.
+        # All int32, whatever JAX's default integer is.
         return [jnp.int32(0 if n == 1 else start) for start, n in zip(at, x.shape, strict=True)]
 
 
 def fold_heads(x: jax.Array, block: int, K: int) -> jax.Array:
-    """[*B, L, K·g, F] as [rows·K, g·blocks·block, F]; the last block filled with 0.
+    """Reshape [*B, L, K·g, F] to [rows·K, g·blocks·block, F], padding the last block with 0.
 
-    Not of more axes: XLA:CPU copies once more where some of them are 1.
+    With more axes, XLA:CPU makes another copy if some of them are 1.
     """
     *B, L, _, F = x.shape
     x, full = jnp.swapaxes(x, -3, -2), -(-L // block) * block
@@ -104,32 +104,32 @@ def fold_heads(x: jax.Array, block: int, K: int) -> jax.Array:
 
 
 def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
-    """[G·nq·bq, F] as [G, nq, bq, F]."""
+    """Reshape [G·nq·bq, F] to [G, nq, bq, F]."""
     return x.reshape(plan.dims.G, plan.nq, plan.block_q, -1)
 
 
 def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
-    """Each [nk·bk, F] as [nk, bk, F]."""
+    """Reshape arrays [nk·bk, F] to [nk, bk, F]."""
     return [x.reshape(plan.nk, plan.block_k, -1) for x in keyed]
 
 
 def key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
-    """Zeros for sums over the tiles x [nk, bk, F], as `TileIndex.add_keys` takes them.
+    """Return zeros for sums over the tiles x [nk, bk, F], in the layout of `TileIndex.add_keys`.
 
-    Those that are visited one by one lie each by itself: in one array of all keys the parts of a
-    tile would be far from each other, and displace each other in caches.
+    Tiles that are visited one by one are contiguous. In one array of all keys, the parts of a tile
+    would be far apart, and evict each other from the cache.
     """
     tiles = 1 if plan.key_ranges else plan.nk
     return jnp.zeros((tiles, x.shape[-1], plan.nk * plan.block_k // tiles), dtype)
 
 
-def by_key(sums: jax.Array) -> jax.Array:
-    """Such sums as [nk·bk, F]."""
+def join_key_sums(sums: jax.Array) -> jax.Array:
+    """Reshape sums in the layout of `key_sums` to [nk·bk, F]."""
     return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
 def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
-    """A number of each head [N] as [R, G·nq·bq], one for each query."""
+    """Repeat a number per head [N] for each query, to [R, G·nq·bq]."""
     x = jnp.repeat(by_head, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
     return jnp.tile(x, (R // plan.dims.K, 1))
 
@@ -137,29 +137,29 @@ def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
 def with_sinks(
     plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """The sink of each row, and its greatest score and sum of exponentials with that."""
+    """Return the sink of each query, and its maximum and sum of exponentials with the sink."""
     if sinks is None:
         return None, top, total
     by_row = per_row(plan, sinks, top.shape[0])
-    return by_row, *softmax.sunk(by_row, top, total)
+    return by_row, *softmax.add_sink(by_row, top, total)
 
 
-def sink_gradient(plan: Plan, sink: jax.Array | None, *of_rows: jax.Array) -> jax.Array | None:
-    """Return the gradient of the sinks [N], from statistics of each row [R, G·nq·bq]."""
+def sink_gradient(plan: Plan, sink: jax.Array | None, *stats: jax.Array) -> jax.Array | None:
+    """Return the gradient of the sinks [N], from top, share and delta [R, G·nq·bq]."""
     if sink is None:
         return None
-    by_row = softmax.sink_gradient(sink, *of_rows)
+    by_row = softmax.sink_gradient(sink, *stats)
     return by_row.reshape(-1, plan.dims.N, plan.nq * plan.block_q).sum((0, 2))
 
 
 def join(parts: Sequence[jax.Array]) -> jax.Array:
-    """Return the blocks [G, ·, bq, ...] of all parts as [G·nq·bq, ...]."""
+    """Join the blocks [G, ·, bq, ...] of all parts to [G·nq·bq, ...]."""
     x = parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
     return lax.collapse(x, 0, 3)
 
 
 def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
-    """The spec with each grid as [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
+    """Return the spec with arrays over the scores as [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
 
     def divide(x: Array) -> Array:
         by_query = blocks(flat_batch(jnp.asarray(x), plan.dims), -2, plan.block_q)
@@ -169,7 +169,7 @@ def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
 
 
 def tile_of(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[AttentionSpec, At]:
-    """Return the spec and the coordinates of those tiles, all of rank 2."""
+    """Return the spec and the coordinates of a tile, all of rank 2."""
     spec = map_score_arrays(index.take, spec)
     q = index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32)[:, None]
     k = keys_of(plan, index)[None]
@@ -181,7 +181,7 @@ def tile_of(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[Attentio
 
 
 def keys_of(plan: Plan, index: TileIndex) -> Array:
-    """Indices of the keys [width·bk]."""
+    """Return the indices of a tile's keys [width·bk]."""
     return index.tile * plan.block_k + np.arange(index.width * plan.block_k, dtype=np.int32)
 
 
@@ -189,7 +189,7 @@ def score_of(
     plan: Plan, masked: bool, index: TileIndex, spec: AttentionSpec, at: At, s: jax.Array,
     vectors: Vectors | None,
 ) -> jax.Array:  # fmt: skip
-    """The tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
+    """Return a tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
     s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at, vectors=vectors)
     if masked and plan.dims.S % plan.block_k != 0:
         s = jnp.where(keys_of(plan, index)[None] < plan.dims.S, s, -jnp.inf)
@@ -199,7 +199,7 @@ def score_of(
 def empty_result(
     dims: shapes.Dims, dtype: jnp.dtype, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return out and lse of a call with no query or no key: 0, and −∞ or the sinks."""
+    """Return out and lse of a call with no queries or no keys: 0, and −∞ or the sinks."""
     B, T, _, N, _, _, Hv = dims
     lse = jnp.full((*B, N, T), -jnp.inf, shapes.wide(dtype))
     if sinks is not None:
@@ -208,13 +208,13 @@ def empty_result(
 
 
 class TiledCall(NamedTuple):
-    """The static part of a call in tiles.
+    """The static part of a tiled call.
 
     Attributes:
       plan: the division.
-      scale: of the scores, where queries are not scaled themselves.
-      together: how many rows and key/value heads are computed at once.
-      pure: see `trees.trace_once`.
+      scale: the factor of the scores; 1 if q is scaled.
+      together: the number of rows and key/value heads that are computed at once.
+      pure: False if the call holds user-defined functions. See `trees.trace_once`.
     """
 
     plan: Plan
@@ -224,29 +224,29 @@ class TiledCall(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, spec: AttentionSpec, scale: float) -> "TiledCall":
-        """That of a spec in tiles."""
+        """Return the static part of a call with a tiled spec."""
         nodes = jax.tree.leaves(spec, is_leaf=is_score_array)
-        # Grids of each row or head would become gathers, so these are not batched.
+        # Arrays with a row or head axis would become gathers in a batched loop.
         varies = any(is_score_array(x) and x.array.shape[:2] != (1, 1) for x in nodes)
         return cls(plan, scale, 1 if varies else plan.rows_together, pure=not spec.user_types())
 
     def apply_scale(self, x: jax.Array) -> jax.Array:
-        """Return x times the scale."""
+        """Scale x, unless the queries are already scaled."""
         return x if self.scale == 1 else x * self.scale
 
     def vectors(
         self, spec: AttentionSpec, q: jax.Array, k: jax.Array, dtype: Any
     ) -> Vectors | None:
-        """A tile's queries and keys as scores see them, if any of them does."""
+        """Return a tile's queries and keys, if a score function reads them."""
         if not spec.vectors:
             return None
-        # Their gradients are 0 where masked, and 0·NaN is NaN.
+        # Masked gradients are 0, and 0·NaN is NaN.
         q, k = (x if spec.mask is None else finite(x) for x in (q, k))
         return self.scale * q.astype(dtype), k.astype(dtype)
 
 
 def add_grads(index: TileIndex, grads: Tree, tile: Tree) -> Tree:
-    """The gradients of learned leaves with those of a tile added, if there are any."""
+    """Add a tile's gradients of learned leaves to the sums, if there are any."""
     if tile is None:
         return grads
 
@@ -259,24 +259,24 @@ def add_grads(index: TileIndex, grads: Tree, tile: Tree) -> Tree:
 
 def tile_gradient(
     static: TiledCall, masked: bool, index: TileIndex, spec: AttentionSpec, q: jax.Array,
-    k: jax.Array, v: jax.Array, dout: jax.Array, of_rows: jax.Array,
+    k: jax.Array, v: jax.Array, dout: jax.Array, stats: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Tree, Vectors | None]:  # fmt: skip
-    """A tile's kept weights, and the gradients of q·kᵀ, the learned leaves, and what scores saw."""
+    """Return a tile's kept weights, and the gradients of q·kᵀ, learned leaves and vectors."""
     tile, at = tile_of(static.plan, spec, index)
     leaves, others = partition(tile, is_inexact)
 
     def score(s: jax.Array, leaves: Tree, vectors: Vectors | None) -> jax.Array:
         return score_of(static.plan, masked, index, combine(leaves, others), at, s, vectors)
 
-    acc = of_rows.dtype
-    top, share, delta = jnp.split(of_rows, 3, -1)
+    acc = stats.dtype
+    top, share, delta = jnp.split(stats, 3, -1)
     product = static.apply_scale(dot(q, k, 1, 1, spec, acc))
     args = product, leaves, static.vectors(spec, q, k, acc)
     s, pull = jax.vjp(score, *args) if spec.scores else (score(*args), None)
     p = softmax.weights(s, top, share)
     dp = spec.scale_kept(tile.apply_dropout(dot(dout, v, 1, 1, spec, acc), at))
     ds = softmax.gradient(p, dp, delta, masked)
-    # A mask alone has no derivative but 0 where it forbids, and p is 0 there.
+    # Without score functions, ds is the gradient of q·kᵀ: masked weights p are 0.
     ds, dleaves, dvectors = (ds, None, None) if pull is None else pull(ds)
     if dvectors is not None:
         dvectors = static.apply_scale(dvectors[0]), dvectors[1]
@@ -286,7 +286,7 @@ def tile_gradient(
 def dot(
     a: jax.Array, b: jax.Array, axis_a: int, axis_b: int, spec: AttentionSpec, dtype: Any
 ) -> jax.Array:
-    """The product over one axis of each, in that dtype."""
+    """Return the matmul of a and b over one axis of each, in a dtype."""
     return lax.dot_general(
         a, b, (((axis_a,), (axis_b,)), ((), ())),
         precision=spec.precision, preferred_element_type=dtype,

@@ -1,4 +1,4 @@
-"""What the kernels for TPUs share: what they refuse, sizes of blocks, layout."""
+"""Features that the TPU kernels share: reasons against calls, block sizes, layout."""
 
 import math
 
@@ -9,22 +9,15 @@ from flax_mha.base import shapes
 from flax_mha.base.shapes import Dims
 from flax_mha.sharding.shard_map import varying
 
-# The most queries, and the most keys, of a block, for heads of at most so many features:
-#
-# | features | block |
-# |---|---|
-# | 256 | 512 |
-# | 512 | 256 |
-#
-# Each block of queries loads the keys anew, so large ones are better; what bounds them is that the
-# scores of a block in float32 (1 MiB at 512²), their gradients and what functions of them leave
-# behind share the fast memory of a core. These compile for v5e, v5p and v6e. Their speed has not
-# been measured.
+# The maximum queries and keys of a block, by the maximum features of a head. Each block of queries
+# loads all keys, so large blocks are better. Their limit is a core's fast memory, which holds the
+# scores of a block in float32 (1 MiB at 512²), their gradients, and the intermediates of score
+# functions. These sizes compile for v5e, v5p and v6e. Their speed has not been measured.
 BLOCKS = {256: 512, 512: 256}
 
 
-def refuses(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-    """The reason why none of them can run a call, or None."""
+def check(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+    """Return the reason why no TPU kernel supports a call, or None."""
     dims = shapes.Dims.of(q, k, v)
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"takes float32 and bfloat16, got {q.dtype}"
@@ -38,7 +31,7 @@ def refuses(q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
 
 
 def blocks(dims: Dims) -> tuple[int, int]:
-    """Queries and keys of a block: the fewest equal blocks, in multiples of 128."""
+    """Return the queries and keys of a block: the fewest equal blocks, in multiples of 128."""
     most = next(most for features, most in BLOCKS.items() if max(dims.H, dims.Hv) <= features)
 
     def size(length: int) -> int:
@@ -48,6 +41,6 @@ def blocks(dims: Dims) -> tuple[int, int]:
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
-    """[*B, L, M, F] as [rows, M, length, F], filled with 0."""
+    """Transpose [*B, L, M, F] to [rows, M, length, F], padded with 0."""
     x = jnp.swapaxes(x.reshape(-1, *x.shape[-3:]), 1, 2)
     return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))

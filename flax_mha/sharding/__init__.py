@@ -1,8 +1,8 @@
-"""Logical axis names to mesh axes.
+"""Sharding by logical axis names.
 
-Arrays are described by logical names; one table of rules says which mesh axis each goes to:
+Each axis of an array has a logical name. A table of rules maps the names to mesh axes:
 
-| logical name | what it counts |
+| logical name | the axis counts |
 |---|---|
 | `batch` | rows of the batch |
 | `length` | positions of the sequence |
@@ -17,7 +17,7 @@ Arrays are described by logical names; one table of rules says which mesh axis e
 The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_axis_rules`):
 
 >>> with jax.set_mesh(mesh), nn.logical_axis_rules(sharding.RULES):
-...     variables = sharding.init(model, rng, x)  # every shard is born on its device
+...     variables = sharding.init(model, rng, x)  # initialized sharded
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
@@ -44,21 +44,21 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("heads", "model"),  # tensor parallel: each device computes whole heads
     ("kv_heads", "model"),
     ("mlp", "model"),
-    ("experts", None),  # expert parallel: a mesh axis that divides no tokens
+    ("experts", None),  # expert parallel: a mesh axis that does not shard tokens
     ("vocab", "model"),
-    ("embed", None),  # FSDP: the name of a mesh axis here spreads every parameter over it
+    ("embed", None),  # FSDP: a mesh axis here shards every parameter over it
     ("length", None),
-    ("norm_length", None),  # sequence parallel: the axis of `heads` spreads norms and residuals too
+    ("norm_length", None),  # sequence parallel: the axis of `heads` also shards norms and residuals
     ("head_dim", None),
     ("layers", None),
 )
 
 
 def zigzag(length: int, devices: int) -> np.ndarray:
-    """The order of tokens in which devices have like work under a causal mask.
+    """Return an order of tokens that balances causal attention over devices.
 
-    Device i of n has pieces i and 2n − 1 − i of 2n: an early one that sees little and a late one
-    that sees much.
+    Of 2n pieces of the sequence, device i of n gets pieces i and 2n − 1 − i: an early piece, which
+    sees few keys, and a late piece, which sees many.
 
     >>> order = sharding.zigzag(x.shape[1], 8)
     >>> y = layer.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
@@ -68,11 +68,11 @@ def zigzag(length: int, devices: int) -> np.ndarray:
       devices: n.
 
     Returns:
-      int32 [T]: the positions of the tokens.
+      The positions of the tokens, int32 [T].
 
     Raises:
       ValueError: if T is not a positive multiple of 2n.
-      TypeError: if either is no int.
+      TypeError: if T or n is not an int.
 
     Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
     "The Llama 3 Herd of Models", 2024.

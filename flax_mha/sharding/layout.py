@@ -1,4 +1,4 @@
-"""Arrays laid out over the ambient mesh: constraints, shards, and functions of them."""
+"""Arrays sharded over the ambient mesh: constraints, and functions of shards."""
 
 import functools
 import math
@@ -15,21 +15,20 @@ from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules
 from flax_mha.sharding.shard_map import over
 
-# True while `init` traces: activations are then laid out nowhere, for nobody will read them.
+# True while `init` traces: activations are then not sharded, because they are not used.
 initializing = jax.make_user_context(False)
 
 
 def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
-    """Lays x out as the rules say, on whatever mesh there is.
+    """Shard x by the logical axis rules.
 
-    With no mesh or no rules, and on Manual axes (inside `jax.shard_map`), nothing happens. On
-    Auto axes it is a constraint for the compiler, on Explicit axes a reshard. An axis whose name
-    has no rule stays as it is.
+    Without a mesh or rules, and on Manual axes (inside `jax.shard_map`), x is returned unchanged.
+    On Auto axes this is a sharding constraint, on Explicit axes a reshard. Axes without a rule stay
+    as they are.
 
     Args:
       x: an array.
-      names: a logical name or None for each of the last axes of x; further leading axes are
-        left alone.
+      names: the logical names, or None, of the last axes of x. Leading axes stay as they are.
 
     Raises:
       ValueError: if the rules do not fit the mesh or the sizes of x.
@@ -48,13 +47,13 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
 
 
 def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
-    """The mesh axes that the rules give each axis of an array.
+    """Return the `PartitionSpec` that the rules give an array.
 
-    `UNCONSTRAINED` where they say nothing, and if there is nothing to divide: no mesh, one device,
-    inside `jax.shard_map`.
+    Axes without a rule are `UNCONSTRAINED`. All axes are, without a mesh, on one device, and inside
+    `jax.shard_map`.
 
     Args:
-      shape: of the array.
+      shape: the array's shape.
       names: the logical names of its last axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -67,11 +66,10 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
 
 
 def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
-    """Return the mesh axes over which `jax.shard_map` divides arrays laid out by these specs.
+    """Return the mesh axes over which `jax.shard_map` shards arrays with these specs.
 
-    Over Auto axes that no spec names the compiler may have divided unconstrained axes. To keep
-    that, these axes are left to the compiler inside, too, but for those of one device: there is
-    nothing to divide, and Mosaic's kernels run only where no axis is left.
+    XLA may have sharded unconstrained axes over Auto mesh axes without an entry in a spec. They
+    stay Auto inside, except axes of size 1, because Mosaic kernels do not run under Auto axes.
     """
     parts = [part for spec in specs for part in spec]
     named = {axis for part in parts for axis in rules.each(part)}
@@ -82,15 +80,15 @@ def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
 def guide(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Tells the compiler how x lies over Auto axes.
+    """Constrain the sharding of x over Auto axes.
 
-    By `jax.jit`, for outside of it JAX constrains only what is on the devices of the mesh already.
+    Outside `jax.jit`, JAX constrains only arrays that are already on the mesh's devices.
     """
     return jax.lax.with_sharding_constraint(x, spec)
 
 
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Lays x out where JAX asks for it before `jax.shard_map`: on Explicit axes."""
+    """Reshard x over Explicit axes, as `jax.shard_map` requires of its inputs."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if not explicit:
         return x
@@ -98,7 +96,7 @@ def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
-    """How x is divided over Explicit axes, an entry for each of its axes."""
+    """Return the `PartitionSpec` of x over Explicit axes, with an entry for each axis."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     spec = rules.only(jax.typeof(x).sharding.spec, explicit)
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
@@ -107,25 +105,25 @@ def spec_of(x: jax.Array) -> PartitionSpec:
 def local(
     fn: Callable[..., Any], names: Sequence[rules.LogicalNames], outs: Any, *args: jax.Array
 ) -> Any:
-    """fn(*args), each device on its own shards.
+    """Return fn(*args), computed by each device on its shards.
 
     Args:
-      fn: a function of arrays, on Manual axes.
-      names: the logical names of each of them.
-      outs: a pair (shape, names) for its result, or a list of those.
+      fn: a function of arrays, run on Manual axes.
+      names: the logical names of each argument's axes.
+      outs: a pair (shape, names) for the result, or a list of pairs.
       *args: the arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     several = isinstance(outs, list)
     inputs = [(x.shape, n) for x, n in zip(args, names, strict=True)]
-    # Without a batch an array has fewer axes than names.
-    every = [
+    # An array without batch axes has fewer axes than names.
+    arrays = [
         (shape, n[max(len(n) - len(shape), 0) :])
         for shape, n in [*inputs, *(outs if several else [outs])]
     ]
-    specs = [spec(shape, n) for shape, n in every]
-    # An axis without a rule lies as the first of its name does, or, before the named, of its place.
-    keys = [(*range(len(shape) - len(n)), *n) for shape, n in every]
+    specs = [spec(shape, n) for shape, n in arrays]
+    # An axis without a rule is sharded as the first axis with its name, or with its index.
+    keys = [(*range(len(shape) - len(n)), *n) for shape, n in arrays]
     known: dict[Any, Any] = {}
     for x, key in reversed([*zip(args, keys, strict=False)]):
         known |= zip(key, spec_of(x), strict=True)
@@ -139,22 +137,23 @@ def local(
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Lays x out as other, of the same shape, where JAX asks for it: on Explicit axes."""
+    """Reshard x over Explicit axes as another array of the same shape."""
     if not jax.sharding.get_abstract_mesh().explicit_axes:
         return x
     return jax.sharding.reshard(x, spec_of(other))
 
 
 def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
-    """fn(*args), laid out by names; what happens inside is left to the compiler on any mesh.
+    """Return fn(*args), with the sharding inside left to the compiler on any mesh.
 
-    On Explicit axes JAX asks of many operations (reshapes, gathers, products over a divided axis)
-    where their results belong. Inside fn these axes are Auto, and `constrain` guides the compiler.
+    On Explicit axes, JAX requires output shardings of many operations, such as reshapes, gathers
+    and matmuls over a sharded axis. Inside fn these axes are Auto, and `constrain` guides the
+    compiler.
 
     Args:
-      fn: a function that closes over no array of JAX.
-      names: the logical names of its result, in the form of its result. An axis without a rule
-        lies as that axis of the first array does.
+      fn: a function that closes over no JAX array.
+      names: the result's logical names, in a tree like the result. An axis without a rule is
+        sharded as that axis of the first array.
       *args: trees of arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -164,17 +163,16 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
 
     if not mesh.explicit_axes:
         return run(*args)
-    whole = initializing.value or not nn.get_logical_axis_rules()
-    # What are no arrays of JAX pass by themselves.
+    is_replicated = initializing.value or not nn.get_logical_axis_rules()
     arrays, static = partition(args, is_array)
-    if whole and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
+    if is_replicated and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
         raise ValueError(
-            f"arrays divided over the Explicit mesh axes {mesh.explicit_axes} need rules that say "
-            f"what is; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
+            f"arrays divided over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
+            f"rules; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
         )
 
     def spec(n: rules.LogicalNames, x: jax.ShapeDtypeStruct) -> PartitionSpec:
-        if whole:
+        if is_replicated:
             return PartitionSpec()
         first = jax.tree.leaves(arrays)[0]
         alike = zip(spec_of(first), first.shape, x.shape, strict=False)
@@ -190,8 +188,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         lambda x: run(*combine(x, static)), axes=mesh.explicit_axes, out_sharding=specs
     )
     if mesh.manual_axes:
-        # Inside `jax.shard_map` over other axes, JAX refuses residuals of what is Auto in it; and
-        # does not run it outside jit.
+        # Inside `jax.shard_map` over other axes, JAX allows no residuals with Auto axes, and does
+        # not run the function outside jit.
         inside = jax.checkpoint(jax.jit(inside))
     return inside(arrays)
 
@@ -201,19 +199,18 @@ def _is_names(x: Any) -> bool:
 
 
 def platform() -> str:
-    """The platform that what is traced here will run on.
+    """Return the platform that the traced program will run on.
 
-    That of the ambient mesh's devices, which need not be those at hand: a program can be compiled
-    for chips that are elsewhere. Without a mesh it is JAX's default.
+    This is the platform of the ambient mesh's devices, which may be elsewhere, or JAX's default.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def warn_of_unseen_mesh() -> None:
-    """Warns of `with mesh:`, which sets no mesh that rules could be used on."""
+    """Warn about `with mesh:`, which sets a mesh that logical axis rules cannot use."""
     try:
-        # JAX has no public name for such a mesh, but takes a PartitionSpec only under some mesh.
+        # JAX has no public way to read this mesh, but accepts a PartitionSpec only under a mesh.
         jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
     except (RuntimeError, ValueError):
         return

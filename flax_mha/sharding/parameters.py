@@ -1,4 +1,4 @@
-"""Parameters with logical axis names: their shardings, and each shard born on its device."""
+"""Parameters with logical axis names: their shardings, and sharded initialization."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mha.sharding import layout, rules
 
-# True while `of` traces: parameters then carry their logical names, whatever `partitioned` says.
-# A JAX context, since a traced function is cached by the contexts it was traced in.
+# True while `of` traces: parameters are then boxed with their names, whatever `partitioned` is.
+# It is a JAX context, because JAX caches traced functions by their contexts.
 _naming = jax.make_user_context(False)
 
 
@@ -20,17 +20,22 @@ class Named(nn.LogicallyPartitioned):
     """A parameter's value with its logical axis names."""
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value as it is: Flax's own box would constrain it, which Explicit axes refuse."""
+        """Return the value without a sharding constraint, which JAX rejects on Explicit axes."""
         del apply_constraint
         return self.value
 
 
 def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = False) -> Initializer:
-    """Gives the parameters that init makes their logical axis names.
+    """Return an initializer of parameters with logical axis names.
 
-    They are boxed with them, as by `nn.with_logical_partitioning`, if `partitioned`, and while
-    `sharding.of` reads the names. Otherwise they are plain arrays. A box that init itself makes
-    is kept.
+    The parameters are boxed, as by `nn.with_logical_partitioning`, if `partitioned` is True, and
+    while `sharding.of` reads the names. Otherwise they are plain arrays. A box that `init` makes is
+    kept.
+
+    Args:
+      init: the initializer.
+      names: the logical name, or None, of each axis.
+      partitioned: True to box the parameters always.
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:
@@ -42,19 +47,19 @@ def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = Fals
 
 
 def name(x: Any, names: rules.LogicalNames) -> Any:
-    """Gives a variable that is no parameter its logical axis names, while `of` reads them."""
+    """Box a variable with its logical axis names, while `sharding.of` reads them."""
     return Named(x, names) if _naming.value else x
 
 
 def of(fn: Callable[..., Any], *args: Any) -> Any:
-    """The shardings of fn's result, from the logical names of the parameters in it.
+    """Return the shardings of a function's result, by the logical names of its parameters.
 
     Args:
-      fn: a function that initializes flax modules (and perhaps an optimizer); traced, not run.
+      fn: a function that initializes Flax modules, and perhaps an optimizer. It is traced, not run.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
-      The result's tree (boxes removed) of `NamedSharding` over the ambient mesh.
+      The result's tree, without boxes, with a `NamedSharding` over the ambient mesh for each leaf.
 
     Raises:
       ValueError: without an ambient mesh.
@@ -77,7 +82,14 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    """`model.init`, every shard born on its device; without a mesh `jax.jit(model.init)`."""
+    """Return `model.init(rngs, *args, **kwargs)`, initialized sharded over the ambient mesh.
+
+    Args:
+      model: a Flax module.
+      rngs: a random key, or a dict of keys.
+      *args: the model's inputs.
+      **kwargs: other arguments of `model.init`.
+    """
 
     def create(rngs: Any, *args: Any) -> Any:
         with layout.initializing(True):
@@ -87,7 +99,7 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         return jax.jit(create)(rngs, *args)
     shardings = of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
-        # Else each device draws whole parameters, rounded otherwise, and keeps its shard.
+        # Otherwise each device would draw the full parameters, with other rounding.
         specs = jax.tree.map(lambda at: rules.only(at.spec, explicit), shardings)
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)

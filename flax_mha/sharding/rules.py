@@ -1,4 +1,4 @@
-"""Which mesh axes divide an array, by the rules, and whether they can."""
+"""The logical axis rules: the mesh axes that they give to arrays, and checks of these."""
 
 import contextlib
 import itertools
@@ -10,21 +10,23 @@ import flax.linen as nn
 from jax.sharding import AbstractMesh, PartitionSpec
 
 LogicalNames: TypeAlias = tuple[str | None, ...]
-# What a PartitionSpec says of an axis that is to stay as it is.
+# The entry of a PartitionSpec for an axis that keeps its sharding.
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
-# One row or one token can't be divided, and need not be.
+# Axes that are replicated if their size is 1.
 _TOKENS = ("batch", "length", "norm_length")
 
 
 def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """The mesh axes of each axis of an array, if it can be laid out so; names of its last axes.
+    """Return the `PartitionSpec` that the rules give an array, or raise an error if they do not
+    fit.
 
-    `UNCONSTRAINED` where nothing is said: a name without a rule, or an axis before the named ones.
+    `names` are the logical names of its last axes. Axes without a rule, and axes before the named
+    ones, are `UNCONSTRAINED`.
     """
     if not isinstance(names, tuple | list) or not all(isinstance(n, str | None) for n in names):
         raise TypeError(
             f"names must be a tuple of logical names, a str or None for each axis, got {names!r}; "
-            f"give ('batch', None), say"
+            f"give ('batch', None), for example"
         )
     last: Any = tuple(names[max(len(names) - len(shape), 0) :])
     names = (UNCONSTRAINED,) * (len(shape) - len(last)) + last
@@ -33,11 +35,11 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     parts: list[Any] = []
     mesh_axes = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
     for size, name, axes in zip(shape, names, mesh_axes, strict=True):
-        choices = [given for rule, given in rules if rule == name]
+        choices = [target for rule, target in rules if rule == name]
         if name is not None and not choices:
             parts.append(UNCONSTRAINED)
             continue
-        unknown = sorted({axis for given in choices for axis in each(given)} - set(sizes))
+        unknown = sorted({axis for target in choices for axis in each(target)} - set(sizes))
         if unknown:
             raise ValueError(
                 f"the rule {(name, choices[0])} names the mesh axis {unknown}, and the mesh has "
@@ -46,13 +48,12 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
         if axes is None and choices and None not in choices:
             raise ValueError(
                 f"{name!r} is to be divided over {choices[0]!r}, which another axis of the same "
-                f"array {names} takes already; give it another mesh axis, or the rule "
+                f"array {names} already uses; give it another mesh axis, or the rule "
                 f"({name!r}, None)"
             )
         devices = math.prod(sizes[axis] for axis in each(axes) if axis in free)
         if size % devices and (name == "kv_heads" or (size == 1 and name in _TOKENS)):
-            # Each device has them all: of key/value heads its queries take the ones they need,
-            # and one row or one token can't be divided.
+            # Replicate. A device's queries pick the key/value heads that they need.
             axes = None
         elif size % devices:
             legal = [n for n in range(1, size + 1) if size % n == 0]
@@ -65,7 +66,7 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
 
 
 def _rules() -> tuple[tuple[str, Any], ...]:
-    """Flax's rules; key/value heads without one go where query heads go."""
+    """Return Flax's rules. Without a rule for key/value heads, they are sharded as query heads."""
     rules = tuple(nn.get_logical_axis_rules())
     if not has_rule("kv_heads"):
         rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
@@ -73,24 +74,24 @@ def _rules() -> tuple[tuple[str, Any], ...]:
 
 
 def has_rule(name: str) -> bool:
-    """Whether the rules say anything of that name."""
+    """Return True if there is a rule for a logical name."""
     return any(rule == name for rule, _ in nn.get_logical_axis_rules())
 
 
 def each(axes: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a PartitionSpec; of `UNCONSTRAINED` none is known."""
+    """Return the mesh axes of an entry of a PartitionSpec, none for `UNCONSTRAINED`."""
     if axes is None or axes is UNCONSTRAINED:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def entry(axes: Sequence[str]) -> Any:
-    """Mesh axes as an entry of a PartitionSpec."""
+    """Return mesh axes as an entry of a PartitionSpec."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
 
 
 def only(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
-    """The spec without the mesh axes that are not among those."""
+    """Return a spec with only the mesh axes in `kept`."""
     return PartitionSpec(
         *(part if part is UNCONSTRAINED else entry([axis for axis in each(part) if axis in kept])
           for part in spec)
@@ -98,24 +99,22 @@ def only(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
 
 
 def filled(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
-    """The spec with its unconstrained entries as in `own`, where their mesh axes are free."""
+    """Return a spec with unconstrained entries from `default`, where their mesh axes are free."""
     taken = {axis for part in spec for axis in each(part)}
     parts = [
-        entry([axis for axis in each(mine) if axis not in taken]) if part is UNCONSTRAINED else part
-        for part, mine in itertools.zip_longest(spec, default)
+        entry([axis for axis in each(axes) if axis not in taken]) if part is UNCONSTRAINED else part
+        for part, axes in itertools.zip_longest(spec, default)
     ]
     return PartitionSpec(*parts)
 
 
 def undivided_tokens(decode: bool) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose rules divide no tokens where a layer decodes; else one that is empty.
+    """Return a context whose rules do not shard tokens, if `decode` is True.
 
-    A step of decoding has one token, a prompt any number, whatever the rules divide in training.
-    Rows and heads are divided as ever.
+    A decoding step has one token, and a prompt any number, so the rules of training do not fit.
     """
     rules = nn.get_logical_axis_rules()
     if not rules or not decode:
         return contextlib.nullcontext()
     tokens = ("length", "norm_length")
-    whole = [(name, None if name in tokens else axes) for name, axes in rules]
-    return nn.logical_axis_rules(whole)
+    return nn.logical_axis_rules([(name, None if name in tokens else axes) for name, axes in rules])

@@ -157,7 +157,7 @@ KERNEL: list[Case] = [
     layer("order: cross-attention", ValueError, "order says where the tokens of self-attention",
           X, X + 1, call={"order": IDS}),
     layer("order: a token twice", ValueError,
-          r"order must be a permutation of 0 … 3, got \[0, 0, 1, 2\]; say of each token once",
+          r"order must be a permutation of 0 … 3, got \[0, 0, 1, 2\]; give each position once",
           call={"order": [0, 0, 1, 2]}),
     layer("order: by row", ValueError, r"order must have shape \[T\] = \(4,\), got \(2, 4\)",
           call={"order": TOKENS}),

@@ -186,14 +186,14 @@ def test_packed_documents_on_mesh_match_one_device(nvidia, kind: str) -> None:
 
 
 REFUSED = {
-    "ids that are traced": (r"not known to be runs \(say runs=True",
+    "ids that are traced": (r"not known to be runs \(give runs=True",
                             Segments(jnp.asarray(IDS)), {}),
     "no number of runs": (r"needs at_most of Segments in runs",
                           Segments(jnp.asarray(IDS), runs=True), {}),
     "ids that come again": (r"not known to be runs", Segments(np.arange(T) % 3), {}),
     "two kinds": (r"one Segments of runs joined by &, got Segments",
                   Segments(IDS) & Documents(LENGTHS), {}),
-    "positions": (r"q_positions do not count from one number .* leave them out", Documents(LENGTHS),
+    "positions": (r"q_positions do not count up from one .* leave them out", Documents(LENGTHS),
                   {"q_positions": jnp.arange(T)}),
     "other keys": (r"tokens that are queries and keys alike", Documents(LENGTHS),
                    {"q_positions": 3}),

@@ -30,15 +30,15 @@ REFUSED = {
     "features": (r"at most 128 features, got 136", {"features": 136}),
     "precision": (r"precisions default and highest, got high", {"precision": "high"}),
     "length": (r"at most 20 tiles, T·S = 3000·300 need more", {"t": 3000, "s": 300}),
-    "sort": (r"lacks what a mask or a score does: sort",
+    "sort": (r"lacks an operation of a mask or a score: sort",
              scored(lambda s, *_: jnp.sort(s))),
-    "a product": (r"score does: dot_general", scored(lambda s, *_: s @ jnp.eye(s.shape[-1]))),
-    "a sum along": (r"score does: cumsum", scored(lambda s, *_: s + jnp.cumsum(s, 0))),
-    "float16 inside": (r"score does: convert_element_type to float16",
+    "a product": (r"score: dot_general", scored(lambda s, *_: s @ jnp.eye(s.shape[-1]))),
+    "a sum along": (r"score: cumsum", scored(lambda s, *_: s + jnp.cumsum(s, 0))),
+    "float16 inside": (r"score: convert_element_type to float16",
                        scored(lambda s, *_: s.astype(jnp.float16).astype(s.dtype))),
-    "a large table": (r"score does: gather from 300 entries, of more than 256,",
+    "a large table": (r"score: gather from 300 entries, of more than 256,",
                       scored(lambda s, b, n, i, j, t: s + t[j], LONG)),
-    "rows of a table": (r"score does: gather",
+    "rows of a table": (r"score: gather",
                         scored(lambda s, b, n, i, j, t: s + t[n].sum(-1), zeros((N, 3)))),
     "a table of three axes": (r"of at most two axes and \d+ entries, got \(2, 2, 2\)",
                               scored(lambda s, *_: s, zeros((2, 2, 2)))),
@@ -46,7 +46,7 @@ REFUSED = {
                         scored(lambda s, *_: s, zeros((512, 512)))),
     "a closure": (r"closes over arrays it can't load: float16\[3\]",
                   scored(lambda s, *_: s + jnp.sum(jnp.asarray(HALVES)).astype(s.dtype))),
-    "a loop in a mask": (r"score does: scan",
+    "a loop in a mask": (r"score: scan",
                          {"mask": Predicate(lambda b, n, i, j: jax.lax.map(lambda x: x > 3, j))}),
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_flex_on_mesh_without_rules_refuses(tpu, monkeypatch) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
         refused = explain(*(jax.ShapeDtypeStruct(Q.shape, Q.dtype),) * 3).refused
-    with pytest.raises(ValueError, match=r"no rule says what"):
+    with pytest.raises(ValueError, match=r"no rule uses"):
         raise ValueError(refused["flex"])
 
 

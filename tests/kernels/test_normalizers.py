@@ -122,9 +122,12 @@ def test_other_kernels_refuse_normalizers() -> None:
     [
         ({"normalizer": "relu"}, "normalizer must be one of"),
         ({"normalizer": "sigmoid", "sinks": np.ones(N, np.float32)}, "sinks take weight in a soft"),
-        ({"normalizer": "sigmoid", "return_weights": True}, "weights are those of a softmax"),
-        ({"normalizer": "softpick", "return_residuals": True}, "lse are those of a softmax"),
-        ({"normalizer": "sigmoid", "capture": Capture(("entropy",))}, "entropy are those of"),
+        ({"normalizer": "sigmoid", "return_weights": True}, "must be 'softmax' to return weights"),
+        ({"normalizer": "softpick", "return_residuals": True}, "must be 'softmax' to return lse"),
+        (
+            {"normalizer": "sigmoid", "capture": Capture(("entropy",))},
+            "must be 'softmax' to return entropy",
+        ),
     ],
 )
 def test_invalid_combinations_raise(call: dict[str, Any], words: str) -> None:

@@ -35,7 +35,7 @@ def test_rewritten_functions_match_in_value_and_gradient(name: str) -> None:
     positions = jnp.array([[1]]), jnp.arange(T)[:, None], jnp.arange(S)[None]
     with jax.numpy_dtype_promotion("standard"):
         function, consts = Function.of(fn, s, *positions, t, x)
-        assert function.lacks() is None
+        assert function.missing_operation() is None
 
         def lowered(s, t, x):
             args = [y.reshape(flat(y.shape)) for y in (*consts, s, *positions, t, x)]

@@ -55,7 +55,7 @@ def test_precision_reaches_every_matmul(kernel: str, call: str, precision: str |
         precisions(attend, q, k, v),
         precisions(jax.grad(loss, (0, 1, 2)), q, k, v),
     )
-    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # the sums of `softmax.of_rows`
+    exact = {"HIGHEST"} if kernel == "blockwise" else set()  # the sums of `softmax.gradient_inputs`
     assert set(forward) == {SAID[precision]}
     assert set(backward) - exact == {SAID[precision]} - exact
     assert len(forward) >= 2 * 2

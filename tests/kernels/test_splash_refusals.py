@@ -115,7 +115,7 @@ def test_splash_inside_shard_map_needs_check_vma_false(tpu) -> None:
 
 MESHES = {
     "no mesh": (None, (), r"between the 8 devices by itself; wrap in `with jax.set_mesh"),
-    "no rules": (AxisType.Auto, (), r"no rule says what"),
+    "no rules": (AxisType.Auto, (), r"no rule uses"),
     "by head": (AxisType.Auto, (("heads", "data"), ("kv_heads", "data")), r"masks of their own"),
 }
 

@@ -143,4 +143,4 @@ def test_gpu_and_tpu_kernels_refuse_symbolic_sizes(platform: str, kernels: tuple
     found = explain(q, q, q, mask=masks.Causal(), platform=on)
     assert found.chosen == "blockwise"
     for name in kernels:
-        assert found.refused[name].startswith("needs sizes that are known, got q (b, n, 2, 64)")
+        assert found.refused[name].startswith("needs static sizes, got q (b, n, 2, 64)")

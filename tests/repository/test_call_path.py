@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 import flax_mha
 from flax_mha import MultiHeadAttention, masks, sharding
-from flax_mha.kernels.reference import multiplied
+from flax_mha.kernels.reference import multiply
 
 ROOT = Path(flax_mha.__file__).parent
 
@@ -45,7 +45,7 @@ def test_few_frames_between_call_and_matmul(devices: int) -> None:
     path: list[str] = []
 
     def look(frame: FrameType | None, event: str, _: Any) -> None:
-        if frame and event == "call" and frame.f_code is multiplied.__code__ and not path:
+        if frame and event == "call" and frame.f_code is multiply.__code__ and not path:
             while frame:
                 if frame.f_code.co_filename.startswith(str(ROOT)):
                     path.insert(0, frame.f_code.co_name)
@@ -62,7 +62,7 @@ def test_few_frames_between_call_and_matmul(devices: int) -> None:
         finally:
             sys.setprofile(None)
     on_mesh = ["run", "over", "inside"] if devices > 1 else []
-    product = ["run", "attend", "scores", "isolated", "multiplied"]
+    product = ["run", "attend", "scores", "multiply_finite", "multiply"]
     assert path == ["dot_product_attention", *on_mesh, *product]
 
 

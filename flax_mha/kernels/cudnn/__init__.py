@@ -1,21 +1,23 @@
-"""cuDNN's flash attention for NVIDIA GPUs, the one behind `jax.nn.dot_product_attention`.
+"""cuDNN's flash attention for NVIDIA GPUs, the kernel behind `jax.nn.dot_product_attention`.
 
     out = softmax(cap(q·kᵀ·scale) + bias, over a band of keys, and the sink)·v
 
-Memory is O(T + S), beside a bias that is given, and times the number of packed documents for the
-lse. Masks are native ones, never tables: causality, windows that end at the query, lengths (see
+Memory is O(T + S), except for a given bias, and times the number of packed documents for the lse.
+Masks are cuDNN's native ones, not tables: causality, windows that end at the query, lengths (see
 `mask`), packed documents.
 
-What cuDNN leaves open is settled around it: a row that sees nothing, for which it may give NaN, is
-replaced forward and backward; NaN and infinity are taken out of its operands, and put back into the
-rows that see them, found by counting; the gradient of the lse, which it ignores, is a second
-backward pass, made only where lse is differentiated. A sink takes its share of cuDNN's output by
-the lse: out·σ(lse − sink); from both of them cuDNN's backward pass gives the gradients as it is.
+The wrapper handles the cases that cuDNN does not define:
+
+- For a fully masked row, cuDNN may return NaN. Such rows are replaced, forward and backward.
+- NaN and infinity are removed from cuDNN's inputs, and put back into the rows that see them.
+- cuDNN ignores the lse's cotangent. A second backward pass computes its gradient, only if needed.
+- A sink scales cuDNN's output by out·σ(lse − sink). Given the scaled out and lse, cuDNN's backward
+  pass computes the right gradients.
 
 The wrapper was checked against a model of cuDNN and lowered for GPUs, not run on one.
 
-Source: `jax._src.cudnn.fused_attention_stablehlo`, whose primitives are called one by one:
-`jax.nn` rounds the lse to half precision and wants value heads as wide as key heads. Dao,
+Source: `jax._src.cudnn.fused_attention_stablehlo`. Its primitives are called directly, because
+`jax.nn` rounds the lse to half precision and needs value heads as wide as key heads. Dao,
 "FlashAttention-2", 2023.
 """
 
@@ -37,37 +39,37 @@ from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Res
 from flax_mha.scores import Bias, SoftCap
 from flax_mha.sharding.shard_map import varying
 
-# Before 9.10.2 windows take no bias and single queries no mask; 9.10.0 and 9.10.1 are broken.
+# Before 9.10.2, windows allow no bias, and single queries no mask. 9.10.0 and 9.10.1 are broken.
 OLDEST = (9, 10, 2)
 
 
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """Make the call ready, or return the reason why this kernel can't run it."""
+    """Prepare the call, or return the reason why this kernel does not support it."""
     dims = shapes.Dims.of(q, k, v)
     if q.dtype not in (jnp.float16, jnp.bfloat16):
         return Refusal(f"takes float16 and bfloat16, got {q.dtype}")
     device = primitives.gpu(platform)
     if isinstance(device, str):
         return Refusal(device)
-    if reason := _lacks(q, spec, dims, device, platform):
+    if reason := _check_call(q, spec, dims, device, platform):
         return Refusal(reason)
     band = bands.lower(spec, dims)
     if isinstance(band, str):
         return Refusal(band)
-    reason = _refuses_scores(q, spec, dims, device)
+    reason = _check_scores(q, spec, dims, device)
     if band.runs is not None:
-        reason = reason or _refuses_runs(spec, dims, device, platform.auto_partitioned)
+        reason = reason or _check_runs(spec, dims, device, platform.auto_partitioned)
     if reason:
         return Refusal(reason)
     return functools.partial(_attend, q, k, v, spec, band, platform.auto_partitioned)
 
 
-def _lacks(
+def _check_call(
     q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu, platform: Platform
 ) -> str | None:
-    """Return what a call asks for and cuDNN lacks, its mask and its bias apart."""
+    """Return the reason against a call, apart from its mask and scores, or None."""
     if device.capability < (8, 0) or device.cudnn < OLDEST:
         return f"needs compute capability 8.0 and cuDNN {OLDEST}, got {device}"
     if not (dims.T and dims.S and math.prod(dims.B)):
@@ -85,13 +87,13 @@ def _lacks(
     return None if platform.auto_partitioned else platform.not_partitionable
 
 
-def _refuses_scores(
+def _check_scores(
     q: jax.Array, spec: AttentionSpec, dims: Dims, device: primitives.Gpu
 ) -> str | None:
     if not spec.scores:
         return None
     if len(spec.scores) == 1 and type(spec.scores[0]) is SoftCap:
-        return _refuses_cap(dims, device)
+        return _check_cap(dims, device)
     if len(spec.scores) > 1 or type(spec.scores[0]) is not Bias:
         names = ", ".join(type(mod).__name__ for mod in spec.scores)
         return f"changes scores by one Bias or one SoftCap only, got {names}"
@@ -101,14 +103,14 @@ def _refuses_scores(
     if array.shape[-2:] != (dims.T, dims.S):
         return (
             f"would spread a bias of {array.shape[-2:]} queries and keys to "
-            f"T·S = {dims.T}·{dims.S}; where that is meant, broadcast it"
+            f"T·S = {dims.T}·{dims.S}; if this is intended, broadcast it"
         )
     if dims.T % 2 or dims.S % 2:
         return f"takes a bias for even T and S, got {dims.T} and {dims.S}"
     return None
 
 
-def _refuses_cap(dims: Dims, device: primitives.Gpu) -> str | None:
+def _check_cap(dims: Dims, device: primitives.Gpu) -> str | None:
     if not primitives.takes_caps(device):
         return (
             f"has SoftCap from JAX 0.12, compute capability 9.0 and cuDNN (9, 13, 0) on, got "
@@ -119,10 +121,10 @@ def _refuses_cap(dims: Dims, device: primitives.Gpu) -> str | None:
     return None
 
 
-def _refuses_runs(
-    spec: AttentionSpec, dims: Dims, device: primitives.Gpu, spread: bool
+def _check_runs(
+    spec: AttentionSpec, dims: Dims, device: primitives.Gpu, is_divided: bool
 ) -> str | None:
-    """Return what packed documents need more."""
+    """Return the reason against packed documents, or None."""
     if device.capability < (9, 0):
         return f"takes packed documents from compute capability 9.0 on, got {device.capability}"
     if dims.N != dims.K and not private_jax.PACKED_GROUPS:
@@ -134,7 +136,7 @@ def _refuses_runs(
         return f"takes packed documents in heads of at most 128 features, got {_features(dims)}"
     if spec.scores:
         return f"takes no {type(spec.scores[0]).__name__} of packed documents"
-    if spread:
+    if is_divided:
         return "packed documents on several devices need a mesh that says how to divide them"
     numbers = math.prod(dims.B) * dims.T * dims.N * _features(dims)
     if numbers >= 2**31:
@@ -143,45 +145,43 @@ def _refuses_runs(
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, spread: bool,
-    recalled: Result | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, band: Band, is_divided: bool,
+    result: Result | None = None,
 ) -> Result:  # fmt: skip
-    """See `reference.attend`. First derivatives only; of a recalled result nothing else.
+    """Compute attention. Given a precomputed result, compute only its first derivatives.
 
-    Heads are filled with zeros to a multiple of 8 features, as wide in values as in keys. A scale
-    that is an array, not a number, is multiplied to the queries, in their own dtype. A bias below
-    −2⁴¹ counts as −∞.
+    Heads are padded with zeros to a multiple of 8 features, with values as wide as keys. A scale
+    that is an array multiplies the queries in their dtype. A bias below −2⁴¹ counts as −∞.
     """
     dims = shapes.Dims.of(q, k, v)
     rows = math.prod(dims.B)
     scale = spec.scale
     if not isinstance(scale, int | float | np.number):
         q, scale = q * jnp.asarray(scale, q.dtype), 1.0
-    q, k, v = (_filled(x.reshape(rows, *x.shape[-3:]), _features(dims)) for x in (q, k, v))
-    # One of either is all that `lower` lets pass.
+    q, k, v = (_pad(x.reshape(rows, *x.shape[-3:]), _features(dims)) for x in (q, k, v))
+    # `lower` allows at most one, a Bias or a SoftCap.
     (mod,) = spec.scores or (None,)
     cap = mod.cap if isinstance(mod, SoftCap) else None
     bias = None
     if isinstance(mod, Bias):
         bias = jnp.asarray(flat_batch(mod.array.array, dims))
-        bias = jnp.maximum(bias, jnp.asarray(edge_cases.NOTHING, bias.dtype))
+        bias = jnp.maximum(bias, jnp.asarray(edge_cases.MIN_BIAS, bias.dtype))
     band = jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape[1:])), band)
-    # Without a mesh XLA divides it: JAX tells it how.
-    call = CudnnCall(float(scale), band.causal, band.left, spread, cap)
+    call = CudnnCall(float(scale), band.causal, band.left, is_divided, cap)
     sinks = None if spec.sinks is None else spec.sinks.astype(jnp.float32)
-    if recalled is not None:
-        out, lse = recalled
-        out = _filled(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
-        recalled = out, lse.reshape(rows, dims.N, dims.T)
-    out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, recalled)
+    if result is not None:
+        out, lse = result
+        out = _pad(out.reshape(rows, *out.shape[-3:]), _features(dims)).astype(q.dtype)
+        result = out, lse.reshape(rows, dims.N, dims.T)
+    out, lse = edge_cases.attend(call, spec.mask is not None, q, k, v, bias, sinks, band, result)
     out = out[..., : dims.Hv].reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse.reshape(*dims.B, dims.N, dims.T)
 
 
-def _filled(x: jax.Array, features: int) -> jax.Array:
+def _pad(x: jax.Array, features: int) -> jax.Array:
     return jnp.pad(x, ((0, 0),) * 3 + ((0, features - x.shape[-1]),))
 
 
 def _features(dims: Dims) -> int:
-    """Return the features of queries, keys and values as cuDNN gets them."""
+    """Return the padded number of features of queries, keys and values."""
     return 8 * -(-max(dims.H, dims.Hv) // 8)

@@ -1,8 +1,8 @@
-"""cuDNN's attention, and what it leaves open: rows that see nothing, NaN, lse, sinks.
+"""cuDNN's attention with defined results for fully masked rows, NaN, the lse, and sinks.
 
 With p = exp(scores − lse), cuDNN's backward pass computes d score = p·(dout·v − Σ dout·out) from
-the lse and the out that it is given. So of a sink, which takes its share of cuDNN's output by the
-lse, out′ = out·σ(lse − sink) and lse′ = log(exp(lse) + exp(sink)), it gives the gradients as it is.
+the given lse and out. So with a sink, where out′ = out·σ(lse − sink) and
+lse′ = log(exp(lse) + exp(sink)), it computes the right gradients from out′ and lse′.
 """
 
 import functools
@@ -18,43 +18,33 @@ from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.spec import Result
 
-# Stands for −∞ in a bias, of which cuDNN makes NaN; it is the number that jax.nn takes. An lse
-# below half of it is that of a row whose biases were all −∞.
-NOTHING = -float(2**41)
-# An lse that makes every weight exp(score − lse) vanish, and is no infinity to subtract.
-_FAR = 1e30
+# Replaces −∞ in a bias, for which cuDNN returns NaN. jax.nn uses the same number. If all biases of
+# a row are −∞, its lse is below half of this.
+MIN_BIAS = -float(2**41)
+# A finite lse for which every weight exp(score − lse) is 0.
+_MAX_LSE = 1e30
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def attend(
     call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None,
-    sinks: jax.Array | None, band: Band, recalled: Result | None,
+    sinks: jax.Array | None, band: Band, result: Result | None,
 ) -> Result:  # fmt: skip
     """Attend within rows.
 
-    Args:
-      call: what is known before tracing.
-      masked: whether the call has a mask. With neither mask nor bias every row sees all, and NaN
-        spreads by itself.
-      q: [rows, T, N, F].
-      k: [rows, S, K, F].
-      v: [rows, S, K, F].
-      bias: [rows|1, N|1, T, S], finite or NaN.
-      sinks: float32 [N].
-      band: with lengths of each row.
-      recalled: the result, if it is known already, of these keys and others and without sinks: then
-        only the gradients are computed.
-
-    Returns:
-      out [rows, T, N, F]; lse [rows, N, T], −∞ where no key is seen, and there is no sink.
+    q is [rows, T, N, F], k and v are [rows, S, K, F], bias is [rows|1, N|1, T, S], finite or NaN,
+    and sinks are float32 [N]. `masked` is False if the call has no mask. Without mask and bias,
+    every row sees all keys, and NaN spreads by itself. Given a precomputed `result` of these and
+    other keys, without sinks, only its gradients are computed. Returns out [rows, T, N, F], and lse
+    [rows, N, T], −∞ for fully masked rows without a sink.
     """
-    return _attend(call, masked, q, k, v, bias, sinks, band, recalled)[0]
+    return _attend(call, masked, q, k, v, bias, sinks, band, result)[0]
 
 
 class _Saved(NamedTuple):
-    """The operands, finite where there is a mask, the out with sinks, and the lse without them.
+    """The residuals: inputs, finite under a mask, out with sinks, and lse without sinks.
 
-    So the lse tells which rows see no key (−∞), and which see NaN.
+    The lse tells which rows are fully masked (−∞), and which see NaN.
     """
 
     q: jax.Array
@@ -69,15 +59,15 @@ class _Saved(NamedTuple):
 
 def _attend(
     call: CudnnCall, masked: bool, q: jax.Array, k: jax.Array, v: jax.Array,
-    bias: jax.Array | None, sinks: jax.Array | None, band: Band, recalled: Result | None,
+    bias: jax.Array | None, sinks: jax.Array | None, band: Band, result: Result | None,
 ) -> tuple[Result, _Saved]:  # fmt: skip
-    """Return the result, and the values that its gradients need."""
+    """Return the result, and the residuals of its gradients."""
     nan_rows = None
     if masked:
-        nan_rows = _nan_rows(q, k, v, band) if recalled is None else None
-        # In cuDNN's operands NaN would meet weights of 0, whatever it does with masked scores.
+        nan_rows = _nan_rows(q, k, v, band) if result is None else None
+        # In cuDNN's inputs, NaN would meet weights of 0.
         q, k, v = finite(q), finite(k), finite(v)
-    out, lse = recalled or _attend_keys(call, q, k, v, bias, band, nan_rows)
+    out, lse = result or _attend_keys(call, q, k, v, bias, band, nan_rows)
     saved = _Saved(q, k, v, bias, sinks, band, out, lse)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)
@@ -85,7 +75,7 @@ def _attend(
 
 
 def _nan_rows(q: jax.Array, k: jax.Array, v: jax.Array, band: Band) -> jax.Array:
-    """Return True for queries that see a value which is not finite, bool [rows, N, T]."""
+    """Return True for queries that see a value that is not finite, bool [rows, N, T]."""
     bad_q, bad_k, bad_v = (~jnp.isfinite(x).all(-1) for x in (q, k, v))
     start, end = band.keys(q.shape[1], k.shape[1])
     by_keys = bands.any_between(bad_k | bad_v, start, end)
@@ -97,7 +87,7 @@ def _attend_keys(
     call: CudnnCall, q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None, band: Band,
     nan_rows: jax.Array | None,
 ) -> Result:  # fmt: skip
-    """Attend by cuDNN; 0 and −∞ for rows that see nothing, NaN for nan_rows [rows, N, T]."""
+    """Attend by cuDNN, and set fully masked rows to 0 and −∞, and nan_rows [rows, N, T] to NaN."""
     out, lse = primitives.forward(call, q, k, v, bias, *band.operands())
     lse = lse if band.runs is None else band.runs.lse(lse)
     if nan_rows is None and bias is None:
@@ -105,7 +95,7 @@ def _attend_keys(
     start, end = band.keys(q.shape[1], k.shape[1])
     is_empty = (end <= start)[:, None]
     if bias is not None:
-        is_empty = is_empty | (lse < NOTHING / 2)
+        is_empty = is_empty | (lse < MIN_BIAS / 2)
     lse = jnp.where(is_empty, -jnp.inf, lse)
     if nan_rows is not None:
         lse = jnp.where(nan_rows, jnp.nan, lse)
@@ -115,11 +105,11 @@ def _attend_keys(
 
 
 def _add_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> Result:
-    """Add to each head's keys its sink, which gives nothing."""
+    """Add each head's sink, which has no value, to the softmax."""
     sinks = sinks[None, :, None]
     share = jnp.where(lse == -jnp.inf, 0.0, jax.nn.sigmoid(lse - sinks))
-    whole = out.astype(share.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
-    return whole.astype(out.dtype), jnp.logaddexp(lse, sinks)
+    scaled = out.astype(share.dtype) * jnp.swapaxes(share, 1, 2)[..., None]
+    return scaled.astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
 def _forward(call: CudnnCall, masked: bool, *primals: Any) -> tuple[Result, _Saved]:
@@ -135,7 +125,7 @@ def _backward(call: CudnnCall, masked: bool, saved: _Saved, cotangents: Any) -> 
         lse = jnp.logaddexp(lse, sinks[None, :, None])
     has_edges = masked or saved.bias is not None
     nan_rows = jnp.isnan(saved.lse)
-    # Without weight and without cotangent these rows add exactly 0, though they hold NaN.
+    # With a weight and a cotangent of 0, these rows add exactly 0 even if they hold NaN.
     off = nan_rows | (saved.lse == -jnp.inf) if has_edges else None
     if off is not None:
         off_rows = jnp.swapaxes(off, 1, 2)[..., None]
@@ -143,7 +133,7 @@ def _backward(call: CudnnCall, masked: bool, saved: _Saved, cotangents: Any) -> 
         dout = None if dout is None else jnp.where(off_rows, 0, dout).astype(out.dtype)
     dsinks = None if sinks is None else _sink_gradient(sinks, lse, out, dout, dlse)
     if off is not None:
-        lse = jnp.where(off, _FAR, lse)
+        lse = jnp.where(off, _MAX_LSE, lse)
         dlse = None if dlse is None else jnp.where(off, 0, dlse)
     dq, dk, dv, dbias = _pull(call, saved, lse, out, dout, dlse)
     if has_edges:
@@ -161,7 +151,7 @@ def _pull(
     call: CudnnCall, saved: _Saved, lse: jax.Array, out: jax.Array, dout: jax.Array | None,
     dlse: jax.Array | None,
 ) -> Any:  # fmt: skip
-    """Return the gradients of q, k, v and bias by cuDNN, a pass for each cotangent there is."""
+    """Return the gradients of q, k, v and bias by cuDNN, with a pass for each cotangent."""
     q, k, v, bias, band = saved.q, saved.k, saved.v, saved.bias, saved.band
     pull = functools.partial(primitives.backward, call)
     operands = (bias, *band.operands(), lse if band.runs is None else band.runs.by_run(lse))
@@ -169,13 +159,12 @@ def _pull(
     if dout is not None:
         gradients = pull(q, k, v, *operands, out, dout)
     if dlse is not None:
-        # d score = p·(dout·v − dout·out), where p·dlse is missing: give values that are 1 in one
-        # feature, dlse there in place of dout, and 0 in place of out.
+        # cuDNN computes p·(dout·v − dout·out). To get p·dlse, pass values of 1 in one feature,
+        # dlse in this feature of dout, and 0 as out.
         one = jnp.zeros_like(v).at[..., 0].set(1)
-        of_lse = jnp.zeros_like(out).at[..., 0].set(jnp.swapaxes(dlse, 1, 2).astype(out.dtype))
-        dq, dk, _, dbias = pull(q, k, one, *operands, jnp.zeros_like(out), of_lse)
-        more = dq, dk, jnp.zeros_like(v), dbias
-        gradients = jax.tree.map(jnp.add, gradients, more)
+        as_dout = jnp.zeros_like(out).at[..., 0].set(jnp.swapaxes(dlse, 1, 2).astype(out.dtype))
+        dq, dk, _, dbias = pull(q, k, one, *operands, jnp.zeros_like(out), as_dout)
+        gradients = jax.tree.map(jnp.add, gradients, (dq, dk, jnp.zeros_like(v), dbias))
     return gradients
 
 
@@ -189,7 +178,7 @@ def _mark_edges(
     by_key = bands.any_between(by_query, start, end)
     by_key = by_key.reshape(*by_key.shape[:2], dk.shape[2], -1).any(-1)
     if band.runs is not None:
-        # cuDNN writes gradients of the tokens of documents alone.
+        # cuDNN writes gradients only for tokens of documents.
         first, last = band.keys(T, S)
         dq = jnp.where((last <= first)[..., None, None], 0, dq)
         dk, dv = (jnp.where((end <= start)[..., None, None], 0, x) for x in (dk, dv))
@@ -200,7 +189,7 @@ def _sink_gradient(
     sinks: jax.Array, lse: jax.Array, out: jax.Array, dout: jax.Array | None,
     dlse: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    """Return Σ p·(dlse − dout·out) over each head's queries: a sink gives nothing."""
+    """Return Σ p·(dlse − dout·out) over each head's queries, because a sink has no value."""
     weight = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks[None, :, None] - lse))
     delta = jnp.zeros_like(lse) if dlse is None else dlse
     if dout is not None:

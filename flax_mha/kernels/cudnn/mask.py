@@ -1,4 +1,4 @@
-"""Masks that cuDNN takes: a band along the diagonal, within lengths and runs."""
+"""The masks that cuDNN supports: a band along the diagonal, within lengths and runs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,21 +15,21 @@ from flax_mha.kernels.spec import AttentionSpec
 from flax_mha.masks import FULL, Causal, Lengths, Mask, Segments, Window
 from flax_mha.masks.tiles import is_static
 
-_OF_RUNS = (
-    " (for packed documents leave them out: masks count tokens in the order given, and positions "
-    "that begin anew in each document are for rotary, a layer's `positions`)"
+_POSITIONS_OF_RUNS = (
+    " (for packed documents leave them out: masks count tokens in their order, and positions that "
+    "restart in each document belong into the layer's `positions`, for rotary)"
 )
 
 
 class Band(struct.PyTreeNode):
-    """The query of index i < q sees the keys of indices j < k, i − left ≤ j ≤ i, of its own run.
+    """A band: query i < q sees keys j < k of its run with i − left ≤ j ≤ i.
 
     Attributes:
-      q: int32 [rows|1], 0 … T.
-      k: int32 [rows|1], 0 … S.
-      causal: True if j ≤ i is asked at all.
-      left: how far back; None for all. Asked only with `causal`.
-      runs: of packed documents; None for one document a row.
+      q: the number of queries, int32 [rows|1], 0 … T.
+      k: the number of keys, int32 [rows|1], 0 … S.
+      causal: True if the rule j ≤ i applies.
+      left: the number of earlier keys that a query sees, only with `causal`; None for all.
+      runs: the packed documents; None for one document per row.
     """
 
     q: Any
@@ -39,33 +39,33 @@ class Band(struct.PyTreeNode):
     runs: "Runs | None" = None
 
     def operands(self) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Return the lengths of queries and keys for cuDNN, at least 1, and where runs begin."""
+        """Return cuDNN's lengths of queries and keys, at least 1, and the offsets of runs."""
         if self.runs is None:
-            # Rows without any are set by `edge_cases`.
+            # `edge_cases` sets the outputs of rows of length 0.
             return jnp.maximum(self.q, 1), jnp.maximum(self.k, 1), None
         return self.runs.lengths(self.q), self.runs.lengths(self.k), self.runs.offsets()
 
     def keys(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-        """Return the first key each query sees, and the one after the last, int32 [rows|1, T]."""
+        """Return the first key that each query sees, and the end, int32 [rows|1, T]."""
         i = jnp.arange(T, dtype=jnp.int32)[None]
         k = self.k[:, None]
         end = jnp.minimum(k, i + 1) if self.causal else jnp.broadcast_to(k, (len(self.k), T))
         start = jnp.zeros_like(i) if self.left is None else jnp.clip(i - self.left, 0, S)
-        start, end = self._of_run(start, end)
+        start, end = self._clip_to_run(start, end)
         return start, jnp.where(i < self.q[:, None], end, 0)
 
     def queries(self, T: int, S: int) -> tuple[jax.Array, jax.Array]:
-        """Return the first query that sees each key, and one after the last, int32 [rows|1, S]."""
+        """Return the first query that sees each key, and the end, int32 [rows|1, S]."""
         j = jnp.arange(S, dtype=jnp.int32)[None]
         q = jnp.minimum(self.q, T)[:, None]
         end = jnp.broadcast_to(q, (len(self.q), S))
         if self.left is not None:
             end = jnp.minimum(q, j + self.left + 1)
         start = jnp.minimum(j, T) if self.causal else jnp.zeros_like(j)
-        start, end = self._of_run(start, end)
+        start, end = self._clip_to_run(start, end)
         return start, jnp.where(j < self.k[:, None], end, 0)
 
-    def _of_run(self, start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _clip_to_run(self, start: jax.Array, end: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.runs is None:
             return start, end
         first, last = self.runs.bounds()
@@ -75,7 +75,7 @@ class Band(struct.PyTreeNode):
 def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
     """Return True where any flag [rows, L, n] is set at start ≤ index < end [rows|1, M].
 
-    The result is bool [rows, M, n], by sums of the flags before each index: O(L + M).
+    The result is bool [rows, M, n]. Cumulative sums of the flags take O(L + M).
     """
     before = jnp.pad(jnp.cumsum(flags, 1, jnp.int32), ((0, 0), (1, 0), (0, 0)))
     rows = len(flags)
@@ -88,23 +88,23 @@ def any_between(flags: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array
 
 
 def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
-    """Return the call's mask as a band, or the reason why it is none."""
+    """Return the call's mask as a band, or the reason why it is not one."""
     at = spec.at(dims)
     masks = conjuncts(spec.mask)
     parts = MaskParts.of(mask for mask in masks if not _allows_all(mask, at.q, at.k, dims))
-    lengths, packed, near = parts.lengths, parts.segments, _Reach.of(parts.band)
+    lengths, packed, positional = parts.lengths, parts.segments, _Reach.of(parts.band)
     no_runs = (*(mask for mask in packed if not mask.runs), *packed[1:])
-    foreign = (*parts.others, *parts.queries, *parts.keys, *no_runs)
-    reads_both = near != _Reach() or bool(packed)
+    unsupported = (*parts.others, *parts.queries, *parts.keys, *no_runs)
+    reads_both = positional != _Reach() or bool(packed)
     reads_q = reads_both or any(mask.q is not None for mask in lengths)
     first_q, first_k = _first(at.q), _first(at.k)
     q0, k0 = first_q or 0, first_k or 0
-    reach = near.shifted(q0 - k0, dims)
+    reach = positional.shift(q0 - k0, dims)
     is_causal = reach.right == 0
-    uneven = "do not count from one number that is known before tracing" + _OF_RUNS * bool(packed)
+    uneven = "do not count up from one static number" + _POSITIONS_OF_RUNS * bool(packed)
     refusals = {
         "takes Causal, Window, Lengths and one Segments of runs joined by &, got "
-        + "".join(map(_name, foreign[:1])): bool(foreign),
+        + "".join(map(_name, unsupported[:1])): bool(unsupported),
         "needs at_most of Segments in runs: memory for each of them": any(
             mask.at_most is None for mask in packed
         ),
@@ -126,25 +126,27 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
 
 
 class _Reach(NamedTuple):
-    """The number of keys that a query may see before and after itself; None for no limit."""
+    """The numbers of keys that a query sees before and after itself (None: all)."""
 
     left: int | None = None
     right: int | None = None
 
     @classmethod
     def of(cls, band: Sequence[Causal | Window]) -> "_Reach":
-        """Return the nearest limits of masks."""
+        """Return the smallest limits of some masks."""
         left = [mask.left for mask in band if isinstance(mask, Window)]
         right = [mask.right if isinstance(mask, Window) else 0 for mask in band]
-        near = (min((x for x in side if x is not None), default=None) for side in (left, right))
-        return cls(*near)
+        least = (min((x for x in side if x is not None), default=None) for side in (left, right))
+        return cls(*least)
 
-    def shifted(self, by: int, dims: Dims) -> "_Reach":
-        """Return the limits in indices, of positions of queries ahead by so many; no idle ones."""
+    def shift(self, by: int, dims: Dims) -> "_Reach":
+        """Return the limits of indices, for query positions shifted by a number, without idle
+        limits.
+        """
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right + by
         left = None if left is None or left >= dims.T - 1 else left
-        # A window has to end somewhere.
+        # A window needs a right end.
         is_idle = right is None or (left is None and right >= dims.S - 1)
         return _Reach(left, None if is_idle else right)
 
@@ -159,15 +161,15 @@ def _runs(packed: Sequence[Segments], dims: Dims) -> "Runs | None":
 
 
 def _allows_all(mask: Mask, q: Array, k: Array, dims: Dims) -> bool:
-    """Return True if it is known before tracing that a mask allows everything."""
+    """Return True if a static mask allows everything."""
     if not is_static(q, k):
         return False
-    verdict = mask.tiles(tiles_of(q, k, dims.T, dims.S))
-    return is_static(verdict) and bool((np.asarray(verdict) == FULL).all())
+    states = mask.tiles(tiles_of(q, k, dims.T, dims.S))
+    return is_static(states) and bool((np.asarray(states) == FULL).all())
 
 
 def _first(x: Array) -> int | None:
-    """Return the first position, if the positions of every row are known and count on from it."""
+    """Return the first position, if the positions of all rows are static and count up from it."""
     if not is_static(x):
         return None
     rows = np.asarray(x).reshape(-1, max(x.shape[-2:]))
@@ -176,7 +178,7 @@ def _first(x: Array) -> int | None:
 
 
 def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
-    """Return the smallest of lengths [*B|1, 1, 1, 1] and `most`, int32 [rows|1]."""
+    """Return the minimum of lengths [*B|1, 1, 1, 1] and `most`, int32 [rows|1]."""
     least = jnp.full(1, most, jnp.int32)
     for x in lengths:
         least = jnp.minimum(least, jnp.asarray(flat_batch(x, dims), jnp.int32).reshape(-1))
@@ -184,10 +186,10 @@ def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
 
 
 def _name(mask: Mask) -> str:
-    """Return a mask's name, and why it is not taken, where others of its class are."""
+    """Return a mask's name, with the reason if only some masks of its class are supported."""
     remarks = {
         Lengths: " of each query",
-        Segments: ", not known to be runs (say runs=True, or give Documents)",
+        Segments: ", not known to be runs (give runs=True, or use Documents)",
     }
     return type(mask).__name__ + remarks.get(type(mask), "")
 
@@ -197,24 +199,24 @@ def _signed(reach: int | None, where: str) -> str:
 
 
 class Runs(struct.PyTreeNode):
-    """The runs of rows of T tokens, for queries and keys alike.
+    """The runs of consecutive tokens in rows of T tokens, for queries and keys alike.
 
     Attributes:
-      index: int32 [rows|1, T], the run of each token, 0, 1, …; from `most` on, of none.
-      most: the most runs of a row, 2 at least: JAX takes one for no ragged layout.
+      index: the run of each token, int32 [rows|1, T], from 0; `most` or more for no run.
+      most: the maximum number of runs of a row, at least 2. JAX uses no ragged layout for 1.
     """
 
     index: Any
     most: int = struct.field(pytree_node=False)
 
     def starts(self) -> jax.Array:
-        """Return where each run begins, and the last one ends, int32 [rows|1, most + 1]."""
+        """Return the start of each run, and the end of the last, int32 [rows|1, most + 1]."""
         numbers = jnp.arange(self.most + 1, dtype=jnp.int32)
         before = self.index[:, None] < numbers[None, :, None]
         return before.sum(-1, dtype=jnp.int32)
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        """Return where each token's run begins and ends, int32 [rows|1, T]; alike without one."""
+        """Return the start and end of each token's run, int32 [rows|1, T], equal if it has none."""
         starts = self.starts()
         begin, end = (
             jnp.take_along_axis(starts, jnp.minimum(self.index + i, self.most), 1) for i in (0, 1)
@@ -222,9 +224,9 @@ class Runs(struct.PyTreeNode):
         return begin, end
 
     def lengths(self, limit: jax.Array) -> jax.Array:
-        """Count the tokens of each run before limit [rows], and one at least, [rows, most].
+        """Count the tokens of each run before a limit [rows], at least 1, [rows, most].
 
-        Where there are none, and the run has some, `edge_cases` sets the rows.
+        If a run has tokens, but none before the limit, `edge_cases` sets its outputs.
         """
         starts = self.starts()
         sizes = starts[:, 1:] - starts[:, :-1]
@@ -232,11 +234,11 @@ class Runs(struct.PyTreeNode):
         return jnp.clip(limit[:, None] - starts[:, :-1], least, sizes)
 
     def offsets(self) -> jax.Array:
-        """Return where each run begins, as JAX takes it, int32 [rows, most + 1]; −1 is no run."""
+        """Return the start of each run in JAX's form, int32 [rows, most + 1], −1 for no run."""
         return self.starts().at[:, -1].set(-1)
 
     def lse(self, by_run: jax.Array) -> jax.Array:
-        """Gather [rows, N, T] from cuDNN's [rows, most, N, T]."""
+        """Gather an lse [rows, N, T] from cuDNN's [rows, most, N, T]."""
         begin, _ = self.bounds()
         local = jnp.arange(self.index.shape[1], dtype=jnp.int32)[None] - begin
 
@@ -246,7 +248,7 @@ class Runs(struct.PyTreeNode):
         return jax.vmap(row)(by_run, jnp.minimum(self.index, self.most - 1), local)
 
     def by_run(self, lse: jax.Array) -> jax.Array:
-        """Spread [rows, N, T] to [rows, most, N, T]; behind a run's end stands anything."""
+        """Scatter [rows, N, T] to [rows, most, N, T], with arbitrary values beyond a run's end."""
         T = lse.shape[-1]
         of_row = self.starts()[:, :-1, None] + jnp.arange(T, dtype=jnp.int32)[None, None]
         of_row = jnp.minimum(of_row, T - 1)

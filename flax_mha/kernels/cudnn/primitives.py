@@ -1,6 +1,6 @@
-"""The attention primitives of cuDNN in JAX: forward, backward, under vmap, and on which GPUs.
+"""cuDNN's attention primitives in JAX: forward, backward, under vmap, and supported GPUs.
 
-JAX's own batching of them, before 0.11, takes no operand that is shared by the batch.
+JAX's own batching rule, before 0.11, supports no operand that the batch shares.
 """
 
 import functools
@@ -15,16 +15,16 @@ from jax._src.cudnn import fused_attention_stablehlo
 from flax_mha.base import private_jax
 from flax_mha.kernels.spec import Platform
 
-# Private; `private.NAMES` says what is expected of it.
+# Private. `private_jax.NAMES` lists the names used here.
 fused: Any = fused_attention_stablehlo
 
 
 class Gpu(NamedTuple):
-    """A GPU, as far as it decides which calls run.
+    """The properties of a GPU that decide which calls run.
 
     Attributes:
       capability: the compute capability, (9, 0) for Hopper.
-      cudnn: its version.
+      cudnn: the version of cuDNN.
     """
 
     capability: tuple[int, int]
@@ -32,12 +32,12 @@ class Gpu(NamedTuple):
 
     @property
     def features(self) -> int:
-        """The most features of a head, in the backward pass."""
+        """The maximum number of features of a head, in the backward pass."""
         return 256 if self.capability[0] == 9 else 128
 
 
-# The compute capability of GPUs that are compiled for and are not here, by a word of their names:
-# JAX says it only of devices at hand. Source: developer.nvidia.com/cuda/gpus.
+# The compute capability of GPUs by a word of their names, to compile for GPUs that are not local.
+# Source: developer.nvidia.com/cuda/gpus.
 _CAPABILITIES = {
     "V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A10G": (8, 6), "A40": (8, 6),
     "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "H20": (9, 0),
@@ -46,7 +46,7 @@ _CAPABILITIES = {
 
 
 def gpu(platform: Platform) -> Gpu | str:
-    """Return the GPU that a call will run on, not always here, or why cuDNN can't."""
+    """Return the GPU that a call will run on, local or not, or the reason against cuDNN."""
     capability = _capability(platform.device)
     if isinstance(capability, str):
         return capability
@@ -59,11 +59,11 @@ def gpu(platform: Platform) -> Gpu | str:
 
 
 def _capability(device: str) -> tuple[int, int] | str:
-    here = jax.local_devices()[0]
-    if device == here.device_kind:
-        if "cuda" not in here.client.platform_version:
-            return f"runs on NVIDIA GPUs only, this is {here.device_kind}"
-        major, minor = (int(x) for x in here.compute_capability.split("."))
+    local = jax.local_devices()[0]
+    if device == local.device_kind:
+        if "cuda" not in local.client.platform_version:
+            return f"runs on NVIDIA GPUs only, this is {local.device_kind}"
+        major, minor = (int(x) for x in local.compute_capability.split("."))
         return major, minor
     # As NVIDIA's driver names them: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
     words = device.replace("-", " ").split()
@@ -72,14 +72,14 @@ def _capability(device: str) -> tuple[int, int] | str:
 
 
 class CudnnCall(NamedTuple):
-    """A call as far as it is known before tracing.
+    """The static part of a call.
 
     Attributes:
-      scale: of the scores.
-      causal: whether the query of index i sees the keys j ≤ i alone.
-      left: and those of i − left ≤ j alone; None for all.
-      divisible: whether XLA may divide it between devices.
-      cap: c of c·tanh(score/c), before the mask; None for none.
+      scale: the factor of the scores.
+      causal: True if query i sees only keys j ≤ i.
+      left: the number of earlier keys that a query sees; None for all.
+      divisible: True if XLA may shard the call between devices.
+      cap: c of c·tanh(score/c), applied before the mask; None for none.
     """
 
     scale: float
@@ -91,8 +91,8 @@ class CudnnCall(NamedTuple):
     def settings(self, has_bias: bool) -> dict[str, Any]:
         """Return the parameters of both primitives.
 
-        Lengths are always given: without, cuDNN's backward kernels for Hopper score what follows
-        the last key 0, and exp(0 − lse) is infinite where lse < −88.
+        Lengths are always given. Without them, cuDNN's backward kernels for Hopper use a score of 0
+        beyond the last key, and exp(0 − lse) is infinite for lse < −88.
         """
         mask = fused.MaskType.PADDING_CAUSAL if self.causal else fused.MaskType.PADDING
         return {
@@ -107,14 +107,12 @@ class CudnnCall(NamedTuple):
 
 
 def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
-    """Return out [rows, T, N, F] and lse, float32 [rows, N, T], vmapped axes first.
+    """Return out [rows, T, N, F] and lse, float32 [rows, N, T], with vmapped axes first.
 
-    Args:
-      call: what is known before tracing.
-      *args: q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None, the
-        lengths of queries and keys, int32 [rows], at least 1, and None. Or, of rows that are cut
-        into runs, lengths [rows, runs] and offsets [rows, runs + 1]; the lse is then
-        [rows, runs, N, T].
+    The arguments are q [rows, T, N, F], k and v [rows, S, K, F], bias [rows|1, N|1, T, S] or None,
+    the lengths of queries and keys, int32 [rows], at least 1, and None. With packed documents, they
+    are lengths [rows, runs], and offsets [rows, runs + 1] instead of None. The lse is then [rows,
+    runs, N, T].
     """
 
     @jax.custom_batching.custom_vmap
@@ -125,23 +123,20 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
 
     @run.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
-        folded = _folded(size, batched, args)
+        folded = _fold(size, batched, args)
         if args[3] is not None and not batched[3] and len(args[3]) == 1:
             folded[3] = args[3]
         out, lse = forward(call, *folded)
-        return (_unfolded(out, size), _unfolded(lse, size)), (True, True)
+        return (_unfold(out, size), _unfold(lse, size)), (True, True)
 
     return run(*args)
 
 
 def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
-    """Return the gradients of q, k, v and bias.
+    """Return the gradients of q, k, v and bias, given the arguments of `forward`, lse, out and
+    dout.
 
-    With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out), and so on as usual.
-
-    Args:
-      call: what is known before tracing.
-      *args: those of `forward`, then lse, out and dout.
+    With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out).
     """
 
     @jax.custom_batching.custom_vmap
@@ -154,8 +149,8 @@ def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
 
     @run.def_vmap
     def _(size: int, batched: Any, *args: Any) -> Any:
-        gradients = backward(call, *_folded(size, batched, args))
-        *qkv, dbias = (None if x is None else _unfolded(x, size) for x in gradients)
+        gradients = backward(call, *_fold(size, batched, args))
+        *qkv, dbias = (None if x is None else _unfold(x, size) for x in gradients)
         if dbias is not None and args[3].shape[batched[3]] == 1:
             dbias = dbias.sum(1, keepdims=True)
         gradients = (*qkv, dbias)
@@ -165,7 +160,7 @@ def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
 
 
 def takes_caps(device: Gpu) -> bool:
-    """Return True if this JAX and that GPU have functions of the scores."""
+    """Return True if this JAX and GPU support functions of the scores."""
     forward = fused._dot_product_attention_fwd_impl
     newer = device.capability >= (9, 0) and device.cudnn >= (9, 13, 0)
     return newer and private_jax.takes(forward, "score_mod")
@@ -173,10 +168,10 @@ def takes_caps(device: Gpu) -> bool:
 
 @functools.cache
 def capped(cap: float) -> Any:
-    """Return the function of scores that XLA turns into cuDNN's operations.
+    """Return a soft cap of scores that XLA can convert to cuDNN's operations.
 
-    Its gradient is written without 1 − tanh²: XLA ends the process at a difference whose first
-    operand is a number.
+    Its gradient is written without 1 − tanh², because XLA aborts the process at a difference with a
+    constant as its first operand.
     """
 
     @jax.custom_vjp
@@ -195,21 +190,21 @@ def capped(cap: float) -> Any:
 
 
 def _bind(phase: str, call: CudnnCall, operands: Sequence[Any], settings: dict[str, Any]) -> Any:
-    """Call cuDNN: the primitive itself, or the one that XLA may divide between devices."""
-    whole = getattr(fused, f"_dot_product_attention_{phase}_impl")
-    if private_jax.takes(whole, "score_mod"):
-        # From JAX 0.11 on, for a function of the scores.
+    """Call a cuDNN primitive directly, or in the form that XLA may shard between devices."""
+    function = getattr(fused, f"_dot_product_attention_{phase}_impl")
+    if private_jax.takes(function, "score_mod"):
+        # From JAX 0.11 on.
         settings = settings | {"score_mod": None if call.cap is None else capped(call.cap)}
         if not call.divisible:
-            # JAX loses the gradients of its arguments, so it has none.
+            # No arguments, because JAX loses their gradients.
             settings = settings | {"score_mod_args": ()}
     if call.divisible:
-        whole = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
-    return whole(*operands, **settings)
+        function = getattr(fused, f"_dot_product_attention_{phase}_p_wrapper").bind
+    return function(*operands, **settings)
 
 
 def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments of `forward` in the primitives' order, with empty ones for pages."""
+    """Return the arguments of `forward` in the primitives' order, with empty page tables."""
     q, k, v, bias, *lengths, offsets = args
     unused = jnp.zeros(0, q.dtype)
     if offsets is None:
@@ -217,13 +212,13 @@ def _operands(args: Sequence[Any]) -> tuple[Any, ...]:
     elif max(q.size, k.size) > np.iinfo(np.int32).max:
         raise ValueError(
             f"kernel='cudnn' counts numbers of packed documents in int32, got queries {q.shape} "
-            f"and keys {k.shape} on a device; map over fewer rows, or divide them over a mesh"
+            f"and keys {k.shape} on a device; map over fewer rows, or shard them over a mesh"
         )
     return q, k, v, unused if bias is None else bias, *lengths, offsets, offsets, unused, unused
 
 
-def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
-    """Make the axis of a vmap, first in arrays that have it, part of the rows of all."""
+def _fold(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
+    """Merge the leading axis of a vmap into the rows of all arrays."""
     rows = args[0].shape[batched[0]]
 
     def fold(x: Any, has: Any) -> Any:
@@ -236,5 +231,5 @@ def _folded(size: int, batched: Any, args: Sequence[Any]) -> list[Any]:
     return [fold(x, has) for x, has in zip(args, batched, strict=True)]
 
 
-def _unfolded(x: jax.Array, size: int) -> jax.Array:
+def _unfold(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(size, -1, *x.shape[1:])

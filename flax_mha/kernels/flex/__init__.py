@@ -1,13 +1,13 @@
-"""Attention under any of our masks and scores on TPUs: a kernel of our own, in Pallas.
+"""Attention under any mask and score function on TPUs: a Pallas kernel.
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
-Memory is O(T + S), beside the arrays that masks and scores hold. Tiles that the mask excludes are
-skipped, forward and backward, and it is evaluated only in those that it splits. Masks and scores
-are carried out in the kernel, a user's functions included (see `mosaic`), and so is the derivative
-of the scores. The backward pass computes the scores again, from the saved maximum and sum, once for
-dq, once for dk and dv, and once for learned arrays of each layout over the scores: where a bias of
-queries × keys is shared, rows and heads are summed in the kernel. XLA leaves out what isn't asked.
+Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
+backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
+ones included, run in the kernel (see `mosaic`), and so do the derivatives of scores. The backward
+pass recomputes the scores from the saved maximum and sum, once for dq, once for dk and dv, and once
+for the learned arrays of each layout over the scores. If rows and heads share a bias of
+queries × keys, its gradient is summed in the kernel. XLA removes the passes that are not needed.
 
 Sources: Dao, "FlashAttention-2", 2023; Dong et al., "Flex Attention", 2024, for the idea; Milakov
 and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -37,17 +37,17 @@ from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.base import evaluate
 from flax_mha.masks.tiles import is_static
 
-# The most entries of a table of tiles: they lie in scalar memory.
+# The maximum entries of a table of tiles, in scalar memory.
 TABLE = 2**16
-# The most entries of an argument of a function, which lies whole in fast memory.
+# The maximum entries of a function's argument, in fast memory.
 WHOLE = 2**17
 
 
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """Make the call ready, or return the reason why this kernel can't run it."""
-    if reason := tpu.refuses(q, k, v):
+    """Prepare the call, or return the reason why this kernel does not support it."""
+    if reason := tpu.check(q, k, v):
         return Refusal(reason)
     if spec.precision not in _PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
@@ -67,21 +67,19 @@ _PRECISIONS: dict[Any, Any] = {
 
 def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, traced: "Traced",
-    recalled: Result | None = None,
+    result: Result | None = None,
 ) -> Result:  # fmt: skip
-    """See `reference.attend`; of a recalled result only the gradients are computed.
+    """Compute attention. Given a precomputed result, compute only its first derivatives.
 
-    First derivatives only.
-
-    Arguments of masks and scores arrive in float32, int32, uint32 or bool.
+    Arguments of masks and scores are converted to float32, int32, uint32 or bool.
     """
     dims = shapes.Dims.of(q, k, v)
     call = traced.call
-    verdict = _verdict(spec, dims, call.plan)
-    if is_static(verdict):
-        is_visited = verdict > EMPTY
+    states = _tile_states(spec, dims, call.plan)
+    if is_static(states):
+        is_visited = states > EMPTY
         by_query, by_key = (max(int(np.max(is_visited.sum(axis))), 1) for axis in (-1, -2))
-        full, partial = (bool((verdict == state).any()) for state in (FULL, PARTIAL))
+        full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
         call = call._replace(visits=(by_query, by_key), states=(full, partial))
     if spec.mask is not None:
         k, v = move_nan_to_keys(k, v)
@@ -95,41 +93,41 @@ def _attend(
         [y.store(x, call.plan) for y, x in zip(call.leaves, traced.leaves, strict=True)],
         sinks,
         [y.store(x, call.plan) for y, x in zip(call.closed, traced.closed, strict=True)],
-        jnp.asarray(verdict, jnp.int32),
+        jnp.asarray(states, jnp.int32),
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip
-    if recalled is not None:
-        out, lse = (tpu.heads_first(x, T) for x in (recalled[0], shapes.by_query(recalled[1])))
-        recalled = out.astype(q.dtype), lse[..., 0]
-    out, lse = core(call, recalled, operands)
+    if result is not None:
+        out, lse = (tpu.heads_first(x, T) for x in (result[0], shapes.by_query(result[1])))
+        result = out.astype(q.dtype), lse[..., 0]
+    out, lse = core(call, result, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
 
 
-def _verdict(spec: AttentionSpec, dims: Dims, plan: Plan) -> Array:
+def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan) -> Array:
     """Return the states of the tiles under the mask, [rows|1, N|1, nq, nk]."""
-    verdict = tile_states(spec, spec.at(dims), plan)
-    xp: Any = np if is_static(verdict) else jnp
+    states = tile_states(spec, spec.at(dims), plan)
+    xp: Any = np if is_static(states) else jnp
     if dims.T % plan.block_q:
         # The last block of queries reaches beyond the last query.
-        last = (np.arange(plan.nq) == plan.nq - 1).reshape(1, 1, -1, 1) & (verdict == FULL)
-        verdict = xp.where(last, np.int8(PARTIAL), verdict)
+        last = (np.arange(plan.nq) == plan.nq - 1).reshape(1, 1, -1, 1) & (states == FULL)
+        states = xp.where(last, np.int8(PARTIAL), states)
     for axis in (1, 0):
-        if verdict.size > TABLE:
-            # One for all heads, then for all rows, is still right.
-            least, most = (fn(axis, keepdims=True) for fn in (verdict.min, verdict.max))
-            verdict = xp.where(least == most, least, np.int8(PARTIAL))
-    return verdict
+        if states.size > TABLE:
+            # Share one table between all heads, then between all rows.
+            least, most = (fn(axis, keepdims=True) for fn in (states.min, states.max))
+            states = xp.where(least == most, least, np.int8(PARTIAL))
+    return states
 
 
 class Traced(NamedTuple):
     """A call's masks and scores as functions of tiles.
 
     Attributes:
-      call: with `visits` and `states` as if nothing were known of the mask.
-      closed: the arrays that these functions close over.
-      leaves: of the spec.
+      call: the static part, with `visits` and `states` for an unknown mask.
+      closed: the arrays that the functions close over.
+      leaves: the spec's leaves.
     """
 
     call: FlexCall
@@ -138,7 +136,7 @@ class Traced(NamedTuple):
 
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
-    """Return the functions of a call, or the reason why they can't run in a kernel."""
+    """Return the functions of a call, or the reason why they cannot run in a kernel."""
     plan = _plan(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
@@ -173,7 +171,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
 
 
 def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
-    """Divide the scores: as finely as the mask's blocks, while its table is small enough."""
+    """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
     most = tpu.blocks(dims)
     least = smallest_blocks(spec.mask) or most
     sizes = [min(128 * -(-n // 128), size) for n, size in zip(least, most, strict=True)]
@@ -181,7 +179,7 @@ def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
         plan = Plan(dims, sizes[0], sizes[1])
         if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= TABLE:
             return plan
-        # One table for all heads would skip what none of them sees.
+        # Enlarge the tiles, because a table shared by all heads would skip fewer tiles.
         axis = min((0, 1), key=lambda n: (sizes[n] == most[n], sizes[n]))
         sizes[axis] = min(2 * sizes[axis], most[axis])
     return Plan(dims, *most)
@@ -190,7 +188,7 @@ def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
 def _functions(
     tile: AttentionSpec, plan: Plan
 ) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
-    """Trace the scores of a tile without and with the mask; give the arrays they close over."""
+    """Trace the scores of a tile, without and with the mask, and return the closed-over arrays."""
 
     def plain(tile: AttentionSpec, at: At, s: jax.Array) -> jax.Array:
         return tile.replace(mask=None).apply(s * tile.scale, at)[0]
@@ -201,7 +199,7 @@ def _functions(
         for x in inside:
             allowed = allowed & x
         allowed = jnp.broadcast_to(allowed, s.shape)
-        # Masked scores must not enter the functions, see `AttentionSpec.apply`.
+        # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
         s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
         return jnp.where(allowed, s, -jnp.inf)
 
@@ -217,8 +215,7 @@ def _functions(
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
-        lacking = function.lacks()
-        if lacking:
-            return f"the compiler for TPUs lacks what a mask or a score does: {lacking}"
+        if lacking := function.missing_operation():
+            return f"the compiler for TPUs lacks an operation of a mask or a score: {lacking}"
         functions.append((function, consts))
     return functions[0], functions[1]

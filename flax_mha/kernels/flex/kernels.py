@@ -1,4 +1,4 @@
-"""The kernels of flex: forward, and the gradients of queries, of keys and values, of the rest."""
+"""The kernels of flex: forward, and the gradients of queries, keys and values, and leaves."""
 
 import functools
 import itertools
@@ -23,15 +23,15 @@ class Arrays(NamedTuple):
     """The arrays of a call on one device, or their gradients.
 
     Attributes:
-      q: [R, N, T′, H]; T′ and S′ are the next multiples of the blocks.
+      q: [R, N, T′, H]; T′ and S′ are T and S rounded up to whole blocks.
       k: [R, K, S′, H].
       v: [R, K, S′, Hv].
-      leaves: of the spec.
+      leaves: the spec's leaves.
       sinks: float32 [1, N, 1, 1], or None.
-      closed: the arrays that its functions close over.
-      verdict: the states of the tiles under the mask, int32 [R|1, N|1, nq, nk].
-      rows: indices of the rows, int32 [R].
-      heads: indices of the query heads, int32 [N].
+      closed: the arrays that the functions close over.
+      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
+      rows: the rows' indices, int32 [R].
+      heads: the query heads' indices, int32 [N].
     """
 
     q: Any
@@ -40,16 +40,16 @@ class Arrays(NamedTuple):
     leaves: list[Any]
     sinks: Any
     closed: Any
-    verdict: Any
+    states: Any
     rows: Any
     heads: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def core(call: FlexCall, recalled: Result | None, x: Arrays) -> Result:
-    """Return out [R, N, T′, Hv] and float32 lse [R, N, T′]; the recalled ones, if any."""
-    if recalled is not None:
-        return recalled
+def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
+    """Return out [R, N, T′, Hv] and float32 lse [R, N, T′], precomputed or computed."""
+    if result is not None:
+        return result
     out, stats = _attend(call, x, x.q.dtype)
     return out, _lse(stats)
 
@@ -64,48 +64,44 @@ def _run(
 ) -> Any:  # fmt: skip
     """Run body(step, inputs, outputs, scratch) over the tiles in an order.
 
-    Args:
-      call: what is known before tracing.
-      x: the arrays.
-      axes: of the order.
-      inner: the number of its inner axes.
-      body: of the kernel, given references.
-      name: of the kernel.
-      inputs: of the kernel, a letter each.
-      more: arrays [R, N, ·, T′] (statistics) by their letters, beside those in `x`.
-      outputs: of the kernel: shapes, with their blocks as functions of the order.
-      scratch: shapes, in float32.
+    `axes` and `inner` describe the order, `inputs` has a letter for each input, and `more` holds
+    further inputs [R, N, ·, T′] by letter. `outputs` pairs a shape with the letter of its blocks,
+    or with its `Operand`. `scratch` holds shapes of float32 arrays.
     """
     R, N, _, H = x.q.shape
     bq, bk, Hv = call.plan.block_q, call.plan.block_k, x.v.shape[-1]
-    order, tables = TileOrder.of(axes, inner, x.verdict, call.plan, call.visits, R, N)
+    order, tables = TileOrder.of(axes, inner, x.states, call.plan, call.visits, R, N)
     blocks: dict[str, Any] = {
         "q": ((bq, H), "rni."), "k": ((bk, H), "rhj."), "v": ((bk, Hv), "rhj."),
-        "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "b": ((1, 1), ".n.."),
+        "o": ((bq, Hv), "rni."), "s": ((3, bq), "rn.i"), "t": ((2, bq), "rn.i"),
+        "b": ((1, 1), ".n.."),
     }  # fmt: skip
     arrays = {"q": x.q, "k": x.k, "v": x.v, "b": x.sinks} | more
     operands = [*zip(call.closed, x.closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
     prefetched = [x.rows, x.heads, *tables]
 
     def kernel(*refs: Any) -> None:
-        left = iter(refs)
+        iterator = iter(refs)
         counts = map(len, (prefetched, inputs, operands, outputs, scratch))
-        (rows, heads, *tables), ins, others, outs, kept = (
-            list(itertools.islice(left, count)) for count in counts
+        (rows, heads, *tables), ins, others, outs, sums = (
+            list(itertools.islice(iterator, count)) for count in counts
         )
-        at, first, last = order.current(tables)
-        step = GridStep(call, at, first, last, rows[at.r], heads[at.n], others)
-        body(step, ins, outs, kept)
+        tile, first, last = order.current(tables)
+        step = GridStep(call, tile, first, last, rows[tile.r], heads[tile.n], others)
+        body(step, ins, outs, sums)
 
-    specs = [order.block((None, None, *blocks[a][0]), blocks[a][1]) for a in inputs]
+    def place(letter: str) -> pl.BlockSpec:
+        shape, axes = blocks[letter]
+        return order.block((None, None, *shape), axes)
+
     semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=order.sizes,
-            in_specs=[*specs, *(operand.spec(order, y) for operand, y in operands)],
-            out_specs=[block(order) for _, block in outputs],
+            in_specs=[*map(place, inputs), *(operand.spec(order, y) for operand, y in operands)],
+            out_specs=[place(b) if isinstance(b, str) else b.spec(order, y) for y, b in outputs],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=[shape for shape, _ in outputs],
@@ -126,8 +122,8 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
         def _() -> None:
             acc[...] = jnp.zeros_like(acc)
             total[...] = jnp.full_like(total, 1.0 if sinks else 0.0)
-            none = softmax.begin(jnp.zeros_like(top))
-            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else none
+            initial = softmax.begin(jnp.zeros_like(top))
+            top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
         def visit(tile: Tile) -> None:
             s = tile.score(call.dot(q[...], k[...], 1, 1), tile.leaves)
@@ -139,24 +135,21 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
 
         @pl.when(step.last)
         def _() -> None:
-            whole = softmax.finish(top[...], total[...])[0]
-            out[...] = (call.gain(acc[...]) / whole).astype(out.dtype)
+            divisor = softmax.finish(top[...], total[...])[0]
+            out[...] = (call.gain(acc[...]) / divisor).astype(out.dtype)
             stats[0:1, :] = top[...].T
             stats[1:2, :] = total[...].T
 
-    outputs = [
-        (Shape((R, N, T, Hv), dtype), lambda w: w.block((None, None, bq, Hv), "rni.")),
-        (Shape((R, N, 2, T), jnp.float32), lambda w: w.block((None, None, 2, bq), "rn.i")),
-    ]
+    outputs = [(Shape((R, N, T, Hv), dtype), "o"), (Shape((R, N, 2, T), jnp.float32), "t")]
     inputs = "qkv" if x.sinks is None else "qkvb"
     scratch = [(bq, 1), (bq, 1), (bq, Hv)]
     return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
 
 
-def _forward(call: FlexCall, recalled: Result | None, x: Arrays) -> tuple[Result, Any]:
-    if recalled is not None:
-        return recalled, (x, recalled[0], jnp.stack(softmax.of_lse(recalled[1]), 2))
-    # Not rounded: in δ it must cancel against products of the weights as they are.
+def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
+    if result is not None:
+        return result, (x, result[0], jnp.stack(softmax.split_lse(result[1]), 2))
+    # In float32, because δ must cancel with products of weights that are not rounded.
     out, stats = _attend(call, x, jnp.float32)
     return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
 
@@ -164,14 +157,14 @@ def _forward(call: FlexCall, recalled: Result | None, x: Arrays) -> tuple[Result
 def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
     x, out, stats = residuals
     top, total = stats[:, :, 0], stats[:, :, 1]
-    dout, share, delta = softmax.of_rows(out, total != 0, top, total, *cotangents)
+    dout, share, delta = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
     more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([top, share, delta], 2)}
     if call.guarded:
-        # Factors of gradients that are 0 where masked. A NaN that was seen is in the sum.
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
         x = x._replace(q=finite(x.q), k=finite(x.k))
-    dq = _queries(call, x, more)
-    dk, dv = _keys(call, x, more)
-    leaves = _leaves(call, x, more)
+    dq = _query_gradient(call, x, more)
+    dk, dv = _key_gradients(call, x, more)
+    leaves = _leaf_gradients(call, x, more)
     sinks = None
     if x.sinks is not None:
         by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
@@ -182,15 +175,20 @@ def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Ar
 core.defvjp(_forward, _backward)
 
 
-def _queries(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array:
-    bq, H = call.plan.block_q, x.q.shape[-1]
+def _zero_at_first(step: GridStep, sums: Sequence[Any]) -> None:
+    """Set sums to 0 in the step where they begin."""
 
+    @pl.when(step.first)
+    def _() -> None:
+        for acc in sums:
+            acc[...] = jnp.zeros_like(acc)
+
+
+def _query_gradient(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array:
     def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
         (dq,), (acc,) = outputs, scratch
 
-        @pl.when(step.first)
-        def _() -> None:
-            acc[...] = jnp.zeros_like(acc)
+        _zero_at_first(step, scratch)
 
         def visit(tile: Tile) -> None:
             k = inputs[1][...]
@@ -203,19 +201,17 @@ def _queries(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> jax.Array
         def _() -> None:
             dq[...] = acc[...].astype(dq.dtype)
 
-    output = Shape(x.q.shape, x.q.dtype), lambda w: w.block((None, None, bq, H), "rni.")
-    (dq,) = _run(call, x, "rnit", 1, body, "flex_dq", "qkvos", more, [output], [(bq, H)])
+    outputs = [(Shape(x.q.shape, x.q.dtype), "q")]
+    scratch = [(call.plan.block_q, x.q.shape[-1])]
+    (dq,) = _run(call, x, "rnit", 1, body, "flex_dq", "qkvos", more, outputs, scratch)
     return dq
 
 
-def _keys(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    bk, H, Hv = call.plan.block_k, x.k.shape[-1], x.v.shape[-1]
-
+def _key_gradients(
+    call: FlexCall, x: Arrays, more: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     def body(step: GridStep, inputs: Any, outputs: Any, scratch: Any) -> None:
-        @pl.when(step.first)
-        def _() -> None:
-            for acc in scratch:
-                acc[...] = jnp.zeros_like(acc)
+        _zero_at_first(step, scratch)
 
         def visit(tile: Tile) -> None:
             q, dout = inputs[0][...], inputs[3][...]
@@ -231,17 +227,16 @@ def _keys(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> tuple[jax.Ar
             dk[...] = scratch[0][...].astype(dk.dtype)
             dv[...] = call.gain(scratch[1][...]).astype(dv.dtype)
 
-    outputs = [
-        (Shape(x.k.shape, x.k.dtype), lambda w: w.block((None, None, bk, H), "rhj.")),
-        (Shape(x.v.shape, x.v.dtype), lambda w: w.block((None, None, bk, Hv), "rhj.")),
-    ]
-    scratch = [(bk, H), (bk, Hv)]
+    outputs = [(Shape(x.k.shape, x.k.dtype), "k"), (Shape(x.v.shape, x.v.dtype), "v")]
+    scratch = [(call.plan.block_k, y.shape[-1]) for y in (x.k, x.v)]
     dk, dv = _run(call, x, "rkjgt", 2, body, "flex_dkv", "qkvos", more, outputs, scratch)
     return dk, dv
 
 
-def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.Array | None]:
-    """Return the gradients of the learned leaves, those of one order together."""
+def _leaf_gradients(
+    call: FlexCall, x: Arrays, more: dict[str, jax.Array]
+) -> list[jax.Array | None]:
+    """Return the gradients of the learned leaves, computed together for each order."""
     groups: dict[tuple[str, int], list[int]] = {}
     for n, (operand, y) in enumerate(zip(call.leaves, x.leaves, strict=True)):
         if operand.is_learned:
@@ -252,10 +247,7 @@ def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.A
         def body(
             step: GridStep, inputs: Any, outputs: Any, none: Any, learned: Any = learned
         ) -> None:
-            @pl.when(step.first)
-            def _() -> None:
-                for out in outputs:
-                    out[...] = jnp.zeros_like(out)
+            _zero_at_first(step, outputs)
 
             def visit(tile: Tile) -> None:
                 _, _, of_tile = tile.gradient(inputs, learned)
@@ -265,19 +257,15 @@ def _leaves(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> list[jax.A
 
             step.visit(visit)
 
-        outputs = [
-            (Shape(x.leaves[n].shape, jnp.float32),
-             lambda w, n=n: call.leaves[n].spec(w, x.leaves[n]))
-            for n in learned
-        ]  # fmt: skip
-        summed = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
-        for n, d in zip(learned, summed, strict=True):
+        outputs = [(Shape(x.leaves[n].shape, jnp.float32), call.leaves[n]) for n in learned]
+        sums = _run(call, x, axes, inner, body, "flex_dleaves", "qkvos", more, outputs)
+        for n, d in zip(learned, sums, strict=True):
             grads[n] = d.astype(x.leaves[n].dtype)
     return grads
 
 
 def _order_of(operand: Operand, x: jax.Array) -> tuple[str, int]:
-    """Return the order that sums a gradient in consecutive steps: the array's own axes first."""
+    """Return the order that sums a gradient in consecutive steps, with the array's axes first."""
     sizes = zip("rn", x.shape if operand.layout != "whole" else (), strict=False)
     kept = "".join(axis for axis, size in sizes if size > 1)
     summed = "".join(axis for axis in "rn" if axis not in kept)

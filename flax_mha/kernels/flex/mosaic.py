@@ -1,12 +1,12 @@
-"""Functions of scores in operations that Mosaic has, Pallas' compiler for TPUs.
+"""Functions of scores in operations of Mosaic, Pallas' compiler for TPUs.
 
-A mask or a score, a user's function included, is traced once, for one tile, and carried out again
-in a kernel with
+A mask or score function is traced once, for one tile. In a kernel it is evaluated with these
+changes:
 
-- all arrays of one element as [1, 1], and vectors as [1, n]: Mosaic thinks in two dimensions;
-- look-ups in small tables, which it lacks, as selections among their entries, which have exact
-  gradients; their indices, of three axes, as one array for each axis of the table;
-- branches on an index as selections, too.
+- Arrays of one element are [1, 1], and vectors [1, n], because Mosaic needs two axes.
+- Look-ups in small tables, which Mosaic lacks, are selections among their entries, with exact
+  gradients. Their indices, of three axes, are one array for each axis of the table.
+- Branches on an index are selections too.
 """
 
 import itertools
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-# The most entries of a table that a tile may be looked up in: each is a selection, unrolled.
+# The maximum entries of a look-up table, because each entry is an unrolled selection.
 ENTRIES = 256
 
-# Those that libtpu compiles; all of arrays of one shape, or of shapes that broadcast to it.
+# The primitives that libtpu compiles, for arrays of one shape or shapes that broadcast to it.
 _NAMES = """
     abs add add_any and atan2 broadcast_in_dim ceil clamp clz convert_element_type copy cos
     custom_jvp_call div eq erf exp exp2 floor ge gt integer_pow iota is_finite jit le log log1p
@@ -31,49 +31,51 @@ _NAMES = """
     shift_right_logical sign sin sqrt square squeeze stop_gradient sub tan tanh xor
 """
 _ALLOWED = frozenset(_NAMES.split())
-# Of what functions make and close over.
+# The dtypes of intermediates and closed-over arrays.
 DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32", "uint32", "bool")))
 _CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint"))
 
 
 def flat(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape that stands for another: [1, 1] for one element, [1, n] for a vector."""
+    """Return a kernel's shape of an array: [1, 1] for one element, [1, n] for a vector."""
     if math.prod(shape) == 1:
         return (1, 1)
     return (1, *shape) if len(shape) == 1 else tuple(shape)
 
 
 class Function(NamedTuple):
-    """A traced function, of one result. It takes and gives arrays of `flat` shapes."""
+    """A traced function with one result. It takes and returns arrays of `flat` shapes."""
 
     jaxpr: Any
 
     @classmethod
     def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
-        """Trace fn; the arrays that it closes over are arguments before the others."""
+        """Trace fn, and return the function and its closed-over arrays, which are its first
+        arguments.
+        """
         closed = jax.make_jaxpr(fn)(*avals)
         return cls(closed.jaxpr), list(closed.consts)
 
     def __call__(self, *args: Any) -> Any:
-        """Return the result for arrays that the function closes over, and its arguments."""
+        """Return the result for closed-over arrays and arguments."""
         (out,) = _run(self.jaxpr, args)
         return _full(out, self.jaxpr.outvars[0])
 
-    def lacks(self) -> str | None:
+    def missing_operation(self) -> str | None:
         """Return the name of an operation that Mosaic lacks, or None."""
         avals = [x.aval for x in (*self.jaxpr.constvars, *self.jaxpr.invars)]
         args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
         try:
-            return _lacks(jax.make_jaxpr(self.__call__)(*args).jaxpr)
+            return _missing_operation(jax.make_jaxpr(self.__call__)(*args).jaxpr)
         except UnsupportedPrimitive as error:
             return str(error)
 
 
 class UnsupportedPrimitive(Exception):  # noqa: N818 — it names the operation
-    """An operation that can't be carried out."""
+    """An operation that cannot run in a kernel."""
 
 
-def _lacks(jaxpr: Any) -> str | None:
+def _missing_operation(jaxpr: Any) -> str | None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         shapes = [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
@@ -85,9 +87,9 @@ def _lacks(jaxpr: Any) -> str | None:
             if x.aval.dtype not in DTYPES:
                 return f"{name} to {x.aval.dtype}"
         for x in eqn.params.values():
-            lacking = _lacks(_open(x)[0]) if _is_jaxpr(x) else None
-            if lacking:
-                return lacking
+            missing = _missing_operation(_open(x)[0]) if _is_jaxpr(x) else None
+            if missing:
+                return missing
     return None
 
 
@@ -96,25 +98,25 @@ def _is_jaxpr(x: Any) -> bool:
 
 
 def _open(x: Any) -> tuple[Any, list[Any]]:
-    """Return a function and its constants, given in either of JAX' forms."""
+    """Return a jaxpr and its constants, given a closed or an open jaxpr."""
     return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
 
 
 class _Index(NamedTuple):
-    """An array [..., n] of indices of entries of a table, as an array for each of its axes."""
+    """An array [..., n] of indices into a table, as one array for each of its axes."""
 
     columns: list[Any]
 
 
 def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the results of a function for its constants and arguments.
+    """Return the results of a jaxpr for its constants and arguments.
 
-    A broadcast array stays as small as it was, until it is read.
+    A broadcast array stays small until it is read.
     """
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
     def read(x: Any) -> Any:
-        return x.val if isinstance(x, core.Literal) else known[x]
+        return x.val if isinstance(x, core.Literal) else values[x]
 
     for eqn in jaxpr.eqns:
         inputs = [read(x) for x in eqn.invars]
@@ -124,22 +126,22 @@ def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
         else:
             results = _RULES.get(eqn.primitive.name, _bind)(eqn, *inputs)
             results = results if eqn.primitive.multiple_results else [results]
-        known.update(zip(eqn.outvars, results, strict=True))
+        values.update(zip(eqn.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 
 
 def _full(x: Any, var: Any) -> Any:
-    """Broadcast an array to the `flat` shape of a variable; numbers stay numbers."""
+    """Broadcast an array to the `flat` shape of a variable. Numbers stay numbers."""
     if isinstance(x, _Index):
         raise UnsupportedPrimitive(f"arrays of {len(var.aval.shape)} axes")
     return x if jnp.ndim(x) == 0 else jnp.broadcast_to(x, flat(var.aval.shape))
 
 
 def _bind(eqn: Any, *inputs: Any) -> Any:
-    """Apply an operation as it is."""
+    """Apply an operation unchanged."""
     values = [_full(x, v) for x, v in zip(inputs, eqn.invars, strict=True)]
     if eqn.primitive.name == "custom_jvp_call":
-        # Its derivative is a function of the shapes that it was traced with.
+        # Its derivative needs the shapes that it was traced with.
         values = [jnp.reshape(x, v.aval.shape) for x, v in zip(values, eqn.invars, strict=True)]
     out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     if eqn.primitive.multiple_results:
@@ -148,7 +150,7 @@ def _bind(eqn: Any, *inputs: Any) -> Any:
 
 
 def _fill(eqn: Any, x: Any) -> Any:
-    """Apply a broadcast: nothing is done for an array that broadcasts by itself."""
+    """Apply a broadcast, which keeps an array that broadcasts implicitly."""
     shape, axes = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     if len(shape) == 3 and shape[-1] == 1 and (jnp.size(x) == 1 or axes == (0, 1)):
         return _Index([x])
@@ -158,12 +160,12 @@ def _fill(eqn: Any, x: Any) -> Any:
         return jnp.broadcast_to(x, (1, 1))
     if len(axes) == 2:
         return x
-    # A vector, along the one axis or the other.
+    # A vector along one of two axes.
     return jnp.reshape(x, (1, -1) if axes[0] == len(shape) - 1 else (-1, 1))
 
 
-def _same(eqn: Any, x: Any) -> Any:
-    """Apply a change of rank, or of nothing that a kernel knows of."""
+def _reshape(eqn: Any, x: Any) -> Any:
+    """Apply a change of rank, or an operation without effect in a kernel."""
     return jnp.reshape(_full(x, eqn.invars[0]), flat(eqn.outvars[0].aval.shape))
 
 
@@ -173,7 +175,7 @@ def _select(eqn: Any, *inputs: Any) -> Any:
 
 
 def _branch(eqn: Any, which: Any, *args: Any) -> Any:
-    """Select a branch among the results of all: Mosaic has no branches that give truth values."""
+    """Select among the results of all branches, because Mosaic's branches return no bools."""
     branches = []
     for branch in eqn.params["branches"]:
         body, consts = _open(branch)
@@ -192,7 +194,7 @@ def _branch(eqn: Any, which: Any, *args: Any) -> Any:
 
 
 def _gather(eqn: Any, table: Any, index: Any) -> Any:
-    """Look up entries of a table by the index along each of its axes."""
+    """Look up entries of a table by an index for each axis."""
     shape, to, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params
     numbers, mode = params["dimension_numbers"], params["mode"]
     if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
@@ -209,13 +211,13 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
 
 
 def _join(eqn: Any, *inputs: Any) -> _Index:
-    """Join indices along several axes."""
+    """Join the indices of several axes."""
     parts = zip(inputs, eqn.invars, strict=True)
     return _Index([x for part, var in parts for x in _columns(part, var)])
 
 
 def _columns(x: Any, var: Any) -> list[Any]:
-    """Return the indices along each axis, given an array [..., n] of them."""
+    """Return the index of each axis, from an array [..., n] of indices."""
     if isinstance(x, _Index):
         return x.columns
     if var.aval.shape[-1:] != (1,):
@@ -224,7 +226,7 @@ def _columns(x: Any, var: Any) -> list[Any]:
 
 
 def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
-    """Return table[indices], with one index for each axis of more than one entry."""
+    """Return table[indices], with an index for each axis of more than one entry."""
     wide = {axis: x for axis, x in indices.items() if jnp.size(x) > 1 and table.shape[axis] > 1}
     inside: Any = True
     for axis, index in indices.items():
@@ -247,22 +249,22 @@ def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
 
 
 def _at(table: Any, axis: int, index: Any) -> Any:
-    """Return table[index] along an axis, which is kept: a sum in which all others are 0."""
+    """Return table[index] along an axis, which is kept, as a sum with zeros for other entries."""
     entries = lax.broadcasted_iota(jnp.int32, table.shape, axis)
     one = jnp.where(entries == index, table, jnp.zeros_like(table))
     return jnp.sum(one, axis, keepdims=True, dtype=table.dtype)
 
 
 def _slice(eqn: Any, x: Any, *indices: Any) -> Any:
-    """Take of each axis all, or one entry."""
+    """Slice each axis to all entries or one."""
     shape, to = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     x, starts = _full(x, eqn.invars[0]), indices or eqn.params["start_indices"]
-    for axis, (whole, part, start) in enumerate(zip(shape, to, starts, strict=True)):
-        if part == whole:
+    for axis, (size, new_size, start) in enumerate(zip(shape, to, starts, strict=True)):
+        if new_size == size:
             continue
-        if part != 1 or len(shape) > 2:
+        if new_size != 1 or len(shape) > 2:
             raise UnsupportedPrimitive(eqn.primitive.name)
-        x = _at(x, axis + 2 - len(shape), jnp.clip(start, 0, whole - 1))
+        x = _at(x, axis + 2 - len(shape), jnp.clip(start, 0, size - 1))
     return jnp.reshape(x, flat(to))
 
 
@@ -273,13 +275,13 @@ def _iota(eqn: Any) -> Any:
 
 
 def _sign(eqn: Any, x: Any) -> Any:
-    """Take the sign by comparisons: for integers (in `//`), Mosaic's needs the TPU to be there."""
-    whole = jnp.issubdtype(x.dtype, jnp.integer)
-    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if whole else _bind(eqn, x)
+    """Take the sign by comparisons, because Mosaic's integer sign compiles only on a TPU."""
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return (x > 0).astype(x.dtype) - (x < 0).astype(x.dtype) if is_integer else _bind(eqn, x)
 
 
 _RULES: dict[str, Callable] = {
-    "broadcast_in_dim": _fill, "reshape": _same, "reshard": _same, "squeeze": _same,
+    "broadcast_in_dim": _fill, "reshape": _reshape, "reshard": _reshape, "squeeze": _reshape,
     "select_n": _select, "sign": _sign, "cond": _branch, "gather": _gather, "slice": _slice,
     "dynamic_slice": _slice, "concatenate": _join, "iota": _iota,
     "clamp": lambda _, least, x, most: jnp.clip(x, least, most),

@@ -1,4 +1,4 @@
-"""A tile of scores in the kernels of flex: from the blocks of a call's arrays to its gradients."""
+"""A tile of scores in the kernels of flex: loading its arrays, its scores and gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,22 +18,22 @@ from flax_mha.masks import FULL, PARTIAL
 
 
 class FlexCall(NamedTuple):
-    """A call as far as it is known before tracing.
+    """The static part of a call.
 
     Attributes:
-      plan: its division.
-      visits: see `TileOrder.of`.
+      plan: the division into tiles.
+      visits: the maximum number of visited tiles of a block of queries, and of a block of keys.
       states: True if there may be full tiles, and partial ones.
-      plain: the scores of a tile, from what it closes over, the spec's leaves, the coordinates of
-        `At` and q·kᵀ.
-      masked: the same under the mask. If T or S is no multiple of the blocks, its last argument
-        tells which scores exist.
-      of_plain: how many of the arrays that are closed over are those of `plain`.
-      closed: what the functions close over.
-      leaves: those of the spec, whose dropout has two seeds of one number each.
-      tree: its structure.
-      guarded: True if gradients must not meet values that are not finite.
-      precision: of the products of float32.
+      plain: a tile's scores, a function of the arrays it closes over, the spec's leaves, the
+        coordinates of `At`, and q·kᵀ.
+      masked: the same function under the mask. If T or S is not a multiple of the blocks, its last
+        argument tells which scores exist.
+      num_plain: the number of arrays that `plain` closes over.
+      closed: the arrays that both functions close over.
+      leaves: the spec's leaves. Dropout has two seeds of one number each.
+      tree: the spec's tree structure.
+      guarded: True if factors of gradients must be finite.
+      precision: the precision of float32 matmuls.
     """
 
     plan: Plan
@@ -41,7 +41,7 @@ class FlexCall(NamedTuple):
     states: tuple[bool, bool]
     plain: Function
     masked: Function
-    of_plain: int
+    num_plain: int
     closed: tuple[Operand, ...]
     leaves: tuple[Operand, ...]
     tree: Any
@@ -53,11 +53,11 @@ class FlexCall(NamedTuple):
         return jax.tree.unflatten(self.tree, leaves)
 
     def gain(self, x: jax.Array) -> jax.Array:
-        """See `AttentionSpec.scale_kept`."""
+        """Scale a product of kept weights, as `AttentionSpec.scale_kept`."""
         return self.spec(self.leaves).scale_kept(x)
 
     def dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-        """Multiply in float32, over these axes."""
+        """Return the matmul of a and b over one axis of each, in float32."""
         return lax.dot_general(
             a, b, (((axis_a,), (axis_b,)), ((), ())),
             precision=self.precision if a.dtype == jnp.float32 else None,
@@ -69,13 +69,13 @@ class GridStep(NamedTuple):
     """A step of a kernel's grid.
 
     Attributes:
-      call: what is known.
-      tile: the place of its tile.
+      call: the static part of the call.
+      tile: the step's tile.
       first: True where a sum begins.
-      last: True where it ends.
-      row: index of the row in the whole batch, which a device may hold a part of.
-      head: index of the query head in the whole call.
-      refs: the arrays that the functions close over, and the leaves of the spec.
+      last: True where a sum ends.
+      row: the row's index in the whole batch, not in the device's part.
+      head: the query head's index in the whole call.
+      refs: references to the closed-over arrays and the spec's leaves.
     """
 
     call: FlexCall
@@ -87,7 +87,7 @@ class GridStep(NamedTuple):
     refs: Sequence[Any]
 
     def visit(self, fn: Callable[["Tile"], None]) -> None:
-        """Run fn if the tile is not empty."""
+        """Run fn on the tile, if it is not empty."""
         for state, may_be in zip((FULL, PARTIAL), self.call.states, strict=True):
             if may_be:
 
@@ -108,7 +108,7 @@ class GridStep(NamedTuple):
             )
         )
         inside = (q < plan.dims.T) & (k < plan.dims.S)
-        # Beyond the last ones stands what stands there, so that functions see nothing new.
+        # Clamp indices to the last query and key, so that user functions see no padding index.
         q, k = jnp.minimum(q, plan.dims.T - 1), jnp.minimum(k, plan.dims.S - 1)
         spec = call.spec(leaves)
         q = q if spec.q_pos is None else spec.q_pos.array
@@ -120,7 +120,7 @@ class GridStep(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The arrays of a tile, see `FlexCall`."""
+    """The arrays of a tile. See `FlexCall` for their meaning."""
 
     call: FlexCall
     masked: bool
@@ -131,21 +131,21 @@ class Tile(NamedTuple):
     keep: jax.Array | None
 
     def score(self, s: jax.Array, leaves: Sequence[Any]) -> jax.Array:
-        """Return the scores, given q·kᵀ: −∞ where masked, and beyond the last query and key."""
+        """Return the scores from q·kᵀ: −∞ where masked, and beyond the last query and key."""
         call, args = self.call, (*leaves, *self.at, s)
         if not self.masked:
-            return call.plain(*self.closed[: call.of_plain], *args)
+            return call.plain(*self.closed[: call.num_plain], *args)
         inside = (self.inside,) if call.plan.ragged else ()
-        return call.masked(*self.closed[call.of_plain :], *args, *inside)
+        return call.masked(*self.closed[call.num_plain :], *args, *inside)
 
     def drop(self, x: jax.Array) -> jax.Array:
-        """Drop weights, without the gain of those that are kept."""
+        """Set dropped weights to 0, without scaling the kept ones."""
         return x if self.keep is None else jnp.where(self.keep, x, jnp.zeros_like(x))
 
     def gradient(
         self, operands: Sequence[Any], learned: Sequence[int] = ()
     ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-        """Return the weights that are kept, and the gradients of q·kᵀ and of learned leaves."""
+        """Return the kept weights, and the gradients of q·kᵀ and of learned leaves."""
         q, k, v, dout, stats = operands
         top, share, delta = (stats[n : n + 1, :].T for n in range(3))
 

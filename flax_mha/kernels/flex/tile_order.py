@@ -1,16 +1,16 @@
-"""The order in which a Pallas kernel visits the tiles of scores, and the blocks it needs there.
+"""The order of a Pallas kernel's visits to the tiles of scores, and the blocks that it loads.
 
-A grid of a kernel has an axis for each of these letters, the last the fastest:
+A kernel's grid has an axis for each of these letters. The last axis is the fastest:
 
-| letter | what |
+| letter | axis |
 |---|---|
 | `r` | rows of the batch |
 | `n` | query heads; or `k` and `g`: key/value heads, and the query heads of each |
 | `i`, `j` | blocks of queries, blocks of keys |
-| `t` | the tiles of a block of queries (or keys) that the mask does not exclude, one by one |
+| `t` | the tiles of a block of queries (or keys) that are not empty, one by one |
 
-The `inner` axes are those over which a result is summed, and so the fastest: blocks of results may
-be visited again in consecutive steps only.
+Results are summed over the `inner` axes. They are the fastest, because a block of results may only
+be visited again in consecutive steps.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ class FlexTile(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """An order of tiles, as far as it is known before tracing; tables have the rest.
+    """The static part of an order of tiles. Tables hold the rest.
 
     Attributes:
-      axes: the letters of the table above.
-      sizes: of the grid.
-      inner: the number of the last axes that a result is summed over.
-      lines: rows and heads of the tables.
-      group: query heads of each key/value head.
+      axes: the letters of the grid's axes.
+      sizes: the sizes of the grid's axes.
+      inner: the number of last axes that a result is summed over.
+      lines: the rows and heads of the tables.
+      group: the number of query heads per key/value head.
     """
 
     axes: str
@@ -57,31 +57,25 @@ class TileOrder(NamedTuple):
 
     @classmethod
     def of(
-        cls, axes: str, inner: int, verdict: Array, plan: Plan, visits: tuple[int, int],
+        cls, axes: str, inner: int, states: Array, plan: Plan, visits: tuple[int, int],
         rows: int, heads: int,
     ) -> "tuple[TileOrder, list[jax.Array]]":  # fmt: skip
-        """Return the order and its tables.
+        """Return an order and its tables, for states [rows|1, heads|1, nq, nk] of the tiles.
 
-        Args:
-          axes: the letters.
-          inner: the number of the last axes that a result is summed over.
-          verdict: what the mask says of each tile, [rows|1, heads|1, nq, nk].
-          plan: the division.
-          visits: the most tiles of a block of queries that are not empty, and of a block of keys.
-          rows: of the batch; like the heads, those of this device.
-          heads: of queries.
+        `visits` are the maximum numbers of visited tiles of a block of queries, and of a block of
+        keys. `rows` and `heads` count the batch rows and query heads on this device.
         """
         G = plan.dims.G
         sizes = {"r": rows, "n": heads, "k": heads // G, "g": G, "i": plan.nq, "j": plan.nk}
-        tables: tuple[Array, ...] = (verdict,)
+        tables: tuple[Array, ...] = (states,)
         if "t" in axes:
             by_query = "i" in axes
             sizes["t"] = visits[0 if by_query else 1]
-            visited, full, some = tables_of(verdict if by_query else verdict.swapaxes(-1, -2))
+            visited, full, some = tables_of(states if by_query else states.swapaxes(-1, -2))
             tables = (visited[..., : sizes["t"]], full, some)
-        lines = (verdict.shape[0], verdict.shape[1])
+        lines = (states.shape[0], states.shape[1])
         order = cls(axes, tuple(sizes[a] for a in axes), inner, lines, G)
-        # Of one axis, for scalar memory fills the last up to 128.
+        # Flat, because scalar memory pads the last axis to 128.
         return order, [jnp.asarray(x, jnp.int32).reshape(-1) for x in tables]
 
     def index_at(self, ids: Sequence[Any], tables: Sequence[Any]) -> FlexTile:
@@ -99,7 +93,7 @@ class TileOrder(NamedTuple):
             major = "i" if by_query else "j"
             entry = line * sizes[major] + at[major]
             visited, full, some = tables
-            # Steps beyond the last keep its blocks, so that none is loaded for them.
+            # Steps beyond the last tile keep its blocks, so that they load none.
             t = jnp.clip(at["t"], 0, jnp.maximum(some[entry] - 1, 0))
             other = visited[entry * sizes["t"] + t]
             i, j = (at["i"], other) if by_query else (other, at["j"])
@@ -108,7 +102,7 @@ class TileOrder(NamedTuple):
         return FlexTile(r, n, lax.div(n, jnp.int32(self.group)), i, j, state)
 
     def current(self, tables: Sequence[Any]) -> tuple[FlexTile, jax.Array, jax.Array]:
-        """Return a running kernel's tile, and whether a sum begins and whether it ends."""
+        """Return a running kernel's tile, and flags for the begin and the end of a sum."""
         ids = [pl.program_id(axis) for axis in range(len(self.axes))]
         first, last = jnp.bool_(True), jnp.bool_(True)
         for n in range(len(ids) - self.inner, len(ids)):
@@ -116,7 +110,7 @@ class TileOrder(NamedTuple):
         return self.index_at(ids, tables), first, last
 
     def block(self, shape: Sequence[int | None], axes: str) -> pl.BlockSpec:
-        """Return the blocks of an array, picked along each axis by a coordinate (`.` for none)."""
+        """Return an array's blocks, with the tile coordinate of each axis (`.` for none)."""
 
         def index(*args: Any) -> tuple[Any, ...]:
             tile = self.index_at(args[: len(self.axes)], args[len(self.axes) + 2 :])
@@ -126,13 +120,13 @@ class TileOrder(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """The way of an array of the mask or the scores into a kernel.
+    """The layout of an array of the mask or the scores in a kernel.
 
     Attributes:
-      layout: `tile` of queries × keys, `column` of queries, `row` of keys, `one` of a row and a
-        head, or `whole`.
-      shape: of it in a tile, in two dimensions.
-      dtype: in which functions see it.
+      layout: `tile` of queries × keys, `column` of queries, `row` of keys, `one` for one number per
+        row and head, or `whole`.
+      shape: the shape in a tile, of two axes.
+      dtype: the dtype that functions see.
     """
 
     layout: str
@@ -141,21 +135,23 @@ class Operand(NamedTuple):
 
     @property
     def is_learned(self) -> bool:
-        """True if it takes gradients."""
+        """True if the array takes gradients."""
         return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
     @property
     def axes(self) -> str:
-        """The coordinates that pick its block beside row and head."""
+        """The tile coordinates of its last two axes."""
         return {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}[self.layout]
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of a block: columns lie as rows, for Mosaic fills the last axis up to 128."""
+        """The shape of a block. Columns are stored as rows, because Mosaic pads the last axis to
+        128.
+        """
         return self.shape[::-1] if self.layout == "column" else self.shape
 
     def spec(self, order: TileOrder, x: Any) -> pl.BlockSpec:
-        """Return the blocks of the array that `store` gives."""
+        """Return the blocks of an array in the layout of `store`."""
         if self.layout == "whole":
             return order.block(x.shape, "." * x.ndim)
         lead = ("r" if x.shape[0] > 1 else ".") + ("n" if x.shape[1] > 1 else ".")
@@ -163,7 +159,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, x: Any, over_scores: bool, plan: Plan) -> "Operand":
-        """Describe an array, which lies over the scores if it is of a `ScoreArray`."""
+        """Describe an array, which is over the scores or an argument of a function."""
         dtype = jnp.result_type(x)
         if jnp.issubdtype(dtype, jnp.floating):
             dtype = dtype if over_scores and dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
@@ -176,10 +172,10 @@ class Operand(NamedTuple):
         return cls(layout, (plan.block_q if t else 1, plan.block_k if s else 1), dtype)
 
     def store(self, x: Any, plan: Plan) -> jax.Array:
-        """Return the array that blocks are cut from."""
+        """Return the array in the layout that blocks are cut from."""
         dtype = self.dtype
         if dtype == jnp.bool_:
-            # Truth values don't lie in memory; only tables are large enough to count.
+            # Memory holds no bools. Only tiles are large enough for int8 to matter.
             dtype = jnp.int8 if self.layout == "tile" else jnp.int32
         x = jnp.asarray(x).astype(dtype)
         if self.layout == "whole":
@@ -191,7 +187,7 @@ class Operand(NamedTuple):
         return x.swapaxes(-1, -2) if self.layout == "column" else x
 
     def read(self, ref: Any) -> jax.Array:
-        """Return the array in a tile."""
+        """Load the array's block of a tile."""
         x = ref[...]
         x = x.T if self.layout == "column" else x
         return x.astype(jnp.int32) != 0 if self.dtype == jnp.bool_ else x

@@ -1,1 +1,1 @@
-"""A kernel over the ambient mesh: on the shards of a call, and around a ring of devices."""
+"""Attention over the ambient mesh: on shards of a call, and around a ring of devices."""

@@ -1,4 +1,4 @@
-"""The platform that a call will run on: asked of the mesh once, and told to all below."""
+"""The platform that a call will run on."""
 
 from collections.abc import Collection
 
@@ -10,12 +10,10 @@ from flax_mha.kernels.spec import Platform
 
 
 def current_platform(manual: Collection[str] = ()) -> Platform:
-    """Return the platform of what is traced here: the ambient mesh's devices, or those at hand.
+    """Return the platform that the traced call will run on: the mesh's devices, or the local ones.
 
-    The devices of a mesh need not be at hand: a program can be compiled for chips elsewhere.
-
-    Args:
-      manual: mesh axes that each device will run its own shard of, inside `jax.shard_map`.
+    The devices of a mesh may be elsewhere, because a program can be compiled for other chips.
+    `jax.shard_map` shards the call over the mesh axes in `manual`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = mesh.abstract_device
@@ -39,7 +37,6 @@ def _not_partitionable(mesh: AbstractMesh, manual: Collection[str]) -> str | Non
     if not free:
         return None
     return (
-        f"no rule says what the mesh axes {free} divide; wrap in `with "
-        f"nn.logical_axis_rules(sharding.RULES)`, or add a rule each for 'batch', 'length' and "
-        f"'heads'"
+        f"no rule uses the mesh axes {free}; wrap in `with nn.logical_axis_rules(sharding.RULES)`, "
+        f"or add a rule each for 'batch', 'length' and 'heads'"
     )

@@ -1,19 +1,18 @@
-"""Ring attention: queries stay where they are, keys and values go round the devices.
+"""Ring attention: queries stay on their device, keys and values pass around the devices.
 
-Each of n devices has a block of the queries and a block of the keys. In step s it computes its
-queries' attention to the block of the device s places before it, while that block is on its way to
-the next device, and merges what it gets with what it has:
+Each of n devices holds a block of the queries and a block of the keys. In step s, device i attends
+to the keys of device i − s, while it sends them to the next device. Then it merges the results:
 
     lse = log(exp(lse₁) + exp(lse₂));   out = exp(lse₁ − lse)·out₁ + exp(lse₂ − lse)·out₂
 
-Steps in which a mask known before tracing lets no device see anything are left out, and their
-blocks never sent; a device that sees nothing in a step computes nothing. The backward pass goes
-round again, from the out and lse of all blocks, with the gradients of each block travelling behind
-it, and home in the end. They are summed in float32: in bfloat16 each device on the way would round
-the sum once more. So memory is that of one block and its neighbour, forward and backward.
+A step is skipped, without transfers, if a static mask lets no device see a key in it. A device that
+sees no key in a step computes nothing. The backward pass goes around again, from the
+merged out and lse. The gradients of a block follow it, and return home at the end. They are summed
+in float32, because in bfloat16 each device would round the sum once more. So a device holds one
+block and its neighbor at a time, forward and backward.
 
 Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
-that of Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+from Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 """
 
 import functools
@@ -36,21 +35,21 @@ from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import EMPTY, Causal
 
-# (q, k, v, spec, known) -> (out, lse): what a device does. Given a result that is known, of these
-# keys among others, it gives that, and its gradients.
+# A device's attention, (q, k, v, spec, result) -> (out, lse). Given a precomputed result of these
+# and other keys, it returns that result, with the gradients of these keys.
 Attend = Callable[..., Result]
 
 
 class Ring(NamedTuple):
-    """The devices, and which steps they take.
+    """The devices of a ring, and the steps that need work.
 
     Attributes:
-      axes: the mesh axes that queries and keys are divided over.
-      seen: bool [n, n], whether the queries of a device may see the keys of another, if it is
-        known.
-      steps: how many places before it the blocks come from that a device computes with, ascending.
-      plain: whether other devices' blocks are seen whole or not at all, as under a causal mask:
-        then a step needs no positions, and cuDNN, which takes none, can compute it.
+      axes: the mesh axes that queries and keys are sharded over.
+      seen: bool [n, n], True if the queries of a device may see the keys of another.
+      steps: the ring offsets that need work, ascending. In step s, device i attends to the keys of
+        device i − s.
+      plain: True if the blocks of other devices are full or empty, as under a causal mask. Then a
+        step needs no positions, so that cuDNN can compute it.
     """
 
     axes: Any
@@ -60,22 +59,21 @@ class Ring(NamedTuple):
 
     @classmethod
     def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims, platform: Platform) -> "Ring":
-        """The ring of n devices for a call, of which dims and spec are the whole."""
+        """Return the ring of n devices for a call with these full sizes and spec."""
         seen, plain = np.ones((n, n), bool), False
-        where = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
-        # Arrays that are traced, or divided over devices, are not asked: nothing would be known.
-        if not any(isinstance(x, jax.Array) for x in where):
-            verdict = tile_states(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
-            seen = np.asarray(verdict).max((0, 1)) > EMPTY
-            # Only on GPUs: kernels for others take positions, and compute the same with them.
+        mask_arrays = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
+        if not any(isinstance(x, jax.Array) for x in mask_arrays):
+            states = tile_states(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
+            seen = np.asarray(states).max((0, 1)) > EMPTY
+            # Only on GPUs, because the kernels of other platforms take positions.
             others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
             plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
             plain &= spec.mask is None or type(spec.mask) is Causal
-        here = np.arange(n)
-        return cls(axes, seen, tuple(s for s in range(n) if seen[here, here - s].any()), plain)
+        device = np.arange(n)
+        return cls(axes, seen, tuple(s for s in range(n) if seen[device, device - s].any()), plain)
 
     def send(self, tree: Any, hop: int) -> Any:
-        """Shifts arrays `hop` devices forward."""
+        """Shift arrays `hop` devices forward."""
         n = len(self.seen)
         if hop % n == 0:
             return tree
@@ -83,11 +81,11 @@ class Ring(NamedTuple):
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), tree)
 
     def source(self, step: Array | int) -> jax.Array:
-        """Whose keys this device has in a step."""
+        """Return the device whose keys this device holds in a step."""
         return (lax.axis_index(self.axes) - step) % len(self.seen)
 
     def cut(self, tree: Any, S: int, start: jax.Array) -> Any:
-        """Leaves of a spec of all n·S keys, of S of them."""
+        """Slice the arrays over all n·S keys to S keys from `start`."""
         n = len(self.seen)
 
         def cut(x: Array) -> Array:
@@ -97,63 +95,64 @@ class Ring(NamedTuple):
 
         return map_score_arrays(cut, tree)
 
-    def of_step(self, spec: AttentionSpec, step: Array | int) -> AttentionSpec:
-        """The spec of a step's keys, without a mask where everything is seen."""
+    def spec_at(self, spec: AttentionSpec, step: Array | int) -> AttentionSpec:
+        """Return the spec for the keys of a step, without a mask if all are visible."""
         if not self.plain:
             return spec
         is_home = isinstance(step, int) and step == 0
         return spec.replace(mask=spec.mask if is_home else None, q_pos=None, k_pos=None)
 
     def where_seen(self, step: Any, fn: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
-        """fn(*args) on the devices that see something in a step, `otherwise` on the others."""
+        """Return fn(*args) on devices that see a key in a step, `otherwise` on others."""
         if self.seen.all():
             return fn(*args)
         seen = jnp.asarray(self.seen)[lax.axis_index(self.axes), self.source(step)]
         return lax.cond(seen, fn, lambda *_: otherwise, *args)
 
-    def go(
+    def run(
         self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
     ) -> tuple[Any, Any]:
-        """Go round: state, sums = visit(step, state, blocks) in each of the steps.
+        """Run state, sums = visit(step, state, blocks) in each step, while the blocks pass around.
 
-        Returns the last state, and the sum of each device's blocks' sums over the steps, if any.
+        Returns:
+          The last state, and for each device's own blocks the sums over the steps, if any.
         """
         add = functools.partial(jax.tree.map, jnp.add)
 
-        def turn(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
-            state, blocks, behind = carry
-            # Sent before anything is computed, so that both can happen at once.
-            following = self.send(blocks, leg.following)
-            behind = self.send(behind, leg.hop)
-            state, sums = visit(step, state, blocks)
-            return (state, following, sums if behind is None else add(sums, behind)), None
+        def run_step(leg: Leg, carry: Any, step: Any) -> tuple[Any, None]:
+            state, blocks, sums = carry
+            # Send before computing, so that both can overlap.
+            next_blocks = self.send(blocks, leg.following)
+            sums = self.send(sums, leg.hop)
+            state, new = visit(step, state, blocks)
+            return (state, next_blocks, new if sums is None else add(new, sums)), None
 
-        home: Any = None
-        behind: Any = None
+        # Of a device's own blocks, and of the blocks that pass around.
+        own_sums: Any = None
+        sums: Any = None
         blocks = self.send(blocks, steps[0] if steps else 0)
         for leg in schedule(steps, len(self.seen)):
-            carry = state, blocks, behind
+            carry = state, blocks, sums
             if len(leg.steps) > 1:
-                carry, _ = lax.scan(functools.partial(turn, leg), carry, np.array(leg.steps))
+                carry, _ = lax.scan(functools.partial(run_step, leg), carry, np.array(leg.steps))
             else:
-                carry, _ = turn(leg, carry, leg.steps[0])
-            state, blocks, behind = carry
+                carry, _ = run_step(leg, carry, leg.steps[0])
+            state, blocks, sums = carry
             if leg.steps[0] == 0:
-                # The sums of a device's own blocks, which need not travel.
-                home, behind = behind, None
-        if behind is not None:
-            behind = self.send(behind, -steps[-1])
-            home = behind if home is None else add(home, behind)
-        return state, home
+                own_sums, sums = sums, None
+        if sums is not None:
+            sums = self.send(sums, -steps[-1])
+            own_sums = sums if own_sums is None else add(own_sums, sums)
+        return state, own_sums
 
 
 class Leg(NamedTuple):
-    """Steps in a row between which the blocks travel equally far: one, or those of a loop.
+    """Consecutive steps with equal hops: one step, or the steps of a loop.
 
     Attributes:
-      steps: see `Ring`.
-      hop: how many devices forward the sums of a step travel from the step before.
-      following: how many devices forward the blocks of a step travel to the one after it.
+      steps: the ring offsets.
+      hop: the devices that sums move forward before a step of the leg.
+      following: the devices that blocks move forward after a step of the leg.
     """
 
     steps: tuple[int, ...]
@@ -162,9 +161,9 @@ class Leg(NamedTuple):
 
 
 def schedule(steps: Sequence[int], n: int) -> list[Leg]:
-    """Return the legs of a way round n devices, in order; only the first step may be 0.
+    """Return the legs of a pass around n devices, in order. Only the first step may be 0.
 
-    A loop has the same arrays from its first step: it begins where sums travel already.
+    A loop's carry has fixed arrays, so a loop starts when sums already pass around.
     """
     hops = (np.diff([0, *steps, *steps[-1:]]) % n).tolist()
     travelling = 2 if 0 in steps else 1
@@ -180,110 +179,106 @@ def schedule(steps: Sequence[int], n: int) -> list[Leg]:
 def attend(
     ring: Ring, local: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
 ) -> Result:
-    """Attention of this device's queries to the keys of all; inside `jax.shard_map`.
+    """Attend from this device's queries to the keys of all devices, inside `jax.shard_map`.
 
-    Args:
-      ring: the devices.
-      local: attention to a block of keys.
-      q: [*B, T/n, N, H].
-      k: [*B, S/n, K, H].
-      v: [*B, S/n, K, Hv].
-      spec: the rest of the call, of this device's queries and all S keys, with all coordinates.
-
-    Returns out [*B, T/n, N, Hv] and lse [*B, N, T/n].
+    q is [*B, T/n, N, H], k and v are [*B, S/n, K, ·]. `local` attends to one block of keys. The
+    spec covers this device's queries and all S keys, with all coordinates. Returns out [*B, T/n, N,
+    Hv] and lse [*B, N, T/n].
     """
     q, k, v, spec = derivatives.limit("reverse", "ring", (q, k, v, spec))
-    arrays, known = partition(spec.replace(sinks=None), is_array)
-    out, lse = _core(ring, local, known, q, k, v, arrays)
+    arrays, static = partition(spec.replace(sinks=None), is_array)
+    out, lse = _core(ring, local, static, q, k, v, arrays)
     if spec.sinks is not None:
         total = jnp.logaddexp(lse, shapes.lead(spec.sinks.astype(lse.dtype)[:, None], lse.ndim))
-        whole = out.astype(lse.dtype) * shapes.by_query(jnp.exp(lse - total))
-        out, lse = _unless_empty(lse, whole.astype(out.dtype)), total
+        scaled = out.astype(lse.dtype) * shapes.by_query(jnp.exp(lse - total))
+        out, lse = _zero_empty(lse, scaled.astype(out.dtype)), total
     return out, lse
 
 
 def explain(
     ring: Ring, local: Callable[..., Explanation], q: jax.Array, k: Any, v: Any, spec: AttentionSpec
 ) -> Explanation:
-    """Tell what `local` does with the block of keys that this device attends to first."""
+    """Return the explanation of `local` for the first block of keys of this device."""
     step, S = ring.steps[0] if ring.steps else 0, k.shape[-3]
     spec = ring.cut(spec.replace(sinks=None), S, ring.source(step) * S)
-    return local(q, k, v, ring.of_step(spec, step))
+    return local(q, k, v, ring.spec_at(spec, step))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _core(
-    ring: Ring, local: Attend, known: Any, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Any
-) -> Result:
-    """See `attend`; known and arrays are the leaves of the spec, known before tracing or not."""
+    ring: Ring, local: Attend, static_leaves: Any, q: jax.Array, k: jax.Array, v: jax.Array,
+    arrays: Any,
+) -> Result:  # fmt: skip
+    """Compute `attend` without sinks, for the static and the array leaves of a spec."""
     S = k.shape[-3]
 
     def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
-        def see(k: jax.Array, v: jax.Array) -> Result:
-            spec = ring.cut(combine(arrays, known), S, ring.source(step) * S)
-            return softmax.merge(merged, local(q, k, v, ring.of_step(spec, step)))
+        def attend_visible(k: jax.Array, v: jax.Array) -> Result:
+            spec = ring.cut(combine(arrays, static_leaves), S, ring.source(step) * S)
+            return softmax.merge(merged, local(q, k, v, ring.spec_at(spec, step)))
 
-        return ring.where_seen(step, see, merged, *blocks), ()
+        return ring.where_seen(step, attend_visible, merged, *blocks), ()
 
     dims = shapes.Dims.of(q, k, v)
     out, lse = empty_result(dims, shapes.wide(q.dtype), None)
-    (out, lse), _ = ring.go(ring.steps, visit, (out, lse), (k, v))
+    (out, lse), _ = ring.run(ring.steps, visit, (out, lse), (k, v))
     return out.astype(q.dtype), lse
 
 
-def _unless_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
-    """X [*B, T, N, ·] with 0 for queries that see nothing: NaN would meet their weights of 0."""
+def _zero_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
+    """Set x [*B, T, N, ·] to 0 for fully masked queries, because 0·NaN is NaN."""
     return jnp.where(shapes.by_query(lse) == -jnp.inf, 0.0, x)
 
 
-def _forward(ring: Ring, local: Attend, known: Any, *primals: Any) -> tuple[Result, Any]:
+def _forward(ring: Ring, local: Attend, static_leaves: Any, *primals: Any) -> tuple[Result, Any]:
     q, k, v, arrays = jax.tree.map(lambda x: x.value, primals)
-    out, lse = _core(ring, local, known, q, k, v, arrays)
+    out, lse = _core(ring, local, static_leaves, q, k, v, arrays)
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
 def _backward(
-    ring: Ring, local: Attend, known: Any, residuals: Any, cotangents: Result
+    ring: Ring, local: Attend, static_leaves: Any, residuals: Any, cotangents: Result
 ) -> tuple[Any, ...]:
     q, k, v, arrays, out, lse = residuals
-    # An lse that nobody asks the gradient of is left out: of it kernels may have a pass more.
-    asked = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in cotangents]
-    dout = _unless_empty(lse, cotangents[0]) if asked[0] else jnp.zeros_like(out)
-    douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if asked[1] else (dout,)
+    # Leave out an lse without a cotangent: its gradient may take another pass of the kernel.
+    is_used = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in cotangents]
+    dout = _zero_empty(lse, cotangents[0]) if is_used[0] else jnp.zeros_like(out)
+    douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if is_used[1] else (dout,)
     S, acc = k.shape[-3], lse.dtype
     leaves, others = partition(arrays, is_inexact)
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
         start = ring.source(step) * S
-        mine, static = (ring.cut(x, S, start) for x in (leaves, combine(others, known)))
+        learned, static = (ring.cut(x, S, start) for x in (leaves, combine(others, static_leaves)))
 
-        def block(q: jax.Array, k: jax.Array, v: jax.Array, mine: Any) -> Any:
-            spec = ring.of_step(combine(mine, static), step)
+        def block(q: jax.Array, k: jax.Array, v: jax.Array, learned: Any) -> Any:
+            spec = ring.spec_at(combine(learned, static), step)
             return local(q, k, v, spec, (out, lse))[: len(douts)]
 
-        def see(k: jax.Array, v: jax.Array) -> Any:
-            dq, dk, dv, dmine = jax.vjp(block, q, k, v, mine)[1](douts)
+        def attend_visible(k: jax.Array, v: jax.Array) -> Any:
+            dq, dk, dv, dlearned = jax.vjp(block, q, k, v, learned)[1](douts)
             dq, dk, dv = (x.astype(acc) for x in (dq, dk, dv))
-            return (dq, dmine), (dk, dv)
+            return (dq, dlearned), (dk, dv)
 
         def wide(x: jax.Array) -> jax.Array:
             return jnp.zeros_like(x, acc)
 
-        zeros = (wide(q), jax.tree.map(jnp.zeros_like, mine)), jax.tree.map(wide, blocks)
-        (dq, dmine), dkv = ring.where_seen(step, see, zeros, *blocks)
+        zeros = (wide(q), jax.tree.map(jnp.zeros_like, learned)), jax.tree.map(wide, blocks)
+        (dq, dlearned), dkv = ring.where_seen(step, attend_visible, zeros, *blocks)
         add = functools.partial(_add, start=start)
-        return (sums[0] + dq, jax.tree.map(add, sums[1], dmine)), dkv
+        return (sums[0] + dq, jax.tree.map(add, sums[1], dlearned)), dkv
 
     zeros = jnp.zeros(q.shape, acc), jax.tree.map(jnp.zeros_like, leaves)
-    # The other way round: XLA would see that the same was sent before, and keep it all till now.
+    # Send blocks in the opposite order. In the forward order, XLA would reuse the forward pass's
+    # transfers, and keep every block in memory until now.
     steps = sorted(ring.steps, key=lambda step: -step % len(ring.seen))
-    (dq, dleaves), dkv = ring.go(steps, visit, zeros, (k, v))
+    (dq, dleaves), dkv = ring.run(steps, visit, zeros, (k, v))
     dk, dv = dkv or (jnp.zeros_like(k), jnp.zeros_like(v))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dleaves
 
 
 def _add(x: jax.Array, block: jax.Array, start: jax.Array) -> jax.Array:
-    """X with a block of its last axis added; with all of it, if that is what the block is."""
+    """Add a block to x, or to a slice of its last axis."""
     if block.shape == x.shape:
         return x + block
     block = block + lax.dynamic_slice_in_dim(x, start, block.shape[-1], axis=-1)

@@ -1,8 +1,8 @@
-"""A kernel on the shards of a call that each device of the ambient mesh holds.
+"""Attention on shards: each device of the ambient mesh runs a kernel on its part of a call.
 
-Rows of the batch and heads are divided as the rules say (see `flax_mha.sharding`), and every device
-runs the plain kernel on its own, inside `jax.shard_map`: a kernel never sees a mesh. Where `length`
-is divided too, a call takes one of three `STRATEGIES`.
+Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Each device
+runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
+call uses one of three context-parallel `STRATEGIES`.
 """
 
 import functools
@@ -32,14 +32,14 @@ _LSE = ("batch", "heads", "length")
 
 
 class Division(NamedTuple):
-    """Mesh axes that divide a call, each as in a `PartitionSpec`.
+    """The mesh axes that a call is sharded over, each as an entry of a `PartitionSpec`.
 
     Attributes:
-      batch: those of each axis of the batch.
-      length: those of the queries.
-      heads: those of the query heads.
-      kv_heads: those of the key/value heads: the same, or none.
-      manual: all mesh axes that each device runs its own shard of; XLA divides over the others.
+      batch: the entries of the batch axes.
+      length: the entry of the queries.
+      heads: the entry of the query heads.
+      kv_heads: the entry of the key/value heads, equal to `heads` or None.
+      manual: all mesh axes of `jax.shard_map`. XLA shards over the others.
     """
 
     batch: tuple[Any, ...]
@@ -50,7 +50,7 @@ class Division(NamedTuple):
 
     @classmethod
     def of(cls, q: jax.Array, k: Any) -> "Division | None":
-        """How q and k are to be divided on the ambient mesh; None: leave the layout alone."""
+        """Return the division of q and k on the ambient mesh, or None to not shard."""
         by_rule = (
             sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
         )  # fmt: skip
@@ -70,24 +70,24 @@ class Division(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """How many the queries are divided over."""
+        """The number of devices that the queries are sharded over."""
         return _devices(self.length)
 
     def by_heads(self) -> "Division":
-        """With heads divided further instead of queries."""
+        """Return the division with heads sharded over the queries' devices too."""
         heads = (*each(self.heads), *each(self.length))
         return self._replace(length=None, heads=heads, kv_heads=heads)
 
     def over_queries(self) -> P:
-        """How queries, and outputs, are divided, [*B, T, N, H]."""
+        """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
         return P(*self.batch, self.length, self.heads, None)
 
     def over_lse(self) -> P:
-        """How the lse is divided [*B, N, T]."""
+        """Return the PartitionSpec of the lse [*B, N, T]."""
         return P(*self.batch, self.heads, self.length)
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
-        """How an array over the scores is divided; axes of 1 stand for all."""
+        """Return the PartitionSpec of an array over the scores. Axes of 1 are replicated."""
         axes = (*self.batch, self.heads, self.length, None)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
 
@@ -98,7 +98,7 @@ def _devices(axes: Any) -> int:
 
 
 def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
-    """Return the reasons why a call can't take some of the `STRATEGIES`, if any."""
+    """Return the reasons against context-parallel strategies for a call, if any."""
     n, refused = division.devices, {}
     if n == 1:
         return {}
@@ -118,15 +118,15 @@ def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> di
 
 
 def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
-    """Return the strategy that is named, or the best; None if no sequence is divided.
+    """Return the named strategy or the best one, or None if the sequence is not sharded.
 
-    1. `ulysses`: every device has the same to compute under any mask, in any order of the tokens.
-    2. `all_gather`, where all keys and values take no more memory than a device's queries. There it
-       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
-    3. `ring`, whose memory is divided by n too.
+    1. `ulysses`: every device has equal work under any mask, in any order of the tokens. 2.
+    `all_gather`, if all keys and values take no more memory than a device's queries. It then sends
+    less than `ulysses`, but under a causal mask the last device computes twice the mean. 3. `ring`,
+    which also shards the memory of keys and values.
 
     Raises:
-      ValueError: if the strategy that was named refuses.
+      ValueError: if the named strategy does not support the call.
     """
     if division.devices == 1:
         return None
@@ -142,21 +142,16 @@ def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) 
 def run(
     kernel: str, division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec
 ) -> Result:
-    """Compute a call by a kernel, each device on its own shard.
+    """Compute a call by a kernel, each device on its shard.
 
-    Args:
-      kernel: its name, "auto", or a strategy, see `choose.parse_kernel`.
-      division: of the call.
-      q: [*B, T, N, H].
-      k: [*B, S, K, H].
-      v: [*B, S, K, Hv].
-      spec: the rest of the call.
+    `kernel` is a kernel's name, "auto", or a strategy, as in `choose.parse_kernel`. q is
+    [*B, T, N, H], k and v are [*B, S, K, ·].
     """
     _, name = choose.parse_kernel(kernel)
     if _is_empty(q, k):
-        # There is nothing to divide, and XLA takes no shards of nothing.
-        whole = functools.partial(choose.run, name, current_platform())
-        return sharding.auto(whole, (sharding.HEADS, _LSE), q, k, v, spec)
+        # XLA does not support empty shards.
+        attend = functools.partial(choose.run, name, current_platform())
+        return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
     strategy = pick_strategy(kernel, spec.normalizer, division, Dims.of(q, k, v))
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
@@ -173,9 +168,9 @@ def explain(
     kernel: str, division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
     platform: Platform | None,
 ) -> Explanation:  # fmt: skip
-    """Tell what `run` takes on a device: the one of that platform, or the one at hand.
+    """Return the explanation of `run`, for a platform or the current one.
 
-    Of a ring it is told of the first block of keys that is visited.
+    For a ring, it explains the first block of keys.
     """
     named, name = choose.parse_kernel(kernel)
     dims = Dims.of(q, k, v)
@@ -201,17 +196,17 @@ def _is_empty(q: jax.Array, k: Any) -> bool:
 
 
 def _shards(
-    attend: Callable[..., Any], of_ring: Callable[..., Any], strategy: str | None,
+    attend: Callable[..., Any], attend_ring: Callable[..., Any], strategy: str | None,
     division: Division, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
     """Return attend(q, k, v, spec) as a function of shards, their PartitionSpecs, and the arrays.
 
-    On a ring of devices it is of_ring(ring, attend, q, k, v, spec).
+    On a ring of devices, the function is attend_ring(ring, attend, q, k, v, spec).
     """
     dims, by_ring = Dims.of(q, k, v), strategy == "ring"
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
-        attend = functools.partial(of_ring, devices, attend)
+        attend = functools.partial(attend_ring, devices, attend)
     sinks = spec.sinks
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
     arrays, axes, static = _split(_with_positions(spec, dims, division, by_ring), division)
@@ -228,11 +223,11 @@ def _shards(
     over_q = division.over_queries()
     over_k = P(*division.batch, division.length if by_ring else None, division.kv_heads, None)
     q = layout.reshard(q, over_q)
-    # Stored keys and values have scales, which lie as they do.
+    # The scales of stored keys and values are sharded as the values.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
     if division.manual - {axis for axes in over_k for axis in each(axes)}:
-        # Devices that read the same keys sum their gradients: in float32, for in half precision
-        # each device would round the sum once more. What is gathered above is as narrow as ever.
+        # Devices that read the same keys sum their gradients. Sum in float32, because in half
+        # precision each device would round the sum. The gather above stays in half precision.
         k, v = (x.astype(wide(x.dtype)) if is_array(x) else x for x in (k, v))
     by_head = P(division.heads)
     sinks = None if sinks is None else layout.reshard(sinks, by_head)
@@ -242,7 +237,7 @@ def _shards(
 def _with_positions(
     spec: AttentionSpec, dims: Dims, division: Division, by_key: bool
 ) -> AttentionSpec:
-    """The spec with the coordinates that a device can't know of its own shard, or of its keys."""
+    """Return the spec with the coordinates that a device cannot derive from its shard."""
     at = whole(dims)
     if any(axes is not None for axes in division.batch):
         spec = spec.replace(row_ids=ScoreArray(at.row))
@@ -258,31 +253,31 @@ def _with_positions(
 def _split(spec: AttentionSpec, division: Division) -> tuple[Any, Any, AttentionSpec]:
     """Return the arrays of a spec without sinks, their PartitionSpecs, and its static part.
 
-    NumPy arrays that are the same for all shards are of the static part.
+    NumPy arrays that are equal on all shards belong to the static part.
     """
 
     def layout_of(x: Any) -> P | None:
         if not is_score_array(x):
             return P() if is_array(x) else None
         axes = division.over_scores(x.array.shape)
-        alike = isinstance(x.array, np.ndarray) and all(axis is None for axis in axes)
-        return None if alike else axes
+        is_replicated = isinstance(x.array, np.ndarray) and all(axis is None for axis in axes)
+        return None if is_replicated else axes
 
-    def lay_out(x: Any, axes: P) -> Any:
+    def reshard(x: Any, axes: P) -> Any:
         return jax.tree.map(lambda x: layout.reshard(jnp.asarray(x), axes), x)
 
-    arrays, known = partition(spec, lambda x: layout_of(x) is not None, is_score_array)
+    arrays, static = partition(spec, lambda x: layout_of(x) is not None, is_score_array)
     axes = jax.tree.map(layout_of, arrays, is_leaf=is_score_array)
-    return jax.tree.map(lay_out, arrays, axes, is_leaf=is_score_array), axes, known
+    return jax.tree.map(reshard, arrays, axes, is_leaf=is_score_array), axes, static
 
 
 def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
-    """The key/value heads that so many query heads of one device read, of all of them."""
+    """Return the key/value heads that a device's query heads read, in groups of G."""
     n = len(heads)
     if n % G == 0:
         heads = heads[::G]
     elif G % n == 0:
         heads = heads[:1]
-    # Else groups are cut by the ends of the shards: a copy for each query head.
+    # Otherwise shards cut groups apart, and each query head gets a copy.
     kv_heads = heads // G
     return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))

@@ -1,12 +1,12 @@
-"""Splash attention, the sparse flash attention for TPUs that comes with JAX.
+"""Splash attention, JAX's sparse flash attention for TPUs.
 
     out = softmax(softcap(q·kᵀ·scale), over the keys that the mask allows, and the sink)·v
 
-Memory is O(T + S). Blocks that a mask known before tracing excludes are skipped, forward and
-backward; others are computed with the mask as a function of positions and segment ids (see `mask`).
+Memory is O(T + S). Blocks that are empty under a static mask are skipped, forward and backward. In
+other blocks the mask is a function of positions and segment ids (see `mask`).
 
-Source: `jax.experimental.pallas.ops.tpu.splash_attention`, whose kernels are called one by one: its
-own gradient knows no cotangent of the lse. Dao, "FlashAttention-2", 2023.
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`. Its kernels are called directly, because
+its own gradient ignores the lse's cotangent. Dao, "FlashAttention-2", 2023.
 """
 
 import functools
@@ -29,21 +29,21 @@ from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
 
-# Its kernels are private; `private.NAMES` says what is expected of them.
+# Private. `private_jax.NAMES` lists the names used here.
 kernels: Any = splash_attention_kernel
 
 _MASKED = kernels.DEFAULT_MASK_VALUE
-# A sink that weighs nothing beside any score, but much beside a masked one. With it, a query that
-# sees nothing gives exactly 0, and has no gradient; without, splash averages what is masked.
-_NOTHING = _MASKED / 2
+# A sink with no weight beside a visible score, but all weight beside masked ones. With it, a fully
+# masked query has an output and gradients of exactly 0. Without it, splash averages masked values.
+_MIN_SINK = _MASKED / 2
 
 
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
-    """Make the call ready, or return the reason why this kernel can't run it."""
+    """Prepare the call, or return the reason why this kernel does not support it."""
     dims = shapes.Dims.of(q, k, v)
-    if reason := tpu.refuses(q, k, v) or _lacks(spec):
+    if reason := tpu.check(q, k, v) or _check_features(spec):
         return Refusal(reason)
     blocks = Blocks(*tpu.blocks(dims))
     masks = mask.lower(spec, dims, blocks)
@@ -56,8 +56,8 @@ def lower(
     return functools.partial(_attend, q, k, v, spec, masks, blocks)
 
 
-def _lacks(spec: AttentionSpec) -> str | None:
-    """Return the reason why splash lacks a feature of the call, or None."""
+def _check_features(spec: AttentionSpec) -> str | None:
+    """Return the reason against a call's features, or None."""
     if spec.dropout is not None:
         return "has no dropout"
     if spec.precision is not None:
@@ -72,19 +72,19 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, masks: SplashMasks,
     blocks: Blocks,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """See `reference.attend`. First derivatives only."""
+    """Compute attention, with first derivatives only."""
     dims = shapes.Dims.of(q, k, v)
     if spec.mask is not None:
-        # What is not finite becomes NaN in the scores alone, where the mask can remove it.
+        # Move values that are not finite to the scores, as NaN, where the mask can remove them.
         q = finite(q) + nan_flag(q)[..., None]
         k = finite(k) + (nan_flag(k) + nan_flag(v))[..., None]
         v = finite(v)
     q, k = _scale(q, k, spec)
     T, S = blocks.padded(dims)
     q, k, v = tpu.heads_first(q, T), tpu.heads_first(k, S), tpu.heads_first(v, S)
-    sinks = jnp.full(dims.N, _NOTHING, jnp.float32)
+    sinks = jnp.full(dims.N, _MIN_SINK, jnp.float32)
     if spec.sinks is not None:
-        sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _NOTHING)
+        sinks = jnp.maximum(spec.sinks.astype(jnp.float32), _MIN_SINK)
     ids = None
     if masks.ids is not None:
         ids = kernels.SegmentIds(*(
@@ -97,40 +97,40 @@ def _attend(
     out, lse = _attend_groups(tuple(calls), masks.heads, q, k, v, sinks, ids)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
     lse = lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
-    return out, jnp.where(lse <= _NOTHING, -jnp.inf, lse)
+    return out, jnp.where(lse <= _MIN_SINK, -jnp.inf, lse)
 
 
 def _scale(q: jax.Array, k: jax.Array, spec: AttentionSpec) -> tuple[jax.Array, jax.Array]:
-    """Return queries times the scale, and keys to match.
+    """Return the scaled queries, and keys to match.
 
-    In half precision this rounds queries once more, unless the scale is a power of two. That is
-    less than the rounding of the output, but not of a float32 lse: where one is asked for, what
-    is lost stands beside them, rounded in turn, as 2·H more features.
+    In half precision, scaling rounds queries once more, unless the scale is a power of two. This
+    error is smaller than the rounding of the output, but not of a float32 lse. For an exact lse,
+    the rounding errors are appended as 2·H more features, rounded in turn.
     """
     exact = q.astype(jnp.float32) * spec.scale
     parts = [exact.astype(q.dtype)]
     if spec.exact_lse and q.dtype != jnp.float32 and not _is_power_of_two(spec.scale):
-        lost = lax.stop_gradient(exact)  # The first part has the whole gradient.
+        error = lax.stop_gradient(exact)  # The first part has the full gradient.
         for _ in range(2):
-            lost -= lax.stop_gradient(parts[-1]).astype(jnp.float32)
-            parts.append(lost.astype(q.dtype))
+            error -= lax.stop_gradient(parts[-1]).astype(jnp.float32)
+            parts.append(error.astype(q.dtype))
     return jnp.concatenate(parts, -1), jnp.concatenate([k] * len(parts), -1)
 
 
 def _is_power_of_two(scale: float | Array) -> bool:
-    """Return True if a scale is known to be one."""
+    """Return True if a scale is static and a power of two."""
     return isinstance(scale, float) and math.frexp(scale)[0] == 0.5
 
 
 class SplashCall(NamedTuple):
-    """A call of a group of heads, as far as it is known before tracing.
+    """The static part of a call of a group of heads.
 
     Attributes:
-      mask: of all of them, or of each.
-      blocks: their sizes, in all three kernels.
-      cap: of the scores, or None.
-      guarded: True if q and k hold NaN where any of the call's inputs was not finite.
-      pure: see `trees.trace_once`.
+      mask: one mask for all heads, or one for each.
+      blocks: the block sizes of all three kernels.
+      cap: the soft cap of the scores, or None.
+      guarded: True if q and k are NaN where an input was not finite.
+      pure: False if the call holds user-defined functions. See `trees.trace_once`.
     """
 
     mask: mask.splash.MultiHeadMask
@@ -140,7 +140,7 @@ class SplashCall(NamedTuple):
     pure: bool
 
     def common(self, function: Any) -> dict[str, Any]:
-        """Return the arguments of each of splash's kernels."""
+        """Return the arguments that all of splash's kernels share."""
         return {
             "is_mqa": False,
             "mask_value": _MASKED,
@@ -150,7 +150,7 @@ class SplashCall(NamedTuple):
         }
 
     def backward(self) -> dict[str, Any]:
-        """Return the further arguments of its two kernels for gradients."""
+        """Return the arguments that both gradient kernels share."""
         layout = kernels.QKVLayout.HEAD_DIM_MINOR
         layouts = {f"{x}_layout": layout for x in "qkv"}
         return {"bq": self.blocks.q, "bkv": self.blocks.k, **layouts}
@@ -160,7 +160,7 @@ def _attend_groups(
     calls: tuple[SplashCall, ...], heads: tuple[tuple[int, ...], ...], q: jax.Array, k: jax.Array,
     v: jax.Array, sinks: jax.Array, ids: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Attend in all rows of the batch, one group of heads after the other; see `_call`."""
+    """Attend in all rows of the batch, one group of heads after another."""
     parts = []
     for call, group in zip(calls, heads, strict=True):
         args = q, k, v, sinks
@@ -180,18 +180,11 @@ def _attend_groups(
 def _call(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend in a group of heads.
+    """Attend in a group of heads, with T and S multiples of the blocks.
 
-    Args:
-      call: what is known before tracing.
-      q: [B, N, T, ·], see `_scale`; T and S are multiples of the blocks.
-      k: [B, K, S, ·].
-      v: [B, K, S, Hv].
-      sinks: float32 [N], at least `_NOTHING`.
-      ids: splash's SegmentIds, int32 [B, T] and [B, S], or None.
-
-    Returns:
-      out [B, N, T, Hv], lse [B, N, T], which is `_NOTHING` where nothing weighs more.
+    q, scaled, is [B, N, T, ·], k [B, K, S, ·], v [B, K, S, Hv], sinks float32 [N], at least
+    `_MIN_SINK`, and ids splash's SegmentIds or None. Returns out [B, N, T, Hv], and lse [B, N, T],
+    `_MIN_SINK` for fully masked queries.
     """
     return _outputs(call, q, k, v, sinks, ids)
 
@@ -201,7 +194,7 @@ def _call(
 def _outputs(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend in one row of the batch, see `_call`."""
+    """Attend in one row of the batch."""
     info, function = mask_info.process_mask(call.mask, tuple(call.blocks))
     out, (lse,) = kernels._splash_attention_forward(
         info, q, k, v, ids, sinks,
@@ -230,16 +223,15 @@ def _gradients(
     call: SplashCall, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array, ids: Any,
     result: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Return the gradients of q, k, v and sinks, of one row of the batch."""
+    """Return the gradients of q, k, v and sinks, for one row of the batch."""
     (out, lse), (dout, dlse) = result, cotangents
-    # Cotangents of queries that see nothing, NaN included, must not meet their weights of 0.
-    empty = lse <= _NOTHING
+    # Zero the cotangents of fully masked queries: their weights are 0, and 0·NaN is NaN.
+    empty = lse <= _MIN_SINK
     dout, dlse = jnp.where(empty[..., None], 0.0, dout), jnp.where(empty, 0.0, dlse)
     if call.guarded:
-        # Factors of gradients that are 0 where masked must be finite. The lse of queries that saw
-        # a NaN is one, and spreads it.
+        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the lse.
         q, k = finite(q), finite(k)
-    # d score = p·(dp − δ), with p of the lse and δ = Σ dout·out, less what lse itself is asked.
+    # d score = p·(dp − δ), with p from the lse, and δ = Σ dout·out − dlse.
     delta = jnp.einsum("nth,nth->nt", dout, out, preferred_element_type=jnp.float32) - dlse
     dout = dout.astype(q.dtype)
     args = q, k, v, ids, sinks, lse, dout, delta
@@ -252,7 +244,7 @@ def _gradients(
     dq = kernels._splash_attention_bwd_dq(
         *args, mask_info=info, **call.backward(), **call.common(function)
     )
-    # A sink's weight gives nothing: d score = p·(0 − δ), over all queries of its head.
+    # A sink has no value: d score = p·(0 − δ), over all queries of its head.
     dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=1)
     return dq, dk, dv, dsinks
 

@@ -1,6 +1,6 @@
-"""Masks in splash's terms: segment ids, a function of positions, and which blocks are seen.
+"""Masks in splash's form: segment ids, functions of positions, and the blocks to visit.
 
-Nothing of size T×S is made, but for tables known before tracing, up to `TABLE` entries.
+No array of T×S is created, except for static tables of up to `TABLE` entries.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from flax_mha.kernels.splash.segment_ids import Ids, merge_ids
 from flax_mha.masks import EMPTY, FULL, PARTIAL, And, Mask, PerHead, Window
 from flax_mha.masks.tiles import is_static
 
-# Entries of the tables of all heads: 16 MiB, as 1 byte each.
+# The maximum entries of all heads' tables: 16 MiB, at 1 byte each.
 TABLE = 2**24
 
 
 class Blocks(NamedTuple):
-    """Queries and keys of a block, both multiples of 128."""
+    """The queries and keys of a block, both multiples of 128."""
 
     q: int
     k: int
@@ -36,13 +36,13 @@ class Blocks(NamedTuple):
 
 
 class SplashMasks(NamedTuple):
-    """A mask in splash's terms: ids, and for groups of heads a mask known before tracing.
+    """A mask in splash's form: segment ids, and a static mask for each group of heads.
 
     Attributes:
-      ids: of the queries, int32 [rows|1, T], and of the keys, [rows|1, S]; a query sees the keys of
-        its own id alone. None for no such rule.
+      ids: ids of queries, int32 [rows|1, T], and keys, [rows|1, S]. A query sees the keys of its
+        id. None for no ids.
       heads: the query heads of each group.
-      masks: for each group one for all of its heads, or one for each.
+      masks: for each group, one mask for all of its heads, or one for each.
     """
 
     ids: Ids | None
@@ -51,12 +51,12 @@ class SplashMasks(NamedTuple):
 
     @property
     def by_head(self) -> bool:
-        """True if heads differ."""
+        """True if heads have different masks."""
         return len({mask for group in self.masks for mask in group.masks}) > 1
 
 
 class Positions(NamedTuple):
-    """Positions known before tracing: of queries, int32 [T], and of keys, [S]."""
+    """Static positions of queries, int32 [T], and of keys, [S]."""
 
     q: np.ndarray
     k: np.ndarray
@@ -68,11 +68,11 @@ class Positions(NamedTuple):
 
     @property
     def is_even(self) -> bool:
-        """True if a key's position follows from its index."""
+        """True if a key's position is a linear function of its index."""
         return bool((self.k == self.k[0] + self.step * np.arange(self.k.size)).all())
 
-    def of_key(self, index: Any) -> Any:
-        """Return the positions of keys, given their indices."""
+    def position_of_key(self, index: Any) -> Any:
+        """Return the positions of keys with these indices."""
         index = index if self.step == 1 else index * np.int32(self.step)
         return index if self.k[0] == 0 else index + np.int32(self.k[0])
 
@@ -83,11 +83,11 @@ class ComputedMask:
 
     Attributes:
       key: a hashable value, equal for equal rules and positions.
-      head: the index of the query head.
-      blocks: the sizes of blocks.
-      dims: of the call.
+      head: the query head's index.
+      blocks: the block sizes.
+      dims: the call's sizes.
       rule: the bound mask.
-      positions: of queries and keys.
+      positions: the positions of queries and keys.
     """
 
     key: Any
@@ -98,8 +98,8 @@ class ComputedMask:
     positions: Positions = dataclasses.field(compare=False)
 
     def allowed(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return True where queries at positions q may see the keys of indices k."""
-        allowed = self._at(q, self.positions.of_key(k)).astype(bool)
+        """Return True where queries at positions q may see the keys with indices k."""
+        allowed = self._at(q, self.positions.position_of_key(k)).astype(bool)
         allowed = jnp.broadcast_to(allowed, q.shape)
         return allowed & (k < self.dims.S) if self.dims.S % self.blocks.k else allowed
 
@@ -125,18 +125,18 @@ class ComputedMask:
 
 
 class SplashMask(splash.Mask):
-    """A computed mask behind splash's interface.
+    """A computed mask with splash's interface.
 
-    Splash asks of each block whether any and whether all of its entries are True: one entry stands
-    for the block. With a `mask_function` it computes the mask of all blocks that have any.
+    Splash reads whether any and whether all entries of a block are True, so one entry represents
+    the block. With a `mask_function`, it computes the mask in all blocks that are not empty.
     """
 
     def __init__(self, mask: ComputedMask) -> None:
         states = mask.block_states()
-        self.mask, self.seen = mask, states > EMPTY
-        if not self.seen.any():
-            # Splash can't run on no block at all; the first is masked by the function.
-            self.seen[0, 0] = True
+        self.mask, self.is_visited = mask, states > EMPTY
+        if not self.is_visited.any():
+            # Splash needs at least one block. The function masks it.
+            self.is_visited[0, 0] = True
         if (states < FULL).any() or mask.dims.S % mask.blocks.k:
             fill = self.shape[0] - mask.dims.T
             self.q_sequence = np.pad(mask.positions.q, (0, fill), mode="edge")
@@ -149,7 +149,7 @@ class SplashMask(splash.Mask):
 
     def __getitem__(self, block: Any) -> np.ndarray:
         i, j = (s.start // (s.stop - s.start) for s in block)
-        return self.seen[i : i + 1, j : j + 1]
+        return self.is_visited[i : i + 1, j : j + 1]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SplashMask) and self.mask == other.mask
@@ -159,27 +159,27 @@ class SplashMask(splash.Mask):
 
 
 def lower(spec: AttentionSpec, dims: Dims, blocks: Blocks) -> SplashMasks | str:
-    """Return the call's mask as splash takes it, or the reason why it can't be."""
+    """Return the call's mask in splash's form, or the reason why it has none."""
     parts = MaskParts.of(conjuncts(spec.mask))
     ids, masks = merge_ids(parts, spec.at(dims), dims), (*parts.band, *parts.others)
     if not masks:
-        pos = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
-        return _lower_static(ids, Window(), pos, blocks, dims)
+        order = Positions(np.arange(dims.T, dtype=np.int32), np.arange(dims.S, dtype=np.int32))
+        return _lower_static(ids, Window(), order, blocks, dims)
     for mask in masks:
         if not is_static(*jax.tree.leaves(mask)):
             return (
                 f"{type(mask).__name__} holds arrays that are not NumPy's; of masks that are not "
-                f"known before tracing it takes Segments, Lengths, and tables of keys or of "
-                f"queries alone, joined by &"
+                f"static it takes Segments, Lengths, and tables of keys or of queries alone, "
+                f"joined by &"
             )
-    known = _positions(spec, dims)
-    return known if isinstance(known, str) else _lower_static(ids, And(masks), known, blocks, dims)
+    pos = _positions(spec, dims)
+    return pos if isinstance(pos, str) else _lower_static(ids, And(masks), pos, blocks, dims)
 
 
 def _lower_static(
     ids: Ids | None, mask: Mask, pos: Positions, blocks: Blocks, dims: Dims
 ) -> SplashMasks | str:
-    """Lower a mask known before tracing: heads with equal masks in one group, or a table each."""
+    """Return a static mask with a group for heads with equal masks, or with a table per head."""
     mask = map_score_arrays(lambda x: flat_batch(x, dims), mask)
     rules = [_of_head(mask, head) for head in range(dims.N)]
     traits: dict[Any, _Traits] = {}
@@ -200,21 +200,21 @@ def _lower_static(
         return SplashMasks(ids, tuple(map(tuple, groups.values())), computed)
     if len(groups) * dims.T * dims.S > TABLE:
         return (
-            f"the mask is no rule of positions alone, and its table would have more than {TABLE} "
-            f"entries: T·S = {dims.T}·{dims.S}, for {len(groups)} different heads"
+            f"the mask is not a rule of positions alone, and its table would have more than "
+            f"{TABLE} entries: T·S = {dims.T}·{dims.S}, for {len(groups)} different heads"
         )
     tables = zip((mask.table() for mask in masks), groups.values(), strict=True)
-    of_head = {head: table for table, heads in tables for head in heads}
-    every = tuple(range(dims.N))
-    return SplashMasks(ids, (every,), (splash.MultiHeadMask([of_head[head] for head in every]),))
+    by_head = {head: table for table, heads in tables for head in heads}
+    heads = tuple(range(dims.N))
+    return SplashMasks(ids, (heads,), (splash.MultiHeadMask([by_head[head] for head in heads]),))
 
 
 class _Traits(NamedTuple):
-    """The coordinates that a mask of one head reads.
+    """The coordinates that one head's mask reads.
 
     Attributes:
       by_row: True if it differs between rows of the batch.
-      by_head: True if it asks for which head it is.
+      by_head: True if it reads the head's index.
       computed: True if it is a rule of positions and numbers, without arrays.
     """
 
@@ -224,7 +224,7 @@ class _Traits(NamedTuple):
 
     @classmethod
     def of(cls, rule: Mask, dims: Dims) -> "_Traits":
-        """Read the traits of a mask whose arrays are [rows|1, 1, T|1, S|1]."""
+        """Read the traits of a mask with arrays [rows|1, 1, T|1, S|1]."""
         nodes = jax.tree.leaves(rule, is_leaf=is_score_array)
         arrays = [x.array for x in nodes if is_score_array(x)]
         if any(len(x) > 1 for x in arrays):
@@ -241,14 +241,14 @@ class _Traits(NamedTuple):
 
 
 def _positions(spec: AttentionSpec, dims: Dims) -> Positions | str:
-    """Return the positions, or the reason why no mask can be asked about them before tracing."""
+    """Return the positions, or the reason why they are not static and equal in all rows."""
     positions = []
     for name, x in zip(("q_positions", "kv_positions"), spec.at(dims)[2:], strict=True):
         if not is_static(x):
             return f"{name} are not NumPy's or a number: the mask is computed before tracing"
         x = np.asarray(flat_batch(x, dims))
         if len(x) > 1:
-            return f"{name} differ between rows of the batch, and so does what the mask allows"
+            return f"{name} differ between rows of the batch, and so does the mask"
         positions.append(x.reshape(-1))
     return Positions(*positions)
 
@@ -264,12 +264,12 @@ def _of_head(mask: Mask, head: int) -> Mask:
 
 
 def _flat(rule: Mask) -> Mask:
-    """Return the rule with arrays of one row and head as [T|1, S|1], or as a number."""
+    """Return a rule with arrays of one row and head as [T|1, S|1], or as a number."""
     return map_score_arrays(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
 
 def _key(tree: Any) -> Any:
-    """Return a hashable value, equal for equal trees of arrays."""
+    """Return a hashable value that is equal for equal trees of arrays."""
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
     return jax.tree.structure(tree), tuple((x.shape, x.dtype.str, x.tobytes()) for x in leaves)
 

@@ -1,4 +1,4 @@
-"""Masks as segment ids: a query sees the keys of its own id."""
+"""Masks as segment ids: a query sees the keys with its id."""
 
 import functools
 import operator
@@ -12,7 +12,7 @@ from flax_mha.base.coordinates import Array, At, flat_batch
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.mask_parts import MaskParts
 
-# Of the queries, int32 [rows|1, T], and of the keys, [rows|1, S].
+# Ids of queries, int32 [rows|1, T], and of keys, [rows|1, S].
 Ids: TypeAlias = tuple[jax.Array, jax.Array]
 
 
@@ -38,7 +38,7 @@ def merge_ids(parts: MaskParts, at: At, dims: Dims) -> Ids | None:
 
 
 def _rows(q: Array, k: Array, dims: Dims) -> Ids:
-    """Return int32 [rows|1, T] and [rows|1, S] of q [*B|1, 1, T|1, 1] and k [*B|1, 1, 1, S|1]."""
+    """Return q [*B|1, 1, T|1, 1] as int32 [rows|1, T], and k [*B|1, 1, 1, S|1] as [rows|1, S]."""
     q, k = (jnp.asarray(flat_batch(x, dims), jnp.int32)[:, 0] for x in (q, k))
     rows = max(len(q), len(k))
     return (
@@ -48,7 +48,7 @@ def _rows(q: Array, k: Array, dims: Dims) -> Ids:
 
 
 def _unused(ids: jax.Array) -> jax.Array:
-    """Return for each row of ids [rows, L] a number of 0 … L that is none of them, [rows, 1]."""
+    """Return for each row of ids [rows, L] an unused number in 0 … L, [rows, 1]."""
     L = ids.shape[1]
 
     def one(ids: jax.Array) -> jax.Array:
@@ -59,7 +59,7 @@ def _unused(ids: jax.Array) -> jax.Array:
 
 
 def _both(one: Ids, other: Ids) -> Ids:
-    """Return ids that are equal where both are: the rank of each pair among all of its row."""
+    """Return ids that are equal where both are equal: the rank of each pair in its row."""
     T = one[0].shape[1]
     x, y = (jnp.concatenate(ids, 1) for ids in (one, other))
     rows = max(len(x), len(y))
