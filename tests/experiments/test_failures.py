@@ -166,7 +166,7 @@ def test_a_person_or_a_variable_is_the_reason(error: BaseException, line: str) -
 def test_a_full_disk_in_any_thread_ends_the_program() -> None:
     program = (
         "import errno, threading, time\n"
-        "from experiments import failures\n"
+        "from experiments.runs import failures\n"
         "failures.install()\n"
         "def full(): raise OSError(errno.ENOSPC, '')\n"
         "threading.Thread(target=full).start()\n"
