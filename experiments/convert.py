@@ -31,7 +31,7 @@ _CONFIG, _WEIGHTS = "config.json", "variables"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Converts the first folder into the second."""
+    """Convert the first folder into the second."""
     log.hush()
     try:
         _, *given = argv
@@ -44,15 +44,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def convert(source: str | Path, target: str | Path, dtype: Any = None) -> str:
-    """Writes one as the other, and says what it wrote.
+    """Write a folder of one kind as the other kind, and return a line about it.
 
     Args:
       source: a folder of either kind.
       target: a folder that does not exist yet, or is empty.
-      dtype: of floating parameters (default: as they are).
+      dtype: the dtype of floating parameters (default: as they are).
 
     Raises:
-      ValueError: if a folder is not what it must be, or its files do not fit each other.
+      ValueError: if a folder is of another kind, or its files do not fit each other.
     """
     source = Path(source).expanduser().absolute()
     target = folders.result_folder(Path(target).expanduser(), "converted", "the second folder")

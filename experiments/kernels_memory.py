@@ -1,4 +1,4 @@
-"""What attention in float32 takes of a GPU's memory, by the compiler, which needs no GPU.
+"""The GPU memory of attention in float32, by the compiler, which needs no GPU.
 
     python -m experiments.kernels_memory    # an H200, causal: the table of docs/kernels.md
     python -m experiments.kernels_memory --chip=a100 --mask=none
@@ -31,7 +31,7 @@ MASKS = {"none": None, "causal": masks.Causal()}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints the table as Markdown, line by line."""
+    """Print the table as Markdown, line by line."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.kernels_memory", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def line(device: jax.Device, T: int, N: int, mask: masks.Mask | None) -> str:
-    """Of one size."""
+    """Return the row of one size."""
     x = jax.ShapeDtypeStruct((1, T, N, H), jnp.float32)
     platform = Platform("gpu", device.device_kind, cudnn=(9, 20, 0))
     cells = [f"{T:,}", str(N), _mib(4 * N * T**2)]

@@ -1,4 +1,4 @@
-"""Which kernel takes what: the table of docs/kernels.md, asked of the kernels' own `lower`.
+"""The features of each kernel: the table of docs/kernels.md, asked of the kernels' own `lower`.
 
 $ python -m experiments.kernels_table    # writes it anew
 
@@ -136,7 +136,7 @@ def operands(call: dict[str, Any]) -> tuple[list[jax.ShapeDtypeStruct], dict[str
 
 
 def homes() -> dict[str, list[str]]:
-    """The platforms that each kernel runs on."""
+    """Return the platforms that each kernel runs on."""
     found: dict[str, list[str]] = {name: [] for name in KERNELS}
     for called, platform in PLATFORMS.items():
         refused = explain(*operands({})[0], platform=platform).refused
@@ -147,7 +147,7 @@ def homes() -> dict[str, list[str]]:
 
 
 def refusals(name: str, platform: Platform) -> dict[str, str | None]:
-    """Why a kernel refuses each feature, None where it takes it."""
+    """Return the reason why a kernel refuses each feature, or None where it takes it."""
     found: dict[str, str | None] = {}
     for feature, call in FEATURES.items():
         qkv, rest = operands(call)
@@ -160,7 +160,7 @@ def refusals(name: str, platform: Platform) -> dict[str, str | None]:
 
 
 def traced(fn: Callable[..., Any], call: dict[str, Any]) -> Any:
-    """fn(**call), where the arrays of JAX in the call are arguments of what is traced."""
+    """Return fn(**call), traced with the JAX arrays of the call as its arguments."""
     leaves, tree = jax.tree.flatten(call)
     found = []
 
@@ -206,7 +206,7 @@ def _second(loss: Any) -> Any:
 
 
 def _second_ragged(loss: Any) -> Any:
-    """Under a mask of a traced array, by which kernels may loop a number of times not yet known."""
+    """Return gradients of gradients under a traced mask, whose loops have no static length."""
     return lambda *qkv: _second(lambda *x: loss(*x, mask=Lengths(jnp.full(2, T // 2))))(*qkv)
 
 
@@ -221,7 +221,7 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 
 
 def table() -> str:
-    """Markdown: features down, kernels across, the reasons below."""
+    """Return Markdown: features down, kernels across, the reasons below."""
     where = homes()
     columns = {name: refusals(name, PLATFORMS[called[0]]) for name, called in where.items()}
     reasons: list[str] = []
@@ -247,14 +247,14 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table as it is now."""
+    """Return the page with the table as it is now."""
     before, rest = text.split(MARKS[0])
     _, after = rest.split(MARKS[1])
     return f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}"
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes the page anew."""
+    """Write the page anew."""
     parser = argparse.ArgumentParser(
         prog="python -m experiments.kernels_table", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

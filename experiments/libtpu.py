@@ -1,4 +1,4 @@
-"""The wheel libtpu where no TPU is: a compiler, that must not look for one nor say it found none.
+"""The wheel libtpu where no TPU is: a compiler that must neither look for one nor complain.
 
 JAX asks it for a TPU wherever it is installed, and it answers with several lines of errors, after a
 search in the network for the host of one. This is called before JAX looks for devices.
@@ -22,13 +22,13 @@ _STORAGE, _NETWORK = "0x01", "0x02"  # classes of devices that every virtual mac
 
 
 def compiler_only(devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Keeps libtpu quiet on a machine without a TPU; changes nothing on one that has one."""
+    """Keep libtpu quiet on a machine without a TPU, and change nothing on one that has one."""
     if not any(_is_tpu(device) for device in devices.glob("*")):
         quiet()
 
 
 def quiet() -> None:
-    """Keeps libtpu quiet, in a program that leaves a TPU alone."""
+    """Keep libtpu quiet, in a program that leaves a TPU alone."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
 

@@ -1,4 +1,4 @@
-"""What a decoder of a Hugging Face folder makes of a prompt."""
+"""The answer of a Hugging Face folder's decoder to a prompt."""
 
 import functools
 import importlib
@@ -22,17 +22,17 @@ def respond(
     folder: str | Path, prompt: str, say: Callable[[str], None], max_new_tokens: int = 64,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Says how the prompt goes on, or what it becomes, piece by piece.
+    """Say how the prompt goes on, or its translation, piece by piece.
 
     Args:
       folder: `config.json`, safetensors, and `tokenizer.json` or, without it, a prompt of ids.
       prompt: a text, or ids such as "12 7 401".
-      say: takes each piece.
-      max_new_tokens: how many at most.
-      **options: of `flax_mha.generate`.
+      say: a function that takes each piece.
+      max_new_tokens: the number of new tokens at most.
+      **options: options of `flax_mha.generate`.
 
     Raises:
-      ValueError: if the folder or the prompt is not what it must be.
+      ValueError: if the folder or the prompt breaks these rules.
     """
     folder = Path(folder).expanduser()
     config = FileSettings(safetensors.read_json(folder / "config.json"))
@@ -79,7 +79,7 @@ def respond(
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """From text to ids and back."""
+    """Return functions from text to ids and back."""
     path = folder / _TOKENIZER
     if not path.exists():
         return _ids, lambda ids: " ".join(map(str, ids))
