@@ -199,8 +199,8 @@ def by_distance(path: Path, weights: np.ndarray) -> None:
 
     Args:
       path: the path of the PNG.
-      weights: the weights [layers, heads, T, T]; shown is the mean weight of the keys at each distance, over
-        the queries that have one there.
+      weights: the weights [layers, heads, T, T]; shown is the mean weight of the keys at each
+        distance, over the queries that have one there.
     """
     T = weights.shape[-1]
     distances = np.arange(1 - T, T)
