@@ -26,16 +26,16 @@ SHARES = ("accuracy", "exact", "exact_unseen")  # metrics from 0 to 1
 
 
 def curves(path: Path, rows: Sequence[dict[str, Any]], training: str, objective: str) -> None:
-    """Every metric of the test rows over the steps, beside the same of the training rows.
+    """Draw every metric of the test rows over the steps, beside the same of the training rows.
 
     Several seeds are thin lines around their mean.
 
     Args:
-      path: of the PNG.
-      rows: of the log.
-      training: how the metrics of the training rows were measured.
-      objective: what the training loss is, if that of the test is another quantity: it then gets
-        a panel of its own.
+      path: the path of the PNG.
+      rows: the rows of the log.
+      training: a legend that tells how the metrics of the training rows were measured.
+      objective: the name of the training loss, which then gets a panel of its own, if the test loss
+        is another quantity; or else "".
     """
     tested = sorted({n for row in rows if row["split"] == "test" for n in row} - {"step", "split"})
     panels = [(name, name, tuple(COLORS)) for name in tested]
@@ -81,7 +81,7 @@ def _curve(axes: Axes, rows: Sequence[dict[str, Any]], name: str, color: str, la
 
 
 def widen(axes: Axes) -> None:
-    """Gives a logarithmic y axis a factor of 4 at least: what hardly differs is to look so."""
+    """Widen a logarithmic y axis to a factor of 4, so that small differences look small."""
     low, high = axes.get_ylim()
     spare = max(0.0, np.log(4 / (high / low))) / 2
     axes.set_ylim(low * np.exp(-spare), high * np.exp(spare))
@@ -91,14 +91,14 @@ def widen(axes: Axes) -> None:
 
 
 def attention(path: Path, images: np.ndarray, weights: np.ndarray, titles: Sequence[str]) -> None:
-    """Each head's attention over each image: a row for a layer, a column for a head.
+    """Draw each head's attention over each image: a row for a layer, a column for a head.
 
     Args:
-      path: of the PNG.
-      images: [n, height, width].
-      weights: [n, layers, heads, T, T] over patches row by row; each head is shown as the weight
-        that a patch gets, averaged over the queries.
-      titles: n of them.
+      path: the path of the PNG.
+      images: the images [n, height, width].
+      weights: the weights [n, layers, heads, T, T] over patches row by row; each head is shown as
+        the weight that a patch gets, averaged over the queries.
+      titles: the titles of the n images.
     """
     n, layers, heads, T, _ = weights.shape
     height, width = images.shape[1:]
@@ -143,17 +143,17 @@ def alignment(
     path: Path, sources: Sequence[str], found: Sequence[str], true: Sequence[str],
     weights: np.ndarray, weighed: str,
 ) -> None:  # fmt: skip
-    """How much each character of an output looks at each of its source's, a panel for each pair.
+    """Draw the weights of each output's characters over their source, a panel for each pair.
 
     Characters that the font lacks are shown by their code points, see `drawable`.
 
     Args:
-      path: of the PNG.
-      sources: n strings.
-      found: n outputs.
-      true: n strings, what the outputs should be.
-      weights: [n, T, S]; row t is that of the query which gives character t.
-      weighed: what the weights are, for the label of their colors.
+      path: the path of the PNG.
+      sources: the n sources.
+      found: the n outputs.
+      true: the n correct outputs.
+      weights: the weights [n, T, S]; row t belongs to the query which gives character t.
+      weighed: the label of the weights' colors.
     """
     rows = -(-len(sources) // 2)
     figure = Figure(figsize=(15, 3.6 * rows), layout="constrained")
@@ -178,13 +178,13 @@ def alignment(
 
 
 def drawable(text: str) -> bool:
-    """Whether the font has all characters of a text."""
+    """Return True if the font has all characters of a text."""
     font = get_font(findfont(FontProperties()))
     return all(c.isspace() or (c.isprintable() and font.get_char_index(ord(c)) > 0) for c in text)
 
 
 def readable(text: str) -> str:
-    """A text with the code points of those characters that the font lacks."""
+    """Return a text with code points in the place of characters that the font lacks."""
     return "".join(c if drawable(c) else f"<U+{ord(c):04X}>" for c in text)
 
 
@@ -195,12 +195,12 @@ def _tick(character: str) -> str:
 
 
 def by_distance(path: Path, weights: np.ndarray) -> None:
-    """How far each head looks: a panel for each layer, a line for each head.
+    """Draw the weight of each distance: a panel for each layer, a line for each head.
 
     Args:
-      path: of the PNG.
-      weights: [layers, heads, T, T]; shown is the mean weight of the keys at each distance, over
-        the queries that have one there.
+      path: the path of the PNG.
+      weights: the weights [layers, heads, T, T]; shown is the mean weight of the keys at each
+        distance, over the queries that have one there.
     """
     T = weights.shape[-1]
     distances = np.arange(1 - T, T)
@@ -219,11 +219,11 @@ def by_distance(path: Path, weights: np.ndarray) -> None:
 
 
 def by_place(path: Path, bits: np.ndarray) -> None:
-    """Bits per byte over how many bytes the model saw before.
+    """Draw bits per byte over the number of bytes that the model saw before.
 
     Args:
-      path: of the PNG.
-      bits: [T], NaN where nothing was predicted.
+      path: the path of the PNG.
+      bits: the bits per byte [T], NaN where nothing was predicted.
     """
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()

@@ -3,8 +3,8 @@
     python -m experiments.report runs/digits-…
     python -m experiments.report runs/text-… --data=FILE
 
-The report is about the latest checkpoint. The file that the run was trained on, if it was one, is
-read if --data names it.
+The pictures are those of the latest checkpoint, the score is that of the last evaluation. The file
+that the run was trained on, if it was one, is read if --data names it.
 """
 
 import sys

@@ -11,14 +11,14 @@ from experiments.tasks.task import Params
 
 
 class Report:
-    """A report on any task; those of a task with more to tell override its parts.
+    """A report on any task, to be refined for a known one.
 
     Args:
       task: the task, with its `config`.
 
     Attributes:
-      training: the way in which the metrics of training rows are measured, for pictures.
-      objective: the name of the training loss, if it is another quantity than that of the test.
+      training: a legend that tells how the metrics of training rows are measured.
+      objective: the name of the training loss, if the test loss is another quantity; or else "".
     """
 
     def __init__(self, task: Any) -> None:

@@ -61,7 +61,7 @@ class Report(base.Report):
 
 
 def drawn(pairs: Sequence[Pair]) -> list[Pair]:
-    """Return pairs for a picture: in various scripts, those that its font has first."""
+    """Return pairs in various scripts for a picture, scripts of its font first."""
     first: dict[str, Pair] = {}
     for pair in pairs:
         letter = next(filter(str.isalpha, pair[0]), None)

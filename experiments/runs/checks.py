@@ -14,8 +14,7 @@ from experiments.runs.failures import RunError
 def mesh_sizes(config: ConfigDict, have: int) -> tuple[int, int, int, int]:
     """Return the sizes of the mesh axes data, fsdp, model and context.
 
-    With data=-1 it takes all devices it can use: all there are, or on one process those that split
-    the batch evenly.
+    With data=-1 the mesh takes all devices, or on one process the most that split the batch evenly.
 
     Args:
       config: the run's config.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-# What the extra `experiments` brings, by the names of its modules.
+# The packages of the extra `experiments`, by the names of their modules.
 PACKAGES = {
     "absl", "babel", "chex", "flax", "flax_mha", "grain", "jax", "matplotlib", "ml_collections",
     "numpy", "optax", "orbax", "rich", "sklearn", "tensorboardX", "threadpoolctl",
@@ -31,7 +31,7 @@ _needed: dict[Path, int] = {}  # the inodes of what the program works with, by p
 
 
 class RunError(ValueError):
-    """A mistake that its message explains; no traceback needed."""
+    """A mistake that its message explains, without a traceback."""
 
 
 def install() -> None:
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def needs(path: Path) -> None:
-    """Register a file or folder; an error that occurs when it is gone is put down to that."""
+    """Register a file or folder, whose loss then explains any error that follows."""
     _needed[path] = path.stat().st_ino
 
 
@@ -88,7 +88,7 @@ def say(kind: type[BaseException], error: BaseException, traceback: TracebackTyp
 
 
 def in_thread(args: "threading.ExceptHookArgs") -> None:
-    """For `threading.excepthook`: what the machine lacks ends the program from any thread.
+    """End the program where any thread lacks something of the machine: a `threading.excepthook`.
 
     Others might wait for that thread for ever, as TensorBoard's writer is waited for.
     """
@@ -98,14 +98,14 @@ def in_thread(args: "threading.ExceptHookArgs") -> None:
 
 
 def unraisable(args: "sys.UnraisableHookArgs") -> None:
-    """For `sys.unraisablehook`: what nobody can catch is shown, with one exception."""
+    """Show the errors that nobody can catch, but one: a `sys.unraisablehook`."""
     # Threads of Orbax say so after the error that counts.
     if str(args.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(args)
 
 
 def said_later(record: logging.LogRecord) -> bool:
-    """A filter for logs, which drops the errors of threads that end a command with one line."""
+    """Drop from logs the errors of threads that end a command with one line."""
     error = record.exc_info[1] if record.exc_info else None
     return _lost([record.getMessage()]) is None and (error is None or reason(error) is None)
 

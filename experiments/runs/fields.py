@@ -179,7 +179,7 @@ TABLE = {
 
 
 def of(key: str, example: Any) -> Field:
-    """Return the row of a key; for a key that the table lacks, one for values like the example."""
+    """Return the row of a key, or a row for values like the example if the table lacks it."""
     return TABLE.get(key) or like(example)
 
 

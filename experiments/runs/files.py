@@ -11,12 +11,12 @@ from typing import IO, Any
 from experiments.runs.failures import RunError
 
 ASIDE = ".aside-"  # in front of a name: not whole yet
-MOST = 2**20  # bytes of a JSON file that is read: ours have a few thousand
+MOST = 2**20  # bytes of a JSON file that is read: those of runs have a few thousand
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file beside a path; at the end it takes the path's name, on the disk too.
+    """Open a new file beside a path, which takes the path's name at the end, on the disk too.
 
     The file is made exclusively, so that nothing is written through a link that lies there.
     """
@@ -52,7 +52,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add text to a regular file that is there; without text, see that it is on the disk.
+    """Add text to a regular file that is there, or wait until it is on the disk without text.
 
     Raises:
       OSError: if it is missing, a link, a pipe or a device.
@@ -109,7 +109,11 @@ def _open(path: Path, flags: int, mode: str) -> IO[bytes]:
 
 
 def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
-    """The JSON object of at most so many bytes in a file that anybody may have written.
+    """Return the JSON object in a file that anybody may have written.
+
+    Args:
+      path: the file.
+      most: the most bytes that it may have.
 
     Raises:
       RunError: if there is none, in one line.

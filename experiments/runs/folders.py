@@ -1,4 +1,4 @@
-"""Where results go."""
+"""The folders of results."""
 
 import datetime
 import re
@@ -8,7 +8,7 @@ from experiments.runs.failures import RunError
 
 
 def new_folder(task: str) -> Path:
-    """A folder under `runs/` that does not exist yet, by name and time."""
+    """Return a folder under `runs/` that does not exist yet, by name and time."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path, again = Path("runs", f"{task}-{stamp}").absolute(), 2
     while path.exists():
@@ -17,7 +17,7 @@ def new_folder(task: str) -> Path:
 
 
 def local(workdir: str | Path, flag: str = "--workdir") -> Path:
-    """The folder that a flag names, with ~ for a home.
+    """Return the folder that a flag names, with ~ for a home.
 
     Raises:
       RunError: if it is empty, or none of a file system.
@@ -37,7 +37,7 @@ def local(workdir: str | Path, flag: str = "--workdir") -> Path:
 
 
 def result_folder(workdir: str | Path | None, name: str, flag: str = "--workdir") -> Path:
-    """The folder for results that are written once: the given one, new or empty, or a new one.
+    """Return the folder for results that are written once: a new one, or an empty one by name.
 
     Raises:
       RunError: if there is something in it.

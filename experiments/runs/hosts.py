@@ -29,14 +29,14 @@ _MARGIN = 60  # seconds that JAX, whose own timeout kills without a word for use
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """How this process finds the others.
+    """The way in which this process finds the others.
 
     Attributes:
       address: HOST:PORT at which process 0 listens; None to ask the cluster.
-      processes: how many there are.
-      process: which of them this is.
-      start_timeout: seconds that all of them have to come together.
-      heartbeat_timeout: seconds of silence after which one is taken for dead.
+      processes: the number of processes.
+      process: the number of this process.
+      start_timeout: the seconds until all have started.
+      heartbeat_timeout: the seconds of silence after which a process counts as dead.
     """
 
     address: str | None = None
@@ -46,7 +46,7 @@ class Cluster:
     heartbeat_timeout: int = 100
 
     def check(self) -> None:
-        """Raises a RunError unless the values fit together."""
+        """Check that the values fit together."""
         given = {
             "--coordinator_address": self.address,
             "--num_processes": self.processes,
@@ -79,9 +79,9 @@ class Cluster:
 
 
 def start(cluster: Cluster) -> None:
-    """Joins the other processes, before anything asks for devices.
+    """Join the other processes, before anything asks for devices.
 
-    Ends the process, with a message, if they do not come together in time.
+    It ends the process, with a message, if they do not come together in time.
 
     Raises:
       RunError: if the cluster does not fit itself, is unknown, or can't be served.
@@ -118,15 +118,15 @@ def start(cluster: Cluster) -> None:
 
 
 def force_host_devices(count: int) -> int:
-    """Makes that many CPU devices of this host's cores, unless the environment says how many.
+    """Make a number of CPU devices of this host's cores, unless the environment sets it.
 
-    Devices of other platforms stay what they are.
+    Devices of other platforms stay as they are.
 
     Args:
-      count: of CPU devices for this process; 0 leaves them as they are.
+      count: the CPU devices of this process; 0 leaves them as they are.
 
     Returns:
-      How many were made; 0 for none.
+      The number that was made; 0 for none.
     """
     said = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count == 0 or said or "JAX_NUM_CPU_DEVICES" in os.environ:
@@ -138,10 +138,10 @@ def force_host_devices(count: int) -> int:
 
 
 def agree(prepared: dict[str, object] | None) -> None:
-    """Waits for all processes, and sees that they prepared the same.
+    """Wait for all processes, and check that they prepared the same.
 
     Args:
-      prepared: what this one will do; None if it could not prepare, and says so itself.
+      prepared: the settings of this one; None if it could not prepare, and says so itself.
 
     Raises:
       RunError: if another one could not prepare, or prepared something else.
@@ -166,10 +166,10 @@ def agree(prepared: dict[str, object] | None) -> None:
 
 
 def all_begin(refused: str | None) -> None:
-    """Waits for all processes, and sees that each may begin.
+    """Wait for all processes, and check that each may begin.
 
     Args:
-      refused: why this one may not.
+      refused: the reason why this one may not; None if it may.
 
     Raises:
       RunError: on all of them, if one may not.
@@ -182,7 +182,7 @@ def all_begin(refused: str | None) -> None:
 
 @contextlib.contextmanager
 def ending_together() -> Iterator[None]:
-    """Lets no process wait for one that failed: an error inside ends it at once, loudly.
+    """End this process at once, loudly, on an error inside, so that no other waits for it.
 
     JAX would wait for the others first, which wait for this one. They end when its heartbeat, or
     its end of a collective, is missing.
@@ -196,7 +196,7 @@ def ending_together() -> Iterator[None]:
             raise
         place = f"process {jax.process_index()} of {jax.process_count()}"
         if isinstance(error, jax.errors.JaxRuntimeError):
-            # Of a peer that is gone, one learns by the collective that it left.
+            # The collective that a peer left says that it is gone.
             reason = str(error).splitlines()[0]
             line = f"{place} stops, most likely because another one ended: {reason}"
         elif lacks := failures.reason(error):
@@ -208,7 +208,7 @@ def ending_together() -> Iterator[None]:
 
 
 def _gather(text: str) -> list[str]:
-    """Each process's text."""
+    """Return the text of each process."""
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(data.size))
     padded = np.pad(data, (0, int(sizes.max()) - data.size))
@@ -217,7 +217,7 @@ def _gather(text: str) -> list[str]:
 
 
 def _check_free(address: str) -> None:
-    """Raises a RunError if something serves that port of this host: JAX would crash there."""
+    """Check that no program serves a port of this host: JAX would crash there."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     port = int(address.rsplit(":", 1)[1])
@@ -253,7 +253,7 @@ def _give_up(cluster: Cluster) -> None:
 
 
 def end(message: str) -> None:
-    """Ends this process at once, whatever the others wait for: its absence ends them too."""
+    """End this process at once: its absence ends the others too, even if they wait for it."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(1)

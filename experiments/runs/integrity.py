@@ -37,9 +37,9 @@ class Sums(NamedTuple):
 
 
 def checksums(tree: Any) -> Sums:
-    """Return the sums of arrays that lie on any mesh; all processes call this together."""
+    """Return the sums of arrays on any mesh. All processes call this together."""
     leaves = _by_path(tree)
-    # Of each array the two sums, and how many shards have an element that is not finite.
+    # The two sums of each array, and the number of its shards with an element not finite.
     shards = [[checksum(shard, x.shape) for shard in _shards(x)] for x in leaves.values()]
     zero = np.zeros(3, np.uint32)
     rows = [np.sum([zero, *each], 0, np.uint32) for each in jax.device_get(shards)]
@@ -74,7 +74,7 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def _shards(x: jax.Array) -> list[Any]:
-    """Return this process's shards of an array; over all processes each element is in one."""
+    """Return this process's shards of an array, each element in one shard of one process."""
     return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 
 
@@ -110,7 +110,7 @@ def _on_host(x: jax.Array, start: np.ndarray, shape: tuple[int, ...]) -> np.ndar
 
 
 def _sums(xp: Any, x: Any, words: Any, start: Any, shape: tuple[int, ...]) -> Any:
-    """Return the sums of a shard with these words; a wide element has several, on a last axis."""
+    """Return the sums of a shard with these words, several of a wide element on a last axis."""
     words = words.astype(np.uint32)
     whole = (*shape, *words.shape[len(shape) :])
     index = xp.zeros(words.shape, np.uint32)

@@ -10,7 +10,7 @@ from experiments.runs.failures import RunError
 
 
 def check_key(key: str, config: ConfigDict) -> None:
-    """Raises a RunError that names the nearest key, unless config has this one."""
+    """Check that a config has a key, or raise a RunError that names the nearest."""
     known = [*flatten(config.to_dict()), *(k for k, v in config.items() if hasattr(v, "items"))]
     if key in known:
         return
@@ -26,7 +26,7 @@ def check_key(key: str, config: ConfigDict) -> None:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys."""
+    """Return nested mappings as one, with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):

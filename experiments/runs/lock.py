@@ -14,7 +14,7 @@ _held: dict[Path, int] = {}  # Open as long as the process lives: closing the fi
 
 
 def hold(folder: Path) -> bool:
-    """Locks a folder until `release`, or this process's end, however it ends.
+    """Lock a folder until `release`, or this process's end, however it ends.
 
     It is a lock of POSIX, which NFS (4, and 3 with its lock daemon) passes on to other hosts. It
     does not part the threads of one process.
@@ -47,6 +47,6 @@ def hold(folder: Path) -> bool:
 
 
 def release(folder: Path) -> None:
-    """Lets another run have the folder."""
+    """Give the folder up to another run."""
     if (handle := _held.pop(folder, None)) is not None:
         os.close(handle)

@@ -97,7 +97,7 @@ class Log:
         return series
 
     def write(self, step: int, split: str, metrics: Mapping[str, np.ndarray]) -> None:
-        """Add a row; values have shape [seeds], and a single seed's is written as a number."""
+        """Add a row of values [seeds], as numbers if there is a single seed."""
         values = {name: _plain(x) for name, x in metrics.items()}
         row = {"step": step, "split": split, **values}
         self.rows.append(row)
@@ -129,7 +129,7 @@ class Log:
         return [*self._others] if self._events is None else [self._events, *self._others]
 
     def _append(self, line: str) -> None:
-        """Add a line; an empty one only sees that all lines are on the disk."""
+        """Add a line, or wait until all lines are on the disk if it is empty."""
         try:
             files.append(self._file, line)
         except FileNotFoundError:
@@ -180,13 +180,15 @@ def _line(row: Row) -> str:
 
 
 def _plain(x: np.ndarray) -> Any:
-    """Return numbers for JSON, with None for those that are not finite."""
+    """Return numbers for JSON, with None for a number that is not finite."""
     values = [float(v) if math.isfinite(v) else None for v in x]
     return values[0] if len(values) == 1 else values
 
 
 def _differs(path: Path, text: str, first: int) -> str | None:
-    """Return the reason why a log that is there forbids to go on, or None; print other differences.
+    """Return the reason why a log that is there forbids to go on, or None.
+
+    Other differences are printed.
 
     Args:
       path: the path of the log.

@@ -14,18 +14,18 @@ _WARM = 3  # the first step that a number of steps counts from: before it compil
 
 @contextlib.contextmanager
 def tracing(folder: Path, steps: str | None, start: int) -> Iterator[Callable[[int], None]]:
-    """Traces some steps into a folder: xprof reads all of it, perfetto `perfetto_trace.json.gz`.
+    """Trace some steps into a folder, for xprof and, as `perfetto_trace.json.gz`, for perfetto.
 
     Args:
-      folder: for the trace, of process 0.
-      steps: FIRST:LAST, or how many, from the third that runs; None for none.
+      folder: the folder of the trace, written by process 0.
+      steps: FIRST:LAST, or a number of steps, from the third that runs; None for none.
       start: the step that the run starts from.
 
     Yields:
       A function to be called before each step and after the last.
 
     Raises:
-      RunError: if that is not how steps are said.
+      RunError: if steps have another form.
     """
     first, last = parse(steps, start) if steps is not None else (0, 0)
     tracing = False
@@ -49,7 +49,7 @@ def tracing(folder: Path, steps: str | None, start: int) -> Iterator[Callable[[i
 
 
 def parse(steps: str, start: int) -> tuple[int, int]:
-    """The first and the last step of FIRST:LAST, or of a number of steps."""
+    """Return the first and the last step of FIRST:LAST, or of a number of steps."""
     if match := re.fullmatch(r"(\d{1,9}):(\d{1,9})", steps):
         first, last = int(match[1]), int(match[2])
     elif re.fullmatch(r"\d{1,9}", steps):

@@ -64,16 +64,16 @@ def bar(steps: int, start: int, console: Console) -> Iterator[Callable[[int, str
 
 
 class Speed:
-    """Says how fast steps are, and for how long they will go on.
+    """The speed of the steps, and the time until the last one.
 
     The share of the chips' peak (MFU) counts the operations of matrix products in the compiled
     step, as the planner does, recomputation included. It is left out where the table of
     chips lacks the devices, such as on CPUs.
 
     Args:
-      program: of the run.
-      state: whose step is compiled, which its first call would do otherwise.
-      batch: for it.
+      program: the run's `experiments.trainer.mesh.Program`.
+      state: a state of it, to compile its step for.
+      batch: a batch of it.
     """
 
     def __init__(self, program: Any, state: Any, batch: Any) -> None:
@@ -82,16 +82,16 @@ class Speed:
         self._flops = flops(program, state, batch) if self._peak else 0
 
     def text(self, rate: float, left: int) -> str:
-        """In words.
+        """Return the speed in words.
 
         Args:
-          rate: steps a second; 0 for unknown.
-          left: steps that are left.
+          rate: the steps a second; 0 for unknown.
+          left: the steps that are left.
         """
         if not rate:
             return ""
         rows = self._program.config.batch_size * self._program.config.seeds * rate
-        # What has no room is cut off at the end.
+        # The end is cut off where there is no room.
         parts = [f"{duration(left / rate)} left"] if left else []
         parts.append(f"{rows:,.0f} examples/s")
         if self._peak:
@@ -100,7 +100,7 @@ class Speed:
 
 
 def peak(program: Any) -> float:
-    """Return the operations a second that a device of the mesh can do; 0 for unknown."""
+    """Return the peak of a device of the mesh in operations a second, 0 for unknown."""
     devices = list(program.mesh.devices.flat)
     chip = CHIPS.get(devices[0].device_kind) or GPUS.get(devices[0].device_kind)
     if chip is None:
@@ -111,14 +111,14 @@ def peak(program: Any) -> float:
 
 
 def flops(program: Any, state: Any, batch: Any) -> int:
-    """Operations of a step's matrix products on one device."""
+    """Return the operations of a step's matrix products on one device."""
     traced = program.step.trace(state, batch)
     text = traced.lower().compile().as_text()
     return work.flops(Module(text)) + work.pallas_flops(traced.jaxpr.jaxpr)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them."""
+    """Return seconds as people say them."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -1,7 +1,7 @@
 """The record beside a checkpoint's arrays: their checksums, the place in the data, and the log.
 
-A record is JSON with a digest of itself. A checkpoint whose record or arrays differ from what was
-saved is damaged: it is set aside, and never taken.
+A record is JSON with a digest of itself. A checkpoint whose record or arrays have changed since it
+was saved is damaged: it is set aside, and never taken.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def seal(step: int, state: Any, data: Any, log: Mapping[str, Any]) -> dict[str, 
 
 
 def check(record: Any, step: int, data: Any) -> dict[str, Any]:
-    """Return a record without its digest, if it is what was saved at a step.
+    """Return a record without its digest, if it has not changed since it was saved at a step.
 
     Args:
       record: the value read from the checkpoint.
@@ -121,8 +121,8 @@ def reading(step: int | None = None) -> Iterator[None]:
     """Turn any error of Orbax and TensorStore inside into a DamagedError.
 
     Args:
-      step: the step whose arrays are read by all processes, each its part: several processes then
-        end together, for those that could read their part would wait for this one.
+      step: the step whose arrays are read by all processes, each its part. Several processes then
+        end together: the others would wait for this one.
     """
     try:
         yield
@@ -143,7 +143,7 @@ def report(step: int, error: DamagedError) -> int:
 
 
 def set_aside(folder: Path, steps: Sequence[int]) -> None:
-    """Move damaged checkpoints out of the way of those that will be written."""
+    """Move damaged checkpoints out of the way of new ones."""
     if jax.process_index() == 0:
         (folder / DAMAGED).mkdir(exist_ok=True)
         for step in steps:
@@ -194,7 +194,7 @@ class Best:
 
 
 def _mean(loss: Any) -> float:
-    """Return the mean over seeds; a loss that is not finite counts as infinite."""
+    """Return the mean over seeds, or infinity if one is not finite."""
     values = loss if isinstance(loss, list) else [loss]
     return float("inf") if None in values else sum(values) / len(values)
 

@@ -1,4 +1,4 @@
-"""A run's folder: its config, whose it is, and what may be done with it."""
+"""The folder of a run: its config, its data, and the checks before it is used."""
 
 import dataclasses
 import datetime
@@ -30,7 +30,7 @@ class Run:
     resumed: bool
 
     def begin(self, data: str) -> None:
-        """Locks the folder, and makes a new one ours, with its data's fingerprint.
+        """Lock the folder, and write config and data's fingerprint to a new one.
 
         Raises:
           RunError: on all processes, if it is in use, or of other data.
@@ -47,7 +47,7 @@ class Run:
         hosts.all_begin(refused)
 
     def check_data(self, data: str) -> None:
-        """Raises a RunError unless the run was begun with the data of this fingerprint."""
+        """Check that the run was begun with the data of this fingerprint."""
         had = _read_mark(self.path)["data"]
         if had != data:
             raise RunError(
@@ -82,13 +82,13 @@ class Run:
 
 
 def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[str, Any]) -> Run:
-    """Finds the folder of a run, new or one to come back to.
+    """Return the run of a folder, new or resumed.
 
     Args:
       workdir: the folder; None for a new one under `runs/`.
-      config: of a new run, overrides included.
-      overrides: what the caller insists on, by dotted key: in a folder that has a run already,
-        that run's own config rules, except for the mesh, which may change with the machine.
+      config: the config of a new run, overrides included.
+      overrides: the values that a resumed run must have, by dotted key. Its other values are its
+        own; only the mesh may change with the machine.
 
     Raises:
       RunError: if the folder holds something else, or a run with other values.
@@ -117,7 +117,7 @@ def open_run(workdir: str | Path | None, config: ConfigDict, overrides: Mapping[
 def find_run(
     workdir: str | Path, named: Mapping[str, Any] | None = None, own: ConfigDict | None = None
 ) -> Run:
-    """The run in a folder, whose files are taken for data of strangers.
+    """Return the run in a folder, whose files are taken for data of strangers.
 
     Args:
       workdir: the folder.
@@ -125,7 +125,7 @@ def find_run(
       own: a config that may have keys beyond those of the task's own.
 
     Raises:
-      RunError: if there is none, or it isn't what it was when it began.
+      RunError: if there is none, or its config has changed since it began.
     """
     path = folders.local(workdir)
     if not _is_ours(path):
@@ -158,11 +158,11 @@ def _names_file(key: str) -> bool:
 
 
 def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:
-    """Whether there is a run; a folder that is missing or empty can become one.
+    """Return True if a folder holds a run, and False if it can become one.
 
     Args:
-      path: of the folder.
-      config: that it may have of a start that was cut off, and nothing else.
+      path: the folder.
+      config: the config that a start which was cut off may have left, and nothing else.
     """
     if not path.exists():
         return False
@@ -193,7 +193,7 @@ def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:
 
 
 def _read_mark(path: Path) -> dict[str, Any]:
-    """What was written when the run began."""
+    """Return the mark of a run, written when it began."""
     mark = files.read_json(path / MARK)
     if mark.get("format") != FORMAT:
         raise RunError(

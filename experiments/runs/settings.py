@@ -37,7 +37,7 @@ class Asked(NamedTuple):
 def parse(argv: Sequence[str], default: Path) -> Asked:
     """Parse the command line, the program's other flags included.
 
-    Ends the program with one line if something is wrong, and after the help that --help asks for.
+    The program ends with one line if something is wrong, and after the help of --help.
     """
     try:
         asked = read(argv, default)
@@ -47,7 +47,7 @@ def parse(argv: Sequence[str], default: Path) -> Asked:
 
 
 def read(argv: Sequence[str], default: Path) -> Asked:
-    """Parse and check the config of a command line; other flags stay in `rest`.
+    """Parse and check the config of a command line, and leave other flags in `rest`.
 
     Args:
       argv: the command line.

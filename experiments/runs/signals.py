@@ -13,7 +13,7 @@ STOPPED = 75  # the exit status: EX_TEMPFAIL of sysexits.h, "try again later"
 
 
 class Stopped(SystemExit):
-    """A run that was asked to stop, and has saved all it knows."""
+    """The end of a run that was asked to stop, after its checkpoint."""
 
     def __init__(self, line: str) -> None:
         super().__init__(line)
@@ -22,13 +22,13 @@ class Stopped(SystemExit):
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[int], bool]]:
-    """Turns the first SIGINT or SIGTERM into a question that the loop can ask; the second kills.
+    """Turn the first SIGINT or SIGTERM into a request that the loop can read.
 
-    With several processes, a signal to one stops all of them, after the same step; more signals
-    change nothing there, save SIGKILL.
+    The second kills. With several processes, a signal to one stops all of them, after the same
+    step; more signals change nothing there, save SIGKILL.
 
     Yields:
-      A function that says whether to stop after a step; to be asked after each.
+      A function of a step, called after each, that returns True if the run is to stop.
     """
     asked = threading.Event()
 

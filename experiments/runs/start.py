@@ -29,7 +29,9 @@ from experiments.runs.fingerprint import fingerprint
 
 @contextlib.contextmanager
 def joined(asked: settings.Asked, distributed: bool, cluster: hosts.Cluster) -> Iterator[None]:
-    """Join the other processes, if any; errors inside end all of them, those of users in one line.
+    """Join the other processes, if any, and end all of them on an error inside.
+
+    Errors of users are printed in one line.
 
     Args:
       asked: the command line, without other words than flags.

@@ -37,7 +37,7 @@ class Watch:
         self.aside = self._clock.aside
 
     def step(self, step: int, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Run a step, and return its state and metrics; the first call waits for its compilation.
+        """Run a step, compiled at the first call, and return its state and metrics.
 
         Args:
           step: the step's number.

@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, and others that config.report_to names.
+"""Writers of metrics beside `metrics.jsonl`: TensorBoard, and others that config.report_to names.
 
 All are loggers of metrax (`metrax.logging.LoggingBackend`), whose own for Weights & Biases is taken
 as it is; another one is a class with two methods and a line in `OTHERS`.
@@ -22,16 +22,16 @@ class Writer(Protocol):
     """The protocol of metrax."""
 
     def log_scalar(self, event: str, value: float, **kwargs: Any) -> None:
-        """Writes a number of that name, of `step=`."""
+        """Write a number by name, with its `step=`."""
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Write the rest."""
 
 
 class TensorBoard:
-    """Events in a folder; those after a step, left by a run that was cut off, are dropped.
+    """TensorBoard events in a folder.
 
-    metrax has one too, which can't drop them.
+    Events after a step, left by a run that was cut off, are dropped; the backend of metrax can't.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of MLflow, where its environment variables say (default: a file here)."""
+    """A run of MLflow, in the place that its environment variables name (default: a file here)."""
 
     def __init__(self, path: Path, config: ConfigDict) -> None:
         self._mlflow = _package("mlflow", "mlflow")
@@ -102,7 +102,7 @@ def check(config: ConfigDict) -> None:
 
 
 def others(path: Path, config: ConfigDict) -> list[Writer]:
-    """Return the writers that config.report_to names; a resumed run goes on in the same ones.
+    """Return the writers that config.report_to names, the same again for a resumed run.
 
     Raises:
       RunError: if one fails, or its package is missing.
@@ -115,13 +115,13 @@ def _opened(name: str, path: Path, config: ConfigDict) -> Writer:
         return OTHERS[name](path, config)
     except RunError:
         raise
-    except Exception as error:  # Whatever these make of an address or a login.
+    except Exception as error:  # Any error of theirs about an address or a login.
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RunError(f"config.report_to={name} fails: {line[:300]}") from error
 
 
 def _id(path: Path) -> str:
-    """The same for each start of one run."""
+    """Return the same id for each start of one run."""
     return digest(str(path))[:16]
 
 

@@ -32,7 +32,7 @@ def load() -> tuple[Batch, Batch]:
 def augment(
     images: jax.Array, key: jax.Array, *, shift: float, rotate: float, scale: float
 ) -> jax.Array:
-    """Move images [B, height, width] at random, each a little; beyond the border they are 0.
+    """Move images [B, height, width] at random, each a little, with 0 beyond the border.
 
     Args:
       images: the images.

@@ -79,7 +79,7 @@ class Masked:
         return starts.map(lambda i: {"bytes": self.train[i[rows, None] + np.arange(T)]})
 
     def test_batches(self) -> list[Batch]:
-        """Return the held-out bytes as rows of one batch; the hidden ones are the same for all."""
+        """Return the held-out bytes as rows of one batch, the same ones hidden in every run."""
         count = len(self.test) // self.config.length
         values = self.test[: count * self.config.length].reshape(count, -1)
         hidden = np.random.default_rng(0).random(values.shape) < self.config.hidden
@@ -105,7 +105,7 @@ class Masked:
     def _judge(
         self, params: Params, values: jax.Array, hidden: jax.Array, **call: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the loss and the correctness of each guess, [B, T]; 0 where none is hidden."""
+        """Return the loss and the correctness of each guess [B, T], 0 where none is hidden."""
         labels = values.astype(jnp.int32)
         tokens = jnp.where(hidden, HIDDEN, labels)
         logits: Any = self.model.apply({"params": params}, tokens, **call)

@@ -34,7 +34,7 @@ class Task(Protocol):
 
 
 def shuffled(size: int, batch_size: int, seed: int) -> grain.IterDataset:
-    """Return endless batches of indices [batch_size]; each epoch is a new order of 0 … size − 1.
+    """Return endless batches of indices [batch_size], each epoch a new order of 0 … size − 1.
 
     A whole epoch is drawn at once: element by element, grain takes 30 µs for each index.
     """

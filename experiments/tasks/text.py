@@ -51,7 +51,7 @@ def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
 
 
 def windows(text: bytes, length: int, stride: int) -> Batch:
-    """Return stretches of a text in which each of its bytes is predicted once.
+    """Return stretches of a text that predict each of its bytes once.
 
     They are `tokens` uint8 [windows, T + 1], whose last T are predicted, and their `weight` float32
     [windows, T]: 1 where a byte is predicted that no window before predicts.

@@ -98,7 +98,7 @@ class Translation:
         return indices.map(lambda i: self.arrays([train[int(j)] for j in i[rows]]))
 
     def test_batches(self) -> list[Batch]:
-        """Return held-out pairs, and, weighed apart, those in a style that is not trained on."""
+        """Return held-out pairs, and, weighed apart, pairs in a style that is not trained on."""
         test, unseen = self.split.test, self.split.unseen
         total = len(test) + len(unseen)
         is_test = np.arange(total) < len(test)

@@ -1,1 +1,1 @@
-"""The tiny trainer: `loop` is what it does; the rest is what a run needs around it."""
+"""The tiny trainer: read `loop` first."""

@@ -16,7 +16,9 @@ from experiments.trainer.mesh import Program
 
 
 class Checkpoints:
-    """The last checkpoints of a run, and the best; a context, at whose end all are written.
+    """The last checkpoints of a run, and the best.
+
+    It is a context, at whose end all are written.
 
     Args:
       workdir: the run's folder.
@@ -50,7 +52,7 @@ class Checkpoints:
         self._manager.close()
 
     def save(self, step: int, state: Any, data: Any, log: Mapping[str, Any]) -> None:
-        """Begin to write a checkpoint; the next save waits for its end."""
+        """Begin to write a checkpoint, whose end the next save waits for."""
         sealed = record.seal(step, state, data.get_state(), log)
         self._best.read(log)
         items = {"state": ocp.args.StandardSave(state), "run": ocp.args.JsonSave(sealed)}

@@ -26,7 +26,7 @@ from experiments.trainer.optimizer import make_optimizer
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """The state of training; with several seeds, all of it has a leading axis [seeds]."""
+    """The state of training, with a leading axis [seeds] if there are several."""
 
     step: jax.Array
     params: Params

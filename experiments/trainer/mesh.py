@@ -32,11 +32,12 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
-    """Return the mesh axes of each logical axis; the first rule whose axes are free wins.
+    """Return the mesh axes of each logical axis.
 
-    Rows of the batch go over data and fsdp. The features of each parameter, and so of its gradient
-    and moments, go over fsdp too: XLA gathers a layer's parameters where it needs them. The
-    positions of every row go over context: attention alone needs the keys and values of others.
+    The first rule whose axes are free wins. Rows of the batch go over data and fsdp. The features
+    of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a layer's
+    parameters where it needs them. The positions of every row go over context: attention alone
+    needs the keys and values of others.
     """
     over: tuple[tuple[str, Any], ...] = ()
     if mesh.shape["fsdp"] > 1:

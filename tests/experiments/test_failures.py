@@ -164,7 +164,7 @@ def test_interrupts_and_backend_errors_give_their_reason(error: BaseException, l
 def test_full_disk_in_any_thread_ends_the_program() -> None:
     program = (
         "import errno, threading, time\n"
-        "from experiments import failures\n"
+        "from experiments.runs import failures\n"
         "failures.install()\n"
         "def full(): raise OSError(errno.ENOSPC, '')\n"
         "threading.Thread(target=full).start()\n"

@@ -1,0 +1,102 @@
+"""The trainer is read in one sitting, and imports nothing that only maintainers run."""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = sorted((ROOT / "experiments").rglob("*.py"))
+# Each folder, or file at the top, may import those before it, and none after.
+LAYERS = (
+    "", "libtpu", "phases", "command", "counts", "runs", "plots", "tasks", "trainer", "finished",
+    "reports", "responses", "pretrained", "convert", "generate", "report", "train",
+    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
+)  # fmt: skip
+MAINTAINERS = {"plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table"}
+# The files that a user reads to know how the layer is trained, and their lines at most.
+TRAINER = {
+    "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 30,
+    "trainer/checkpoints.py": 95, "trainer/metrics.py": 60, "trainer/__init__.py": 5,
+    "tasks/__init__.py": 25, "tasks/task.py": 50,
+}  # fmt: skip
+TASKS = {
+    "tasks/digits.py": 125, "tasks/masked.py": 120, "tasks/text.py": 135,
+    "tasks/translation.py": 165, "tasks/dates.py": 95,
+}  # fmt: skip
+WITH_ONE_TASK, WITH_ALL = 600, 1_100
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT / "experiments").with_suffix("").parts
+    return ".".join(parts).removesuffix("__init__").removesuffix(".")
+
+
+MODULES = {name_of(path) for path in FILES}
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules of experiments that a file imports, at any place in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("experiments"):
+            inner = node.module.removeprefix("experiments").removeprefix(".")
+            for alias in node.names:
+                full = f"{inner}.{alias.name}".removeprefix(".")
+                names.add(full if full in MODULES else inner)
+    return names
+
+
+def layer(name: str) -> str:
+    return name.split(".")[0]
+
+
+def reached(names: set[str]) -> set[str]:
+    """Return all modules that modules import, directly or not."""
+    paths = {name_of(path): path for path in FILES}
+    seen: set[str] = set()
+    while names - seen:
+        name = (names - seen).pop()
+        seen.add(name)
+        names = names | imported(paths[name])
+    return seen
+
+
+def test_the_layers_are_all_there_is() -> None:
+    assert {layer(name) for name in MODULES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_layers_import_one_way(path: Path) -> None:
+    mine = layer(name_of(path))
+    if mine == "":  # It installs the hooks of a command before all else.
+        return
+    later = set(LAYERS[LAYERS.index(mine) + 1 :])
+    upward = {name for name in imported(path) if layer(name) in later}
+    assert not upward, f"{path} imports {upward}, which stand above it"
+
+
+def test_no_imports_go_in_a_circle() -> None:
+    arrows = {name_of(path): imported(path) - {"", name_of(path)} for path in FILES}
+    graphlib.TopologicalSorter(arrows).prepare()
+
+
+def test_the_trainer_imports_nothing_of_maintainers() -> None:
+    trainer = {name for name in MODULES if layer(name) == "trainer"}
+    assert not {layer(name) for name in reached(trainer)} & {*MAINTAINERS, "reports"}
+    assert not {layer(name) for name in reached({"train"})} & MAINTAINERS
+
+
+def test_the_trainer_is_read_in_one_sitting() -> None:
+    found = {str(path.relative_to(ROOT / "experiments")): lines(path) for path in FILES}
+    limits = TRAINER | TASKS
+    assert limits.keys() >= {name for name in found if name.startswith(("trainer/", "tasks/"))}
+    assert not {name: found[name] for name, most in limits.items() if found[name] > most}
+    trainer = sum(found[name] for name in TRAINER)
+    assert trainer + found["tasks/digits.py"] <= WITH_ONE_TASK
+    assert trainer + sum(found[name] for name in TASKS) <= WITH_ALL
