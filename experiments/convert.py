@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         _, *given = argv
         if len(given) != 2:
-            raise RunError(f"give two folders, SRC DST, got {given}")
+            raise RunError(f"the arguments must be two folders, SRC DST, got {given}")
         source, target = given
         print(convert(source, target, dtype=DTYPE.value))
     except (ValueError, TypeError, FileNotFoundError) as error:

@@ -44,10 +44,10 @@ def respond(
             raise RunError("config.json must have decoder_start_token_id, got none")
         options["start"] = said_there["start"]
     elif not isinstance(model, LanguageModel):
-        raise RunError(f"a {config['model_type']} writes no text; give a decoder, or a T5")
+        raise RunError(f"a {config['model_type']} generates no text; give a decoder, or a T5")
     ids, size = encode(prompt), config["vocab_size"]
     if not ids:
-        raise RunError(f"the prompt must have a token at least, got none of {shown(prompt)}")
+        raise RunError(f"the prompt must have at least one token, got none in {shown(prompt)}")
     if max(ids) >= size:
         raise RunError(
             f"the ids of the prompt must be in 0 … {size - 1}, got {max(ids)}; take weights and "

@@ -205,13 +205,13 @@ def _check(settings: races.Settings) -> None:
         )
     if settings.kv_heads and ("layer" in settings.parts or settings.heads % settings.kv_heads):
         raise RunError(
-            f"--kv_heads is of --parts=core, and divides --heads, got {settings.kv_heads} of "
-            f"{settings.heads} and --parts={','.join(settings.parts)}"
+            f"--kv_heads must divide --heads, with --parts=core only, got {settings.kv_heads} of "
+            f"{settings.heads} and --parts={','.join(settings.parts)}; change one of them"
         )
     if "packed" in settings.masks and min(settings.lengths) < settings.documents:
         raise RunError(
             f"--lengths must be at least --documents={settings.documents}, got "
-            f"{min(settings.lengths)}; give longer ones, or fewer documents"
+            f"{min(settings.lengths)}; choose longer ones, or fewer documents"
         )
     known = dict.fromkeys(n for part in settings.parts for n in contestants.CONTESTANTS[part])
     if not known.keys() & set(settings.contestants or known):
@@ -247,7 +247,7 @@ def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         for word in words:
             if word not in known:
                 raise argparse.ArgumentTypeError(
-                    f"must be among {', '.join(known)}, with commas between, got {word!r}"
+                    f"must be names among {', '.join(known)}, separated by commas, got {word!r}"
                 )
         return words
 

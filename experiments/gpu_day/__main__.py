@@ -88,8 +88,8 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
     machine = json.loads(_output([sys.executable, "-c", _MACHINE]))
     if machine["platform"] != "gpu" and not small:
         raise RunError(
-            f"needs an NVIDIA GPU, this is {machine['platform']}; --small runs anywhere (where "
-            "there is one, JAX sees it after pip install -e '.[test,cuda]')"
+            f"needs an NVIDIA GPU, this is {machine['platform']}; --small runs anywhere (if there "
+            "is one, run pip install -e '.[test,cuda]')"
         )
     path, new = folder / "day.json", {"machine": machine, "small": small, "steps": {}}
     if not os.path.lexists(path):
@@ -104,8 +104,8 @@ def _opened(folder: Path, small: bool) -> dict[str, Any]:
         return new
     if (day["machine"]["device"], day["small"]) != (machine["device"], small):
         raise RunError(
-            f"--workdir={folder} is of {day['machine']['device']}, small={day['small']}, this is "
-            f"{machine['device']}, small={small}; choose another"
+            f"--workdir={folder} must be of this machine and size, {machine['device']} and "
+            f"small={small}, got {day['machine']['device']}, small={day['small']}; choose another"
         )
     return day
 

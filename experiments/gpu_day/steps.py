@@ -125,7 +125,7 @@ def _train(seconds: float, *flags: str) -> Step:
         del folder
         found = re.search(r"([\d.]+) s to compile, ([\d.]+) s to run", said)
         if found is None:
-            raise ValueError("the trainer did not say how long it took")
+            raise ValueError("the trainer printed no duration")
         compiling, running = map(float, found.groups())
         rate = examples / max(running, 1e-3)
         return {"compile_seconds": compiling, "seconds": running, "examples_per_second": rate}

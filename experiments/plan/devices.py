@@ -37,9 +37,9 @@ def of(topology: str) -> Sequence[jax.Device]:
         return gpus.of(chip, sizes[0])
     if chip not in TPUS or not (min(sizes) and math.prod(sizes) <= gpus.MOST):
         raise RunError(
-            f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, a GPU and "
-            f"how many, such as h200:8, or cpu:8 or gpu:8, at most {gpus.MOST:,} devices in all, "
-            f"got {topology!r:.100}; TPUs are {', '.join(TPUS)}"
+            f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, GPUs and "
+            f"their number, such as h200:8, or cpu:8 or gpu:8, with at most {gpus.MOST:,} devices, "
+            f"got {topology!r:.100}; choose a TPU of {', '.join(TPUS)}"
         )
     if not importlib.util.find_spec("libtpu"):
         raise RunError(
@@ -50,8 +50,8 @@ def of(topology: str) -> Sequence[jax.Device]:
         described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
-            f"libtpu refuses --topology={topology}: {error}; it knows such as v5e:16x16, "
-            f"v5p:4x4x4, v6e:16x16, tpu7x:4x4x4"
+            f"libtpu refuses --topology={topology}: {error}; try one such as v5e:16x16, "
+            f"v5p:4x4x4, v6e:16x16 or tpu7x:4x4x4"
         ) from error
     return described.devices
 
@@ -67,8 +67,8 @@ def _local(platform: str, count: int) -> Sequence[jax.Device]:
         )
     if not 0 < count <= len(found):
         raise RunError(
-            f"--topology={platform}:{count} must count at least 1 device, and at most the "
-            f"{len(found)} there are"
+            f"--topology={platform}:{count} must be at least 1 device, and at most the "
+            f"{len(found)} available ones"
         )
     return found[:count]
 

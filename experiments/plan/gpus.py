@@ -104,8 +104,8 @@ def of(chip: str, count: int) -> Sequence[jax.Device]:
       RunError: if they do not fill machines, or no installed compiler supports them.
     """
     if not count or count > MOST or (count > HOST and count % HOST):
-        raise RunError(f"--topology={chip}:{count} must count 1 to {HOST} GPUs, or machines of "
-                       f"{HOST}: {HOST * max(1, round(min(count, MOST) / HOST))}")  # fmt: skip
+        raise RunError(f"--topology={chip}:{count} must be 1 to {HOST} GPUs, or a multiple of "
+                       f"{HOST}; try {HOST * max(1, round(min(count, MOST) / HOST))}")  # fmt: skip
     if reason := lacking():
         raise RunError(
             f"--topology={chip}:{count} {reason} (no GPU); "

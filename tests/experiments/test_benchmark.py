@@ -211,7 +211,7 @@ def test_race_without_time_starts_nothing() -> None:
         (["--heads=3"], "--features must be a multiple of --heads, got 512 and 3; choose another"),
         (
             ["--parts=core", "--kv_heads=3"],
-            "--kv_heads is of --parts=core, and div",
+            "--kv_heads must divide --heads, with",
         ),
         (
             ["--masks=packed", "--lengths=4"],

@@ -90,7 +90,7 @@ class Fake:
 
 @pytest.mark.parametrize(
     ("fails", "ids", "words"),
-    [("from_buffer", [1], "must be a tokenizer that the package"), ("", [], "have a token at lea"),
+    [("from_buffer", [1], "must be a tokenizer that the package"), ("", [], "have at least one t"),
      ("encode", [1], "must be a tokenizer that"), ("decode", [1], "must be a tokenizer that"),
      ("", [1, 100], "ids of the prompt must be in 0 … 99, got 100; take weights and tokenizer.js")],
 )  # fmt: skip

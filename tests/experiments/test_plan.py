@@ -246,11 +246,11 @@ def test_masked_task_predicts_only_hidden_bytes() -> None:
     ("topology", "message"),
     [
         ("v5e", "a generation of TPUs and its sizes, such as v5e:16x16.*got 'v5e'"),
-        ("cpu:9", "at most the 8 there are"),
+        ("cpu:9", "at most the 8 available"),
         ("cpu:0", "at least 1 device"),
         ("gpu:1", "needs a GPU"),
         ("h200:12", "1 to 8 GPUs, or machines of 8: 16"),
-        ("h200:0", "must count 1 to 8 GPUs"),
+        ("h200:0", "must be 1 to 8 GPUs"),
         ("v9:2x2", "TPUs are v2"),
         ("v5e:0x0", "such as v5e:16x16.*got 'v5e:0x0'"),
         ("v5e:100000x100000", "at most 16,384 devices"),

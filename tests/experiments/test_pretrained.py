@@ -142,7 +142,7 @@ def test_invalid_prompts_raise(qwen: Path, prompt: str, told: str) -> None:
 
 
 def test_model_without_generation_raises(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="a bert writes no text; give a decoder, or a T5"):
+    with pytest.raises(RunError, match="a bert generates no text; give a decoder, or a T5"):
         said(folder_of(BERT, tmp_path / "bert"), "1 2")
 
 

@@ -228,7 +228,7 @@ def test_help_creates_no_files(command: str, tmp_path: Path) -> None:
         pytest.param("plan", "--workdir=", "--workdir must name a folder", marks=SLOW),
         pytest.param("plan", "--most=0", "flag --most=0", marks=SLOW),
         pytest.param("generate", "--seed=-1", "flag --seed=-1", marks=SLOW),
-        pytest.param("convert", "a", "give two folders, SRC DST, got", marks=SLOW),
+        pytest.param("convert", "a", "must be two folders, SRC DST, got", marks=SLOW),
     ],
 )
 def test_commands_refuse_in_one_line(command: str, word: str, message: str, tmp_path: Path) -> None:

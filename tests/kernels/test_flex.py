@@ -35,7 +35,7 @@ TABLE = np.array([0.5, -1.0, 2.0, 0.0, 1.0], np.float32)
 
 
 def user_score(s, row, head, i, j, w, x, t):
-    """Look up arrays by head, by distance, by both, and by a constant index."""
+    """Look up arrays by head, by distance, by both, in a closure, and at a constant index."""
     near = jnp.clip(j - i, -2, 2) + 2
     s = s * (1 + w * jnp.cos((i - j + head + row).astype(s.dtype))) + x[head] * t[0, 1]
     return s + t[head, near] + jnp.asarray(TABLE)[near] + jnp.take(x, jnp.clip(i, 0, 3))
