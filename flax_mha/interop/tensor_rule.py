@@ -69,7 +69,7 @@ def plus(offset: float) -> Layout:
 
 
 def expert() -> Layout:
-    """Return the layout [out, in] of one expert's Linear; the module stacks them [E, in, out]."""
+    """Return the layout [out, in] of one expert in a stack [E, in, out]."""
     return Layout(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 

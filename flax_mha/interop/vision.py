@@ -206,8 +206,8 @@ def vit_pytorch(config: Config) -> table.Family:
         raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(config['pool'])}")
     if heads == 1 and config["dim_head"] == D:
         raise ValueError(
-            f"the config's heads must be more than 1 with dim_head=dim, where vit-pytorch has no output "
-            f"projection, got 1 with dim_head={D}; set more heads, or another dim_head"
+            f"the config's heads must be more than 1 with dim_head=dim, where vit-pytorch has no "
+            f"output projection, got 1 with dim_head={D}; set more heads, or another dim_head"
         )
     size = grid(config)
     block = EncoderBlock(

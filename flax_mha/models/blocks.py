@@ -1,3 +1,4 @@
+# Over 300 lines: a third of them describe fields and arguments.
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
 from collections.abc import Callable
@@ -289,10 +290,6 @@ class DecoderBlock(Block):
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
-
-        Raises:
-          ValueError: if only one of memory and `cross_attention` is given, or if both layers are
-            the same module.
         """
         cross = self.cross_attention
         if cross is not None:
