@@ -130,12 +130,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int,
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write a file and replace an existing one only when it is complete.
-
-    Args:
-      path: the file.
-      tensors: arrays or `table.StoredTensor` by name.
-    """
+    """Write arrays or `table.StoredTensor` by name, and replace a file only when complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, x in tensors.items():

@@ -106,12 +106,7 @@ class Block(nn.Module):
 
     @nn.nowrap
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
-        """Return a norm over features, in the attention layer's dtypes.
-
-        Args:
-          name: the norm's name.
-          parent: the module that the norm belongs to (default: the block).
-        """
+        """Return a norm over features in the attention layer's dtypes, a child of `parent`."""
         parent = self if parent is None else parent
         if isinstance(self.norm, nn.Module):
             return self.norm.copy(parent=parent, name=name)

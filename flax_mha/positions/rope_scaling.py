@@ -31,9 +31,10 @@ class _Checked:
                 checks.flag(name, x)
             elif field.type is int:
                 checks.positive(**{name: x})
-            elif field.type is float or (field.type == float | None and x is not None):
-                if checks.number(name, x) <= 0 and field.name != "attention_factor":
-                    raise ValueError(f"{name} must be above 0, got {x}; give 1 for no scaling")
+            elif field.name == "attention_factor":
+                checks.number(name, 1 if x is None and field.type is not float else x)
+            elif field.type is float and checks.number(name, x) <= 0:
+                raise ValueError(f"{name} must be above 0, got {x}; give 1 for no scaling")
 
 
 @dataclasses.dataclass(frozen=True)

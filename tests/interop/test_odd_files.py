@@ -74,7 +74,7 @@ def test_any_order_and_empty_tensors(tmp_path: Path) -> None:
         ({"a": X | {"shape": [2, True]}}, 8, "tensor 'a' must have a valid dtype"),
         ({"a": X | {"shape": [1] * 99 + [2]}}, 8, "tensor 'a' must have a valid dtype"),
         ({"a": X | {"shape": [10**30, 0], "data_offsets": [0, 0]}}, 0, "'a' must have a valid"),
-        ({"a": X | {"shape": [2**47, 2**47, 0], "data_offsets": [0, 0]}}, 0, "'a' must have a valid"),
+        ({"a": X | {"shape": [2**47, 2**47, 0], "data_offsets": [0, 0]}}, 0, "'a' must have a"),
         ({"a": X | {"dtype": ["F32"]}}, 8, "tensor 'a' must have a valid dtype"),
         ({"a": X | {"data_offsets": [0, 8, 9]}}, 8, "tensor 'a' must have a valid dtype"),
         ({"a": X | {"data_offsets": [8, 0]}}, 8, "tensor a.*must be at"),
