@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """Return the run's config; override it with `--config.optimizer.learning_rate=0.001`."""
+    """Return the run's config, with flags such as `--config.optimizer.learning_rate=0.001`."""
     config = ConfigDict()
     config.task = "digits"
     config.seed = 0  # for initial parameters, the order of the data, augmentation and dropout

@@ -78,13 +78,7 @@ class Bert(nn.Module):
     def __call__(
         self, tokens: jax.Array, types: jax.Array | None = None, **options: Unpack[LayerOptions]
     ) -> jax.Array:
-        """Return the features.
-
-        Args:
-          tokens: int [*B, T], the token ids.
-          types: int [*B, T], the segment of each token (default: 0).
-          **options: arguments of the encoder.
-        """
+        """Return the features of tokens with segments int [*B, T] (default: 0)."""
         x = self.embedding(tokens)
         if self.types is not None:
             x = x + self.types(jnp.zeros_like(tokens) if types is None else types)

@@ -22,12 +22,7 @@ ACTIVATIONS = {
 
 
 def activation(config: Config, *names: str) -> str:
-    """Return this package's name of an activation.
-
-    Args:
-      config: the model's config.
-      *names: the keys of the setting; the first one that is present counts.
-    """
+    """Return this package's name of the activation under the first of several keys."""
     key = next((key for key in names if config.get(key) is not None), names[-1])
     name = config[key]
     if name not in ACTIVATIONS:
@@ -140,14 +135,7 @@ _SCALINGS: dict[str, Callable[[Config, Config], Any]] = {
 
 
 class Grid(NamedTuple):
-    """The grid of an image's patches.
-
-    Attributes:
-      rows: the number of patches in a column.
-      columns: the number of patches in a row.
-      height: the height of a patch.
-      width: the width of a patch.
-    """
+    """The rows and columns of an image's patches, and the height and width of a patch."""
 
     rows: int
     columns: int
@@ -192,12 +180,7 @@ def repeating_part(items: Sequence[Item]) -> Sequence[Item]:
 
 
 def refuse(config: Config, **expected: Any) -> None:
-    """Check that settings have the only value that a family supports.
-
-    Args:
-      config: the model's config.
-      **expected: the supported values by key; a missing key is accepted.
-    """
+    """Check that settings, if present, have the only value that a family supports."""
     for name, value in expected.items():
         if config.get(name, value) != value:
             raise ValueError(

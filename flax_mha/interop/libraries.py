@@ -90,10 +90,8 @@ def from_layer(tensors: Mapping[str, Any], num_heads: int) -> tuple[nn.Module, d
     # Replace a missing kernel by the query's; `from_tensors` reports it with all other errors.
     kernels = [flat.get(name + kernel, flat[names[0] + kernel]) for name in names]
     if not all(x.size and x.ndim > 1 for x in kernels):
-        raise ValueError(
-            f"kernels must have two axes or three, got {[x.shape for x in kernels]}; give the "
-            f"layer's arrays as they are"
-        )
+        shapes = [x.shape for x in kernels]
+        raise ValueError(f"kernels must have two axes or three, got {shapes}; do not reshape them")
     first, last = (-1, 0) if library.kernel is transposed else (0, -1)
     parts = names.count(names[0])
     query, _, value = (x.size // x.shape[first] // parts for x in kernels[:3])

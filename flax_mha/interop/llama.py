@@ -104,12 +104,7 @@ KINDS = {
 
 
 class Layer(NamedTuple):
-    """The settings of one layer.
-
-    Attributes:
-      window: the size of its window, or None.
-      rotary: its rotary embedding, or None.
-    """
+    """The window size and the rotary embedding of a layer, each None if it has none."""
 
     window: int | None
     rotary: Rotary | None

@@ -61,15 +61,7 @@ def qwen3_moe(config: Config) -> Family:
 def _family(
     config: Config, experts: Experts, part: str, names: dict[str, str], is_sparse: list[bool]
 ) -> Family:
-    """Return a family whose experts have one tensor for each kernel.
-
-    Args:
-      config: the model's config.
-      experts: the module of the experts.
-      part: the checkpoint's name of the experts in a layer.
-      names: the checkpoint's names of an expert's linear layers, each with its kernel.
-      is_sparse: for each layer, True if it has experts and no MLP.
-    """
+    """Return a family whose experts have one tensor for each kernel, by the kernels' names."""
     rows = linear(f"{_THEIRS}.{part}.gate", f"{_MLP}/router", bias=False)
     if len(is_sparse) * experts.num_experts > _MAX_EXPERTS:
         raise ValueError(

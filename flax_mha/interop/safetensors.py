@@ -130,12 +130,7 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[str, Any, tuple[int,
 
 
 def write(path: Path, tensors: Mapping[str, Any]) -> None:
-    """Write a file and replace an existing one only when it is complete.
-
-    Args:
-      path: the file.
-      tensors: arrays or `table.StoredTensor` by name.
-    """
+    """Write arrays or `table.StoredTensor` by name, and replace a file only when complete."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, x in tensors.items():
@@ -173,7 +168,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _open(path: Path) -> BinaryIO:
-    """Open a regular file or a link to one; refuse pipes and devices, which may never end."""
+    """Open a regular file or a link to one, but no pipe or device, which may never end."""
 
     def open_without_waiting(path: str, flags: int) -> int:
         # A pipe would block until someone writes.
@@ -203,7 +198,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; refuse repeated keys, as readers differ in the one that they use."""
+    """Return an object without repeated keys, as other readers may use another value."""
     result = dict(pairs)
     if len(result) < len(pairs):
         repeated, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]

@@ -98,7 +98,7 @@ class _Substitute(MultiHeadAttention):
 
     @nn.compact
     def call_in_place(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer; Flax captures the outputs of `__call__`, and must not do so twice."""
+        """Compute the layer without `__call__`, whose outputs Flax would capture twice."""
         return cast(Any, MultiHeadAttention.__call__).__wrapped__(self, *args, **kwargs)
 
 

@@ -61,15 +61,7 @@ def t5(config: Config) -> table.Family:
 
 
 def _stack(theirs: str, ours: str, layers: int, mlp: int, gated: bool) -> list[table.TensorRule]:
-    """Return the rules of a stack.
-
-    Args:
-      theirs: the name of the stack in the checkpoint.
-      ours: the path of the stack.
-      layers: the number of layers.
-      mlp: the index of the MLP in a layer: 2 after cross-attention, else 1.
-      gated: True if the MLP is gated.
-    """
+    """Return the rules of a stack, where `mlp` is the MLP's index in a layer's parts."""
     layer, block = f"{theirs}.block.{{}}.layer", f"{ours}/layers_{{}}"
     attentions = {"0.SelfAttention": "attention", "1.EncDecAttention": "cross_attention"}
     names = {f"{mlp}.layer_norm": "mlp_norm", f"{mlp}.DenseReluDense.wo": "mlp/down"}

@@ -66,11 +66,7 @@ class Family(NamedTuple):
         return flatten_dict(variables["params"], sep="/")
 
     def match(self, tensors: Tensors) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Match tensors with the rules.
-
-        Returns:
-          The tensors by their names in the table, the names of heads, and a list of errors.
-        """
+        """Return the tensors by their names in the table, the names of heads, and the errors."""
         names = {row.theirs for row in self.rows}
         matched, heads, errors = dict[str, Any](), list[str](), list[str]()
         copies = list[tuple[str, Any, str]]()
@@ -156,12 +152,7 @@ class StoredTensor(NamedTuple):
 
 
 def to_tensors(family: Family, variables: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the tensors of a checkpoint from a module's variables, the inverse of `from_tensors`.
-
-    Args:
-      family: the module and its table.
-      variables: the module's variables.
-    """
+    """Return the tensors of a checkpoint from variables, the inverse of `from_tensors`."""
     return {name: x.make() for name, x in stored(family, variables).items()}
 
 
@@ -203,12 +194,7 @@ def when(condition: Any, *rows: TensorRule) -> list[TensorRule]:
 
 
 def per_layer(layers: int | Iterable[int], rows: Iterable[TensorRule]) -> list[TensorRule]:
-    """Repeat rules for each layer, with the layer's number in place of {}.
-
-    Args:
-      layers: the number of layers, or the numbers of some.
-      rows: the rules of one layer.
-    """
+    """Return the rules for a number of layers, or for layers of given numbers, in place of {}."""
     rows = list(rows)
     return [
         row._replace(theirs=row.theirs.format(i), ours=tuple(x.format(i) for x in row.paths))
@@ -299,16 +285,9 @@ def stack(
     count: int, theirs: str, ours: str, projections: str, heads: Sequence[str],
     names: Mapping[str, str], biases: Sequence[bool] = (True,) * 4,
 ) -> list[TensorRule]:  # fmt: skip
-    """Return the rules of a stack of blocks with self-attention.
+    """Return the rules of `count` blocks with the rules of `attention` and of `parts`.
 
-    Args:
-      count: the number of layers.
-      theirs: the name of a layer in the checkpoint, with {} for its number.
-      ours: the path of the stack.
-      projections: the prefix of the names of the attention's projections.
-      heads: the names of the query, key, value and output projections.
-      names: the names of norms and linear layers as in `parts`.
-      biases: for each projection, True if it has a bias.
+    The name `theirs` and the prefix `projections` have {} for the layer's number.
     """
     block = f"{ours}/layers_{{}}"
     rows = attention(projections, f"{block}/attention", heads, biases)

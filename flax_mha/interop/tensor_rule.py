@@ -27,20 +27,12 @@ FLATTENED = Layout(lambda x, shape: x.reshape(shape), lambda x: x.reshape(-1))
 
 
 def transposed(inputs: int = 1) -> Layout:
-    """Return the layout [out, in] of PyTorch's Linear.
-
-    Args:
-      inputs: the number of input axes of the module's kernel.
-    """
+    """Return the layout [out, in] of PyTorch's Linear, for a kernel with `inputs` input axes."""
     return Layout(lambda x, shape: x.T.reshape(shape), lambda x: _matrix(x, inputs).T)
 
 
 def in_out(inputs: int = 1) -> Layout:
-    """Return the layout [in, out] of GPT-2's Conv1D.
-
-    Args:
-      inputs: the number of input axes of the module's kernel.
-    """
+    """Return the layout [in, out] of GPT-2's Conv1D, for a kernel with `inputs` input axes."""
     return Layout(lambda x, shape: x.reshape(shape), lambda x: _matrix(x, inputs))
 
 
@@ -69,7 +61,7 @@ def plus(offset: float) -> Layout:
 
 
 def expert() -> Layout:
-    """Return the layout [out, in] of one expert's Linear; the module stacks them [E, in, out]."""
+    """Return the layout [out, in] of one expert in a stack [E, in, out]."""
     return Layout(lambda x, shape: x.T.reshape(shape), lambda x: x[0].T)
 
 

@@ -162,14 +162,7 @@ def _check(module: Any) -> None:
 
 
 def default(module: Any, cls: Any, names: tuple[str, ...], library: str = "torch.nn") -> None:
-    """Check that a module's fields have their defaults, as the library has no such options.
-
-    Args:
-      module: the module.
-      cls: its class, which has the defaults.
-      names: the names of the fields.
-      library: the library's name for the error.
-    """
+    """Check that the fields `names` have the defaults of `cls`, as the library has no others."""
     for name in names:
         if getattr(module, name) != getattr(cls, name):
             raise ValueError(

@@ -54,13 +54,7 @@ def _tokens(name: str, start: int, stop: int) -> table.TensorRule:
 
 
 def block(config: Config, biased: bool = True, **fields: Any) -> EncoderBlock:
-    """Return a block of a stack.
-
-    Args:
-      config: the model's config, with the keys of a ViT.
-      biased: True if the query, key and value projections have biases.
-      **fields: other fields of the attention layer.
-    """
+    """Return a block by a ViT's config, with biases or not, and fields of the attention layer."""
     biases = True if biased else ("out",)
     return EncoderBlock(
         MultiHeadAttention(config["num_attention_heads"], use_bias=biases, **fields),
@@ -73,15 +67,7 @@ def image(
     config: Config, class_tokens: int = 0, biased: bool = True, patch_bias: bool = True,
     input_norm: bool = False,
 ) -> Classifier:  # fmt: skip
-    """Return an encoder of image patches without an output head.
-
-    Args:
-      config: the model's config, with the keys of a ViT.
-      class_tokens: the number of learned tokens before the patches.
-      biased: True if the query, key and value projections have biases.
-      patch_bias: True if the projection of patches has a bias.
-      input_norm: True if there is a norm before the first block.
-    """
+    """Return an encoder of image patches by a ViT's config, without an output head."""
     stack = Encoder(config["num_hidden_layers"], block(config, biased), input_norm=input_norm)
     embedding = PatchEmbedding(grid(config).patch, config["hidden_size"], use_bias=patch_bias)
     return Classifier(embedding, stack, None, class_tokens=class_tokens)
@@ -206,8 +192,8 @@ def vit_pytorch(config: Config) -> table.Family:
         raise ValueError(f"the config's pool must be 'cls' or 'mean', got {shown(config['pool'])}")
     if heads == 1 and config["dim_head"] == D:
         raise ValueError(
-            f"the config's heads must be more than 1 with dim_head=dim, where vit-pytorch has no output "
-            f"projection, got 1 with dim_head={D}; set more heads, or another dim_head"
+            f"the config's heads must be more than 1 with dim_head=dim, where vit-pytorch has no "
+            f"output projection, got 1 with dim_head={D}; set more heads, or another dim_head"
         )
     size = grid(config)
     block = EncoderBlock(

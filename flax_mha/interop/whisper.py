@@ -39,16 +39,7 @@ class Whisper(Translator):
     def encode(
         self, source: jax.Array, *, source_lengths: jax.Array | None = None, **options: Any
     ) -> jax.Array:
-        """Encode a spectrogram.
-
-        Args:
-          source: [*B, frames, bins].
-          source_lengths: None, as Whisper reads 30 seconds of sound and silence.
-          **options: arguments of the encoder.
-
-        Returns:
-          The encoder's output [*B, frames / 2, D].
-        """
+        """Return the encoder's output [*B, frames / 2, D] for spectrograms [*B, frames, bins]."""
         if source_lengths is not None:
             raise ValueError(
                 f"source_lengths must be None for Whisper, which always reads 30 seconds, got "

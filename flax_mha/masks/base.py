@@ -54,11 +54,11 @@ class Mask(Node):
         return self.grain()
 
     def reach(self) -> int | None:
-        """Return `max_lookback`; the name in 0.3."""
+        """Return `max_lookback`, with the name of version 0.3."""
         return None if type(self).max_lookback is Mask.max_lookback else self.max_lookback()
 
     def grain(self) -> tuple[int, int] | None:
-        """Return `block_shape`; the name in 0.3."""
+        """Return `block_shape`, with the name of version 0.3."""
         return None if type(self).block_shape is Mask.block_shape else self.block_shape()
 
     def dense(

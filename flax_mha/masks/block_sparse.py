@@ -125,8 +125,7 @@ def top_blocks(
       `Causal() & BlockSparse(...)` if causal, else `BlockSparse(...)`.
 
     Raises:
-      ValueError, TypeError: if the scores' shape or dtype does not fit, or `count` is less than
-        the number of local blocks.
+      ValueError: if `count` is less than the number of local blocks.
     """
     checks.floating("scores", scores)
     if scores.ndim < 2 or not scores.shape[-1]:

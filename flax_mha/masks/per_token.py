@@ -114,7 +114,7 @@ class Segments(Mask):
             )
 
     def _limit_runs(self, index: Array) -> Self:
-        """Set `at_most` to the number of runs if it is static; else mark queries beyond it."""
+        """Set `at_most` to the static number of runs, or mark queries beyond it as invalid."""
         count = int(index.max(initial=0)) + 1 if is_static(index) else None
         limit = self.at_most or count
         if limit is None:

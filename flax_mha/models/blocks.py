@@ -1,3 +1,4 @@
+# Over 300 lines: a third of them describe fields and arguments.
 """Transformer blocks: attention layers and an MLP as branches, with norms and residuals."""
 
 from collections.abc import Callable
@@ -105,12 +106,7 @@ class Block(nn.Module):
 
     @nn.nowrap
     def make_norm(self, name: str, parent: nn.Module | None = None) -> nn.Module:
-        """Return a norm over features, in the attention layer's dtypes.
-
-        Args:
-          name: the norm's name.
-          parent: the module that the norm belongs to (default: the block).
-        """
+        """Return a norm over features in the attention layer's dtypes, a child of `parent`."""
         parent = self if parent is None else parent
         if isinstance(self.norm, nn.Module):
             return self.norm.copy(parent=parent, name=name)
@@ -289,10 +285,6 @@ class DecoderBlock(Block):
 
         Returns:
           [*B, T, D], or a tuple of it and the keys and values.
-
-        Raises:
-          ValueError: if only one of memory and `cross_attention` is given, or if both layers are
-            the same module.
         """
         cross = self.cross_attention
         if cross is not None:

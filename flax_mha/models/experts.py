@@ -162,12 +162,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Apply the experts.
-
-        Args:
-          x: [*B, T, D].
-          deterministic: ignored, as there is no dropout.
-        """
+        """Apply the experts to x [*B, T, D]; `deterministic` has no effect."""
         del deterministic
         checks.positive(hidden=self.hidden, num_experts=self.num_experts, top_k=self.top_k)
         checks.fields(self)

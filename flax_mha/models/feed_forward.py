@@ -21,7 +21,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class MLP(nn.Module):
-    """An MLP, act(x W_up) W_down; with `gated`, (act(x W_gate) ⊙ (x W_up)) W_down.
+    """An MLP, act(x W_up) W_down, or gated, (act(x W_gate) ⊙ (x W_up)) W_down.
 
     Attributes:
       hidden: the number of hidden features.
@@ -54,12 +54,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Apply the MLP.
-
-        Args:
-          x: [*B, T, D].
-          deterministic: False to drop hidden features; must be given if `dropout_rate` is not 0.
-        """
+        """Apply the MLP to x [*B, T, D]; with dropout, `deterministic` must be given."""
         checks.positive(hidden=self.hidden)
         checks.fields(self)
         shapes.check_features("x", x)
@@ -93,12 +88,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None) -> jax.Array:
-        """Set a share of x to 0, and scale the others to keep the expectation.
-
-        Args:
-          x: an array of any shape.
-          deterministic: True to return x unchanged; must be given if `rate` is not 0.
-        """
+        """Drop a share of x, unless deterministic, and scale the others to keep the mean."""
         if self.rate and deterministic is None:
             raise ValueError(
                 f"deterministic must be a bool with dropout_rate={self.rate}, got None; give "

@@ -171,11 +171,6 @@ class LanguageModel(nn.Module):
 
         Returns:
           Logits [*B, T, vocab_size], or with `at` [*B, 1, vocab_size]; float32 or wider.
-
-        Raises:
-          ValueError: if sizes do not fit, positions are missing, or static tokens, positions or
-            `at` are out of range.
-          TypeError: if a dtype is not supported.
         """
         tokens = shapes.check_tokens("tokens", tokens)
         positions, order = options.get("positions"), options.get("order")
@@ -202,14 +197,7 @@ class LanguageModel(nn.Module):
         self, tokens: jax.Array, embedding: TokenEmbedding | None = None, *,
         positions: jax.Array | None = None, deterministic: bool | None = None,
     ) -> jax.Array:  # fmt: skip
-        """Return the input features [*B, T, D] of a stack.
-
-        Args:
-          tokens: int [*B, T].
-          embedding: the table of tokens (default: E).
-          positions: int [T] or [*B, T], the positions of the tokens (default: 0 … T−1).
-          deterministic: False to apply dropout.
-        """
+        """Return the features [*B, T, D] of tokens int [*B, T], by E or another embedding."""
         if positions is None and embedding is None and self._needs_positions():
             raise ValueError(
                 "positions must be given for position_embedding in decoding, got None; give "
@@ -275,14 +263,7 @@ class Translator(nn.Module):
         self, source: jax.Array, *, source_lengths: jax.Array | None = None,
         deterministic: bool | None = None, sow_weights: bool = False,
     ) -> jax.Array:  # fmt: skip
-        """Return the encoder's output [*B, S, D] for a source.
-
-        Args:
-          source: int [*B, S].
-          source_lengths: int [*B], the number of real tokens in each source (default: all).
-          deterministic: False to apply dropout.
-          sow_weights: True to sow the attention weights.
-        """
+        """Return the encoder's output [*B, S, D], with the arguments of `__call__`."""
         check_module("encoder", self.encoder, Encoder)
         check_module("decoder", self.decoder, LanguageModel)
         if self.embedding is not None:
@@ -294,11 +275,5 @@ class Translator(nn.Module):
         )
 
     def decode(self, target: jax.Array, memory: jax.Array | None = None, **call: Any) -> jax.Array:
-        """Return the decoder's logits.
-
-        Args:
-          target: int [*B, T].
-          memory: [*B, S, D], the encoder's output.
-          **call: other arguments of `LanguageModel`.
-        """
+        """Return the decoder's logits, with the arguments of `LanguageModel.__call__`."""
         return self.decoder(target, memory, **call)

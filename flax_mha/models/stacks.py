@@ -86,13 +86,7 @@ class Stack(nn.Module):
 
     @nn.nowrap
     def run(self, x: jax.Array, *others: jax.Array | None, **call: Any) -> jax.Array:
-        """Run the blocks in sequence.
-
-        Args:
-          x: [*B, T, D].
-          *others: other inputs of each block.
-          **call: arguments of each block.
-        """
+        """Run the blocks in sequence, each with the same other inputs and arguments."""
         with rules.undivided_tokens(self.decodes):
             return self._run(x, *others, **call)
 
@@ -239,14 +233,9 @@ def _run_blocks(
     blocks: Sequence[Any], x: jax.Array, inputs: Inputs, options: Sequence[Options],
     sources: Sources,
 ) -> jax.Array:  # fmt: skip
-    """Run blocks in sequence.
+    """Run blocks in sequence, each with its options.
 
-    Args:
-      blocks: the blocks.
-      x: the input of the first block.
-      inputs: other inputs of each block.
-      options: the arguments of each block.
-      sources: for each block, the index of the block whose keys and values it uses, or None.
+    A block with a source uses the keys and values of the block with that index.
     """
     shared: dict[int, Shared] = {}
     for i, (block, call, source) in enumerate(zip(blocks, options, sources, strict=True)):
@@ -265,11 +254,9 @@ class Encoder(Stack):
 
     @nn.compact
     def __call__(self, x: jax.Array, **options: Unpack[LayerOptions]) -> jax.Array:
-        """Apply the blocks in sequence.
+        """Run the blocks in sequence, each with the arguments of `EncoderBlock.__call__`.
 
-        Args:
-          x: [*B, T, D].
-          **options: arguments of each `EncoderBlock`; `head_mask` may be a list with one for each.
+        `head_mask` may be a list with one for each block.
         """
         return self.run(x, **options)
 
@@ -285,14 +272,9 @@ class Decoder(Stack):
         memory_mask: masks.MaskLike | None = None, memory_lengths: jax.Array | None = None,
         **options: Unpack[LayerOptions],
     ) -> jax.Array:  # fmt: skip
-        """Apply the blocks in sequence.
+        """Run the blocks in sequence, each with the arguments of `DecoderBlock.__call__`.
 
-        Args:
-          x: [*B, T, D].
-          memory: [*B, S, D'], the encoder's output.
-          memory_mask: the mask of the memory's tokens.
-          memory_lengths: int [*B], the number of real tokens in the memory (default: all).
-          **options: arguments of each `DecoderBlock`; `head_mask` may be a list with one for each.
+        `head_mask` may be a list with one for each block.
         """
         return self.run(
             x, memory, memory_mask=memory_mask, memory_lengths=memory_lengths, **options

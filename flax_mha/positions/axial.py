@@ -65,12 +65,7 @@ class Axial:
         return end
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate queries or keys.
-
-        Args:
-          x: [*B, T, N, H].
-          positions: int [T] or [*B, T].
-        """
+        """Rotate x [*B, T, N, H] by positions int [T] or [*B, T]."""
         x, sizes = rope.check_heads(x), self._sizes()
         positions = shapes.per_token("positions", positions, x.shape[:-2])
         end = self.check(positions)
@@ -115,12 +110,7 @@ class MRope:
         rope.check_base(self.base)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate queries or keys.
-
-        Args:
-          x: [*B, T, N, H].
-          positions: int, a coordinate for each section, or one for all.
-        """
+        """Rotate x [*B, T, N, H] by int positions, one for each section or for all."""
         x, sections = rope.check_heads(x), tuple(self.sections)
         at = jnp.asarray(checks.integers("positions", positions))
         rows, pairs = x.shape[:-2], sum(sections)

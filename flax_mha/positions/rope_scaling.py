@@ -21,7 +21,24 @@ def frequencies(R: int, base: float) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Interpolation:
+class _Checked:
+    """The base class of scalings, which checks their fields."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, x = f"{type(self).__name__}.{field.name}", getattr(self, field.name)
+            if field.type is bool:
+                checks.flag(name, x)
+            elif field.type is int:
+                checks.positive(**{name: x})
+            elif field.name == "attention_factor":
+                checks.number(name, 1 if x is None and field.type is not float else x)
+            elif field.type is float and checks.number(name, x) <= 0:
+                raise ValueError(f"{name} must be above 0, got {x}; give 1 for no scaling")
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpolation(_Checked):
     """Position interpolation, θ_c / factor ("linear" in checkpoints).
 
     Attributes:
@@ -33,16 +50,13 @@ class Interpolation:
 
     factor: float
 
-    def __post_init__(self) -> None:
-        _check(self, ("factor",))
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         """Return the scaled frequencies [R/2], and the factor of queries and keys."""
         return frequencies(R, base) / self.factor, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Ntk:
+class Ntk(_Checked):
     """NTK-aware scaling, which replaces the base by base·factor^(R / (R − 2)).
 
     The fastest pair keeps its frequency, and the slowest one has that of `Interpolation`.
@@ -55,15 +69,12 @@ class Ntk:
 
     factor: float
 
-    def __post_init__(self) -> None:
-        _check(self, ("factor",))
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         return frequencies(R, base * self.factor ** (R / max(R - 2, 1))), 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Yarn:
+class Yarn(_Checked):
     """YaRN, where fast pairs keep θ and slow pairs have θ/factor, with a ramp between them.
 
     Attributes:
@@ -85,13 +96,6 @@ class Yarn:
     attention_factor: float | None = None
     truncate: bool = True
 
-    def __post_init__(self) -> None:
-        _check(self, ("factor", "beta_fast", "beta_slow"))
-        checks.positive(**{"Yarn.original_length": self.original_length})
-        if self.attention_factor is not None:
-            checks.number("Yarn.attention_factor", self.attention_factor)
-        checks.flag("Yarn.truncate", self.truncate)
-
     def __call__(self, R: int, base: float) -> tuple[np.ndarray, float]:
         theta = frequencies(R, base)
 
@@ -111,7 +115,7 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3:
+class Llama3(_Checked):
     """The scaling of Llama 3, where fast pairs keep θ and slow pairs have θ/factor.
 
     Between `low` and `high` rotations the two are averaged, with linear weights.
@@ -131,8 +135,7 @@ class Llama3:
     high: float = 4.0
 
     def __post_init__(self) -> None:
-        _check(self, ("factor", "low", "high"))
-        checks.positive(**{"Llama3.original_length": self.original_length})
+        super().__post_init__()
         if self.low >= self.high:
             raise ValueError(
                 f"Llama3.low must be below high, got {self.low} and {self.high}; the usual values "
@@ -147,7 +150,7 @@ class Llama3:
 
 
 @dataclasses.dataclass(frozen=True)
-class DynamicNtk:
+class DynamicNtk(_Checked):
     """`Ntk` with a factor that grows with the length L of an example ("dynamic" in checkpoints).
 
     The base is multiplied by max(factor·L/original_length − factor + 1, 1)^(R / (R − 2)). L counts
@@ -163,10 +166,6 @@ class DynamicNtk:
     factor: float
     original_length: int
 
-    def __post_init__(self) -> None:
-        _check(self, ("factor",))
-        checks.positive(**{"DynamicNtk.original_length": self.original_length})
-
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
         """Return frequencies [*L, R/2] for examples of length [*L], and the factor of q and k."""
         factor = jnp.maximum(length / self.original_length, 1.0) * self.factor - (self.factor - 1)
@@ -178,7 +177,7 @@ class DynamicNtk:
 
 
 @dataclasses.dataclass(frozen=True)
-class LongRope:
+class LongRope(_Checked):
     """LongRoPE, where θ_c is divided by short_c in short examples and by long_c in long ones.
 
     The length counts the tokens of the call, and with a cache all tokens so far; cached keys are
@@ -198,10 +197,6 @@ class LongRope:
     original_length: int
     attention_factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        checks.positive(**{"LongRope.original_length": self.original_length})
-        checks.number("LongRope.attention_factor", self.attention_factor)
-
     def __call__(self, R: int, base: float, length: jax.Array) -> tuple[jax.Array, float]:
         if not len(self.short) == len(self.long) == R // 2:
             raise ValueError(
@@ -220,10 +215,3 @@ class LongRope:
 # Scalings that depend on the length of each example.
 Growing: TypeAlias = DynamicNtk | LongRope
 Scaling: TypeAlias = Interpolation | Ntk | Yarn | Llama3 | Growing
-
-
-def _check(scaling: Scaling, names: tuple[str, ...]) -> None:
-    for name in names:
-        full, x = f"{type(scaling).__name__}.{name}", getattr(scaling, name)
-        if checks.number(full, x) <= 0:
-            raise ValueError(f"{full} must be above 0, got {x}; give 1 for no scaling")

@@ -78,7 +78,7 @@ def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Sco
       scores: the module's field.
       num_heads: the module's number of query heads.
       head_dim: the number of features per head.
-      make: the function that creates a parameter. A repeated name becomes `name_1`, `name_2`, …
+      make: the function that creates a parameter; repeated names get a suffix `_1`, `_2`, …
     """
     count: collections.Counter[str] = collections.Counter()
 
@@ -93,12 +93,7 @@ def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Sco
 
 
 def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
-    """Check that no score function takes vectors, which some layers transform before the matmul.
-
-    Args:
-      name: the layer's name for the error.
-      *fields: sequences of score functions.
-    """
+    """Check that a layer has no scores with vectors, as it multiplies others than its heads'."""
     names = [type(mod).__name__ for scores in fields for mod in as_scores(scores) if mod.vectors]
     if names:
         raise ValueError(
@@ -132,14 +127,7 @@ def as_scores(scores: Any) -> tuple[ScoreMod, ...]:
 
 
 def changed(mod: ScoreMod, score: jax.Array, at: At, vectors: Vectors | None = None) -> jax.Array:
-    """Return the new score in the old one's shape and dtype.
-
-    Args:
-      mod: the score function; the result of a user-defined one is checked.
-      score: the old score.
-      at: its coordinates.
-      vectors: the query and key vectors, for functions that take them.
-    """
+    """Apply a score function, check its result, and keep the score's shape and dtype."""
     new = mod.of_vectors(score, at, *vectors) if vectors and mod.vectors else mod(score, at)
     name = type(mod).__name__
     if not jnp.issubdtype(getattr(new, "dtype", bool), jnp.floating):
