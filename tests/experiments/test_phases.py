@@ -23,7 +23,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120  # However busy the machine is.
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -49,14 +49,20 @@ def test_a_phase_is_said_as_it_begins_and_while_it_lasts(capfd: pytest.CaptureFi
 
 
 def test_the_innermost_phase_alone_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    said = ""
+
+    def heard(pattern: str) -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return re.search(pattern, said) is not None
+
     with Phase("training", aloud=False) as outer:
         outer.detail = ": step 3/9"
         with Phase("saving", aloud=False):
             capfd.readouterr()
-            time.sleep(0.3)
-            assert set(capfd.readouterr().err.splitlines()) == {"still saving, 0 s"}
-        time.sleep(0.3)
-    assert "still training, 0 s: step 3/9\n" in capfd.readouterr().err
+            until(lambda: heard("(.+\n){2}"))
+            assert all(line.startswith("still saving, ") for line in said.splitlines())
+        until(lambda: heard(r"still training, \d+ s: step 3/9\n"))
 
 
 def test_other_lines_put_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +98,11 @@ def test_the_first_process_says_that_modules_are_loaded(
     monkeypatch.setitem(sys.modules, "__main__", command)
     phases.begin(arguments.split())
     assert capfd.readouterr().err == (f"{phases.LOADING} …\n" if heard else "")
-    time.sleep(0.2)
-    assert capfd.readouterr().err.startswith("still loading JAX" if heard else "")
+    if heard:
+        until(lambda: capfd.readouterr().err.startswith("still loading JAX"))
+    else:
+        time.sleep(0.2)
+        assert capfd.readouterr().err == ""
     command.main = print  # type: ignore[attr-defined]
     until(lambda: phases._open == [])
 

@@ -174,7 +174,7 @@ def test_what_is_no_file_or_too_large(
         with pytest.raises(ValueError, match=words) as error:
             use(linked)
         assert "\n" not in str(error.value)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_links_are_followed(linked: Path) -> None:
