@@ -17,7 +17,7 @@ from experiments.runs import keys
 
 ROOT = Path(__file__).parent.parent.parent
 DEVICES = 2  # per process
-PATIENCE = 240  # seconds; a quiet machine needs some 20
+PATIENCE = 600  # seconds; a quiet machine needs some 20
 
 
 def settings(config: ConfigDict) -> list[str]:

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from experiments.runs import hosts
 from experiments.runs.failures import RunError
-from tests.experiments.launch import settings, together
+from tests.experiments.launch import PATIENCE, settings, together
 from tests.experiments.test_distributed import alone, assert_saved
 
 HEARTBEAT = 10
@@ -74,7 +74,7 @@ def test_stopped_process_is_reported_as_lost(
         log = tmp_path / "run" / "metrics.jsonl"
         processes.until(lambda: log.exists() and log.stat().st_size > 0)
         processes.all[stopped].send_signal(signal.SIGSTOP)
-        assert processes.all[1 - stopped].wait(HEARTBEAT + 60) == 1
+        assert processes.all[1 - stopped].wait(PATIENCE) == 1
         last = processes.said(1 - stopped).splitlines()[-1]
         assert last.startswith("error: ")
         assert "start all with the same --workdir" in last

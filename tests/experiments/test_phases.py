@@ -23,7 +23,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120  # However busy the machine is.
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -49,14 +49,20 @@ def test_phase_prints_its_start_and_its_progress(capfd: pytest.CaptureFixture[st
 
 
 def test_only_innermost_phase_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    said = ""
+
+    def heard(pattern: str) -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return re.search(pattern, said) is not None
+
     with Phase("training", aloud=False) as outer:
         outer.detail = ": step 3/9"
         with Phase("saving", aloud=False):
             capfd.readouterr()
-            time.sleep(0.3)
-            assert set(capfd.readouterr().err.splitlines()) == {"still saving, 0 s"}
-        time.sleep(0.3)
-    assert "still training, 0 s: step 3/9\n" in capfd.readouterr().err
+            until(lambda: heard("(.+\n){2}"))
+            assert all(line.startswith("still saving, ") for line in said.splitlines())
+        until(lambda: heard(r"still training, \d+ s: step 3/9\n"))
 
 
 def test_other_output_delays_the_progress_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +98,11 @@ def test_first_process_prints_that_it_loads_modules(
     monkeypatch.setitem(sys.modules, "__main__", command)
     phases.begin(arguments.split())
     assert capfd.readouterr().err == (f"{phases.LOADING} …\n" if heard else "")
-    time.sleep(0.2)
-    assert capfd.readouterr().err.startswith("still loading JAX" if heard else "")
+    if heard:
+        until(lambda: capfd.readouterr().err.startswith("still loading JAX"))
+    else:
+        time.sleep(0.2)
+        assert capfd.readouterr().err == ""
     command.main = print  # type: ignore[attr-defined]
     until(lambda: phases._open == [])
 

@@ -18,7 +18,7 @@ from tests.interop.odd_configs import CONFIGS, LAYERS, odd
 from tests.interop.test_files import CONFIG, variables
 from tests.interop.test_published_checkpoints import written
 
-MOST = 5.0  # seconds, on a busy machine
+MOST = 30.0  # seconds, on a busy machine
 NAMED = re.compile(r'\b(?:config|given|image|text)(?:\.get\(|\[)"(\w+)"')
 
 

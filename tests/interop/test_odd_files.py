@@ -173,7 +173,7 @@ def test_special_or_huge_files_raise_quickly(
         with pytest.raises(ValueError, match=words) as error:
             use(linked)
         assert "\n" not in str(error.value)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_links_are_followed(linked: Path) -> None:
