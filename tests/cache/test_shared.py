@@ -114,15 +114,16 @@ def test_padding_and_order() -> None:
 def test_a_pair_of_arrays() -> None:
     """Weights, keys and values are returned as asked for; the keys may be anybody's."""
     variables = {"params": pair()["params"]["giver"]}
-    out, weights, kv = GIVER.apply(variables, X, return_weights=True, return_kv=True)
+    give = jax.jit(functools.partial(GIVER.apply, return_weights=True, return_kv=True))
+    out, weights, kv = give(variables, X)
     assert isinstance(kv, KeyValue)
     assert kv.key.shape == (2, T, K, H)
     assert weights.shape == (2, N, T, T)
-    again = GIVER.apply(variables, X, kv=(kv.key, kv.value))
+    again = jax.jit(GIVER.apply)(variables, X, kv=(kv.key, kv.value))
     np.testing.assert_array_equal(again, out)
     # As it is not in the call, a pair of 3 tokens is attended to as other inputs are.
     plain = MultiHeadAttention(N, **FIELDS)
-    found = plain.apply(variables, X, kv=(kv.key[:, :3], kv.value[:, :3]))
+    found = jax.eval_shape(plain.apply, variables, X, kv=(kv.key[:, :3], kv.value[:, :3]))
     assert found.shape == (2, T, D)
 
 

@@ -59,6 +59,7 @@ def _posed(name: str) -> tuple[Problem, dict[str, float]]:
     return problem, bounds(problem)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("given_as", ["known", "traced"])
 @pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents", "chosen"])
 def test_masks_on_lattices(name: str, given_as: str) -> None:

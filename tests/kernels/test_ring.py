@@ -231,6 +231,7 @@ def test_cudnn_on_a_ring_with_a_bias(nvidia) -> None:
         jax.tree.map(near, pulled("ring:cudnn", *args), expected)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
 @pytest.mark.parametrize("where", range(3))
 def test_what_is_not_finite_goes_no_further_on_a_ring(nvidia, mask, where: int) -> None:

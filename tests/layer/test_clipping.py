@@ -1,5 +1,6 @@
 """QK-clip: heads whose scores grow too large are scaled back to the threshold."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ KEY = jax.random.key(0)
 SCORES = Capture(("max_logit",))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def captured(module: Any, params: Any, x: Any = X) -> Any:
     return module.apply({"params": params}, x, mutable=["intermediates"])[1]["intermediates"]
 
@@ -79,7 +81,7 @@ def test_layers_of_a_stack(scan: bool) -> None:
 def test_a_run_whose_scores_would_grow() -> None:
     """Several times as large without it; at the threshold with it, and the step is Adam's."""
     module = layer(use_bias=False)
-    params = module.init(KEY, X)["params"]
+    params = jax.jit(module.init)(KEY, X)["params"]
 
     def run(optimizer: Any) -> tuple[float, float]:
         optimizer = optax.with_extra_args_support(optimizer)
