@@ -246,7 +246,7 @@ KERNEL: list[Case] = [
     *kernel("rng", TypeError, r"dropout_rng must be one JAX key, got 0 of int; give jax.random.key",
             dropout_rate=0.5, dropout_rng=0),
     *kernel("rngs", TypeError, r"dropout_rng must be one JAX key, got key<fry> \(2,\)",
-            dropout_rate=0.5, dropout_rng=jax.random.split(KEY)),
+            dropout_rate=0.5, dropout_rng=jax.random.wrap_key_data(ones(2, 2, dtype=np.uint32))),
     *kernel("precision", ValueError, r"precision must be a jax.lax.Precision.*got 'foo'; give",
             precision="foo"),
     *kernel("flag", TypeError, r"return_weights must be True or False, got 'no' of str",
@@ -711,7 +711,7 @@ MODULES: list[Case] = [
 ]  # fmt: skip
 
 LISTED = LanguageModel(
-    EMBED, Decoder(1, DecoderBlock(MultiHeadAttention(2, mask=masks.Lengths(jnp.ones(2, int))), 16))
+    EMBED, Decoder(1, DecoderBlock(MultiHeadAttention(2, mask=masks.Lengths(IDS)), 16))
 )
 
 
@@ -749,7 +749,7 @@ MODELS: list[Case] = [
                 rf"variables must have the collection 'params', got {names}; give", variables=v)
       for v, names in (({}, r"\[\]"), ({"decoder": {}}, r"\['decoder'\]"))],
     generated("a model of nnx", TypeError, r"got ToNNX; of another.*of a ToNNX the linen module",
-              nnx.bridge.ToNNX(MODEL, rngs=nnx.Rngs(0)), cache={}),
+              nnx.bridge.ToNNX(MODEL), cache={}),
     generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
     generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),
     generated("ragged prompt", TypeError, r"prompt.*got \[\[1\], \[1, 2\]\], which is ragged; pad",

@@ -180,12 +180,13 @@ def test_int8_rounding_is_within_half_a_step(seed: int, size: float) -> None:
 def test_cross_attention_projects_memory_once(dtype: str | None) -> None:
     memory, mask = X[:, :7, :8] * 2, Lengths(jnp.array([7, 4]))
     layer = MultiHeadAttention(4, num_kv_heads=2, decode=True, cache=CacheConfig(dtype))
-    variables = layer.init(KEY, X, memory)
-    params = {"params": variables["params"]}
-    assert set(variables["cache"]) == {"memory"}
-    expected = layer.clone(decode=False).apply(params, X, memory, mask=mask)
-    held = {**params, "cache": jax.tree.map(jnp.zeros_like, variables["cache"])}
-    first, new = layer.apply(held, X[:, :5], memory, mask=mask, mutable=["cache"])
+    shapes = jax.eval_shape(layer.init, KEY, X, memory)
+    params = {"params": random_like(shapes["params"])}
+    assert set(shapes["cache"]) == {"memory"}
+    expected = jax.jit(layer.clone(decode=False).apply)(params, X, memory, mask=mask)
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes["cache"])
+    begin = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
+    first, new = begin({**params, "cache": empty}, X[:, :5], memory, mask=mask)
     # The cache stays constant from here, so it need not be mutable.
     step = jax.jit(lambda x: layer.apply({**params, **new}, x, mask=mask))
     outs = [first, *(step(X[:, t : t + 1]) for t in range(5, T))]

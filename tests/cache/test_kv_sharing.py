@@ -114,15 +114,16 @@ def test_shared_kv_with_padding_and_order() -> None:
 def test_kv_may_be_a_plain_pair_of_arrays() -> None:
     """The layer returns weights, keys and values on request, and takes keys from any source."""
     variables = {"params": pair()["params"]["giver"]}
-    out, weights, kv = GIVER.apply(variables, X, return_weights=True, return_kv=True)
+    give = jax.jit(functools.partial(GIVER.apply, return_weights=True, return_kv=True))
+    out, weights, kv = give(variables, X)
     assert isinstance(kv, KeyValue)
     assert kv.key.shape == (2, T, K, H)
     assert weights.shape == (2, N, T, T)
-    again = GIVER.apply(variables, X, kv=(kv.key, kv.value))
+    again = jax.jit(GIVER.apply)(variables, X, kv=(kv.key, kv.value))
     np.testing.assert_array_equal(again, out)
     # Without a mask in the call, 3 shared tokens act like any other keys.
     plain = MultiHeadAttention(N, **FIELDS)
-    found = plain.apply(variables, X, kv=(kv.key[:, :3], kv.value[:, :3]))
+    found = jax.eval_shape(plain.apply, variables, X, kv=(kv.key[:, :3], kv.value[:, :3]))
     assert found.shape == (2, T, D)
 
 

@@ -23,6 +23,7 @@ from flax_mha.positions import Rotary
 from flax_mha.scores import SoftCap
 from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import B, N, arrays, check
+from tests.support.oracle import random_like
 
 T = 40
 LENGTHS = np.array([[13, 1, 20, 6], [40, 0, 0, 0]])
@@ -47,7 +48,7 @@ def traced(mask: Mask) -> Mask:
     return jax.tree.map(jnp.asarray, mask)
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:
@@ -231,7 +232,7 @@ def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
     known = np.repeat(np.arange(4), LENGTHS[0]), np.concatenate([*map(np.arange, LENGTHS[0])])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, T, 32)), jnp.bfloat16)
     layer = MultiHeadAttention(4, rotary=Rotary(), dtype=jnp.bfloat16)
-    variables = layer.init(jax.random.key(0), x)
+    variables = random_like(jax.eval_shape(layer.init, jax.random.key(0), x))
 
     def call(kernel: str, ids, positions):
         mask = Causal() & Segments(ids, runs=True, at_most=4)
@@ -242,9 +243,10 @@ def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
             return jax.jit(lambda: call(kernel, *known))()
         return jax.jit(functools.partial(call, kernel))(*map(jnp.asarray, known))
 
-    close(both("cudnn"), both("reference"))
+    found = both("cudnn")
+    close(found, both("reference"))
     # `auto` makes the same call.
-    np.testing.assert_array_equal(both("auto"), both("cudnn"))
+    np.testing.assert_array_equal(both("auto"), found)
 
 
 def test_packed_documents_on_several_devices_need_mesh(hopper, monkeypatch) -> None:

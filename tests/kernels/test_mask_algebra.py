@@ -61,6 +61,7 @@ def _posed(name: str) -> tuple[Problem, dict[str, float]]:
     return problem, bounds(problem)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("given_as", ["known", "traced"])
 @pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents", "chosen"])
 def test_kernels_match_oracle_on_structured_masks(name: str, given_as: str) -> None:

@@ -1,5 +1,6 @@
 """Scores of query and key vectors, against their formulas in NumPy: values and every gradient."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -201,7 +202,8 @@ def test_vector_scores_decode_like_full_forward() -> None:
     """One token at a time, with int8 keys too, and grouped heads."""
     T = 9
     (q, k, v, table), _ = problem("relative_of_heads", T, T)
-    whole = dot_product_attention(q, k, v, scores=(Relative(table),), mask=masks.Causal())
+    call = {"scores": (Relative(table),), "mask": masks.Causal()}
+    whole = jax.jit(functools.partial(dot_product_attention, **call))(q, k, v)
     for dtype, bound in ((jnp.float32, 1e-6), (jnp.int8, 2e-2)):
         cache = KVCache.empty((B,), T, K, H, Hv, dtype=dtype)
         step = jax.jit(lambda c, *x: c.extend(*x, scores=(Relative(table),)))

@@ -1,5 +1,6 @@
 """QK-clip scales heads with too large scores back to the threshold."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ KEY = jax.random.key(0)
 SCORES = Capture(("max_logit",))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def captured(module: Any, params: Any, x: Any = X) -> Any:
     return module.apply({"params": params}, x, mutable=["intermediates"])[1]["intermediates"]
 
@@ -79,7 +81,7 @@ def test_clip_acts_on_every_layer_of_stack(scan: bool) -> None:
 def test_training_with_clip_keeps_scores_at_threshold() -> None:
     """The scores grow several times as large if not clipped. The optimizer's step is Adam's."""
     module = layer(use_bias=False)
-    params = module.init(KEY, X)["params"]
+    params = jax.jit(module.init)(KEY, X)["params"]
 
     def run(optimizer: Any) -> tuple[float, float]:
         optimizer = optax.with_extra_args_support(optimizer)

@@ -50,5 +50,5 @@ def test_parameters_of_0_3_load_with_same_outputs(name: str) -> None:
     x, layer = SAVED["tokens" if name == "model" else "x"], LAYERS[name]
     asked = flatten_dict(jax.eval_shape(layer.init, jax.random.key(0), x)["params"], sep="/")
     assert {k: v.shape for k, v in asked.items()} == {k: v.shape for k, v in flat.items()}
-    out = layer.apply({"params": unflatten_dict(flat, sep="/")}, x)
+    out = jax.jit(layer.apply)({"params": unflatten_dict(flat, sep="/")}, x)
     np.testing.assert_allclose(out, SAVED[f"{name}>out"], rtol=2e-5, atol=2e-5)

@@ -1,5 +1,6 @@
 """Options of a call reach the layer through every block, stack and model."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -23,6 +24,7 @@ from flax_mha.layer import core
 from flax_mha.linen import LayerOptions
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
+from tests.support.oracle import random_like
 
 B, T, D, N = 2, 5, 8, 2
 KEY = jax.random.key(0)
@@ -32,11 +34,11 @@ GIVEN: dict[str, Any] = {
     "mask": masks.Window(2, 2),
     "bias": np.ones((N, T, T), np.float32),
     "scores": (scores.SoftCap(3.0),),
-    "positions": jnp.arange(T) + 7,
-    "head_mask": jnp.array([1.0, 0.0]),
-    "lengths": jnp.array([5, 2]),
+    "positions": np.arange(T, dtype=np.int32) + 7,
+    "head_mask": np.array([1.0, 0.0], np.float32),
+    "lengths": np.array([5, 2], np.int32),
     "order": np.arange(T)[::-1].copy(),
-    "kv": (jnp.ones((B, T, N, D // N)),) * 2,
+    "kv": (np.ones((B, T, N, D // N), np.float32),) * 2,
     "deterministic": False,
     "dropout_rng": jax.random.key(3),
     "sow_weights": True,
@@ -123,10 +125,14 @@ def test_layers_with_one_dropout_key_drop_different_weights(scan: bool, arrived:
         layer(), mlp_dim=8, cross_attention=MultiHeadAttention(N, dropout_rate=0.1)
     )
     decoder = Decoder(2, cross, scan=scan)
-    variables = decoder.init(KEY, X, X, deterministic=True)
+    init = functools.partial(decoder.init, deterministic=True)
+    variables = random_like(jax.eval_shape(init, KEY, X, X))
     arrived.clear()
-    decoder.apply(variables, X, X, deterministic=False, dropout_rng=jax.random.key(3))
-    if not scan:
+    call = {"deterministic": False, "dropout_rng": jax.random.key(3)}
+    if scan:
+        jax.eval_shape(functools.partial(decoder.apply, **call), variables, X, X)
+    else:
+        decoder.apply(variables, X, X, **call)
         keys = {str(jax.random.key_data(call["dropout_rng"])) for call in arrived}
         assert len(keys) == len(arrived) == 4
     assert all(call["dropout_rng"] is not None for call in arrived)
@@ -141,12 +147,15 @@ def test_misspelled_argument_raises() -> None:
 @pytest.mark.parametrize("scan", [False, True])
 def test_head_mask_may_differ_for_each_block(scan: bool) -> None:
     encoder, x = model(Encoder, scan)
-    variables = encoder.init(KEY, x, deterministic=True)
+    variables = random_like(
+        jax.eval_shape(functools.partial(encoder.init, deterministic=True), KEY, x)
+    )
     of_each = [jnp.array([1.0, 0.0]), jnp.array([0.5, 2.0])]
-    out = encoder.apply(variables, x, deterministic=True, head_mask=of_each)
-    same = [encoder.apply(variables, x, deterministic=True, head_mask=m) for m in of_each]
+    apply = jax.jit(functools.partial(encoder.apply, deterministic=True))
+    out = apply(variables, x, head_mask=of_each)
+    same = [apply(variables, x, head_mask=m) for m in of_each]
     assert all(np.abs(out - other).max() > 1e-3 for other in same)
-    one = encoder.apply(variables, x, deterministic=True, head_mask=[of_each[0]] * 2)
+    one = apply(variables, x, head_mask=[of_each[0]] * 2)
     np.testing.assert_allclose(one, same[0], atol=1e-6)
     with pytest.raises(ValueError, match="a list of one for each of the 2 blocks, got 3"):
         encoder.apply(variables, x, deterministic=True, head_mask=[of_each[0]] * 3)

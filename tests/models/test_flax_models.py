@@ -126,7 +126,8 @@ def test_cached_decoding_matches_flax(lift: str) -> None:
         step = jax.jit(
             lambda cache, m, t, p=params, f=apply: f({**p, "cache": cache}, m, SOURCE, t)
         )
-        memory = lenient(model.apply)(params, SOURCE, method=model.encode)
+        encode = jax.jit(lenient(partial(model.apply, method=model.encode)))
+        memory = encode(params, SOURCE)
         logits = []
         for t in range(TARGET.shape[1]):
             out, state = step(cache, memory, jnp.asarray(TARGET[1:].repeat(2, 0)[:, t : t + 1]))

@@ -128,7 +128,7 @@ def test_layer_matches_numpy_definition(page: Scope) -> None:
     assert page["weights"].shape == (2, 8, 10, 10)
     assert error(page["layer_output"], out) < OUTPUT
     assert error(page["weights"], weights) < OUTPUT
-    np.testing.assert_allclose(page["weights"].sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(page["weights"].sum(-1), 1, rtol=OUTPUT)
 
 
 @pytest.mark.parametrize("name", ["logits", "causal_logits"])
