@@ -15,7 +15,8 @@ __all__ = [
     "MultiHeadAttention", "MultiHeadDotProductAttention", "Platform", "QKNorm", "SelfAttention",
     "Translator", "attention_fn", "cache", "dot_product_attention",
     "dot_product_attention_weights", "explain", "generate", "interop", "masks", "models",
-    "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding", "variants",
+    "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding",
+    "variants",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
