@@ -3,6 +3,7 @@
 Pages are Markdown that reads as well where it lies; the notebooks are run while the site is built.
 """
 
+import html
 import inspect
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).parent.parent
@@ -17,7 +20,10 @@ sys.path.insert(0, str(ROOT))  # This tree, whatever is installed; of notebooks 
 os.environ["PYTHONPATH"] = str(ROOT)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import numpy as np  # noqa: E402
+
 import flax_mha  # noqa: E402
+from flax_mha import masks  # noqa: E402
 
 project = "flax_mha"
 author = "the flax_mha authors"
@@ -128,8 +134,31 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
     return None if ours and not (method.__doc__ or "See `").startswith("See `") else True
 
 
+class MaskFigure(Directive):
+    """A picture of each mask, one expression a line: the tables of the page of masks."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return the pictures side by side."""
+        figures = "".join(draw_mask(line) for line in self.content if line.strip())
+        return [nodes.raw("", f'<div class="masks">{figures}</div>', format="html")]
+
+
+def draw_mask(expression: str, length: int = 12) -> str:
+    """Return a figure of the table of a mask, as SVG."""
+    table = np.asarray(eval(expression, vars(masks) | {"np": np}).dense(length))[0]
+    cells = "".join(
+        f'<rect x="{j}" y="{i}" class="{"seen" if seen else "hidden"}"/>'
+        for (i, j), seen in np.ndenumerate(table)
+    )
+    drawing = f'<svg viewBox="-.1 -.1 {length + 0.1} {length + 0.1}">{cells}</svg>'
+    return f"<figure>{drawing}<figcaption><code>{html.escape(expression)}</code></figcaption></figure>"
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
+    app.add_directive("mask", MaskFigure)
     app.connect("source-read", read_page)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     app.connect("autodoc-process-signature", shorten)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from flax_mha import Decoder, Encoder, interop, masks
+from tests.repository import test_recipes
 from tests.support import pages
 from tests.support.decoded import cache_of
 
@@ -27,8 +28,8 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-# Those run README.md in two steps, and recipes.md once for many tests.
-ELSEWHERE = {"README.md": "test_readme.py", "docs/recipes.md": "test_recipes.py"}
+# Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
+ELSEWHERE = {"README.md", *test_recipes.PAGES}
 SLOW = {"docs/decoding.md", "docs/nnx.md", "docs/sharding.md"}
 
 
