@@ -30,7 +30,7 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
-SLOW = {"docs/decoding.md", "docs/nnx.md", "docs/sharding.md"}
+SLOW = {"docs/decoding.md", "docs/fine-tune.md", "docs/nnx.md", "docs/sharding.md"}
 
 
 def sharding(scope: Scope) -> None:
@@ -44,6 +44,17 @@ def decoding(scope: Scope) -> None:
     np.testing.assert_array_equal(scope["cache"].free(scope["held"]), [9, 12])
     np.testing.assert_array_equal(scope["cache"].free(scope["best_of_3"]), [9] * 3 + [12] * 3)
     assert 0.001 < scope["moved"](64, 32) < 0.02
+
+
+def tuned(scope: Scope) -> None:
+    """The first step of linen and of nnx is the same, and what is frozen gets no update."""
+    np.testing.assert_allclose(scope["loss"], scope["same_loss"], rtol=1e-6)
+    first, second = (interop.load(name)[1] for name in ("tuned", "tuned-in-nnx"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), first, second)
+    params, optimizer = scope["params"], scope["attention_alone"]
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        assert np.any(update) == ("attention" in jax.tree_util.keystr(path)), path
 
 
 def in_nnx(scope: Scope) -> None:
@@ -137,6 +148,7 @@ def models(scope: Scope) -> None:
 # What the code of a page does not assert by itself.
 CHECKS: dict[str, Callable[[Scope], None]] = {
     "docs/decoding.md": decoding,
+    "docs/fine-tune.md": tuned,
     "docs/interop.md": from_folders,
     "docs/models.md": models,
     "docs/nnx.md": in_nnx,
@@ -160,6 +172,16 @@ def test_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     scope = pages.run(page)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         CHECKS.get(page, lambda scope: None)(scope)
+
+
+def test_masks_are_drawn() -> None:
+    """The build of the site draws each line of these blocks, 12 queries by 12 keys."""
+    lines = re.findall(r"^~~~\{mask\}\n(.*?)^~~~", pages.read("docs/masks.md"), re.DOTALL | re.M)
+    expressions = "".join(lines).splitlines()
+    assert len(expressions) > 10
+    for expression in expressions:
+        mask = eval(expression, vars(masks) | {"np": np})
+        assert set(mask.show(12)) == {"█", "·", "\n"}, expression
 
 
 @pytest.mark.slow
