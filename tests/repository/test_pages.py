@@ -65,7 +65,7 @@ def in_nnx(scope: Scope) -> None:
 
 def from_folders(scope: Scope) -> None:
     assert scope["tokens"].shape == (1, 5)
-    jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["theirs"])
+    jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["saved"])
 
 
 def variants(scope: Scope) -> None:
