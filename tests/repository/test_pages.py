@@ -70,6 +70,9 @@ def from_folders(scope: Scope) -> None:
 
 def variants(scope: Scope) -> None:
     assert scope["tokens"].shape == (1, 5)
+
+
+def own_layer(scope: Scope) -> None:
     own, variables, x = scope["own"], scope["variables_of_own"], scope["x"]
     assert variables["params"]["value_norm"]["scale"].shape == (16,)
     cached = own.clone(decode=True)
@@ -101,6 +104,7 @@ def own(scope: Scope) -> None:
     weights /= weights.sum(-1, keepdims=True)
     wanted = np.einsum("bnts,bsnh->btnh", weights, v)
     np.testing.assert_allclose(scope["linear_attention"](q, k, v), wanted, atol=1e-5)
+    own_layer(scope)
 
 
 def scanned(module: nn.Module) -> nn.Module:
