@@ -28,7 +28,19 @@ from flax_mha import masks  # noqa: E402
 project = "flax_mha"
 author = "the flax_mha authors"
 release = flax_mha.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]  # fmt: skip
+# Links into these need their indexes from the network, so ask for them: FLAX_MHA_ONLINE=1.
+if os.environ.get("FLAX_MHA_ONLINE"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+        "flax": ("https://flax.readthedocs.io/en/stable", None),
+        "optax": ("https://optax.readthedocs.io/en/latest", None),
+    }
 html_theme = "furo"
 html_title = f"flax_mha {release}"
 html_static_path = ["_static"]
