@@ -75,9 +75,13 @@ SPAN = re.compile(r"(`[^`]+`)")
 NAME = re.compile(r"`[A-Za-z_][\w.]*`")
 
 
-def read_page(app: Sphinx, name: str, source: list[str]) -> None:
-    """The README is the front page here."""
-    source[0] = source[0].replace("](../README.md", "](index.md")
+def read_included(app: Sphinx, path: Path, page: str, source: list[str]) -> None:
+    """Links of the files at the root, which the site includes, to the pages that include them."""
+    names = {"CHANGELOG": "changelog", "CONTRIBUTING": "contributing", "SECURITY": "security"}
+    for file, page in names.items():
+        source[0] = source[0].replace(f"]({file}.md)", f"](docs/{page}.md)")
+    # These have no page.
+    source[0] = re.sub(r"\[([^]]+)\]\((CITATION\.cff|LICENSE)\)", r"\1", source[0])
 
 
 def as_rst(line: str) -> str:
@@ -171,7 +175,7 @@ def draw_mask(expression: str, length: int = 12) -> str:
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
     app.add_directive("mask", MaskFigure)
-    app.connect("source-read", read_page)
+    app.connect("include-read", read_included)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", skip)
