@@ -169,7 +169,8 @@ def draw_mask(expression: str, length: int = 12) -> str:
         for (i, j), seen in np.ndenumerate(table)
     )
     drawing = f'<svg viewBox="-.1 -.1 {length + 0.1} {length + 0.1}">{cells}</svg>'
-    return f"<figure>{drawing}<figcaption><code>{html.escape(expression)}</code></figcaption></figure>"
+    caption = f"<figcaption><code>{html.escape(expression)}</code></figcaption>"
+    return f"<figure>{drawing}{caption}</figure>"
 
 
 def setup(app: Sphinx) -> None:

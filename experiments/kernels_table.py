@@ -156,7 +156,7 @@ def refusals(name: str, platform: Platform) -> dict[str, str | None]:
         found[feature] = explanation.refused.get(name)
     for feature, differentiate in DERIVATIVES.items():
         works = _differentiates(name, platform, differentiate)
-        found[feature] = None if works else "raises an error: its derivative rule has no further derivative"
+        found[feature] = None if works else "raises: its derivative rule has no further one"
     return found
 
 

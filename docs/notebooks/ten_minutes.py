@@ -64,8 +64,8 @@ np.testing.assert_allclose(out[0, :, 0], by_hand, atol=1e-5)
 # %% [markdown]
 # ## Masks
 #
-# A mask says which keys a query may see. Masks are values, joined by `&`, `|` and `~`. You can print
-# them: a line is a query, █ a key that it sees.
+# A mask says which keys a query may see. Masks are values, joined by `&`, `|` and `~`. You can
+# print them: a line is a query, █ a key that it sees.
 
 # %%
 print((masks.Causal() & masks.Window(left=3)).show(8))
@@ -87,8 +87,8 @@ def third_output(v):
 print(np.abs(jax.grad(third_output)(v)).max(-1) > 0)
 
 # %% [markdown]
-# Several kernels compute the same numbers. `explain` says which one runs. A kernel asks the mask about
-# whole tiles first, and skips the hidden ones.
+# Several kernels compute the same numbers. `explain` says which one runs. A kernel asks the mask
+# about whole tiles first, and skips the hidden ones.
 
 # %%
 print(explain(*with_heads, mask=masks.Causal()))
@@ -165,8 +165,8 @@ for i in range(301):
 # ## Look at its heads
 #
 # `Capture` shows the weights beside an output that is the same to the bit. In a head that works you
-# see a line from upper right to lower left: after the bar, each query looks at the letter that comes
-# next.
+# see a line from upper right to lower left: after the bar, each query looks at the letter that
+# comes next.
 
 # %%
 watched = model.clone(
@@ -194,8 +194,8 @@ plt.show()
 # %% [markdown]
 # ## It writes
 #
-# `generate` passes the prompt to the model in one call. Then it adds a token at a time, with the keys
-# and values of all tokens so far in a cache.
+# `generate` passes the prompt to the model in one call. Then it adds a token at a time, with the
+# keys and values of all tokens so far in a cache.
 
 # %%
 prompts = batch(jax.random.key(6), 4)

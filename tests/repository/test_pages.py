@@ -47,7 +47,7 @@ def decoding(scope: Scope) -> None:
 
 
 def tuned(scope: Scope) -> None:
-    """The first step of linen and of nnx is the same, and what is frozen gets no update."""
+    """The first step of linen and of nnx is the same, and frozen parameters get no update."""
     np.testing.assert_allclose(scope["loss"], scope["same_loss"], rtol=1e-6)
     first, second = (interop.load(name)[1] for name in ("tuned", "tuned-in-nnx"))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), first, second)
