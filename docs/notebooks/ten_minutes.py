@@ -34,6 +34,7 @@ from flax_mha import (
     generate,
     masks,
 )
+from flax_mha.layer import plots
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import PositionEmbedding
 
@@ -174,21 +175,9 @@ watched = model.clone(
 )
 tokens = batch(jax.random.key(5), 1)
 _, sown = watched.apply({"params": params}, tokens[:, :-1], mutable="intermediates")
-maps = [
-    (f"layer {i}, head {head}", seen[0, head])
-    for i, (seen,) in enumerate(
-        sown["intermediates"]["decoder"][f"layers_{i}"]["attention"]["attention_weights"]
-        for i in range(2)
-    )
-    for head in range(2)
-]
-figure, axes = plt.subplots(1, 4, figsize=(13, 3.6), layout="constrained")
-letters = list(as_text(tokens[0, :-1]))
-for axis, (title, seen) in zip(axes, maps, strict=True):
-    axis.imshow(seen, cmap="Blues", vmin=0, vmax=1)
-    axis.set(title=title, xlabel="key", ylabel="query")
-    axis.set_xticks(range(len(letters)), letters)
-    axis.set_yticks(range(len(letters)), letters)
+layers = sown["intermediates"]["decoder"]
+maps = {f"layer {i}": layers[f"layers_{i}"]["attention"]["attention_weights"][0][0] for i in (0, 1)}
+plots.heads(maps, as_text(tokens[0, :-1]))
 plt.show()
 
 # %% [markdown]
