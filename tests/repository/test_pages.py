@@ -30,7 +30,7 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
-SLOW = {"docs/decoding.md", "docs/fine-tune.md", "docs/nnx.md", "docs/sharding.md"}
+SLOW = {f"docs/{name}.md" for name in ("decoding", "fine-tune", "nnx", "performance", "sharding")}
 
 
 def sharding(scope: Scope) -> None:
