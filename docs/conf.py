@@ -14,6 +14,7 @@ from typing import Any
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
+from sphinx.util import inspect as sphinx_inspect
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # This tree, whatever is installed; of notebooks too.
@@ -67,7 +68,11 @@ copybutton_prompt_text = ">>> "
 
 SHORTER = (
     (r"(\w+)\(\s+# attributes[^)]*\)", r"\1(…)"),
-    (r", parent=<.*?>, name=None", ""),
+    (r", parent: .*? = <.*?>, name: str \| None = None", ""),
+    (r"Literal\['auto', '.*?\]", "KernelName"),
+    (r"str \| type\[Any\] \| dtype \| SupportsDType \| Any", "Dtype"),
+    (r"None \| str \| Precision( \| \w+(\[[^]]*\])?)*", "PrecisionLike"),
+    (r"Array \| ndarray", "Array"),
     (r"<function (\w+)[^,]*>", r"\1"),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
@@ -132,9 +137,17 @@ def read_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, li
 def shorten(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: Any
 ) -> tuple[str, Any] | None:
-    """Names functions and types as one writes them; leaves out what all modules of linen have."""
+    """Return a signature with types, without the fields that all modules of linen have."""
     if signature is None:
         return None
+    if what in ("class", "function", "method"):
+        # autodoc would show overloads, which hide arguments, and `__new__` of linen layers.
+        target = obj.__init__ if inspect.isclass(obj) else obj
+        given = sphinx_inspect.signature(target, bound_method=what != "function")
+        signature = sphinx_inspect.stringify_signature(
+            given, show_return_annotation=what != "class", unqualified_typehints=True
+        )
+        signature, _, returned = signature.partition(" -> ")
     for pattern, by in SHORTER:
         signature = re.sub(pattern, by, signature)
     return signature, returned

@@ -1,6 +1,6 @@
 """What attention in float32 takes of a GPU's memory, by the compiler, which needs no GPU.
 
-    python -m experiments.kernels_memory    # an H200, causal: the table of docs/kernels.md
+    python -m experiments.kernels_memory    # an H200, causal: the table of docs/how-kernels-work.md
     python -m experiments.kernels_memory --chip=a100 --mask=none
 
 Each line is the greatest memory beside arguments and results. It takes the wheels of the extra

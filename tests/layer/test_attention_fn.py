@@ -162,7 +162,7 @@ def test_wrong_numbers_in_a_mask_reach_its_outputs() -> None:
 
 @pytest.mark.parametrize("kind", [Flax, MultiHeadDotProductAttention])
 def test_the_dtype_of_sown_weights(kind: Any) -> None:
-    """README's row: under force_fp32_for_softmax Flax's are float32, ours as without it."""
+    """As docs/coming-from-flax.md says: only Flax's are float32 under force_fp32_for_softmax."""
     for forced in (False, True):
         layer = kind(2, dtype=jnp.bfloat16, force_fp32_for_softmax=forced)
         sow = functools.partial(layer.apply, sow_weights=True, mutable="intermediates")

@@ -176,7 +176,7 @@ CHIPS = ["a100", "h200", "b200"]
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_memory_of_float32(optimized: None, chip: str) -> None:
-    """Scores twice while `auto` takes plain einsums, O(T) beyond: see docs/kernels.md."""
+    """Scores twice while `auto` takes plain einsums, O(T) beyond: see docs/how-kernels-work.md."""
     (device,) = gpus.of(chip, 1)
 
     def taken(length: int, heads: int, kernel: str = "auto") -> float:
