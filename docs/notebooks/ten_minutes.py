@@ -12,9 +12,9 @@
 # %% [markdown]
 # # Attention in ten minutes
 #
-# From the formula to a small model that writes, with a look at what its heads attend to. Half a
-# minute on two CPU cores; open it as a notebook with [jupytext](https://jupytext.readthedocs.io),
-# or run it: `python docs/notebooks/ten_minutes.py`.
+# You go from the formula to a small model that writes, and look at the attention of its heads. It
+# takes half a minute on two CPU cores. Open it as a notebook with
+# [jupytext](https://jupytext.readthedocs.io), or run it: `python docs/notebooks/ten_minutes.py`.
 
 # %%
 import jax
@@ -40,8 +40,8 @@ from flax_mha.positions import PositionEmbedding
 # %% [markdown]
 # ## The formula
 #
-# Each query is compared with every key. The softmax of those scores says how much of each value
-# the query is given: a mean, weighted by what the query looks for.
+# Each query is compared with every key. The softmax of these scores gives the weight of each value.
+# The result is a weighted mean of the values.
 
 # %%
 T, H = 5, 8
@@ -53,8 +53,8 @@ print(np.round(np.array(weights, float), 2))
 print("each row sums to", np.round(weights.sum(-1), 3))
 
 # %% [markdown]
-# The library's function takes [batch, length, heads, features], so that many of these run side by
-# side.
+# The library's function takes [batch, length, heads, features], so that many of these run in
+# parallel.
 
 # %%
 with_heads = [x[None, :, None, :] for x in (q, k, v)]
@@ -64,8 +64,8 @@ np.testing.assert_allclose(out[0, :, 0], by_hand, atol=1e-5)
 # %% [markdown]
 # ## Masks
 #
-# A mask says which keys a query may see. Masks are values, joined by `&`, `|` and `~`, and they
-# draw themselves: a line is a query, █ a key that it sees.
+# A mask says which keys a query may see. Masks are values, joined by `&`, `|` and `~`. You can
+# print them: a line is a query, █ a key that it sees.
 
 # %%
 print((masks.Causal() & masks.Window(left=3)).show(8))
@@ -74,8 +74,8 @@ texts = jnp.array([0, 0, 0, 1, 1, 1, 1, 2])  # three texts in one row
 print((masks.Causal() & masks.Segments(texts)).show(8))
 
 # %% [markdown]
-# That a query sees nothing of the future is shown by a gradient: what comes out at position 2
-# does not depend on the values behind it.
+# A gradient shows that a query sees nothing of the future: the output at position 2 does not depend
+# on later values.
 
 
 # %%
@@ -87,8 +87,8 @@ def third_output(v):
 print(np.abs(jax.grad(third_output)(v)).max(-1) > 0)
 
 # %% [markdown]
-# Several kernels compute the same numbers, and the call says which will. A mask is asked about
-# tiles before anything is computed, so what it hides is skipped, not set to zero.
+# Several kernels compute the same numbers. `explain` says which one runs. A kernel asks the mask
+# about whole tiles first, and skips the hidden ones.
 
 # %%
 print(explain(*with_heads, mask=masks.Causal()))
@@ -112,7 +112,7 @@ print("output", y.shape)
 # ## A model that learns
 #
 # The task: letters, a bar, and the same letters backwards. `dcab|bacd` can be completed only by
-# looking back, each time one letter further, and that is what attention is for.
+# looking back, each time one letter further. Attention can do this.
 
 # %%
 LETTERS, HALF = 12, 8
@@ -162,11 +162,11 @@ for i in range(301):
         print(f"step {i:3}: loss {loss:.3f} (chance: {np.log(LETTERS):.3f})")
 
 # %% [markdown]
-# ## What its heads attend to
+# ## Look at its heads
 #
-# `Capture` shows the weights beside an output that is the same to the bit. A head that works
-# writes a line from upper right to lower left: after the bar each query looks at the letter that
-# it has to say next.
+# `Capture` shows the weights beside an output that is the same to the bit. In a head that works you
+# see a line from upper right to lower left: after the bar, each query looks at the letter that
+# comes next.
 
 # %%
 watched = model.clone(
@@ -179,8 +179,8 @@ plots.heads(sown, as_text(tokens[0, :-1]))
 # %% [markdown]
 # ## It writes
 #
-# `generate` gives the prompt to the model in one call, then goes on a token at a time, with keys
-# and values of all tokens so far in a cache.
+# `generate` passes the prompt to the model in one call. Then it adds a token at a time, with the
+# keys and values of all tokens so far in a cache.
 
 # %%
 prompts = batch(jax.random.key(6), 4)
@@ -192,6 +192,5 @@ print(f"letters right: {right:.0%}")
 assert right > 0.9
 
 # %% [markdown]
-# On from here: [recipes](../recipes.md) for the layers one meets in papers, [published
-# models](../models.md) in these parts, and [masks, scores, kernels and layers of your
-# own](../own.md).
+# Next: [recipes](../recipes.md) for layers from papers, [published models](../models.md) in these
+# parts, and [masks, scores, kernels and layers of your own](../own.md).

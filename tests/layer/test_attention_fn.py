@@ -162,7 +162,7 @@ def test_invalid_mask_numbers_give_nan_through_attention_fn() -> None:
 
 @pytest.mark.parametrize("kind", [Flax, MultiHeadDotProductAttention])
 def test_dtype_of_sown_weights(kind: Any) -> None:
-    """As documented: force_fp32_for_softmax makes Flax's float32 and does not change ours."""
+    """As docs/coming-from-flax.md says: only Flax's are float32 under force_fp32_for_softmax."""
     for forced in (False, True):
         layer = kind(2, dtype=jnp.bfloat16, force_fp32_for_softmax=forced)
         sow = functools.partial(layer.apply, sow_weights=True, mutable="intermediates")

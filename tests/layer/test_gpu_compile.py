@@ -181,7 +181,7 @@ CHIPS = ["a100", "h200", "b200"]
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_float32_memory(optimized: None, chip: str) -> None:
-    """Two score arrays while `auto` takes plain einsums, O(T) beyond. See docs/kernels.md."""
+    """Two score arrays where `auto` takes plain einsums, O(T) beyond, as the docs say."""
     (device,) = gpus.of(chip, 1)
 
     def taken(length: int, heads: int, kernel: str = "auto") -> float:

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
+COMMAND = "tests.repository.test_architecture"
 
 # Each folder or module may import the ones before it, and none after it.
 ROOMS = (
@@ -20,16 +21,41 @@ ROOMS = (
 HEIGHT = {name: height for height, name in enumerate((*ROOMS, ""))}
 
 
-def picture() -> str:
-    """Return the table of rooms for docs/architecture.md, each with the first line of its docs."""
-    files = {name: ROOT / "flax_mha" / name for name in ROOMS}
-    texts = [(x / "__init__.py" if x.is_dir() else x.with_suffix(".py")).read_text()
-             for x in files.values()]  # fmt: skip
-    heads = (ast.get_docstring(ast.parse(text)).split("\n")[0].removesuffix(".") for text in texts)
-    rows = zip(ROOMS, heads, strict=True)
-    return "\n".join(
-        ["| room | holds |", "|---|---|", *(f"| `{x}` | {head} |" for x, head in rows)]
-    )
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a module's or a package's docstring, without its full stop."""
+    file = path / "__init__.py" if path.is_dir() else path
+    text = ast.get_docstring(ast.parse(file.read_text())) if file.exists() else None
+    sentence = re.split(r"(?<=\.)\s|\n\n", text or "", maxsplit=1)[0]
+    return " ".join(sentence.split()).rstrip(".:")
+
+
+def rooms() -> str:
+    """Return the table of rooms, each with the first sentence of its docstring."""
+    paths = [ROOT / "flax_mha" / name for name in ROOMS]
+    paths = [path if path.is_dir() else path.with_suffix(".py") for path in paths]
+    rows = (f"| `{path.stem}` | {first_sentence(path)} |" for path in paths)
+    return "\n".join(["| room | holds |", "|---|---|", *rows])
+
+
+def tree() -> str:
+    """Return every file of the packages, each with the first sentence of its docstring."""
+    lines = []
+    for top in ("flax_mha", "experiments", "configs"):
+        for path in [ROOT / top, *sorted((ROOT / top).rglob("*"))]:
+            package = path.is_dir() and any(path.rglob("*.py"))
+            if package or (path.suffix == ".py" and path.name != "__init__.py"):
+                name = "  " * len(path.relative_to(ROOT).parts[1:]) + path.name + "/" * package
+                lines.append(f"{name:23} {first_sentence(path)}".rstrip())
+    return "\n".join(["```text", *lines, "```"])
+
+
+def generated(text: str) -> str:
+    """Return the page with the table of rooms and the tree of files as they are now."""
+    for name, content in (("rooms", rooms()), ("files", tree())):
+        start, end = f"<!-- {name}, by python -m {COMMAND} -->", f"<!-- end of {name} -->"
+        before, rest = text.split(start)
+        text = f"{before}{start}\n\n{content}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def name_of(path: Path) -> str:
@@ -84,9 +110,9 @@ def test_imports_within_a_room_have_no_circle(name: str) -> None:
     graphlib.TopologicalSorter(arrows).prepare()
 
 
-def test_page_shows_the_table_of_rooms() -> None:
-    """To regenerate the table, run `python -m tests.repository.test_architecture`."""
-    assert f"-->\n\n{picture()}\n\n<!-- end -->" in PAGE.read_text()
+def test_the_page_names_every_room_and_file() -> None:
+    text = PAGE.read_text()
+    assert generated(text) == text, f"run python -m {COMMAND}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -144,5 +170,4 @@ def test_import_loads_only_core_dependencies() -> None:
 
 
 if __name__ == "__main__":
-    before, after = re.split(r"(?<=py -->\n).*(?=<!-- end)", PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(f"{before}\n{picture()}\n\n{after}")
+    PAGE.write_text(generated(PAGE.read_text()))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from flax_mha import Decoder, Encoder, interop, masks
+from tests.repository import test_recipes
 from tests.support import pages
 from tests.support.decoding import cache_of
 
@@ -27,9 +28,9 @@ PAGES = sorted(
     str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
-# These run README.md in two steps, and recipes.md once for many tests.
-ELSEWHERE = {"README.md": "test_readme.py", "docs/recipes.md": "test_recipes.py"}
-SLOW = {"docs/decoding.md", "docs/nnx.md", "docs/sharding.md"}
+# Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
+ELSEWHERE = {"README.md", *test_recipes.PAGES}
+SLOW = {f"docs/{name}.md" for name in ("decoding", "fine-tune", "nnx", "performance", "sharding")}
 
 
 def sharding(scope: Scope) -> None:
@@ -45,6 +46,17 @@ def decoding(scope: Scope) -> None:
     assert 0.001 < scope["moved"](64, 32) < 0.02
 
 
+def tuned(scope: Scope) -> None:
+    """The first step of linen and of nnx is the same, and frozen parameters get no update."""
+    np.testing.assert_allclose(scope["loss"], scope["same_loss"], rtol=1e-6)
+    first, second = (interop.load(name)[1] for name in ("tuned", "tuned-in-nnx"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), first, second)
+    params, optimizer = scope["params"], scope["attention_alone"]
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    for path, update in jax.tree_util.tree_leaves_with_path(updates):
+        assert np.any(update) == ("attention" in jax.tree_util.keystr(path)), path
+
+
 def in_nnx(scope: Scope) -> None:
     np.testing.assert_allclose(scope["same"], scope["layer"](scope["x"]), atol=1e-6)
     np.testing.assert_allclose(scope["prompt"], scope["same"], atol=1e-5)
@@ -53,11 +65,14 @@ def in_nnx(scope: Scope) -> None:
 
 def from_folders(scope: Scope) -> None:
     assert scope["tokens"].shape == (1, 5)
-    jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["theirs"])
+    jax.tree.map(np.testing.assert_array_equal, scope["loaded"], scope["saved"])
 
 
 def variants(scope: Scope) -> None:
     assert scope["tokens"].shape == (1, 5)
+
+
+def own_layer(scope: Scope) -> None:
     own, variables, x = scope["own"], scope["variables_of_own"], scope["x"]
     assert variables["params"]["value_norm"]["scale"].shape == (16,)
     cached = own.clone(decode=True)
@@ -89,6 +104,7 @@ def own(scope: Scope) -> None:
     weights /= weights.sum(-1, keepdims=True)
     wanted = np.einsum("bnts,bsnh->btnh", weights, v)
     np.testing.assert_allclose(scope["linear_attention"](q, k, v), wanted, atol=1e-5)
+    own_layer(scope)
 
 
 def scanned(module: nn.Module) -> nn.Module:
@@ -136,6 +152,7 @@ def models(scope: Scope) -> None:
 # Checks that a page's own code does not make.
 CHECKS: dict[str, Callable[[Scope], None]] = {
     "docs/decoding.md": decoding,
+    "docs/fine-tune.md": tuned,
     "docs/interop.md": from_folders,
     "docs/models.md": models,
     "docs/nnx.md": in_nnx,
@@ -161,6 +178,16 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         CHECKS.get(page, lambda scope: None)(scope)
 
 
+def test_masks_are_drawn() -> None:
+    """The build of the site draws each line of these blocks, 12 queries by 12 keys."""
+    lines = re.findall(r"^~~~\{mask\}\n(.*?)^~~~", pages.read("docs/masks.md"), re.DOTALL | re.M)
+    expressions = "".join(lines).splitlines()
+    assert len(expressions) > 10
+    for expression in expressions:
+        mask = eval(expression, vars(masks) | {"np": np})
+        assert set(mask.show(12)) == {"█", "·", "\n"}, expression
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(notebook: Path) -> None:
@@ -172,7 +199,7 @@ def test_notebook_runs(notebook: Path) -> None:
 def test_commands_in_pages_name_existing_files() -> None:
     for page in PAGES:
         text = pages.read(page)
-        for module in re.findall(r"python -m (experiments\.\w+)", text):
+        for module in re.findall(r"python -m (experiments\.[a-z]\w*)", text):
             assert importlib.util.find_spec(module), (page, module)
         for path in re.findall(r"--config=(configs/\w+\.py)", text):
             assert (ROOT / path).is_file(), (page, path)

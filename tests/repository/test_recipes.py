@@ -1,5 +1,6 @@
-"""The page of recipes runs, and each of its systems matches its definition."""
+"""The pages of recipes run, and each system matches its definition."""
 
+from collections import ChainMap
 from typing import Any
 
 import jax
@@ -11,16 +12,17 @@ from tests.support import oracle, pages
 from tests.support.oracle import error, float64
 
 Scope = dict[str, Any]
+PAGES = ("docs/recipes.md", "docs/scores.md", "docs/positions.md", "docs/look-inside.md")
 # Float32 rounds at 6e-8; the sums here have up to 512 terms.
 OUTPUT = 5e-6
 
 
 @pytest.fixture(scope="module")
 def page() -> Scope:
-    """Return the variables that the page's code leaves."""
+    """Return the variables that the code of the pages leaves."""
     # XLA compiles each threefry hash in seconds, and this generator in milliseconds.
     with jax.default_prng_impl("unsafe_rbg"):
-        return pages.run("docs/recipes.md")
+        return dict(ChainMap(*(pages.run(name) for name in PAGES)))
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

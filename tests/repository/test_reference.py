@@ -86,6 +86,6 @@ def test_names_are_documented_once() -> None:
 
 def test_contents_list_every_page() -> None:
     contents = set(re.findall(r"^[\w/-]+$", read("docs/index.md"), re.MULTILINE))
-    files = [*DOCS.glob("*.md"), *(DOCS / "api").glob("*.rst"), *(DOCS / "notebooks").glob("*.py")]
+    files = [*DOCS.rglob("*.md"), *DOCS.rglob("*.rst"), *(DOCS / "notebooks").glob("*.py")]
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in files}
     assert contents == pages - {"index"}

@@ -1,6 +1,7 @@
 """The wheel holds the package, its types and license, and the sdist no stray files."""
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ BUILD = "import hatchling.build as b; b.build_sdist('dist'); b.build_wheel('dist
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not importlib.util.find_spec("hatchling"), reason="hatchling is not installed"
+        not all(map(importlib.util.find_spec, ("hatchling", "hatch_fancy_pypi_readme"))),
+        reason="hatchling and hatch-fancy-pypi-readme are not installed",
     ),
 ]
 
@@ -49,6 +51,8 @@ def test_wheel_holds_package_types_and_license(dist: Path) -> None:
     assert metadata["Version"] == flax_mha.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in metadata.get_all("Classifier")
+    # On a package's page relative links lead nowhere.
+    assert not re.search(r"\]\((?!https?:)", metadata.get_payload())
     core = [x for x in metadata.get_all("Requires-Dist") if "extra ==" not in x]
     assert sorted(x.partition(">")[0] for x in core) == ["chex", "flax", "jax"]
 
