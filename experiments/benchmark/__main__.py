@@ -247,7 +247,7 @@ def _among(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         for word in words:
             if word not in known:
                 raise argparse.ArgumentTypeError(
-                    f"must be names among {', '.join(known)}, separated by commas, got {word!r}"
+                    f"must be among {', '.join(known)}, separated by commas, got {word!r}"
                 )
         return words
 

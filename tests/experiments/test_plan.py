@@ -249,14 +249,14 @@ def test_masked_task_predicts_only_hidden_bytes() -> None:
         ("cpu:9", "at most the 8 available"),
         ("cpu:0", "at least 1 device"),
         ("gpu:1", "needs a GPU"),
-        ("h200:12", "1 to 8 GPUs, or machines of 8: 16"),
+        ("h200:12", "1 to 8 GPUs, or a multiple of 8; try 16"),
         ("h200:0", "must be 1 to 8 GPUs"),
-        ("v9:2x2", "TPUs are v2"),
+        ("v9:2x2", "choose a TPU of v2"),
         ("v5e:0x0", "such as v5e:16x16.*got 'v5e:0x0'"),
         ("v5e:100000x100000", "at most 16,384 devices"),
         ("v5e:" + "9" * 5000, "such as v5e:16x16"),
         ("v5e:3x3", "libtpu"),  # refuses it, or is not installed
-        ("h200:80000", "machines of 8: 16384"),
+        ("h200:80000", "a multiple of 8; try 16384"),
     ],
 )
 def test_invalid_topologies_raise(topology: str, message: str) -> None:
