@@ -17,7 +17,7 @@ from tests.kernels.half_precision import close, run
 from tests.kernels.oracle_check import HV, B, H, N, arrays, check, table
 from tests.support import oracle
 
-T, S = 40, 64
+T, S, BOTH = 40, 64, (False, True)
 MASKS: dict[str, Mask | None] = {
     "none": None,
     "all": Window() & Prefix(S) & np.ones((T, S), bool),
@@ -68,14 +68,12 @@ def test_cudnn_sizes_match_oracle(nvidia, t: int, s: int) -> None:
         check("cudnn", arrays(t, s, 2, "bfloat16"), known, lambda _, call=call: call, {})
 
 
-# All pairs of these occur, not their whole product.
-SUNK = pairs(
-    mask=("none", "window", "lengths of queries", "empty windows"), biased=(False, True), K=(2, 4)
-)
-
-
+# All pairs of these occur, not their whole product; so below.
 @pytest.mark.sampled(0.3)
-@pytest.mark.parametrize(("mask", "biased", "K"), SUNK)
+@pytest.mark.parametrize(
+    ("mask", "biased", "K"),
+    pairs(mask=["none", "window", "lengths of queries", "empty windows"], biased=BOTH, K=[2, 4]),
+)
 def test_cudnn_sinks_match_oracle(nvidia, mask: str, biased: bool, K: int) -> None:
     """Their share of the output, the lse with them, and their gradients."""
     learned = {"sinks": jnp.array([-100.0, -1.0, 0.5, 90.0])}
@@ -139,15 +137,11 @@ def test_cudnn_positions_match_oracle(nvidia, name: str) -> None:
     check("cudnn", arrays(T, S, 2, "bfloat16"), known, lambda _: call, {})
 
 
-# All pairs of these occur, not their whole product.
-ASKED = pairs(
-    mask=("none", "causal window", "empty windows"), biased=(False, True), sunk=(False, True),
-    with_out=(False, True),
-)  # fmt: skip
-
-
 @pytest.mark.sampled(0.2)
-@pytest.mark.parametrize(("mask", "biased", "sunk", "with_out"), ASKED)
+@pytest.mark.parametrize(
+    ("mask", "biased", "sunk", "with_out"),
+    pairs(mask=["none", "causal window", "empty windows"], biased=BOTH, sunk=BOTH, with_out=BOTH),
+)
 def test_cotangents_of_the_lse(nvidia, mask: str, biased: bool, sunk: bool, with_out: bool) -> None:
     """Alone, and together with the output's."""
     *qkv, cotangent = arrays(T, S, 2, "bfloat16")
@@ -229,15 +223,13 @@ def test_visible_nan_reaches_outputs_and_gradients(nvidia, mask: str, operand: i
     allowed = np.broadcast_to(table(MASKS[mask], T, S), (B, N, T, S))
     poisoned = (allowed & (bad_q[..., None] | bad_k[:, :, None])).any(-1)
     np.testing.assert_array_equal(lse, poisoned)
+    by_query = np.swapaxes(poisoned, 1, 2)[..., None]
     for x in (out, dq):
-        np.testing.assert_array_equal(
-            x, np.swapaxes(poisoned, 1, 2)[..., None] & np.ones(x.shape, bool)
-        )
+        np.testing.assert_array_equal(x, np.broadcast_to(by_query, x.shape))
     seen = (allowed & poisoned[..., None]).any(2).reshape(B, 2, 2, S).any(2)
+    by_key = np.swapaxes(seen, 1, 2)[..., None]
     for x in (dk, dv):
-        np.testing.assert_array_equal(
-            x, np.swapaxes(seen, 1, 2)[..., None] & np.ones(x.shape, bool)
-        )
+        np.testing.assert_array_equal(x, np.broadcast_to(by_key, x.shape))
 
 
 @pytest.mark.sampled(0.1)

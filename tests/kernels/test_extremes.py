@@ -10,7 +10,7 @@ import pytest
 from flax_mha import dot_product_attention
 from flax_mha.masks import Causal, Lengths, Mask, Segments, Window
 from flax_mha.scores import Alibi
-from tests.kernels.cases import KERNELS
+from tests.kernels.cases import KERNELS, pairs
 from tests.kernels.problems import SINKS
 from tests.support import oracle
 
@@ -40,10 +40,12 @@ def pulled(kernel: str, **call: Any) -> Any:
     return run
 
 
-@pytest.mark.sampled(0.16)
-@kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("limited", [False, True])
+# All pairs of these occur, not their whole product; so below.
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "limited"),
+    pairs(kernel=KERNELS, dtype=("float32", "bfloat16", "float16"), limited=(False, True)),
+)
 def test_scores_of_ten_thousand_match_oracle(kernel: str, dtype: str, limited: bool) -> None:
     """The inputs are integers, which no dtype rounds, so results are as exact as for small
     scores.
@@ -72,23 +74,27 @@ def test_scores_of_ten_thousand_match_oracle(kernel: str, dtype: str, limited: b
         assert oracle.error(got, want) < max(1e-5, 4 * eps)
 
 
-@pytest.mark.sampled(0.08)
-@kernels
-@pytest.mark.parametrize("call", [
-    {"mask": np.zeros((T, S), bool)},
-    {"mask": Lengths(jnp.array([0, 0]))},
-    {"bias": jnp.full((T, S), -jnp.inf)},
-], ids=["dense", "lengths", "bias"])  # fmt: skip
-@pytest.mark.parametrize("more", [{}, DROPOUT | {"scores": (Alibi(),)}], ids=["plain", "more"])
-def test_fully_masked_queries_give_zero(kernel: str, call: dict, more: dict) -> None:
+MORE = DROPOUT | {"scores": (Alibi(),)}
+FORBIDDEN: dict[str, dict[str, Any]] = {
+    "dense": {"mask": np.zeros((T, S), bool)}, "lengths": {"mask": Lengths(jnp.array([0, 0]))},
+    "bias": {"bias": jnp.full((T, S), -jnp.inf)},
+}  # fmt: skip
+
+
+@pytest.mark.sampled(0.16)
+@pytest.mark.parametrize(
+    ("kernel", "name", "more"), pairs(kernel=KERNELS, name=(*FORBIDDEN,), more=(False, True))
+)
+def test_fully_masked_queries_give_zero(kernel: str, name: str, more: bool) -> None:
     """Exactly 0 and no gradient, for every kind of mask."""
     q, k, v, _ = arrays()
+    call = FORBIDDEN[name] | (MORE if more else {})
 
     @jax.jit
     def run(q, k, v):
         out, pull = jax.vjp(
             lambda *qkv: dot_product_attention(
-                *qkv, kernel=kernel, return_weights=True, return_residuals=True, **call, **more
+                *qkv, kernel=kernel, return_weights=True, return_residuals=True, **call
             ),
             q, k, v,
         )  # fmt: skip
@@ -198,15 +204,17 @@ def test_visible_nan_reaches_exactly_its_queries(kernel: str, operand: int) -> N
     assert np.isfinite(out[:, ~seen]).all()
 
 
-@kernels
-@pytest.mark.parametrize("call", [
-    {}, {"mask": Causal()}, {"mask": Causal(), "scores": (Alibi(),), **DROPOUT},
-], ids=["plain", "causal", "more"])  # fmt: skip
+EMPTY: Any = {"plain": {}, "causal": {"mask": Causal()}, "more": {"mask": Causal(), **MORE}}
+
+
 @pytest.mark.sampled(0.5)
-@pytest.mark.parametrize(("t", "s"), [(0, 0), (0, 3), (3, 0), (0, 300), (300, 0)])
-def test_empty_queries_or_keys_give_zero(kernel: str, call: dict, t: int, s: int) -> None:
-    out, *grads = pulled(kernel, **call)(*arrays(t, s))
-    assert out.shape == (B, t, N, H)
+@pytest.mark.parametrize(
+    ("kernel", "name", "sizes"),
+    pairs(kernel=KERNELS, name=(*EMPTY,), sizes=((0, 0), (0, 3), (3, 0), (0, 300), (300, 0))),
+)
+def test_empty_queries_or_keys_give_zero(kernel: str, name: str, sizes: tuple[int, int]) -> None:
+    out, *grads = pulled(kernel, **EMPTY[name])(*arrays(*sizes))
+    assert out.shape == (B, sizes[0], N, H)
     for x in (out, *grads):
         np.testing.assert_array_equal(x, 0)
 

@@ -14,7 +14,7 @@ from flax_mha.kernels import tile_plan
 from flax_mha.kernels.bind import bind_call
 from flax_mha.masks import Causal, Lengths, PerHead, Predicate, Window
 from flax_mha.scores import Score
-from tests.kernels.cases import KERNELS
+from tests.kernels.cases import KERNELS, pairs
 from tests.support import oracle
 
 B, T, S, N, K, H = 2, 140, 150, 4, 2, 8
@@ -61,10 +61,11 @@ def test_arguments_of_a_mask_have_no_gradient(kernel: str) -> None:
     np.testing.assert_array_equal(dq, jax.grad(call)(q, jnp.int32(2)))
 
 
-@pytest.mark.sampled(0.16)
-@every
-@masks
-@pytest.mark.parametrize("traced", [False, True])
+# All pairs of these occur, not their whole product; so below.
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize(
+    ("kernel", "mask", "traced"), pairs(kernel=KERNELS, mask=(*MASKS,), traced=(False, True))
+)
 def test_scale_matches_oracle(kernel: str, mask: str, traced: bool) -> None:
     ours, allowed = MASKS[mask]
     q, k, v, cotangent = arrays()
@@ -79,12 +80,14 @@ def test_scale_matches_oracle(kernel: str, mask: str, traced: bool) -> None:
         assert oracle.error(got, want) < (2e-6 if want is expected else 1e-5)
 
 
-@pytest.mark.sampled(0.16)
-@every
-@masks
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 4e-3)])
-def test_returned_weights_match_oracle(kernel: str, mask: str, dtype: str, bound: float) -> None:
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize(
+    ("kernel", "mask", "dtype"),
+    pairs(kernel=KERNELS, mask=(*MASKS,), dtype=("float32", "bfloat16")),
+)
+def test_returned_weights_match_oracle(kernel: str, mask: str, dtype: str) -> None:
     """They are the weights before dropout."""
+    bound = {"float32": 2e-6, "bfloat16": 4e-3}[dtype]
     ours, allowed = MASKS[mask]
     q, k, v, _ = arrays(dtype)
     _, weights = jax.jit(
