@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:SelfAttention:DeprecationWarning
 D = 16
 X = np.random.default_rng(0).normal(size=(2, 9, D)).astype(np.float32)
 CAUSAL = np.tril(np.ones((2, 1, 9, 9), np.float32))
-KEY = jax.random.key(1)
+KEY = jax.random.key(1, impl="unsafe_rbg")
 
 
 class Doubled(nn.MultiHeadDotProductAttention):
