@@ -43,7 +43,7 @@ def results(module: nn.Module, variables: Any) -> tuple[Any, Any]:
     return out, generate(module, variables, jnp.asarray(TOKENS), max_new_tokens=5).tokens
 
 
-@pytest.mark.sampled(0.15)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_end_to_end(name: str, kind: str, tmp_path: Path) -> None:

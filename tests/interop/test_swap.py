@@ -90,6 +90,7 @@ def test_parameters_are_the_same_to_the_bit() -> None:
     jax.tree.map(np.testing.assert_array_equal, *(jax.jit(m.init)(KEY, X) for m in (model, ours)))
 
 
+@pytest.mark.sampled(0.6)
 @pytest.mark.parametrize(
     "way",
     [

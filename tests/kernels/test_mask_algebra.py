@@ -59,9 +59,15 @@ def _posed(name: str) -> tuple[Problem, dict[str, float]]:
     return problem, bounds(problem)
 
 
-@pytest.mark.sampled(0.5)
-@pytest.mark.parametrize("given_as", ["known", "traced"])
-@pytest.mark.parametrize("name", ["dilated", "neighborhood", "documents", "chosen"])
+ORDINARY = {"dilated": "known", "neighborhood": "traced", "documents": "known", "chosen": "traced"}
+LATTICES = [
+    pytest.param(name, given_as, marks=() if given_as == ordinary else pytest.mark.slow)
+    for name, ordinary in ORDINARY.items()
+    for given_as in ("known", "traced")
+]
+
+
+@pytest.mark.parametrize(("name", "given_as"), LATTICES)
 def test_masks_on_lattices(name: str, given_as: str) -> None:
     """Skipping tiles that they exclude, and in all that is left."""
     problem, allowed = _posed(name)

@@ -118,7 +118,7 @@ IN_PARTS = {
 }
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of queries in several blocks each part leaves out keys that none of it may see."""

@@ -162,8 +162,15 @@ def on_four() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
-@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "sunk"),
+    [
+        pytest.param(Causal(), True, id="causal, sinks"),
+        pytest.param(None, False, id="full"),
+        pytest.param(Causal(), False, id="causal", marks=pytest.mark.slow),
+        pytest.param(None, True, id="full, sinks", marks=pytest.mark.slow),
+    ],
+)
 def test_cudnn_on_a_ring(nvidia, mask, sunk: bool) -> None:
     """What a step needs is full, the diagonal, or nothing: no position is asked."""
     q, k, v = halves()

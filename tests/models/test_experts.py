@@ -207,7 +207,7 @@ def on_one_device(method: str) -> Any:
     return jax.device_get((params, run(CLIPPED, params, X)))
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.06)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULES)
 def test_on_meshes(name: str, kind: str, method: str) -> None:

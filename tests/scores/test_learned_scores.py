@@ -81,6 +81,7 @@ def test_a_layer_learns_its_table() -> None:
     assert np.abs(gradient["params"]["relative_bias"]).max() > 1e-3
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("kind", [Encoder, Decoder])
 def test_the_layers_of_a_stack_share_one(kind: Any, scan: bool) -> None:
