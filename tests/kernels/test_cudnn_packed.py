@@ -48,7 +48,7 @@ def traced(mask: Mask) -> Mask:
     return jax.tree.map(jnp.asarray, mask)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("K", [pytest.param(2, marks=GROUPS), 4])
 @pytest.mark.parametrize("name", MASKS)
 def test_packed_documents_match_definition(nvidia, name: str, K: int) -> None:

@@ -162,8 +162,15 @@ def on_four() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("mask", [Causal(), None], ids=["causal", "full"])
-@pytest.mark.parametrize("sunk", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "sunk"),
+    [
+        pytest.param(Causal(), True, id="causal, sinks"),
+        pytest.param(None, False, id="full"),
+        pytest.param(Causal(), False, id="causal", marks=pytest.mark.slow),
+        pytest.param(None, True, id="full, sinks", marks=pytest.mark.slow),
+    ],
+)
 def test_cudnn_ring_matches_reference(nvidia, mask, sunk: bool) -> None:
     """Each hop is full, the diagonal or empty, so it needs no positions."""
     q, k, v = halves()

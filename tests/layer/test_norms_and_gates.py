@@ -69,8 +69,15 @@ def test_norms_and_gates_match_formula(norm: str, gate: str | None) -> None:
     assert error(out, expected(params["params"], X, NORMS[norm])) < 2e-6
 
 
-@pytest.mark.parametrize(("norm", "gate"), [("rms", "head"), ("layer after", "feature")])
-@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "gate", "cross"),
+    [
+        ("rms", "head", False),
+        ("layer after", "feature", True),
+        pytest.param("rms", "head", True, marks=pytest.mark.slow),
+        pytest.param("layer after", "feature", False, marks=pytest.mark.slow),
+    ],
+)
 def test_decoding_matches_full_forward(norm: str, gate: str | None, cross: bool) -> None:
     whole = layer(norm, gate, mask=None if cross else masks.Causal())
     if cross:
@@ -113,6 +120,7 @@ def test_nnx_layer_equals_linen_layer(norm: str, gate: str) -> None:
     np.testing.assert_allclose(found, jax.jit(module.apply)(params, X), atol=1e-6)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_padding_does_not_reach_gradients_under_scan(dtype: str) -> None:
     """Gradients are finite."""

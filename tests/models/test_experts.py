@@ -208,7 +208,7 @@ def on_one_device(method: str) -> Any:
 
 
 # All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize(
     ("name", "kind", "method"),
     pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),

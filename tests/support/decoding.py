@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-KEY = jax.random.key(0)
+KEY = jax.random.key(0, impl="unsafe_rbg")
 
 
 def cache_of(layer: nn.Module, *inputs: Any) -> Any:
