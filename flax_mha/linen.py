@@ -212,7 +212,7 @@ class MultiHeadAttention(Attention, nn.Module):
 
     @nn.nowrap
     def _cache(self, is_cross: bool) -> core.Source:
-        """Return the cache of earlier calls, or the config of a new one; None without `decode`."""
+        """Return the cache of earlier calls, the config of a new one, or None without `decode`."""
         if not self.decode:
             return None
         for name in ("kv",) if is_cross else ("kv", "memory"):
@@ -283,7 +283,7 @@ class SelfAttention(MultiHeadDotProductAttention):
         sow_weights: bool = False,
         **options: Any,
     ) -> Any:
-        """Attend from inputs_q to itself; see `MultiHeadAttention.__call__`.
+        """Attend from inputs_q to itself.
 
         Args:
           inputs_q: the inputs [*B, T, D].

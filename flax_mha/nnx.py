@@ -135,7 +135,7 @@ class MultiHeadAttention(Attention, nnx.Module):
         query_ln: Mapping[str, Any], key_ln: Mapping[str, Any],
     ) -> None:  # fmt: skip
         D = self.in_features
-        self.check()
+        self.check_fields()
         checks.positive(num_heads=self.num_heads, in_features=D)
         checks.optional(out_features=self.out_features, in_kv_features=self.in_kv_features or None)
         self.out_features = self.out_features or D

@@ -74,7 +74,7 @@ def attend(
 ) -> Output:
     """Run everything after the projections: cache, kernel, gate, head mask, output projection.
 
-    The arguments are those of `attention`, with `heads` in place of the inputs. Of the parameters
+    Arguments are as in `attention`, with `heads` in place of the inputs. Of the parameters
     `sinks`, `score_scale` and `out` are read.
     """
     q, k, v = heads.q, heads.k, heads.v

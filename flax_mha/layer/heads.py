@@ -45,8 +45,8 @@ def project_heads(
 ) -> Heads:  # fmt: skip
     """Return queries, keys and values of the heads: the first half of `core.attention`.
 
-    The arguments are those of `core.attention`, and `beside`: more projections of x_q, each to
-    [N, ·], to compute in the same product.
+    Arguments are as in `core.attention`, and `beside`: more projections of x_q, each to [N, ·], to
+    compute in the same product.
     """
     is_self_attention = x_k is x_q
     whole = isinstance(cache, KeyValue) or (is_self_attention and cache is None)

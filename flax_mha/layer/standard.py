@@ -48,13 +48,15 @@ class Attention(Fields):
             check_renamed(cls.__name__, fields)
             return super().__new__(cls)
 
-    def check(self) -> None:
-        """Check the fields that need no inputs for it."""
+    def check_fields(self: Any) -> None:
+        """Check the fields as far as it needs no inputs."""
         checks.fields(self)
         if self.rotary is not None:
             check_rotation(self.rotary)
         as_capture(self.capture)
-        as_cache_config(self.cache).window(self.mask)
+        cache = as_cache_config(self.cache)
+        if self.decode is not False:
+            cache.window(self.mask)
 
     def checked_table(self, D: int, Dk: int, Dv: int) -> Table:
         """Return `table`, checking fields and building it once for equal fields and sizes.
@@ -70,7 +72,7 @@ class Attention(Fields):
         except TypeError:
             tables = []
         if not tables:
-            self.check()
+            self.check_fields()
             tables.append(self.table(D, Dk, Dv))
         return tables[0]
 

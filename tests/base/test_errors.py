@@ -427,7 +427,7 @@ LAYER: list[Case] = [
     layer("int8", TypeError, r"inputs_q must be floating point, got int8", X.astype("int8")),
     layer("rotary arguments", TypeError, r"rotary must.*of 2 arguments, got one of \(x\)",
           rotary=lambda x: x),
-    layer("rotary shape", ValueError, r"rotary must keep the shape of.*got None; return what",
+    layer("rotary shape", ValueError, r"rotary must keep the shape of.*got None; return the",
           rotary=lambda x, positions: None),
     layer("lengths dtype", TypeError, r"lengths must be integers, got float32; cast",
           call={"lengths": ones(2)}),

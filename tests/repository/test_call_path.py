@@ -129,6 +129,21 @@ def test_few_files_name_an_option(option: str) -> None:
     assert 1 <= len(files) <= 5, files
 
 
+def test_the_arguments_of_a_call_are_listed_twice() -> None:
+    """Once for type checkers, in `help` and for models, and once as the value that is passed on."""
+    lists = set()
+    for path in (ROOT / "linen.py", ROOT / "nnx.py", *(ROOT / "layer").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            arguments = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)}
+            fields = {ast.unparse(x.target) for x in ast.walk(node) if isinstance(x, ast.AnnAssign)}
+            if (
+                isinstance(node, ast.ClassDef | ast.FunctionDef)
+                and {"bias", "lengths"} <= fields | arguments
+            ):
+                lists.add(node.name)
+    assert lists == {"CallOptions", "Call"}
+
+
 @functools.cache
 def _names(path: Path) -> set[str]:
     """Return the names in a file's code: of values, attributes, arguments, and as strings."""
