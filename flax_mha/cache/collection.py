@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.storage import AnySlots, Slots, by_names
+from flax_mha.cache.storage import AnySlots, Slots, map_by_names
 from flax_mha.sharding import LogicalNames
 
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 
 
-def constrained(slots: AnySlots) -> AnySlots:
+def constrain_cache(slots: AnySlots) -> AnySlots:
     """Shard a cache by the logical axis rules: over the batch and the key/value heads, not the
     slots.
     """
@@ -30,7 +30,7 @@ def constrained(slots: AnySlots) -> AnySlots:
         all_names = ((None,) * x.ndim + names)[len(names) :]
         return sharding.name(sharding.constrain(x, all_names), all_names)
 
-    return by_names(constrain, slots)
+    return map_by_names(constrain, slots)
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:

@@ -107,10 +107,14 @@ class ExpertDivision(NamedTuple):
 
 def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
     """Return the division of experts and hidden features beside tokens of that shape."""
-    of_tokens = {axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.each(part)}
+    of_tokens = {
+        axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.unpack_entry(part)
+    }
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
     # Where tokens are divided, kernels are brought together, as under FSDP.
-    return ExpertDivision(*(() if of_tokens & {*axes} else axes for axes in map(rules.each, spec)))
+    return ExpertDivision(
+        *(() if of_tokens & {*axes} else axes for axes in map(rules.unpack_entry, spec))
+    )
 
 
 class Experts(nn.Module):

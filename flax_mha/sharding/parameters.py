@@ -72,8 +72,8 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
     def spec(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
         filled = (*names, *[None] * (x.ndim - len(names)))
-        spec = rules.checked(x.shape, filled, mesh.abstract_mesh)
-        return NamedSharding(mesh, rules.filled(spec))
+        spec = rules.resolve_spec(x.shape, filled, mesh.abstract_mesh)
+        return NamedSharding(mesh, rules.fill_unconstrained(spec))
 
     return jax.tree.map(
         spec, nn.get_partition_spec(abstract), meta.unbox(abstract),
@@ -100,6 +100,6 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     shardings = of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         # Otherwise each device would draw the full parameters, with other rounding.
-        specs = jax.tree.map(lambda at: rules.only(at.spec, explicit), shardings)
+        specs = jax.tree.map(lambda at: rules.keep_axes(at.spec, explicit), shardings)
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)
