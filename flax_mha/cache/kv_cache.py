@@ -100,8 +100,7 @@ class KVCache(Slots, struct.PyTreeNode):
         return self.length[..., None] + shapes.lead(index, self.length.ndim + 1)
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
-        """Append T ≥ 1 tokens to each row, or the first `lengths` of them, and return the new
-        cache.
+        """Append T ≥ 1 tokens to each row, or its first `lengths` tokens, and return the cache.
 
         Without a window, tokens beyond the last slot are dropped, and the row has overflowed.
 
@@ -205,9 +204,8 @@ class KVCache(Slots, struct.PyTreeNode):
         tokens that it needs were overwritten, and it has overflowed.
 
         Raises:
-          ValueError, TypeError: if lengths are not integers, have another shape, or are negative. A
-          traced
-            negative length gives an overflowed row.
+          ValueError, TypeError: if lengths are not integers, have another shape, or are negative.
+            A traced negative length gives an overflowed row.
         """
         keep, batch = checks.integers("lengths", lengths), self.length.shape
         if keep.shape != batch[len(batch) - keep.ndim :]:

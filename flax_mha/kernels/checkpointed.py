@@ -1,10 +1,9 @@
 """Attention with derivatives of every order and mode, in O(T + S) memory on any platform.
 
 Tiles are planned and skipped as in `blockwise`. Each block of queries is computed under
-`jax.checkpoint`, so derivatives save only its inputs and recompute the rest. There is no custom
-derivative rule, so forward mode, reverse mode and their mixtures work at any order. With visit
-lists, the loop over tiles has a fixed length, because JAX reverses no other loop. `jax.lax.cond`
-skips empty tiles.
+`jax.checkpoint`, so derivatives save only its inputs. Without a custom derivative rule, forward
+mode, reverse mode and their mixtures work at any order. With visit lists, the loop over tiles has a
+fixed length, because JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
 
 The kernel computes in at least float32, because higher derivatives add rounding errors.
 

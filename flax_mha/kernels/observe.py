@@ -62,8 +62,7 @@ class Capture:
 
     Raises:
       ValueError, TypeError: if a name is unknown, or heads or queries are not indices. A call
-      raises
-        ValueError if an index is out of range or repeated.
+        raises ValueError if an index is out of range or repeated.
     """
 
     what: Sequence[Captured]

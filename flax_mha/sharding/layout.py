@@ -49,8 +49,8 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
 def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     """Return the `PartitionSpec` that the rules give an array.
 
-    Axes without a rule are `UNCONSTRAINED`. All axes are, without a mesh, on one device, and inside
-    `jax.shard_map`.
+    Axes without a rule are `UNCONSTRAINED`. Without a mesh, on one device, and inside
+    `jax.shard_map`, all axes are.
 
     Args:
       shape: the array's shape.

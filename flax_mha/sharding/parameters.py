@@ -26,16 +26,10 @@ class Named(nn.LogicallyPartitioned):
 
 
 def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = False) -> Initializer:
-    """Return an initializer of parameters with logical axis names.
+    """Return an initializer of parameters with logical axis names, one or None for each axis.
 
-    The parameters are boxed, as by `nn.with_logical_partitioning`, if `partitioned` is True, and
-    while `sharding.of` reads the names. Otherwise they are plain arrays. A box that `init` makes is
-    kept.
-
-    Args:
-      init: the initializer.
-      names: the logical name, or None, of each axis.
-      partitioned: True to box the parameters always.
+    The parameters are boxed, as by `nn.with_logical_partitioning`, if `partitioned`, and while
+    `sharding.of` reads the names. Otherwise they are plain arrays. Boxes that `init` makes stay.
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:
@@ -82,13 +76,9 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `model.init(rngs, *args, **kwargs)`, initialized sharded over the ambient mesh.
+    """Initialize a Flax module sharded over the ambient mesh.
 
-    Args:
-      model: a Flax module.
-      rngs: a random key, or a dict of keys.
-      *args: the model's inputs.
-      **kwargs: other arguments of `model.init`.
+    The other arguments are passed to `model.init`.
     """
 
     def create(rngs: Any, *args: Any) -> Any:

@@ -17,8 +17,7 @@ _TOKENS = ("batch", "length", "norm_length")
 
 
 def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """Return the `PartitionSpec` that the rules give an array, or raise an error if they do not
-    fit.
+    """Return the `PartitionSpec` that the rules give an array, and check that they fit.
 
     `names` are the logical names of its last axes. Axes without a rule, and axes before the named
     ones, are `UNCONSTRAINED`.

@@ -43,7 +43,7 @@ def row_parallel(
 ) -> jax.Array | None:
     """Return multiply(x, kernel) if the devices that sum it also shard its positions, else None.
 
-    Each device keeps the sums of its own positions: one reduce-scatter forward, one all-gather
+    Each device keeps the sums of its positions: one reduce-scatter forward, one all-gather
     backward.
     """
     inner, outer = projection.names[: projection.contracted], projection.names_of_result

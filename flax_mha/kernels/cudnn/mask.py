@@ -140,9 +140,7 @@ class _Reach(NamedTuple):
         return cls(*least)
 
     def shift(self, by: int, dims: Dims) -> "_Reach":
-        """Return the limits of indices, for query positions shifted by a number, without idle
-        limits.
-        """
+        """Return the limits in indices, after a shift of query positions; None if they are idle."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right + by
         left = None if left is None or left >= dims.T - 1 else left
@@ -224,10 +222,7 @@ class Runs(struct.PyTreeNode):
         return begin, end
 
     def lengths(self, limit: jax.Array) -> jax.Array:
-        """Count the tokens of each run before a limit [rows], at least 1, [rows, most].
-
-        If a run has tokens, but none before the limit, `edge_cases` sets its outputs.
-        """
+        """Count each run's tokens before a limit [rows], [rows, most], at least 1 if it has any."""
         starts = self.starts()
         sizes = starts[:, 1:] - starts[:, :-1]
         least = jnp.minimum(sizes, 1)

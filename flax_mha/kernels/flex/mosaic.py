@@ -50,9 +50,7 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
-        """Trace fn, and return the function and its closed-over arrays, which are its first
-        arguments.
-        """
+        """Trace fn, and return the function and its closed-over arrays, its first arguments."""
         closed = jax.make_jaxpr(fn)(*avals)
         return cls(closed.jaxpr), list(closed.consts)
 

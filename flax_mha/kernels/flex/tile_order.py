@@ -145,9 +145,7 @@ class Operand(NamedTuple):
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of a block. Columns are stored as rows, because Mosaic pads the last axis to
-        128.
-        """
+        """The shape of a block. Columns are rows, because Mosaic pads the last axis to 128."""
         return self.shape[::-1] if self.layout == "column" else self.shape
 
     def spec(self, order: TileOrder, x: Any) -> pl.BlockSpec:
