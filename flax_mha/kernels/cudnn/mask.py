@@ -140,7 +140,7 @@ class _Reach(NamedTuple):
         return cls(*least)
 
     def shift(self, by: int, dims: Dims) -> "_Reach":
-        """Return the limits in indices, after a shift of query positions; None if they are idle."""
+        """Return the limits in indices, after a shift of query positions, None if idle."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right + by
         left = None if left is None or left >= dims.T - 1 else left
