@@ -82,9 +82,8 @@ class Capture:
 
     def chosen(self, dims: Dims) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the indices of heads and queries, after a check of their range."""
-        return _resolve_indices("heads", self.heads, dims.N), _resolve_indices(
-            "queries", self.queries, dims.T
-        )
+        heads = _resolve_indices("heads", self.heads, dims.N)
+        return heads, _resolve_indices("queries", self.queries, dims.T)
 
 
 def as_capture(capture: Any) -> Capture | None:

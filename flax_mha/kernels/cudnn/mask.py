@@ -17,7 +17,7 @@ from flax_mha.masks.tiles import is_static
 
 _POSITIONS_OF_RUNS = (
     " (for packed documents leave them out: masks count tokens in their order, and positions that "
-    "restart in each document belong into the layer's `positions`, for rotary)"
+    "restart in each document belong in the layer's `positions`, for rotary)"
 )
 
 

@@ -120,10 +120,10 @@ def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> di
 def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
     """Return the named strategy or the best one, or None if the sequence is not sharded.
 
-    1. `ulysses`: every device has equal work under any mask, in any order of the tokens. 2.
-    `all_gather`, if all keys and values take no more memory than a device's queries. It then sends
-    less than `ulysses`, but under a causal mask the last device computes twice the mean. 3. `ring`,
-    which also shards the memory of keys and values.
+    1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
+    2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
+       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
+    3. `ring`, which also shards the memory of keys and values.
 
     Raises:
       ValueError: if the named strategy does not support the call.
