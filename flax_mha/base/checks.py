@@ -1,13 +1,10 @@
 # Over 300 lines: many small functions, one for each kind of argument.
 """Checks of argument values: each returns the value in its final form, or raises an error.
 
-A check takes the argument's name first; a `remedy` ends the error. These rules hold everywhere:
-
-- Numbers that attention computes with (queries, biases, tables) are floating-point arrays: only an
-  array has a dtype to promote from.
+- A check takes the argument's name first; a `remedy` ends the error.
+- Numbers that attention computes with are floating-point arrays: only an array has a dtype.
 - Positions, lengths, ids and tokens may also be lists and Python numbers. They become int32. Lists
   and NumPy arrays stay in NumPy, so they are static, and values beyond int32 are found.
-- Settings are Python values, never traced arrays.
 """
 
 import contextlib

@@ -63,8 +63,7 @@ def map_score_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
 class Tiles(NamedTuple):
     """The scores divided into nq × nk tiles, with the positions that each covers.
 
-    The bounds are NumPy arrays if the positions are static, so that a mask's tile states are
-    static.
+    The bounds are NumPy arrays if the positions are static, so that tile states are static too.
 
     Attributes:
       block_q: the queries of a tile; the last tile may reach beyond T.

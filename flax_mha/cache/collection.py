@@ -13,24 +13,22 @@ import jax.numpy as jnp
 
 from flax_mha import sharding
 from flax_mha.cache.kv_cache import KVCache
-from flax_mha.cache.storage import AnySlots, Slots, by_names
+from flax_mha.cache.storage import AnySlots, Slots, map_by_names
 from flax_mha.sharding import LogicalNames
 
 # A tree of caches, such as `variables['cache']` or all variables.
 Collection = TypeVar("Collection")
 
 
-def constrained(slots: AnySlots) -> AnySlots:
-    """Shard a cache by the logical axis rules: over the batch and the key/value heads, not the
-    slots.
-    """
+def constrain_cache(slots: AnySlots) -> AnySlots:
+    """Shard a cache by the logical axis rules, over the batch and the key/value heads."""
 
     def constrain(x: jax.Array, names: LogicalNames) -> Any:
         # Leading batch axes have no name.
         all_names = ((None,) * x.ndim + names)[len(names) :]
         return sharding.name(sharding.constrain(x, all_names), all_names)
 
-    return by_names(constrain, slots)
+    return map_by_names(constrain, slots)
 
 
 def fork(collection: Collection, rows: jax.Array) -> Collection:
@@ -50,17 +48,14 @@ def fork(collection: Collection, rows: jax.Array) -> Collection:
 def truncate(collection: Collection, lengths: jax.Array | int) -> Collection:
     """Return the collection with at most the first `lengths` tokens of each row.
 
-    The encoder's keys and values stay.
-
     Args:
-      collection: a model's collection `cache`, or all its variables.
+      collection: a model's collection `cache`, or all its variables. The encoder's keys stay.
       lengths: int, or int [*B]. A ring buffer can drop its last S − 1 − window tokens, or all. A
         row that drops more has overflowed.
 
     Raises:
       ValueError, TypeError: if the collection has no cache, or lengths are not integers, have
-      another
-        shape or are negative. A traced negative length gives an overflowed row.
+        another shape or are negative. A traced negative length gives an overflowed row.
     """
     return _map("truncate", _truncate_by(lengths), collection)
 

@@ -75,12 +75,10 @@ class Extended(struct.PyTreeNode):
             return attend_causally(q, kv, mask, call, self.window, **positions)
 
         capture = observe.as_capture(call.get("capture"))
-        needs_cache = (
-            call.get("return_weights", False) is True
-            or (capture is not None and "weights" in capture.what)
-            # A custom `attention` may sow, which `lax.cond` does not allow.
-            or "attention" in call
-        )
+        has_weights = capture is not None and "weights" in capture.what
+        has_weights = has_weights or call.get("return_weights", False) is True
+        # `attention` may sow, which `lax.cond` does not allow.
+        needs_cache = has_weights or "attention" in call
         if symbols.at_most(T, decode.QUERIES) or needs_cache or key_arrays(q, kv, mask, call):
             result = attend_cache()
         else:
@@ -95,8 +93,7 @@ def attend_causally(
 ) -> Any:  # fmt: skip
     """Attend under causality, or under the window of a ring buffer, combined with the mask.
 
-    `call` holds other arguments of `dot_product_attention`, or the `attention` to call in its
-    place.
+    `call` holds other arguments of `dot_product_attention`, or an `attention` to call instead.
     """
     check_known("attention to a cache", call, _ARGUMENTS)
     if window is not None and (shapes_over_keys := key_arrays(q, kv, mask, call)):
@@ -113,10 +110,7 @@ def attend_causally(
 
 
 def nan_where_lost(result: Any, lost: jax.Array) -> Any:
-    """Set the output of lost queries [*B, T] to NaN.
-
-    Earlier tokens of the same row stay valid, because later layers cache them.
-    """
+    """Set the output of lost queries [*B, T] to NaN. Earlier tokens of the row stay valid."""
     out, *extras = result if isinstance(result, tuple) else (result,)
     out = jnp.where(lost[..., None, None], jnp.nan, out)
     return (out, *extras) if isinstance(result, tuple) else out

@@ -23,8 +23,7 @@ class KVCache(Slots, struct.PyTreeNode):
     Attributes:
       key: [*B, K, S, H], heads first, the layout that decoding reads.
       value: [*B, K, S, Hv].
-      length: int32 [*B], the number of tokens appended to each row. A row of length 0 is empty,
-        whatever its slots hold.
+      length: int32 [*B], the tokens appended to each row. A row of length 0 is empty.
       key_scale: the scales of int8 keys, float32 [*B, K, S]; else None.
       value_scale: the scales of int8 values, float32 [*B, K, S]; else None.
       written: int32 [*B], for a ring buffer the maximum length since the row was empty; else None.
@@ -97,22 +96,18 @@ class KVCache(Slots, struct.PyTreeNode):
         """Return the positions of the next T tokens of each row, int32 [*B, T]."""
         if not symbols.is_symbolic(T):
             checks.integer("T", T)
-        return self.length[..., None] + shapes.lead(
-            jnp.arange(T, dtype=jnp.int32), self.length.ndim + 1
-        )
+        index = jnp.arange(T, dtype=jnp.int32)
+        return self.length[..., None] + shapes.lead(index, self.length.ndim + 1)
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None = None) -> Self:
-        """Append T ≥ 1 tokens to each row, or the first `lengths` of them.
+        """Append T ≥ 1 tokens to each row, or its first `lengths` tokens, and return the cache.
+
+        Without a window, tokens beyond the last slot are dropped, and the row has overflowed.
 
         Args:
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
-          lengths: int [*B], in 0 … T: the number of real tokens of each row (default: all). Traced
-            lengths are clipped.
-
-        Returns:
-          The new cache. Without a window, tokens beyond the last slot are dropped, and the row has
-          overflowed.
+          lengths: int [*B], the real tokens of each row, clipped to 0 … T if traced (default: all).
 
         Raises:
           ValueError, TypeError: if tokens or lengths do not fit the cache.
@@ -135,9 +130,6 @@ class KVCache(Slots, struct.PyTreeNode):
         Returns:
           The result of `dot_product_attention`. The output of a query is NaN if a token that it
           should see found no slot, or was overwritten in the ring buffer.
-
-        Raises:
-          ValueError, TypeError: if shapes or dtypes do not fit.
         """
         positions = checks.integers("q_positions", q_positions)
         result = attend_causally(
@@ -162,17 +154,13 @@ class KVCache(Slots, struct.PyTreeNode):
           q: [*B, T, N, H], the queries of the new tokens.
           key: [*B, T, K, H].
           value: [*B, T, K, Hv].
-          lengths: int [*B], the number of real tokens of each row (default: all). The outputs of
-            the other tokens are 0.
+          lengths: int [*B], the real tokens of each row (default: all). The other outputs are 0.
           mask: a mask, combined with causality and the window.
           **call: other arguments of `dot_product_attention`. `attention` is called in its place.
 
         Returns:
-          The result of `dot_product_attention`, and the new cache. Outputs are NaN for a token that
-          found no slot, and for later tokens of its row.
-
-        Raises:
-          ValueError, TypeError: if shapes or dtypes do not fit.
+          The result of `dot_product_attention`, NaN for a token that found no slot and for later
+          tokens of its row; and the new cache.
         """
         extended, new = self.extended(key, value, lengths)
         return extended.attend(q, mask=mask, lengths=lengths, **call), new
@@ -210,17 +198,14 @@ class KVCache(Slots, struct.PyTreeNode):
         return self.truncate(0)
 
     def truncate(self, lengths: jax.Array | int) -> Self:
-        """Return the cache with at most the first `lengths` tokens of each row.
+        """Return the cache with at most the first `lengths` (int, or int [*B]) tokens of each row.
 
-        Args:
-          lengths: int, or int [*B]. With a window, a row can drop its last S − 1 − window tokens,
-            or all. A row that drops more has overflowed, because tokens that it needs were
-            overwritten.
+        With a window, a row can drop its last S − 1 − window tokens, or all. If it drops more,
+        tokens that it needs were overwritten, and it has overflowed.
 
         Raises:
-          ValueError, TypeError: if lengths are not integers, have another shape, or are negative. A
-          traced
-            negative length gives an overflowed row.
+          ValueError, TypeError: if lengths are not integers, have another shape, or are negative.
+            A traced negative length gives an overflowed row.
         """
         keep, batch = checks.integers("lengths", lengths), self.length.shape
         if keep.shape != batch[len(batch) - keep.ndim :]:

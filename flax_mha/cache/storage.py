@@ -33,7 +33,7 @@ class Slots:
 
     def stored(self) -> tuple[Stored, Stored]:
         """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
-        return _stored(self.key, self.key_scale), _stored(self.value, self.value_scale)
+        return _as_stored(self.key, self.key_scale), _as_stored(self.value, self.value_scale)
 
     def fork(self, rows: jax.Array) -> Self:
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
@@ -46,7 +46,7 @@ class Slots:
             overflowed row, until the row is reset.
         """
         batch = self.key.ndim - 3
-        indices, axis = _indices(rows, self.key.shape[:batch]), batch - 1
+        indices, axis = _check_rows(rows, self.key.shape[:batch]), batch - 1
 
         def take(x: jax.Array, rows: jax.Array) -> jax.Array:
             # For `take`, negative indices count from the end.
@@ -54,7 +54,7 @@ class Slots:
             fill = NO_POSITION if x.dtype == jnp.int32 else 0
             return jnp.take(x, rows, axis=axis, mode="fill", fill_value=fill)
 
-        return by_names(lambda x, names: sharding.auto(take, names, x, indices), self)
+        return map_by_names(lambda x, names: sharding.auto(take, names, x, indices), self)
 
 
 class Memory(Slots, struct.PyTreeNode):
@@ -79,7 +79,7 @@ class Memory(Slots, struct.PyTreeNode):
         return cls(key, value, key_scale, value_scale)
 
 
-def by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], slots: AnySlots) -> AnySlots:
+def map_by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], slots: AnySlots) -> AnySlots:
     """Apply fn to each array of a cache and the logical names of its last axes."""
     batch = slots.key.ndim - 3
     return jax.tree.map(lambda x: fn(x, _NAMES[: x.ndim - batch + 1]), slots)
@@ -94,7 +94,7 @@ def write(
     int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the last S tokens stay.
     Otherwise tokens beyond the last slot are dropped.
     """
-    fn = _ring if wraps else _put
+    fn = _wrap if wraps else _write
     for _ in start.shape:
         fn = jax.vmap(fn)
     arguments = slots, tokens, start, count
@@ -104,19 +104,19 @@ def write(
     return sharding.local(fn, names, (slots.shape, _NAMES), *args)
 
 
-def _ring(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     S, T = slots.shape[1], tokens.shape[1]
     if not symbols.at_most(T, S):
         skipped = jnp.maximum(count - S, 0)
         tokens = jax.lax.dynamic_slice_in_dim(tokens, skipped, S, axis=1)
         start, count = start + skipped, count - skipped
     start = start % S
-    slots = _put(slots, tokens, start, count)
+    slots = _write(slots, tokens, start, count)
     # Tokens beyond the last slot continue at slot 0.
-    return slots if T == 1 else _put(slots, tokens, start - S, count)
+    return slots if T == 1 else _write(slots, tokens, start - S, count)
 
 
-def _put(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
+def _write(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
     """Write token t of [K, T ≤ S, F] into slot start + t of [K, S, F].
 
     One window of T slots is read and written. Slots that do not exist are left out.
@@ -147,13 +147,13 @@ def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None
     return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
 
 
-def _stored(x: jax.Array, scale: jax.Array | None) -> Stored:
+def _as_stored(x: jax.Array, scale: jax.Array | None) -> Stored:
     """Return slots [*B, K, S, F] and scales [*B, K, S] in the form of kernels, [*B, S, K, ·]."""
     scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
     return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
 
 
-def _indices(rows: Integers, batch: Shape) -> Integers:
+def _check_rows(rows: Integers, batch: Shape) -> Integers:
     """Check the indices [R] of rows of the batch's last axis, and convert them to int32."""
     if not batch:
         raise ValueError(

@@ -89,10 +89,10 @@ def bind_call(
         mask=bound,
         scores=tuple(mod.bind(dims) for mod in scores),
         sinks=sinks,
-        dropout=_dropout(dropout_rate, dropout_rng, broadcast_dropout),
-        q_pos=_positions("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
-        k_pos=_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
-        scale=dims.H**-0.5 if scale is None else _scale(scale),
+        dropout=_make_dropout(dropout_rate, dropout_rng, broadcast_dropout),
+        q_pos=_expand_positions("q_positions", q_positions, (*dims.B, dims.T), "T", (-3, -1)),
+        k_pos=_expand_positions("kv_positions", kv_positions, (*dims.B, dims.S), "S", (-3, -2)),
+        scale=dims.H**-0.5 if scale is None else _check_scale(scale),
         precision=precision,
         normalizer=normalizer,
         invalid=invalid,
@@ -103,7 +103,7 @@ def bind_call(
     return q, k, v, spec
 
 
-def _dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
+def _make_dropout(rate: float, rng: jax.Array | None, broadcast: bool) -> WeightDropout | None:
     """Return the dropout of a call, or None."""
     checks.rate("dropout_rate", rate)
     checks.flag("broadcast_dropout", broadcast)
@@ -151,7 +151,7 @@ def _trace_user_functions(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> 
         )
 
 
-def _scale(scale: Any) -> float | jax.Array:
+def _check_scale(scale: Any) -> float | jax.Array:
     """Return the factor of the scores, a number or a scalar array, which may be traced."""
     if not (hasattr(scale, "dtype") and hasattr(scale, "shape")):
         return checks.number("scale", scale)
@@ -164,7 +164,7 @@ def _scale(scale: Any) -> float | jax.Array:
     return scale
 
 
-def _positions(
+def _expand_positions(
     name: str, positions: Array | int | None, tokens: shapes.Shape, letter: str,
     axes: tuple[int, int],
 ) -> ScoreArray | None:  # fmt: skip

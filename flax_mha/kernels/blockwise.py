@@ -31,13 +31,13 @@ from flax_mha.kernels.tiles import (
     TiledCall,
     TileIndex,
     Tree,
+    compute_scores,
     dot,
     fold_heads,
-    in_blocks,
-    in_tiles,
-    score_of,
+    split_blocks,
+    split_tiles,
+    take_tile,
     tile_gradient,
-    tile_of,
 )
 from flax_mha.sharding.shard_map import vary
 
@@ -76,7 +76,7 @@ def attend(
             q, k, v = (x.astype(shapes.wide(dtype)) for x in (q, k, v))
         q = q * jnp.asarray(spec.scale, q.dtype)
     sinks = None if spec.sinks is None else spec.sinks.astype(shapes.wide(dtype))
-    spec = tiles.tiled(spec.replace(scale=None, sinks=None), plan)
+    spec = tiles.tile_spec(spec.replace(scale=None, sinks=None), plan)
     static = TiledCall.of(plan, spec, scale)
     args = (
         fold_heads(q, plan.block_q, K),
@@ -130,7 +130,7 @@ def map_blocks(
         r, q, k, v = x
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
-        q, (k, v) = in_blocks(plan, q), in_tiles(plan, k, v)
+        q, (k, v) = split_blocks(plan, q), split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
 
         def job(part: KeyRange, k: jax.Array, v: jax.Array, carry: Any, x: Tree) -> Any:
@@ -175,11 +175,11 @@ def _loops(
     ) -> tuple[jax.Array, ...]:
         def step(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = tile_of(plan, spec, index)
+            tile, at = take_tile(plan, spec, index)
             keys = index.keys(k)
             s = static.apply_scale(dot(q, keys, 1, 1, spec, acc))
             vectors = static.vectors(spec, q, keys, acc)
-            s = score_of(static.plan, masked, index, tile, at, s, vectors)
+            s = compute_scores(static.plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at).astype(v.dtype)
             more = dot(p, index.keys(v), 1, 0, spec, acc)
@@ -203,7 +203,7 @@ def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Resu
     if result is not None:
         return result, (args, result[0], *softmax.split_lse(result[1]))
     out, top, total = _loops(static, *args)
-    lse = softmax.finish(*tiles.with_sinks(static.plan, args[5], top, total)[1:])[1]
+    lse = softmax.finish(*tiles.add_sinks(static.plan, args[5], top, total)[1:])[1]
     return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
 
 
@@ -223,7 +223,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
     (q, k, v, leaves, others, sinks, tables), out, top, total = residuals
     plan, spec, acc = static.plan, combine(leaves, others), total.dtype
     has_keys = total != 0
-    sink, top, total = tiles.with_sinks(plan, sinks, top, total)
+    sink, top, total = tiles.add_sinks(plan, sinks, top, total)
     dout, share, delta = softmax.gradient_inputs(out, has_keys, top, total, *cotangents)
     stats = jnp.stack([top, share, delta], -1)
 
@@ -231,7 +231,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
         r, *queries, k, v = x
         if spec.mask is not None:
             k, v = move_nan_to_keys(k, v)
-        (q, dout, stats), (k, v) = (in_blocks(plan, x) for x in queries), in_tiles(plan, k, v)
+        (q, dout, stats), (k, v) = (split_blocks(plan, x) for x in queries), split_tiles(plan, k, v)
         row = TileIndex.of_row(plan, r)
         # Masked gradients are 0, so their factors must be finite: 0·NaN is NaN.
         factor_q, factor_k = (q, k) if spec.mask is None else (finite(q), finite(k))
@@ -260,7 +260,7 @@ def _compute_gradients(static: TiledCall, residuals: Any, cotangents: Any) -> tu
             return (grads, dkT, dvT), dq.astype(q.dtype)
 
         blocks = q, jnp.swapaxes(factor_q, -1, -2), dout, jnp.swapaxes(dout, -1, -2), stats
-        carry: Tree = (grads, *(vary(tiles.key_sums(plan, x, acc), q) for x in (k, v)))
+        carry: Tree = (grads, *(vary(tiles.init_key_sums(plan, x, acc), q) for x in (k, v)))
         parts: list[jax.Array] = []
         # Start with the last part, the widest under a causal mask: dk and dv need no padding.
         for part in reversed(plan.parts):

@@ -1,10 +1,9 @@
 """Attention with derivatives of every order and mode, in O(T + S) memory on any platform.
 
 Tiles are planned and skipped as in `blockwise`. Each block of queries is computed under
-`jax.checkpoint`, so derivatives save only its inputs and recompute the rest. There is no custom
-derivative rule, so forward mode, reverse mode and their mixtures work at any order. With visit
-lists, the loop over tiles has a fixed length, because JAX reverses no other loop. `jax.lax.cond`
-skips empty tiles.
+`jax.checkpoint`, so derivatives save only its inputs. Without a custom derivative rule, forward
+mode, reverse mode and their mixtures work at any order. With visit lists, the loop over tiles has a
+fixed length, because JAX reverses no other loop, and `jax.lax.cond` skips empty tiles.
 
 The kernel computes in at least float32, because higher derivatives add rounding errors.
 
@@ -26,7 +25,7 @@ from flax_mha.kernels import blockwise, reference, softmax, tiles
 from flax_mha.kernels.blockwise import map_blocks
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
-from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, dot, score_of
+from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, compute_scores, dot
 from flax_mha.masks.tiles import is_static
 from flax_mha.sharding.shard_map import vary
 
@@ -78,11 +77,11 @@ def _loops(
     ) -> Result:
         def visit(masked: bool, index: TileIndex, carry: Tree) -> Tree:
             top, total, out = carry
-            tile, at = tiles.tile_of(plan, spec, index)
+            tile, at = tiles.take_tile(plan, spec, index)
             keys = index.keys(k)
             s = product(q, keys, spec.precision, dtype)
             vectors = static.vectors(spec, q, keys, dtype)
-            s = score_of(plan, masked, index, tile, at, s, vectors)
+            s = compute_scores(plan, masked, index, tile, at, s, vectors)
             top, total, p, old = softmax.step(top, total, s)
             p = tile.apply_dropout(p, at)
             return top, total, out * old + dot(p, index.keys(v), 1, 0, spec, dtype)

@@ -59,7 +59,7 @@ def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Plat
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     dims = shapes.Dims.of(q, k, v)
-    args = _rows(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
+    args = _fold_queries(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
     out, lse = _run(platform, dims, False, *args)
     if spec.mask is not None:
         # A weight of 0 does not hide the NaN of a masked value. Recompute if there is a NaN.
@@ -84,7 +84,7 @@ def _backward(platform: str, args: Any, cotangents: Result) -> Any:
 _core.defvjp(_forward, _backward)
 
 
-def _rows(q: jax.Array, dims: shapes.Dims) -> jax.Array:
+def _fold_queries(q: jax.Array, dims: shapes.Dims) -> jax.Array:
     """Reshape [*B, T, N, H] to [*B, K, G·T, H], rows of one matmul with a head's keys."""
     return jnp.swapaxes(q, -3, -2).reshape(*dims.B, dims.K, dims.G * dims.T, dims.H)
 
@@ -157,7 +157,7 @@ def _visit(
         k, v = move_nan_to_keys(dequantize(k), dequantize(v))
     top, total, out = carry
     vectors = _vectors(dims, q, k, spec, total.dtype) if spec.vectors else None
-    (k, k_scale), (v, v_scale) = _parts(k, q.dtype), _parts(v, q.dtype)
+    (k, k_scale), (v, v_scale) = _split_scale(k, q.dtype), _split_scale(v, q.dtype)
     by_head = (*dims.B, dims.K, dims.G * dims.T)
     dot = functools.partial(
         jnp.einsum, precision=spec.precision, preferred_element_type=total.dtype
@@ -187,7 +187,7 @@ def _vectors(
     return q * jnp.asarray(spec.scale, dtype), jnp.repeat(k, dims.G, -3)
 
 
-def _parts(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
+def _split_scale(x: Keyed, dtype: jnp.dtype) -> tuple[jax.Array, Any]:
     """Return values [*B, K, S, H] in a dtype, and their scale [*B, K, 1, S], or 1."""
     values, scale = (x.values, x.scale) if isinstance(x, Stored) else (x, None)
     return values.astype(dtype), 1.0 if scale is None else jnp.swapaxes(scale, -1, -2)

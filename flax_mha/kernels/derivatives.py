@@ -28,9 +28,8 @@ def any_derivative() -> Iterator[None]:
     """Make attention use only kernels that have every derivative, of any mode and order.
 
     Within the context, `kernel="auto"` takes `reference` for short sequences, and `checkpointed`,
-    in O(T + S) memory, for others. The context applies to functions that JAX traces in it, in this
-    thread. It is part of the key of JAX's caches, so a function that was traced outside is traced
-    again.
+    in O(T + S) memory, for others. It applies to functions that JAX traces in it, in this thread.
+    It is part of the key of JAX's caches, so functions that were traced outside are traced again.
 
     >>> with flax_mha.kernels.any_derivative():
     ...     product = jax.jvp(jax.grad(loss), (params,), (direction,))[1]

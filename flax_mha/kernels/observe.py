@@ -62,8 +62,7 @@ class Capture:
 
     Raises:
       ValueError, TypeError: if a name is unknown, or heads or queries are not indices. A call
-      raises
-        ValueError if an index is out of range or repeated.
+        raises ValueError if an index is out of range or repeated.
     """
 
     what: Sequence[Captured]
@@ -79,11 +78,12 @@ class Capture:
         # Tuples, because a capture must be hashable.
         object.__setattr__(self, "what", tuple(names))
         for name in ("heads", "queries"):
-            object.__setattr__(self, name, _indices(f"Capture.{name}", getattr(self, name)))
+            object.__setattr__(self, name, _check_indices(f"Capture.{name}", getattr(self, name)))
 
     def chosen(self, dims: Dims) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Return the indices of heads and queries, after a check of their range."""
-        return _within("heads", self.heads, dims.N), _within("queries", self.queries, dims.T)
+        heads = _resolve_indices("heads", self.heads, dims.N)
+        return heads, _resolve_indices("queries", self.queries, dims.T)
 
 
 def as_capture(capture: Any) -> Capture | None:
@@ -143,15 +143,15 @@ def _compute(
             weights = jnp.where(allowed, weights, 0.0 * shift)
         captured["weights"] = weights.astype(dtype)
     if "entropy" in names:
-        summary = functools.partial(_summary, sinks=spec.sinks)
-        captured["entropy"], captured["max_logit"] = _by_block(summary, q, k, spec, at)
+        summary = functools.partial(_summarize, sinks=spec.sinks)
+        captured["entropy"], captured["max_logit"] = _map_blocks(summary, q, k, spec, at)
     elif "max_logit" in names:
         # Without the entropy's exponentials this takes a third of the time.
-        (captured["max_logit"],) = _by_block(_max_score, q, k, spec, at)
+        (captured["max_logit"],) = _map_blocks(_max_score, q, k, spec, at)
     return {name: captured[name] for name in names}
 
 
-def _indices(name: str, chosen: Any) -> tuple[int, ...] | None:
+def _check_indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if chosen is None:
         return None
     checks.static(name, chosen)
@@ -163,7 +163,7 @@ def _indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     return tuple(indices.tolist())
 
 
-def _within(name: str, chosen: Any, size: int) -> np.ndarray | None:
+def _resolve_indices(name: str, chosen: Any, size: int) -> np.ndarray | None:
     if chosen is None:
         return None
     if min(chosen) < -size or max(chosen) >= size:
@@ -191,7 +191,7 @@ def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
     return x
 
 
-def _by_block(
+def _map_blocks(
     summary: Callable[[jax.Array], tuple[jax.Array, ...]], q: jax.Array, k: jax.Array,
     spec: AttentionSpec, at: At,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
@@ -219,11 +219,11 @@ def _by_block(
         results = (jnp.moveaxis(x, 0, -2).reshape(*rows, blocks.size) for x in results)
         return [x[..., : queries.shape[0]] for x in results]
 
-    parts = [summarize_part(*part) for part in _parts(spec, at, q, k, size)]
+    parts = [summarize_part(*part) for part in _split_queries(spec, at, q, k, size)]
     return tuple(jnp.concatenate(x, -1) if len(x) > 1 else x[0] for x in zip(*parts, strict=True))
 
 
-def _parts(
+def _split_queries(
     spec: AttentionSpec, at: At, q: jax.Array, k: jax.Array, size: int
 ) -> list[tuple[Array, slice]]:
     """Return the parts of the queries, each with the range of keys that it may see, if static."""
@@ -259,7 +259,7 @@ def _max_score(score: jax.Array) -> tuple[jax.Array]:
     return (jnp.where(jnp.isnan(score.sum(-1)), jnp.nan, score.max(-1, initial=-jnp.inf)),)
 
 
-def _summary(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _summarize(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return the entropy [..., N, T] of scores [..., N, T, S] and sinks [N], and the maximum."""
     shape = score.shape[:-1]
     # XLA:CPU takes five times as long for sums of a higher rank.
@@ -270,9 +270,9 @@ def _summary(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.
         sink = jnp.broadcast_to(sinks.astype(score.dtype)[:, None], shape).reshape(-1)
         shift = jnp.maximum(top, sink)
     shift = jax.lax.stop_gradient(jnp.where(shift == -jnp.inf, 0.0, shift))
-    total, moment = _sums(score - shift[:, None])
+    total, moment = _sum_exp(score - shift[:, None])
     if sink is not None:
-        sink_total, sink_moment = _sums(sink[:, None] - shift[:, None])
+        sink_total, sink_moment = _sum_exp(sink[:, None] - shift[:, None])
         total, moment = total + sink_total, moment + sink_moment
     # Maxima of XLA:CPU ignore NaN.
     top = jnp.where(jnp.isnan(total), jnp.nan, top)
@@ -280,7 +280,7 @@ def _summary(score: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.
     return (jnp.log(total) - moment / total).reshape(shape), top.reshape(shape)
 
 
-def _sums(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum_exp(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return Σ exp(x) and Σ exp(x)·x over the last axis, with 0·log 0 = 0."""
     # Clip x to a finite value whose exponential is 0, for finite gradients.
     weight = jnp.exp(x)

@@ -109,8 +109,7 @@ class AttentionSpec(struct.PyTreeNode):
         """Apply the score functions in order, then the mask, to q·kᵀ·scale at some coordinates.
 
         Masked scores become `forbidden`. `vectors` are the queries and keys, finite under a mask,
-        if a score function reads them. Returns the scores, and the mask; None if everything is
-        allowed.
+        if a score function reads them. Returns the scores and the mask, None without a mask.
         """
         allowed = None if self.mask is None else jnp.asarray(evaluate(self.mask, at))
         if allowed is not None and self.scores:

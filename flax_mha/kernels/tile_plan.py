@@ -141,7 +141,7 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     at = spec.at(dims)
     if symbols.is_symbolic(dims.T, dims.S):
         plan = Plan(dims, *_SYMBOLIC)
-        return plan, tables_of(jnp.asarray(tile_states(spec, at, plan)))
+        return plan, make_visit_lists(jnp.asarray(tile_states(spec, at, plan)))
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
@@ -152,8 +152,8 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     for plan in plans:
         states = tile_states(spec, at, plan)
         if not isinstance(states, np.ndarray):
-            return plan, tables_of(states)
-        key_ranges = _key_ranges(plan, states)
+            return plan, make_visit_lists(states)
+        key_ranges = _find_key_ranges(plan, states)
         cost = _cost_of_key_ranges(plan, key_ranges, most)
         choices.append((cost, plan._replace(key_ranges=key_ranges), states))
         # A small tile has less overhead than a large one.
@@ -163,7 +163,7 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     if plan.key_ranges:
         return plan, None
     full, partial = (bool((states == state).any()) for state in (FULL, PARTIAL))
-    return plan._replace(full=full, partial=partial), tables_of(states)
+    return plan._replace(full=full, partial=partial), make_visit_lists(states)
 
 
 def _equal_size(length: int, most: int) -> int:
@@ -206,7 +206,7 @@ def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
     return states
 
 
-def tables_of(states: Array) -> VisitLists:
+def make_visit_lists(states: Array) -> VisitLists:
     """Return the visit lists for tile states [rows|1, N|1, nq, nk]."""
     xp = np if is_static(states) else jnp
     order = xp.argsort(-states.astype(np.int32), axis=-1, stable=True)
@@ -214,7 +214,7 @@ def tables_of(states: Array) -> VisitLists:
     return VisitLists(*(x.astype(np.int32) for x in tables))
 
 
-def _key_ranges(plan: Plan, states: np.ndarray) -> tuple[KeyRange, ...]:
+def _find_key_ranges(plan: Plan, states: np.ndarray) -> tuple[KeyRange, ...]:
     """Return each block's keys from the first to the last visible one, over all rows and heads."""
     visible = states.max((0, 1)) > EMPTY
     first = np.where(visible.any(-1), visible.argmax(-1), 0)

@@ -103,17 +103,17 @@ def fold_heads(x: jax.Array, block: int, K: int) -> jax.Array:
     return x.reshape(math.prod(B) * K, x.shape[-3] // K * full, F)
 
 
-def in_blocks(plan: Plan, x: jax.Array) -> jax.Array:
+def split_blocks(plan: Plan, x: jax.Array) -> jax.Array:
     """Reshape [G·nq·bq, F] to [G, nq, bq, F]."""
     return x.reshape(plan.dims.G, plan.nq, plan.block_q, -1)
 
 
-def in_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
+def split_tiles(plan: Plan, *keyed: jax.Array) -> list[jax.Array]:
     """Reshape arrays [nk·bk, F] to [nk, bk, F]."""
     return [x.reshape(plan.nk, plan.block_k, -1) for x in keyed]
 
 
-def key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
+def init_key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
     """Return zeros for sums over the tiles x [nk, bk, F], in the layout of `TileIndex.add_keys`.
 
     Tiles that are visited one by one are contiguous. In one array of all keys, the parts of a tile
@@ -124,23 +124,23 @@ def key_sums(plan: Plan, x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def join_key_sums(sums: jax.Array) -> jax.Array:
-    """Reshape sums in the layout of `key_sums` to [nk·bk, F]."""
+    """Reshape sums in the layout of `init_key_sums` to [nk·bk, F]."""
     return jnp.swapaxes(sums, 1, 2).reshape(-1, sums.shape[1])
 
 
-def per_row(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
+def repeat_per_query(plan: Plan, by_head: jax.Array, R: int) -> jax.Array:
     """Repeat a number per head [N] for each query, to [R, G·nq·bq]."""
     x = jnp.repeat(by_head, plan.nq * plan.block_q).reshape(plan.dims.K, -1)
     return jnp.tile(x, (R // plan.dims.K, 1))
 
 
-def with_sinks(
+def add_sinks(
     plan: Plan, sinks: jax.Array | None, top: jax.Array, total: jax.Array
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Return the sink of each query, and its maximum and sum of exponentials with the sink."""
     if sinks is None:
         return None, top, total
-    by_row = per_row(plan, sinks, top.shape[0])
+    by_row = repeat_per_query(plan, sinks, top.shape[0])
     return by_row, *softmax.add_sink(by_row, top, total)
 
 
@@ -158,7 +158,7 @@ def join(parts: Sequence[jax.Array]) -> jax.Array:
     return lax.collapse(x, 0, 3)
 
 
-def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
+def tile_spec(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
     """Return the spec with arrays over the scores as [rows|1, N|1, nq|1, bq|1, nk|1, bk|1]."""
 
     def divide(x: Array) -> Array:
@@ -168,11 +168,11 @@ def tiled(spec: AttentionSpec, plan: Plan) -> AttentionSpec:
     return map_score_arrays(divide, spec)
 
 
-def tile_of(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[AttentionSpec, At]:
+def take_tile(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[AttentionSpec, At]:
     """Return the spec and the coordinates of a tile, all of rank 2."""
     spec = map_score_arrays(index.take, spec)
     q = index.i * plan.block_q + np.arange(plan.block_q, dtype=np.int32)[:, None]
-    k = keys_of(plan, index)[None]
+    k = key_indices(plan, index)[None]
     q = q if spec.q_pos is None else spec.q_pos.array
     k = k if spec.k_pos is None else spec.k_pos.array
     row = index.row.reshape(1, 1) if spec.row_ids is None else spec.row_ids.array
@@ -180,19 +180,19 @@ def tile_of(plan: Plan, spec: AttentionSpec, index: TileIndex) -> tuple[Attentio
     return spec, At(row, head, q, k)
 
 
-def keys_of(plan: Plan, index: TileIndex) -> Array:
+def key_indices(plan: Plan, index: TileIndex) -> Array:
     """Return the indices of a tile's keys [width·bk]."""
     return index.tile * plan.block_k + np.arange(index.width * plan.block_k, dtype=np.int32)
 
 
-def score_of(
+def compute_scores(
     plan: Plan, masked: bool, index: TileIndex, spec: AttentionSpec, at: At, s: jax.Array,
     vectors: Vectors | None,
 ) -> jax.Array:  # fmt: skip
     """Return a tile's scores from q·kᵀ: −∞ where masked, and beyond the last key."""
     s, _ = (spec if masked else spec.replace(mask=None)).apply(s, at, vectors=vectors)
     if masked and plan.dims.S % plan.block_k != 0:
-        s = jnp.where(keys_of(plan, index)[None] < plan.dims.S, s, -jnp.inf)
+        s = jnp.where(key_indices(plan, index)[None] < plan.dims.S, s, -jnp.inf)
     return s
 
 
@@ -262,11 +262,11 @@ def tile_gradient(
     k: jax.Array, v: jax.Array, dout: jax.Array, stats: jax.Array,
 ) -> tuple[jax.Array, jax.Array, Tree, Vectors | None]:  # fmt: skip
     """Return a tile's kept weights, and the gradients of q·kᵀ, learned leaves and vectors."""
-    tile, at = tile_of(static.plan, spec, index)
+    tile, at = take_tile(static.plan, spec, index)
     leaves, others = partition(tile, is_inexact)
 
     def score(s: jax.Array, leaves: Tree, vectors: Vectors | None) -> jax.Array:
-        return score_of(static.plan, masked, index, combine(leaves, others), at, s, vectors)
+        return compute_scores(static.plan, masked, index, combine(leaves, others), at, s, vectors)
 
     acc = stats.dtype
     top, share, delta = jnp.split(stats, 3, -1)

@@ -109,10 +109,14 @@ class ExpertDivision(NamedTuple):
 
 def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
     """Return the sharding of experts and hidden features for tokens of this shape."""
-    of_tokens = {axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.each(part)}
+    of_tokens = {
+        axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.unpack_entry(part)
+    }
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
     # Gather kernels on the mesh axes of the tokens, as with FSDP.
-    return ExpertDivision(*(() if of_tokens & {*axes} else axes for axes in map(rules.each, spec)))
+    return ExpertDivision(
+        *(() if of_tokens & {*axes} else axes for axes in map(rules.unpack_entry, spec))
+    )
 
 
 class Experts(nn.Module):

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from flax_mha.base import checks
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.sharding import rules
-from flax_mha.sharding.shard_map import over
+from flax_mha.sharding.shard_map import run_on_shards
 
 # True while `init` traces: activations are then not sharded, because they are not used.
 initializing = jax.make_user_context(False)
@@ -39,18 +39,18 @@ def constrain(x: jax.Array, names: rules.LogicalNames) -> jax.Array:
     if mesh.empty:
         warn_of_unseen_mesh()
         return x
-    spec = rules.checked(checks.array("x", x).shape, names, mesh)
+    spec = rules.resolve_spec(checks.array("x", x).shape, names, mesh)
     x = reshard(x, spec)
     if mesh.auto_axes and any(part is not rules.UNCONSTRAINED for part in spec):
-        x = guide(x, rules.only(spec, mesh.auto_axes))
+        x = constrain_auto(x, rules.keep_axes(spec, mesh.auto_axes))
     return x
 
 
 def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
     """Return the `PartitionSpec` that the rules give an array.
 
-    Axes without a rule are `UNCONSTRAINED`. All axes are, without a mesh, on one device, and inside
-    `jax.shard_map`.
+    Axes without a rule are `UNCONSTRAINED`. Without a mesh, on one device, and inside
+    `jax.shard_map`, all axes are.
 
     Args:
       shape: the array's shape.
@@ -62,24 +62,24 @@ def spec(shape: Sequence[int], names: rules.LogicalNames) -> PartitionSpec:
         return PartitionSpec(*[rules.UNCONSTRAINED] * len(shape))
     if initializing.value:
         return PartitionSpec(*[None] * len(shape))
-    return rules.only(rules.checked(shape, names, mesh), free)
+    return rules.keep_axes(rules.resolve_spec(shape, names, mesh), free)
 
 
-def manual(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
+def manual_axes(specs: Iterable[PartitionSpec], mesh: AbstractMesh) -> set[str]:
     """Return the mesh axes over which `jax.shard_map` shards arrays with these specs.
 
     XLA may have sharded unconstrained axes over Auto mesh axes without an entry in a spec. They
     stay Auto inside, except axes of size 1, because Mosaic kernels do not run under Auto axes.
     """
     parts = [part for spec in specs for part in spec]
-    named = {axis for part in parts for axis in rules.each(part)}
+    named = {axis for part in parts for axis in rules.unpack_entry(part)}
     unknown = any(part is rules.UNCONSTRAINED for part in parts)
     axes = {*mesh.explicit_axes, *(a for a in mesh.auto_axes if a in named or not unknown)}
     return axes and axes | {a for a in mesh.auto_axes if mesh.shape[a] == 1}
 
 
 @functools.partial(jax.jit, static_argnames="spec", inline=True)
-def guide(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+def constrain_auto(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Constrain the sharding of x over Auto axes.
 
     Outside `jax.jit`, JAX constrains only arrays that are already on the mesh's devices.
@@ -92,13 +92,15 @@ def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if not explicit:
         return x
-    return jax.sharding.reshard(x, rules.filled(rules.only(spec, explicit), spec_of(x)))
+    return jax.sharding.reshard(
+        x, rules.fill_unconstrained(rules.keep_axes(spec, explicit), spec_of(x))
+    )
 
 
 def spec_of(x: jax.Array) -> PartitionSpec:
     """Return the `PartitionSpec` of x over Explicit axes, with an entry for each axis."""
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    spec = rules.only(jax.typeof(x).sharding.spec, explicit)
+    spec = rules.keep_axes(jax.typeof(x).sharding.spec, explicit)
     return PartitionSpec(*spec, *[None] * (x.ndim - len(spec)))
 
 
@@ -128,12 +130,12 @@ def local(
     for x, key in reversed([*zip(args, keys, strict=False)]):
         known |= zip(key, spec_of(x), strict=True)
     full = [
-        rules.filled(spec, [known.get(name) for name in key])
+        rules.fill_unconstrained(spec, [known.get(name) for name in key])
         for spec, key in zip(specs, keys, strict=True)
     ]
     ins, out_specs = full[: len(args)], full[len(args) :]
     outs = out_specs if several else out_specs[0]
-    return over(fn, manual(specs, mesh), ins, outs, *map(reshard, args, ins))
+    return run_on_shards(fn, manual_axes(specs, mesh), ins, outs, *map(reshard, args, ins))
 
 
 def like(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -177,8 +179,8 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
         first = jax.tree.leaves(arrays)[0]
         alike = zip(spec_of(first), first.shape, x.shape, strict=False)
         kept = [axes if before == after else None for axes, before, after in alike]
-        spec = rules.only(rules.checked(x.shape, n, mesh), mesh.explicit_axes)
-        return rules.filled(spec, kept)
+        spec = rules.keep_axes(rules.resolve_spec(x.shape, n, mesh), mesh.explicit_axes)
+        return rules.fill_unconstrained(spec, kept)
 
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)

@@ -26,16 +26,10 @@ class Named(nn.LogicallyPartitioned):
 
 
 def named(init: Initializer, names: rules.LogicalNames, partitioned: bool = False) -> Initializer:
-    """Return an initializer of parameters with logical axis names.
+    """Return an initializer of parameters with logical axis names, one or None for each axis.
 
-    The parameters are boxed, as by `nn.with_logical_partitioning`, if `partitioned` is True, and
-    while `sharding.of` reads the names. Otherwise they are plain arrays. A box that `init` makes is
-    kept.
-
-    Args:
-      init: the initializer.
-      names: the logical name, or None, of each axis.
-      partitioned: True to box the parameters always.
+    The parameters are boxed, as by `nn.with_logical_partitioning`, if `partitioned`, and while
+    `sharding.of` reads the names. Otherwise they are plain arrays. Boxes that `init` makes stay.
     """
 
     def initialize(rng: jax.Array, shape: Sequence[int], dtype: Dtype) -> Any:
@@ -72,8 +66,8 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
     def spec(names: PartitionSpec, x: jax.ShapeDtypeStruct) -> NamedSharding:
         filled = (*names, *[None] * (x.ndim - len(names)))
-        spec = rules.checked(x.shape, filled, mesh.abstract_mesh)
-        return NamedSharding(mesh, rules.filled(spec))
+        spec = rules.resolve_spec(x.shape, filled, mesh.abstract_mesh)
+        return NamedSharding(mesh, rules.fill_unconstrained(spec))
 
     return jax.tree.map(
         spec, nn.get_partition_spec(abstract), meta.unbox(abstract),
@@ -82,13 +76,9 @@ def of(fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return `model.init(rngs, *args, **kwargs)`, initialized sharded over the ambient mesh.
+    """Initialize a Flax module sharded over the ambient mesh.
 
-    Args:
-      model: a Flax module.
-      rngs: a random key, or a dict of keys.
-      *args: the model's inputs.
-      **kwargs: other arguments of `model.init`.
+    The other arguments are passed to `model.init`.
     """
 
     def create(rngs: Any, *args: Any) -> Any:
@@ -100,6 +90,6 @@ def init(model: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     shardings = of(create, rngs, *args)
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
         # Otherwise each device would draw the full parameters, with other rounding.
-        specs = jax.tree.map(lambda at: rules.only(at.spec, explicit), shardings)
+        specs = jax.tree.map(lambda at: rules.keep_axes(at.spec, explicit), shardings)
         create = jax.sharding.auto_axes(create, axes=explicit, out_sharding=specs)
     return jax.jit(create, out_shardings=shardings)(rngs, *args)

@@ -16,9 +16,8 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 _TOKENS = ("batch", "length", "norm_length")
 
 
-def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
-    """Return the `PartitionSpec` that the rules give an array, or raise an error if they do not
-    fit.
+def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> PartitionSpec:
+    """Return the `PartitionSpec` that the rules give an array, and check that they fit.
 
     `names` are the logical names of its last axes. Axes without a rule, and axes before the named
     ones, are `UNCONSTRAINED`.
@@ -33,13 +32,13 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
     rules = _rules()
     sizes, free = dict(mesh.shape), (*mesh.auto_axes, *mesh.explicit_axes)
     parts: list[Any] = []
-    mesh_axes = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
-    for size, name, axes in zip(shape, names, mesh_axes, strict=True):
+    resolved = nn.logical_to_mesh_axes(names, rules) or PartitionSpec()
+    for size, name, axes in zip(shape, names, resolved, strict=True):
         choices = [target for rule, target in rules if rule == name]
         if name is not None and not choices:
             parts.append(UNCONSTRAINED)
             continue
-        unknown = sorted({axis for target in choices for axis in each(target)} - set(sizes))
+        unknown = sorted({axis for target in choices for axis in unpack_entry(target)} - set(sizes))
         if unknown:
             raise ValueError(
                 f"the rule {(name, choices[0])} names the mesh axis {unknown}, and the mesh has "
@@ -51,7 +50,7 @@ def checked(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) -> Pa
                 f"array {names} already uses; give it another mesh axis, or the rule "
                 f"({name!r}, None)"
             )
-        devices = math.prod(sizes[axis] for axis in each(axes) if axis in free)
+        devices = math.prod(sizes[axis] for axis in unpack_entry(axes) if axis in free)
         if size % devices and (name == "kv_heads" or (size == 1 and name in _TOKENS)):
             # Replicate. A device's queries pick the key/value heads that they need.
             axes = None
@@ -78,34 +77,36 @@ def has_rule(name: str) -> bool:
     return any(rule == name for rule, _ in nn.get_logical_axis_rules())
 
 
-def each(axes: Any) -> tuple[str, ...]:
+def unpack_entry(axes: Any) -> tuple[str, ...]:
     """Return the mesh axes of an entry of a PartitionSpec, none for `UNCONSTRAINED`."""
     if axes is None or axes is UNCONSTRAINED:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
-def entry(axes: Sequence[str]) -> Any:
+def pack_entry(axes: Sequence[str]) -> Any:
     """Return mesh axes as an entry of a PartitionSpec."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
 
 
-def only(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
+def keep_axes(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:
     """Return a spec with only the mesh axes in `kept`."""
-    return PartitionSpec(
-        *(part if part is UNCONSTRAINED else entry([axis for axis in each(part) if axis in kept])
-          for part in spec)
-    )  # fmt: skip
+
+    def keep(part: Any) -> Any:
+        return pack_entry([axis for axis in unpack_entry(part) if axis in kept])
+
+    return PartitionSpec(*(part if part is UNCONSTRAINED else keep(part) for part in spec))
 
 
-def filled(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
+def fill_unconstrained(spec: PartitionSpec, default: Iterable[Any] = ()) -> PartitionSpec:
     """Return a spec with unconstrained entries from `default`, where their mesh axes are free."""
-    taken = {axis for part in spec for axis in each(part)}
-    parts = [
-        entry([axis for axis in each(axes) if axis not in taken]) if part is UNCONSTRAINED else part
-        for part, axes in itertools.zip_longest(spec, default)
-    ]
-    return PartitionSpec(*parts)
+    taken = {axis for part in spec for axis in unpack_entry(part)}
+
+    def fill(axes: Any) -> Any:
+        return pack_entry([axis for axis in unpack_entry(axes) if axis not in taken])
+
+    pairs = itertools.zip_longest(spec, default)
+    return PartitionSpec(*(fill(axes) if part is UNCONSTRAINED else part for part, axes in pairs))
 
 
 def undivided_tokens(decode: bool) -> contextlib.AbstractContextManager[None]:

@@ -22,7 +22,7 @@ def vary(x: Any, like: Any) -> Any:
     return jax.lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
-def over(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: Any) -> Any:
+def run_on_shards(fn: Callable[..., Any], manual: set[str], ins: Any, outs: Any, *args: Any) -> Any:
     """Return fn(*args), computed on shards along the `manual` mesh axes.
 
     `ins` and `outs` are the PartitionSpecs of the arrays and of the result. On Explicit axes, the

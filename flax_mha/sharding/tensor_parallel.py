@@ -43,7 +43,7 @@ def row_parallel(
 ) -> jax.Array | None:
     """Return multiply(x, kernel) if the devices that sum it also shard its positions, else None.
 
-    Each device keeps the sums of its own positions: one reduce-scatter forward, one all-gather
+    Each device keeps the sums of its positions: one reduce-scatter forward, one all-gather
     backward.
     """
     inner, outer = projection.names[: projection.contracted], projection.names_of_result
@@ -53,7 +53,7 @@ def row_parallel(
     if projection.rows[-1] != "norm_length":
         return None
     axes = _sequence_axes(shape, at)
-    if not axes or axes != rules.each(over[0]):
+    if not axes or axes != rules.unpack_entry(over[0]):
         return None
 
     def local(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
     axes_of = []
     for name in ("length", "norm_length"):
         axes = sharding.spec(shape[: at + 1], (name,))
-        axes_of.append(rules.each(axes[at]))
+        axes_of.append(rules.unpack_entry(axes[at]))
     everywhere, between = axes_of
     return between[len(everywhere) :] if between[: len(everywhere)] == everywhere else ()
 

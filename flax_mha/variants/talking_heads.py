@@ -102,7 +102,7 @@ def _summed(fn: Callable[..., jax.Array], mixing: jax.Array, x: jax.Array) -> ja
 
 def _axes(x: jax.Array) -> tuple[str, ...]:
     """Return the mesh axes that divide the heads of x [*B, T, N, ·]."""
-    return rules.each(sharding.spec(x.shape, sharding.HEADS)[-2])
+    return rules.unpack_entry(sharding.spec(x.shape, sharding.HEADS)[-2])
 
 
 def _on_devices(

@@ -17,7 +17,7 @@ from flax_mha.masks.tiles import is_static
 
 _POSITIONS_OF_RUNS = (
     " (for packed documents leave them out: masks count tokens in their order, and positions that "
-    "restart in each document belong into the layer's `positions`, for rotary)"
+    "restart in each document belong in the layer's `positions`, for rotary)"
 )
 
 
@@ -104,7 +104,7 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
     uneven = "do not count up from one static number" + _POSITIONS_OF_RUNS * bool(packed)
     refusals = {
         "takes Causal, Window, Lengths and one Segments of runs joined by &, got "
-        + "".join(map(_name, unsupported[:1])): bool(unsupported),
+        + "".join(map(_describe, unsupported[:1])): bool(unsupported),
         "needs at_most of Segments in runs: memory for each of them": any(
             mask.at_most is None for mask in packed
         ),
@@ -120,9 +120,9 @@ def lower(spec: AttentionSpec, dims: Dims) -> Band | str:
     }
     if any(refusals.values()):
         return next(reason for reason, is_refused in refusals.items() if is_refused)
-    q = _least([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
-    k = _least([mask.kv.array - k0 for mask in lengths], dims.S, dims)
-    return Band(q, k, is_causal, reach.left, _runs(packed, dims))
+    q = _min_length([mask.q.array - q0 for mask in lengths if mask.q is not None], dims.T, dims)
+    k = _min_length([mask.kv.array - k0 for mask in lengths], dims.S, dims)
+    return Band(q, k, is_causal, reach.left, _find_runs(packed, dims))
 
 
 class _Reach(NamedTuple):
@@ -140,9 +140,7 @@ class _Reach(NamedTuple):
         return cls(*least)
 
     def shift(self, by: int, dims: Dims) -> "_Reach":
-        """Return the limits of indices, for query positions shifted by a number, without idle
-        limits.
-        """
+        """Return the limits in indices, after a shift of query positions, None if idle."""
         left = None if self.left is None else self.left - by
         right = None if self.right is None else self.right + by
         left = None if left is None or left >= dims.T - 1 else left
@@ -151,7 +149,7 @@ class _Reach(NamedTuple):
         return _Reach(left, None if is_idle else right)
 
 
-def _runs(packed: Sequence[Segments], dims: Dims) -> "Runs | None":
+def _find_runs(packed: Sequence[Segments], dims: Dims) -> "Runs | None":
     """Return the runs of a mask that may have more than one."""
     most = packed[0].at_most if packed else None
     if most in (None, 1):
@@ -177,7 +175,7 @@ def _first(x: Array) -> int | None:
     return first if (rows == first + np.arange(rows.shape[1])).all() else None
 
 
-def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
+def _min_length(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
     """Return the minimum of lengths [*B|1, 1, 1, 1] and `most`, int32 [rows|1]."""
     least = jnp.full(1, most, jnp.int32)
     for x in lengths:
@@ -185,7 +183,7 @@ def _least(lengths: list[Array], most: int, dims: Dims) -> jax.Array:
     return jnp.maximum(least, 0)
 
 
-def _name(mask: Mask) -> str:
+def _describe(mask: Mask) -> str:
     """Return a mask's name, with the reason if only some masks of its class are supported."""
     remarks = {
         Lengths: " of each query",
@@ -224,10 +222,7 @@ class Runs(struct.PyTreeNode):
         return begin, end
 
     def lengths(self, limit: jax.Array) -> jax.Array:
-        """Count the tokens of each run before a limit [rows], at least 1, [rows, most].
-
-        If a run has tokens, but none before the limit, `edge_cases` sets its outputs.
-        """
+        """Count each run's tokens before a limit [rows], [rows, most], at least 1 if it has any."""
         starts = self.starts()
         sizes = starts[:, 1:] - starts[:, :-1]
         least = jnp.minimum(sizes, 1)

@@ -133,8 +133,7 @@ def forward(call: CudnnCall, *args: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(call: CudnnCall, *args: Any) -> tuple[Any, ...]:
-    """Return the gradients of q, k, v and bias, given the arguments of `forward`, lse, out and
-    dout.
+    """Return the gradients of q, k, v and bias, from the arguments of `forward`, lse, out, dout.
 
     With p = exp(scores − lse): d score = p·(dout·v − Σ dout·out).
     """

@@ -137,7 +137,7 @@ class Traced(NamedTuple):
 
 def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     """Return the functions of a call, or the reason why they cannot run in a kernel."""
-    plan = _plan(spec, dims)
+    plan = _divide(spec, dims)
     if plan.nq * plan.nk > TABLE:
         return f"divides scores into at most {TABLE} tiles, T·S = {dims.T}·{dims.S} need more"
     spec = spec.replace(sinks=None, row_ids=None, head_ids=None)
@@ -157,7 +157,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
         jax.ShapeDtypeStruct(operand.shape if is_over else jnp.shape(x), operand.dtype)
         for operand, x, is_over in zip(leaves, arrays, over_scores, strict=True)
     ]
-    traced = _functions(jax.tree.unflatten(tree, blocks), plan)
+    traced = _trace_functions(jax.tree.unflatten(tree, blocks), plan)
     if isinstance(traced, str):
         return traced
     (plain, first), (masked, second) = traced
@@ -170,7 +170,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
     return Traced(call, closed, arrays)
 
 
-def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
+def _divide(spec: AttentionSpec, dims: Dims) -> Plan:
     """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
     most = tpu.blocks(dims)
     least = smallest_blocks(spec.mask) or most
@@ -185,7 +185,7 @@ def _plan(spec: AttentionSpec, dims: Dims) -> Plan:
     return Plan(dims, *most)
 
 
-def _functions(
+def _trace_functions(
     tile: AttentionSpec, plan: Plan
 ) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays."""

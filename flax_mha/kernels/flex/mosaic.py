@@ -50,16 +50,14 @@ class Function(NamedTuple):
 
     @classmethod
     def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
-        """Trace fn, and return the function and its closed-over arrays, which are its first
-        arguments.
-        """
+        """Trace fn, and return the function and its closed-over arrays, its first arguments."""
         closed = jax.make_jaxpr(fn)(*avals)
         return cls(closed.jaxpr), list(closed.consts)
 
     def __call__(self, *args: Any) -> Any:
         """Return the result for closed-over arrays and arguments."""
         (out,) = _run(self.jaxpr, args)
-        return _full(out, self.jaxpr.outvars[0])
+        return _broadcast(out, self.jaxpr.outvars[0])
 
     def missing_operation(self) -> str | None:
         """Return the name of an operation that Mosaic lacks, or None."""
@@ -130,7 +128,7 @@ def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
     return [read(x) for x in jaxpr.outvars]
 
 
-def _full(x: Any, var: Any) -> Any:
+def _broadcast(x: Any, var: Any) -> Any:
     """Broadcast an array to the `flat` shape of a variable. Numbers stay numbers."""
     if isinstance(x, _Index):
         raise UnsupportedPrimitive(f"arrays of {len(var.aval.shape)} axes")
@@ -139,7 +137,7 @@ def _full(x: Any, var: Any) -> Any:
 
 def _bind(eqn: Any, *inputs: Any) -> Any:
     """Apply an operation unchanged."""
-    values = [_full(x, v) for x, v in zip(inputs, eqn.invars, strict=True)]
+    values = [_broadcast(x, v) for x, v in zip(inputs, eqn.invars, strict=True)]
     if eqn.primitive.name == "custom_jvp_call":
         # Its derivative needs the shapes that it was traced with.
         values = [jnp.reshape(x, v.aval.shape) for x, v in zip(values, eqn.invars, strict=True)]
@@ -166,7 +164,7 @@ def _fill(eqn: Any, x: Any) -> Any:
 
 def _reshape(eqn: Any, x: Any) -> Any:
     """Apply a change of rank, or an operation without effect in a kernel."""
-    return jnp.reshape(_full(x, eqn.invars[0]), flat(eqn.outvars[0].aval.shape))
+    return jnp.reshape(_broadcast(x, eqn.invars[0]), flat(eqn.outvars[0].aval.shape))
 
 
 def _select(eqn: Any, *inputs: Any) -> Any:
@@ -206,7 +204,7 @@ def _gather(eqn: Any, table: Any, index: Any) -> Any:
         indices[axis + len(flat(shape)) - len(shape)] = x
     fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
     outside = fill if mode == lax.GatherScatterMode.FILL_OR_DROP else None
-    entries = _lookup(_full(table, eqn.invars[0]), indices, outside)
+    entries = _lookup(_broadcast(table, eqn.invars[0]), indices, outside)
     return jnp.broadcast_to(entries, flat(to))
 
 
@@ -233,7 +231,7 @@ def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
         index = index.astype(jnp.int32)
         inside = inside & (index >= 0) & (index < table.shape[axis])
         if axis not in wide:
-            table = _at(table, axis, index)
+            table = _select_entry(table, axis, index)
     sizes = [table.shape[axis] for axis in wide]
     if math.prod(sizes) > ENTRIES:
         raise UnsupportedPrimitive(
@@ -243,12 +241,12 @@ def _lookup(table: Any, indices: dict[int, Any], outside: Any) -> Any:
     for entry in itertools.product(*map(range, sizes)):
         value, matches = table, True
         for axis, n in zip(wide, entry, strict=True):
-            value, matches = _at(value, axis, n), matches & (wide[axis] == n)
+            value, matches = _select_entry(value, axis, n), matches & (wide[axis] == n)
         out = value if out is None else jnp.where(matches, value, out)
     return out if outside is None else jnp.where(inside, out, jnp.asarray(outside, out.dtype))
 
 
-def _at(table: Any, axis: int, index: Any) -> Any:
+def _select_entry(table: Any, axis: int, index: Any) -> Any:
     """Return table[index] along an axis, which is kept, as a sum with zeros for other entries."""
     entries = lax.broadcasted_iota(jnp.int32, table.shape, axis)
     one = jnp.where(entries == index, table, jnp.zeros_like(table))
@@ -258,13 +256,13 @@ def _at(table: Any, axis: int, index: Any) -> Any:
 def _slice(eqn: Any, x: Any, *indices: Any) -> Any:
     """Slice each axis to all entries or one."""
     shape, to = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    x, starts = _full(x, eqn.invars[0]), indices or eqn.params["start_indices"]
+    x, starts = _broadcast(x, eqn.invars[0]), indices or eqn.params["start_indices"]
     for axis, (size, new_size, start) in enumerate(zip(shape, to, starts, strict=True)):
         if new_size == size:
             continue
         if new_size != 1 or len(shape) > 2:
             raise UnsupportedPrimitive(eqn.primitive.name)
-        x = _at(x, axis + 2 - len(shape), jnp.clip(start, 0, size - 1))
+        x = _select_entry(x, axis + 2 - len(shape), jnp.clip(start, 0, size - 1))
     return jnp.reshape(x, flat(to))
 
 

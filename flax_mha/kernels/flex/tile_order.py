@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.kernels.flex.mosaic import flat
-from flax_mha.kernels.tile_plan import Plan, tables_of
+from flax_mha.kernels.tile_plan import Plan, make_visit_lists
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 
 
@@ -71,7 +71,7 @@ class TileOrder(NamedTuple):
         if "t" in axes:
             by_query = "i" in axes
             sizes["t"] = visits[0 if by_query else 1]
-            visited, full, some = tables_of(states if by_query else states.swapaxes(-1, -2))
+            visited, full, some = make_visit_lists(states if by_query else states.swapaxes(-1, -2))
             tables = (visited[..., : sizes["t"]], full, some)
         lines = (states.shape[0], states.shape[1])
         order = cls(axes, tuple(sizes[a] for a in axes), inner, lines, G)
@@ -145,9 +145,7 @@ class Operand(NamedTuple):
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of a block. Columns are stored as rows, because Mosaic pads the last axis to
-        128.
-        """
+        """The shape of a block. Columns are rows, because Mosaic pads the last axis to 128."""
         return self.shape[::-1] if self.layout == "column" else self.shape
 
     def spec(self, order: TileOrder, x: Any) -> pl.BlockSpec:

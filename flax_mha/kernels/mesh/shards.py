@@ -26,7 +26,7 @@ from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.sharding import layout, rules, shard_map
-from flax_mha.sharding.rules import each
+from flax_mha.sharding.rules import unpack_entry
 
 _LSE = ("batch", "heads", "length")
 
@@ -54,10 +54,10 @@ class Division(NamedTuple):
         by_rule = (
             sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
         )  # fmt: skip
-        manual = layout.manual(by_rule, jax.sharding.get_abstract_mesh())
+        manual = layout.manual_axes(by_rule, jax.sharding.get_abstract_mesh())
         if not manual:
             return None
-        *batch, length, heads, _ = rules.filled(by_rule[0], layout.spec_of(q))
+        *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
         kv_heads = by_rule[1][-2]
         if kv_heads is rules.UNCONSTRAINED:
             kv_heads = None if k.shape[-2] % _devices(heads) else heads
@@ -75,7 +75,7 @@ class Division(NamedTuple):
 
     def by_heads(self) -> "Division":
         """Return the division with heads sharded over the queries' devices too."""
-        heads = (*each(self.heads), *each(self.length))
+        heads = (*unpack_entry(self.heads), *unpack_entry(self.length))
         return self._replace(length=None, heads=heads, kv_heads=heads)
 
     def over_queries(self) -> P:
@@ -94,7 +94,7 @@ class Division(NamedTuple):
 
 def _devices(axes: Any) -> int:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
-    return math.prod(sizes[axis] for axis in each(axes))
+    return math.prod(sizes[axis] for axis in unpack_entry(axes))
 
 
 def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
@@ -120,10 +120,10 @@ def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> di
 def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
     """Return the named strategy or the best one, or None if the sequence is not sharded.
 
-    1. `ulysses`: every device has equal work under any mask, in any order of the tokens. 2.
-    `all_gather`, if all keys and values take no more memory than a device's queries. It then sends
-    less than `ulysses`, but under a causal mask the last device computes twice the mean. 3. `ring`,
-    which also shards the memory of keys and values.
+    1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
+    2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
+       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
+    3. `ring`, which also shards the memory of keys and values.
 
     Raises:
       ValueError: if the named strategy does not support the call.
@@ -156,9 +156,9 @@ def run(
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
     divided = division.by_heads() if strategy == "ulysses" else division
-    inside, ins, args = _shards(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
+    inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
-    out, lse = shard_map.over(inside, divided.manual, ins, outs, *args)
+    out, lse = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
     out = layout.reshard(out, division.over_queries())
     lse = layout.reshard(lse, division.over_lse())
     return sharding.constrain(out, sharding.HEADS), sharding.constrain(lse, _LSE)
@@ -184,10 +184,10 @@ def explain(
         explanation = explain_shard(q, k, v, spec)
     else:
         divided = division.by_heads() if strategy == "ulysses" else division
-        inside, ins, args = _shards(
+        inside, ins, args = _shard_call(
             explain_shard, ring.explain, strategy, divided, platform, q, k, v, spec
         )
-        explanation = shard_map.over(inside, divided.manual, ins, P(), *args)
+        explanation = shard_map.run_on_shards(inside, divided.manual, ins, P(), *args)
     return explanation._replace(refused=explanation.refused | refused, strategy=strategy)
 
 
@@ -195,7 +195,7 @@ def _is_empty(q: jax.Array, k: Any) -> bool:
     return 0 in q.shape or k.shape[-3] == 0
 
 
-def _shards(
+def _shard_call(
     attend: Callable[..., Any], attend_ring: Callable[..., Any], strategy: str | None,
     division: Division, platform: Platform, q: jax.Array, k: Any, v: Any, spec: AttentionSpec,
 ) -> tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
@@ -209,7 +209,7 @@ def _shards(
         attend = functools.partial(attend_ring, devices, attend)
     sinks = spec.sinks
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, axes, static = _split(_with_positions(spec, dims, division, by_ring), division)
+    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_ring), division)
 
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
 
@@ -225,7 +225,7 @@ def _shards(
     q = layout.reshard(q, over_q)
     # The scales of stored keys and values are sharded as the values.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
-    if division.manual - {axis for axes in over_k for axis in each(axes)}:
+    if division.manual - {axis for axes in over_k for axis in unpack_entry(axes)}:
         # Devices that read the same keys sum their gradients. Sum in float32, because in half
         # precision each device would round the sum. The gather above stays in half precision.
         k, v = (x.astype(wide(x.dtype)) if is_array(x) else x for x in (k, v))
@@ -234,7 +234,7 @@ def _shards(
     return inside, (over_q, over_k, over_k, by_head, axes), (q, k, v, sinks, arrays)
 
 
-def _with_positions(
+def _add_positions(
     spec: AttentionSpec, dims: Dims, division: Division, by_key: bool
 ) -> AttentionSpec:
     """Return the spec with the coordinates that a device cannot derive from its shard."""
@@ -250,7 +250,7 @@ def _with_positions(
     return spec
 
 
-def _split(spec: AttentionSpec, division: Division) -> tuple[Any, Any, AttentionSpec]:
+def _split_spec(spec: AttentionSpec, division: Division) -> tuple[Any, Any, AttentionSpec]:
     """Return the arrays of a spec without sinks, their PartitionSpecs, and its static part.
 
     NumPy arrays that are equal on all shards belong to the static part.

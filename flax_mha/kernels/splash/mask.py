@@ -121,7 +121,7 @@ class ComputedMask:
 
     def _at(self, q: Any, k: Any) -> Any:
         row, head = np.array(0, np.int32), np.array(self.head, np.int32)
-        return _flat(self.rule).allowed(At(row, head, q, k))
+        return _squeeze_arrays(self.rule).allowed(At(row, head, q, k))
 
 
 class SplashMask(splash.Mask):
@@ -181,18 +181,18 @@ def _lower_static(
 ) -> SplashMasks | str:
     """Return a static mask with a group for heads with equal masks, or with a table per head."""
     mask = map_score_arrays(lambda x: flat_batch(x, dims), mask)
-    rules = [_of_head(mask, head) for head in range(dims.N)]
+    rules = [_select_head(mask, head) for head in range(dims.N)]
     traits: dict[Any, _Traits] = {}
     groups: dict[Any, list[int]] = {}
     for head, rule in enumerate(rules):
-        key = _key(rule)
+        key = _hash_key(rule)
         if key not in traits:
             traits[key] = _Traits.of(rule, dims)
         groups.setdefault((key, head if traits[key].by_head else None), []).append(head)
     if any(trait.by_row for trait in traits.values()) and math.prod(dims.B) > 1:
         return "the mask differs between rows of the batch, by other rules than segment ids"
     masks = [
-        ComputedMask((key, _key(pos)), heads[0], blocks, dims, rules[heads[0]], pos)
+        ComputedMask((key, _hash_key(pos)), heads[0], blocks, dims, rules[heads[0]], pos)
         for (key, _), heads in groups.items()
     ]
     if pos.is_even and all(trait.computed for trait in traits.values()):
@@ -230,7 +230,7 @@ class _Traits(NamedTuple):
         if any(len(x) > 1 for x in arrays):
             return cls(True, False, False)
         number, q, k = (jax.ShapeDtypeStruct(x, np.int32) for x in ((), (dims.T, 1), (1, dims.S)))
-        flat = _flat(rule)
+        flat = _squeeze_arrays(rule)
         program = jax.make_jaxpr(lambda *at: flat.allowed(At(*at)))(number, number, q, k)
         consts = [x for x in program.consts if np.ndim(x)]
         return cls(
@@ -253,22 +253,22 @@ def _positions(spec: AttentionSpec, dims: Dims) -> Positions | str:
     return Positions(*positions)
 
 
-def _of_head(mask: Mask, head: int) -> Mask:
+def _select_head(mask: Mask, head: int) -> Mask:
     """Return the mask of one head, with arrays [rows|1, 1, T|1, S|1]."""
 
     def choose(x: Any) -> Any:
-        return _of_head(x.masks[head], head) if type(x) is PerHead else x
+        return _select_head(x.masks[head], head) if type(x) is PerHead else x
 
     mask = jax.tree.map(choose, mask, is_leaf=lambda x: type(x) is PerHead)
     return map_score_arrays(lambda x: x[:, head : head + 1] if x.shape[1] > 1 else x, mask)
 
 
-def _flat(rule: Mask) -> Mask:
+def _squeeze_arrays(rule: Mask) -> Mask:
     """Return a rule with arrays of one row and head as [T|1, S|1], or as a number."""
     return map_score_arrays(lambda x: x.reshape(()) if x.size == 1 else x[0, 0], rule)
 
 
-def _key(tree: Any) -> Any:
+def _hash_key(tree: Any) -> Any:
     """Return a hashable value that is equal for equal trees of arrays."""
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
     return jax.tree.structure(tree), tuple((x.shape, x.dtype.str, x.tobytes()) for x in leaves)

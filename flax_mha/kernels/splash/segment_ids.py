@@ -20,8 +20,8 @@ def merge_ids(parts: MaskParts, at: At, dims: Dims) -> Ids | None:
     """Return ids that are equal where segments, lengths, and tables of keys or queries allow."""
     ids: Ids | None = None
     for mask in parts.segments:
-        more = _rows(mask.q.array, mask.kv.array, dims)
-        ids = more if ids is None else _both(ids, more)
+        more = _flatten_ids(mask.q.array, mask.kv.array, dims)
+        ids = more if ids is None else _combine_ids(ids, more)
     queries = [mask.array.array for mask in parts.queries]
     queries += [at.q < mask.q.array for mask in parts.lengths if mask.q is not None]
     keys = [mask.array.array for mask in parts.keys]
@@ -30,14 +30,14 @@ def merge_ids(parts: MaskParts, at: At, dims: Dims) -> Ids | None:
         return ids
     true = np.ones((1,) * len(dims.logits), bool)
     q, k = (functools.reduce(operator.and_, tables or [true]) for tables in (queries, keys))
-    q, k = (x != 0 for x in _rows(q, k, dims))
+    q, k = (x != 0 for x in _flatten_ids(q, k, dims))
     if ids is None:
         return jnp.where(q, 1, 0), jnp.where(k, 1, 2)
-    q_ids = jnp.where(q, ids[0], _unused(ids[1]))
-    return q_ids, jnp.where(k, ids[1], _unused(q_ids))
+    q_ids = jnp.where(q, ids[0], _find_unused(ids[1]))
+    return q_ids, jnp.where(k, ids[1], _find_unused(q_ids))
 
 
-def _rows(q: Array, k: Array, dims: Dims) -> Ids:
+def _flatten_ids(q: Array, k: Array, dims: Dims) -> Ids:
     """Return q [*B|1, 1, T|1, 1] as int32 [rows|1, T], and k [*B|1, 1, 1, S|1] as [rows|1, S]."""
     q, k = (jnp.asarray(flat_batch(x, dims), jnp.int32)[:, 0] for x in (q, k))
     rows = max(len(q), len(k))
@@ -47,7 +47,7 @@ def _rows(q: Array, k: Array, dims: Dims) -> Ids:
     )
 
 
-def _unused(ids: jax.Array) -> jax.Array:
+def _find_unused(ids: jax.Array) -> jax.Array:
     """Return for each row of ids [rows, L] an unused number in 0 … L, [rows, 1]."""
     L = ids.shape[1]
 
@@ -58,7 +58,7 @@ def _unused(ids: jax.Array) -> jax.Array:
     return jax.vmap(one)(ids)
 
 
-def _both(one: Ids, other: Ids) -> Ids:
+def _combine_ids(one: Ids, other: Ids) -> Ids:
     """Return ids that are equal where both are equal: the rank of each pair in its row."""
     T = one[0].shape[1]
     x, y = (jnp.concatenate(ids, 1) for ids in (one, other))
