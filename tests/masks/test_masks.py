@@ -236,7 +236,7 @@ def test_positions_shift_the_meaning() -> None:
 @pytest.mark.parametrize(
     ("batch", "shape", "other"),
     [
-        ((4,), (4, 4), r"read as \[T, S\].*write masks.Keys\(mask\) for that, or mask\[None\]"),
+        ((4,), (4, 4), r"read as \[T, S\].*write masks.Keys\(mask\) for these, or mask\[None\]"),
         ((4,), (4, 6), r"read as \[T, S\]"),
         ((3,), (3, 4, 6), r"read as \[N, T, S\].*write mask\[\.\.\., None, :, :\] for that"),
         ((3, 4), (3, 4, 6), r"read as \[N, T, S\].*write masks.Keys"),

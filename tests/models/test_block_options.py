@@ -127,8 +127,8 @@ def test_norms_of_a_stack(pre_norm: bool, norms: tuple[bool, bool | None]) -> No
         ({"norm": None}, "norm must be one of .* or a module, got None"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),
         ({"parallel": None}, "parallel must be a bool"),
-        ({"parallel": "own"}, "or where pre_norm is on 'own_norms', got 'own' of str"),
-        ({"parallel": "own_norms", "pre_norm": False}, "or where pre_norm is on"),
+        ({"parallel": "own"}, "or with pre_norm 'own_norms', got 'own' of str"),
+        ({"parallel": "own_norms", "pre_norm": False}, "or with pre_norm"),
     ],
 )
 def test_what_options_refuse(fields: dict[str, Any], words: str) -> None:

@@ -176,7 +176,7 @@ def test_those_that_see_vectors_learn_too(kind: str) -> None:
 
 def test_without_a_module_it_needs_its_table() -> None:
     q = jnp.ones((1, 4, N, 4))
-    with pytest.raises(ValueError, match=r"must have a table .* got None; give one, or give it in"):
+    with pytest.raises(ValueError, match=r"table must be an array .* got None; give one, or use"):
         flax_mha.dot_product_attention(q, q, q, scores=(RelativeBias(),))
     with pytest.raises(ValueError, match="must have a table"):
         MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
