@@ -746,7 +746,7 @@ MODELS: list[Case] = [
     *[generated(f"variables of {names}", ValueError,
                 rf"variables must have the collection 'params', got {names}; give", variables=v)
       for v, names in (({}, r"\[\]"), ({"decoder": {}}, r"\['decoder'\]"))],
-    generated("a model of nnx", TypeError, r"got ToNNX; for another.*for a ToNNX give its linen module",
+    generated("a model of nnx", TypeError, r"got ToNNX; .* a ToNNX give its linen module",
               nnx.bridge.ToNNX(MODEL, rngs=nnx.Rngs(0)), cache={}),
     generated("start", ValueError, r"got start=None for a Translator; give it", TRANSLATOR),
     generated("start for nobody", ValueError, r"got start=1 for a LanguageModel; drop it", start=1),

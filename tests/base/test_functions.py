@@ -68,7 +68,7 @@ WRONG = {
     "score: class": (score(SystemError), TypeError, r"Score.fn must be a function.*got <class"),
     "score: shape": (score(lambda s, *_: s[..., :2]), ValueError,
                      r"Score.s result must broadcast to the score.*got \(2, 3, 4, 2\); compute"),
-    "own score: none": ({"scores": (OwnScore(None),)}, TypeError, r"OwnScore must return.*got None"),
+    "own score: none": ({"scores": (OwnScore(None),)}, TypeError, r"OwnScore must .*got None"),
     "PerHead of one": ({"mask": PerHead(Causal())}, TypeError,
                        r"PerHead.masks must be .*the 3 query heads, got Causal; pass"),
     "PerHead of none": ({"mask": PerHead(())}, ValueError, r"each of the 3 query heads, got 0; "),
