@@ -166,7 +166,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Apply the experts to x [*B, T, D]; `deterministic` has no effect."""
+        """Apply the experts to x [*B, T, D], without dropout for any `deterministic`."""
         del deterministic
         checks.positive(hidden=self.hidden, num_experts=self.num_experts, top_k=self.top_k)
         checks.fields(self)

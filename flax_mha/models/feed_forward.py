@@ -54,7 +54,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
-        """Apply the MLP to x [*B, T, D]; with dropout, `deterministic` must be given."""
+        """Apply the MLP to x [*B, T, D], with dropout unless `deterministic`."""
         checks.positive(hidden=self.hidden)
         checks.fields(self)
         shapes.check_features("x", x)

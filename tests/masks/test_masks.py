@@ -236,9 +236,9 @@ def test_causal_mask_follows_query_positions() -> None:
 @pytest.mark.parametrize(
     ("batch", "shape", "other"),
     [
-        ((4,), (4, 4), r"read as \[T, S\].*write masks.Keys\(mask\) for that, or mask\[None\]"),
+        ((4,), (4, 4), r"read as \[T, S\].*write masks.Keys\(mask\) for these, or mask\[None\]"),
         ((4,), (4, 6), r"read as \[T, S\]"),
-        ((3,), (3, 4, 6), r"read as \[N, T, S\].*write mask\[\.\.\., None, :, :\] for that"),
+        ((3,), (3, 4, 6), r"read as \[N, T, S\].*write mask\[\.\.\., None, :, :\] for these"),
         ((3, 4), (3, 4, 6), r"read as \[N, T, S\].*write masks.Keys"),
         ((2,), (4, 6), None),
         ((4,), (1, 4, 6), None),

@@ -129,8 +129,8 @@ def test_input_and_final_norms_of_stack(pre_norm: bool, norms: tuple[bool, bool 
         ({"norm": None}, "norm must be one of .* or a module, got None"),
         ({"branch_norm": 1}, "branch_norm must be True or False"),
         ({"parallel": None}, "parallel must be a bool"),
-        ({"parallel": "own"}, "or where pre_norm is on 'own_norms', got 'own' of str"),
-        ({"parallel": "own_norms", "pre_norm": False}, "or where pre_norm is on"),
+        ({"parallel": "own"}, "or with pre_norm 'own_norms', got 'own' of str"),
+        ({"parallel": "own_norms", "pre_norm": False}, "or with pre_norm"),
     ],
 )
 def test_invalid_block_options_raise(fields: dict[str, Any], words: str) -> None:

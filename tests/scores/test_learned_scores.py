@@ -182,9 +182,9 @@ def test_scores_of_vectors_learn(kind: str) -> None:
 
 def test_relative_bias_without_module_needs_table() -> None:
     q = jnp.ones((1, 4, N, 4))
-    with pytest.raises(ValueError, match=r"must have a table .* got None; give one, or give it in"):
+    with pytest.raises(ValueError, match=r"table must be an array .* got None; give one, or use"):
         flax_mha.dot_product_attention(q, q, q, scores=(RelativeBias(),))
-    with pytest.raises(ValueError, match="must have a table"):
+    with pytest.raises(ValueError, match="table must be an array"):
         MultiHeadAttention(N).init(KEY, X, scores=(RelativeBias(),))
     with pytest.raises(ValueError, match="buckets must be at least 1, got 0"):
         MultiHeadAttention(N, scores=(RelativeBias(buckets=0),)).init(KEY, X)
