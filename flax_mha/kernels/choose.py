@@ -248,7 +248,7 @@ def parse_kernel(kernel: str) -> tuple[str | None, str]:
         strategy, name = name, "auto"
     if name not in ("auto", *KERNELS) or strategy not in ("", *STRATEGIES):
         raise ValueError(
-            f"kernel must be 'auto' or one of {list(KERNELS)}, for a sequence divided over a mesh "
+            f"kernel must be 'auto' or one of {list(KERNELS)}, for a sequence sharded over a mesh "
             f"one of {list(STRATEGIES)} too, alone or as in 'ring:blockwise', got {kernel!r}"
         )
     return strategy or None, name

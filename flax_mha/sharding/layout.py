@@ -169,7 +169,7 @@ def auto(fn: Callable[..., Any], names: Any, *args: Any) -> Any:
     arrays, static = partition(args, is_array)
     if is_replicated and any(any(spec_of(x)) for x in jax.tree.leaves(arrays)):
         raise ValueError(
-            f"arrays divided over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
+            f"arrays sharded over the Explicit mesh axes {mesh.explicit_axes} need logical axis "
             f"rules; wrap in `with nn.logical_axis_rules(sharding.RULES)`"
         )
 

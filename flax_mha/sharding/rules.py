@@ -46,7 +46,7 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
             )
         if axes is None and choices and None not in choices:
             raise ValueError(
-                f"{name!r} is to be divided over {choices[0]!r}, which another axis of the same "
+                f"{name!r} is to be sharded over {choices[0]!r}, which another axis of the same "
                 f"array {names} already uses; give it another mesh axis, or the rule "
                 f"({name!r}, None)"
             )

@@ -234,7 +234,7 @@ def test_two_shardings_over_one_axis_raise() -> None:
     _, leave = on("Auto", changed(experts="model"))
     try:
         with pytest.raises(
-            ValueError, match="'experts' is to be divided over 'model', which another"
+            ValueError, match="'experts' is to be sharded over 'model', which another"
         ):
             sharding.init(PLAIN, KEY, X)
     finally:

@@ -180,11 +180,11 @@ MISUSES: dict[str, tuple[Any, tuple[int, ...], int, str]] = {
     "rows": (sharding.RULES, (8, 1), 8, r"'batch' counts 4, which does not divide over the 8"),
     "twice": (
         changed(heads="data"), (2, 4), 8,
-        r"'heads' is to be divided over 'data', which another axis of the same array",
+        r"'heads' is to be sharded over 'data', which another axis of the same array",
     ),
     "groups": (
         changed(kv_heads="data", batch=None), (2, 4), 8,
-        r"heads are divided over 'model' and key/value heads over 'data'; give both the same",
+        r"heads are sharded over 'model' and key/value heads over 'data'; give both the same",
     ),
 }  # fmt: skip
 
@@ -212,7 +212,7 @@ def test_explicit_axes_need_rules_for_sharded_inputs() -> None:
         # Nothing is sharded: no rules are needed.
         np.testing.assert_allclose(jax.jit(layer.apply)(params, X), expected, atol=1e-5)
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        with pytest.raises(ValueError, match=r"Explicit mesh axes .* need rules .*; wrap in"):
+        with pytest.raises(ValueError, match=r"Explicit mesh axes .* need logical axis rules; "):
             jax.jit(layer.apply)(params, x)
         # The function reads the sharding from its arrays.
         q = jax.device_put(X.reshape(B, 16, 8, 4), NamedSharding(mesh, P("data", None, "model")))

@@ -63,7 +63,7 @@ class Division(NamedTuple):
             kv_heads = None if k.shape[-2] % _devices(heads) else heads
         elif kv_heads not in (None, heads):
             raise ValueError(
-                f"query heads are divided over {heads!r} and key/value heads over {kv_heads!r}; "
+                f"query heads are sharded over {heads!r} and key/value heads over {kv_heads!r}; "
                 f"give both the same rule, or key/value heads none"
             )
         return cls(tuple(batch), length, heads, kv_heads, manual)

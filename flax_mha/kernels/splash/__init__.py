@@ -50,7 +50,7 @@ def lower(
     if isinstance(masks, str):
         return Refusal(masks)
     if spec.head_ids is not None and masks.by_head:
-        return Refusal("heads with masks of their own can't be divided over a mesh")
+        return Refusal("heads with masks of their own can't be sharded over a mesh")
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
     return functools.partial(_attend, q, k, v, spec, masks, blocks)
