@@ -243,10 +243,8 @@ def test_a_layer_may_turn_each_document_from_0_on(nvidia, given: str) -> None:
             return jax.jit(lambda: call(kernel, *known))()
         return jax.jit(functools.partial(call, kernel))(*map(jnp.asarray, known))
 
-    found = both("cudnn")
-    close(found, both("reference"))
-    # What `auto` does is the same call.
-    np.testing.assert_array_equal(both("auto"), found)
+    close(found := both("cudnn"), both("reference"))
+    np.testing.assert_array_equal(both("auto"), found)  # It is the same call.
 
 
 def test_several_devices_without_a_mesh_refuse(hopper, monkeypatch) -> None:
