@@ -98,9 +98,7 @@ def test_failed_step_is_isolated_and_retried(tmp_path, monkeypatch, capsys) -> N
         "status": "not begun", "seconds": 0.0, "reason": "no time left", "result": None,
     }  # fmt: skip
     monkeypatch.setattr(day, "_output", lambda command: json.dumps({**MACHINE, "device": "other"}))
-    with pytest.raises(
-        SystemExit, match=r"must be of .* other and .*got a GPU, .*; choose"
-    ):
+    with pytest.raises(SystemExit, match=r"must be of .* other and .*got a GPU, .*; choose"):
         day.main([f"--workdir={folder}"])
     with pytest.raises(SystemExit, match="must be a new or empty folder"):
         day.main([f"--workdir={tmp_path}"])

@@ -243,10 +243,8 @@ def test_layer_may_restart_rotary_in_each_document(nvidia, given: str) -> None:
             return jax.jit(lambda: call(kernel, *known))()
         return jax.jit(functools.partial(call, kernel))(*map(jnp.asarray, known))
 
-    found = both("cudnn")
-    close(found, both("reference"))
-    # `auto` makes the same call.
-    np.testing.assert_array_equal(both("auto"), found)
+    close(found := both("cudnn"), both("reference"))
+    np.testing.assert_array_equal(both("auto"), found)  # `auto` makes the same call.
 
 
 def test_packed_documents_on_several_devices_need_mesh(hopper, monkeypatch) -> None:

@@ -17,6 +17,7 @@ import flax_mha
 from flax_mha import DecoderBlock, EncoderBlock, MultiHeadAttention, interop
 from tests.repository.test_reference import directives, found
 from tests.repository.test_security import CONFIG
+from tests.support.oracle import random_like
 
 EXAMPLES = {
     name: examples
@@ -24,6 +25,10 @@ EXAMPLES = {
     if (examples := doctest.DocTestParser().get_examples(inspect.getdoc(found(name)) or ""))
 }
 X = np.ones((2, 16, 64), np.float32)
+
+
+def drawn(layer: nn.Module) -> Any:
+    return random_like(jax.eval_shape(layer.init, jax.random.key(0), X))
 
 
 def public() -> dict[str, Any]:
@@ -38,7 +43,7 @@ def of_interop() -> dict[str, Any]:
     variables = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     interop.save(CONFIG, variables, "path/to/Qwen3-0.6B")
     layer = MultiHeadAttention(8)
-    weights = layer.init(jax.random.key(0), X)
+    weights = drawn(layer)
     state_dict = interop.to_torch(layer, weights)
     arrays = interop.to_layer(layer, weights, "timm")
     return {
@@ -51,15 +56,15 @@ def of_interop() -> dict[str, Any]:
 def of_layer() -> dict[str, Any]:
     layer = MultiHeadAttention(8)
     mesh = jax.make_mesh((2, 4), ("data", "model"))
-    variables = layer.init(jax.random.key(0), X)
+    variables = drawn(layer)
     return {"layer": layer, "model": layer, "variables": variables, "x": X, "mesh": mesh}
 
 
 def of_clip() -> dict[str, Any]:
     """Return the names of the qk_clip example. The state comes from an optimizer like its own."""
     layer = MultiHeadAttention(8, capture=flax_mha.Capture(("max_logit",)))
-    params = layer.init(jax.random.key(0), X)["params"]
-    _, found = layer.apply({"params": params}, X, mutable="intermediates")
+    params = drawn(layer)["params"]
+    _, found = jax.jit(lambda x: layer.apply({"params": params}, x, mutable="intermediates"))(X)
     state = optax.chain(optax.adam(1e-3), flax_mha.layer.qk_clip.qk_clip(100.0)).init(params)
     grads = jax.tree.map(jnp.ones_like, params)
     return {
@@ -69,7 +74,7 @@ def of_clip() -> dict[str, Any]:
 
 def of_derivatives() -> dict[str, Any]:
     layer = MultiHeadAttention(8)
-    params = layer.init(jax.random.key(0), X)
+    params = drawn(layer)
     return {
         "loss": lambda params: jnp.sum(jnp.sin(layer.apply(params, X))),
         "flax_mha": flax_mha, "params": params, "direction": params,

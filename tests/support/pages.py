@@ -51,11 +51,9 @@ def _drawn() -> Iterator[None]:
     init = nn.Module.init
 
     def draw(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((rngs, args, kwargs))):
-            return init(module, rngs, *args, **kwargs)
-        shapes = jax.eval_shape(lambda: init(module, rngs, *args, **kwargs))
+        shapes = jax.eval_shape(lambda rngs: init(module, rngs, *args, **kwargs), rngs)
         if set(shapes) != {"params"}:
-            return init(module, rngs, *args, **kwargs)
+            return traced_init(module, rngs, *args, **kwargs)[1]
         rng = np.random.default_rng(0)
 
         def fill(x: Any) -> jax.Array:
@@ -65,24 +63,42 @@ def _drawn() -> Iterator[None]:
 
         return jax.tree.map(fill, shapes)
 
-    calls = nn.Module.apply, nn.Module.init_with_output
-    nn.Module.init = draw
-    nn.Module.apply, nn.Module.init_with_output = map(_as_one_program, calls)
+    def draw_and_apply(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        variables = module.init(rngs, *args, **kwargs)
+        if set(variables) != {"params"}:  # A call would change the rest.
+            return traced_init(module, rngs, *args, **kwargs)
+        rngs = rngs if isinstance(rngs, dict) else {"params": rngs}
+        return module.apply(variables, *args, rngs=rngs, **kwargs), variables
+
+    apply, init_with_output = nn.Module.apply, nn.Module.init_with_output
+    traced_init = _as_one_program(init_with_output)
+    nn.Module.init, nn.Module.apply = _unless_traced(draw, init), _as_one_program(apply)
+    nn.Module.init_with_output = _unless_traced(draw_and_apply, init_with_output)
     try:
         yield
     finally:
-        nn.Module.init = init
-        nn.Module.apply, nn.Module.init_with_output = calls
+        nn.Module.init, nn.Module.apply = init, apply
+        nn.Module.init_with_output = init_with_output
+
+
+def _unless_traced(call: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take a module's call in place of the original, where JAX traces none of its arguments."""
+
+    @functools.wraps(original)
+    def chosen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs)))
+        return (original if traced else call)(module, *args, **kwargs)
+
+    return chosen
 
 
 def _as_one_program(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def traced(module: nn.Module, first: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((first, args, kwargs))):
-            return call(module, first, *args, **kwargs)
+    """Compile a module's call, whose first argument is an argument of the program."""
+
+    def compiled(module: nn.Module, first: Any, *args: Any, **kwargs: Any) -> Any:
         return jax.jit(lambda first: call(module, first, *args, **kwargs))(first)
 
-    return traced
+    return _unless_traced(compiled, call)
 
 
 def _lacks(code: str) -> bool:
