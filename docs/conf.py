@@ -90,7 +90,7 @@ def read_included(app: Sphinx, path: Path, page: str, source: list[str]) -> None
 
 
 def as_rst(line: str) -> str:
-    """A line of Markdown: names in backticks become links where they are documented."""
+    """Return a line of Markdown, whose names in backticks are links where they are documented."""
     parts = SPAN.split(line)
     for i, part in enumerate(parts):
         if NAME.fullmatch(part):
@@ -103,7 +103,7 @@ def as_rst(line: str) -> str:
 
 
 def as_table(rows: list[str]) -> list[str]:
-    """A table of Markdown."""
+    """Return a table of Markdown."""
     lines = ["", ".. list-table::", "   :header-rows: 1", ""]
     for row in (rows[0], *rows[2:]):
         for i, cell in enumerate(row.strip("| ").split(" | ")):

@@ -170,7 +170,7 @@ class MultiHeadAttention(Attention, nn.Module):
         """
         check_known(type(self).__name__, options, LayerOptions.__annotations__)
         kv = options.get("kv")
-        with rules.undivided_tokens(self.decode):
+        with rules.undivided_tokens(checks.flag("decode", self.decode)):
             if kv is None:
                 is_cross = inputs_k is not None and inputs_k is not inputs_q
                 cache = self._cache(is_cross)

@@ -47,9 +47,7 @@ def pulled(kernel: str, **call: Any) -> Any:
     pairs(kernel=KERNELS, dtype=("float32", "bfloat16", "float16"), limited=(False, True)),
 )
 def test_scores_of_ten_thousand_match_oracle(kernel: str, dtype: str, limited: bool) -> None:
-    """The inputs are integers, which no dtype rounds, so results are as exact as for small
-    scores.
-    """
+    """The inputs are integers, which no dtype rounds, so results are as exact as elsewhere."""
     rng = np.random.default_rng(5)
     q, k = rng.integers(-80, 81, (B, T, N, H)), rng.integers(-80, 81, (B, S, K, H))
     # Pairs of keys with scores at most 1 apart, and very different gradients.

@@ -1,4 +1,4 @@
-"""Pictures of attention weights, and what they refuse."""
+"""Pictures of attention weights, and the errors of invalid weights."""
 
 import sys
 from typing import Any

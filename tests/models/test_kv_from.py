@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
                     r"scan .* has 2\), .*; give block= more blocks, or scan=False"),
     "table and kv": (lambda: stack(None, 0, kv=PAIR), ValueError, "kv= must be None with kv_from"),
     "inputs too": (lambda: take(PAIR, X), ValueError, "kv are keys and values themselves, got inp"),
-    "one array": (lambda: take(PAIR[0]), TypeError, r"kv must be what a layer gave .* got float32"),
+    "one array": (lambda: take(PAIR[0]), TypeError, r"kv must be the kv that .* got float32"),
     "integers": (lambda: take((PAIR[0].astype(int),) * 2), TypeError, "kv's keys must be floating"),
     "batch": (lambda: take((PAIR[0][:1],) * 2), ValueError, r"kv must be .*got \(1, 9, 2, 4\)"),
     "heads": (lambda: take((PAIR[0].repeat(2, -2)[:, :, :3],) * 2), ValueError, "K a divisor of N"),

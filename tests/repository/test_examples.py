@@ -93,7 +93,6 @@ GIVEN: dict[str, Any] = {
     "flax_mha.kernels.any_derivative": of_derivatives,
     "flax_mha.masks": lambda: {"ids": np.zeros((2, 16), int)},
     "flax_mha.masks.Dilated": dict,
-    "flax_mha.layer.plots.heads": lambda: of_layer() | {"tokens": [*map(str, range(16))]},
     "flax_mha.layer.muon.muon_dimensions": lambda: {"optax": optax},
     "flax_mha.scores": dict,
     "flax_mha.scores.Relative": dict,

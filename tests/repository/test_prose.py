@@ -1,6 +1,6 @@
 """Plain words: short sentences in the documentation, and docstrings that name their subject.
 
-Each limit is today's count. Lower it when the count falls, and never raise it.
+Lower a limit when its count falls, and never raise it.
 """
 
 import ast
@@ -20,8 +20,6 @@ OPENING = re.compile(
     r"Nothing|Under|But|Without|Likewise|Its|See (above|there))\b"
 )
 NOUN = re.compile(r"\bwhat (?!if\b)\w+")
-# How many docstrings do: the first rule, and the second.
-LIMITS = {"flax_mha": (62, 140), "experiments": (90, 108), "tests": (140, 149), "configs": (0, 1)}
 
 
 def sentences(text: str) -> Iterator[list[str]]:
@@ -55,11 +53,8 @@ def test_no_page_has_long_sentences() -> None:
             assert sum(map(len, found)) / len(found) <= 20, path
 
 
-@pytest.mark.parametrize("folder", LIMITS)
+@pytest.mark.parametrize("folder", ["flax_mha", "experiments", "tests", "configs"])
 def test_docstrings_begin_plainly(folder: str) -> None:
-    texts = [*docstrings(folder)]
-    openings = sum(bool(OPENING.match(text)) for text in texts)
-    nouns = sum(bool(NOUN.search(text.lower())) for text in texts)
-    most_openings, most_nouns = LIMITS[folder]
-    assert openings <= most_openings
-    assert nouns <= most_nouns
+    texts = docstrings(folder)
+    wrong = [text for text in texts if OPENING.match(text) or NOUN.search(text.lower())]
+    assert not wrong

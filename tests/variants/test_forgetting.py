@@ -212,7 +212,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
     ("fields", "words"),
     [
         ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
-        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
         ({"decode": True, "cache": CacheConfig(dtype="int8")}, "all digits .* got int8"),
         ({"decode": True, "dtype": jnp.float16}, "all digits .* got float16"),
     ],

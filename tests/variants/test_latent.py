@@ -115,7 +115,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
         ({"qk_norm": QKNorm()}, "has no qk_norm"),
         ({"gate": "head"}, "has no gate"),
         ({"scale": "learned"}, "a number for scale"),
-        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
         ({"kv_rank": 0}, "kv_rank must be at least 1"),
         ({"qkv_features": 7}, r"qkv_features must be num_heads \* head_dim = 4 \* 6"),
         ({"head_dim": 0}, "head_dim must be at least 1"),

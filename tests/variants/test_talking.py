@@ -142,7 +142,7 @@ def test_model_generates_like_full_forward(scan: bool) -> None:
     ("fields", "words"),
     [
         ({"attention_fn": nn.dot_product_attention}, "has no attention_fn"),
-        ({"scores": (Relative(max_distance=2),)}, "no scores that see .* got Relative"),
+        ({"scores": (Relative(max_distance=2),)}, "no scores of query .* got Relative"),
         ({"scale": "learned"}, "has a number for scale"),
     ],
 )
