@@ -56,6 +56,9 @@ def get_config() -> ConfigDict:
     config.model.dropout_rate = 0.0
     config.model.attention_dropout_rate = 0.0
     config.model.kernel = "auto"  # see flax_mha.explain
+    config.model.dtype = "float32"  # the dtype of the computation; parameters are float32
+    config.model.scan = False  # True to run the layers in one loop, compiled once
+    config.model.remat = False  # True to recompute each layer in the backward pass to save memory
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3
@@ -65,4 +68,5 @@ def get_config() -> ConfigDict:
     config.optimizer.b2 = 0.98
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0
+    config.optimizer.accumulate = 1  # batches whose gradients are averaged for an update
     return config

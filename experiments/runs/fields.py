@@ -175,6 +175,11 @@ TABLE = {
     "optimizer.b2": real("decay of AdamW's second moments", _RATE),
     "optimizer.weight_decay": real("of kernels only", "[0, 1000]"),
     "optimizer.clip_norm": real("norm beyond which gradients are clipped", "(0, 1000000]"),
+    "optimizer.accumulate": whole("steps whose gradients are averaged for one update", 1, 2**20),
+}  # fmt: skip
+# Keys that runs of earlier versions lack, with the values that such runs go on with.
+ADDED = {
+    "model.dtype": "float32", "model.scan": False, "model.remat": False, "optimizer.accumulate": 1,
 }  # fmt: skip
 
 
@@ -214,6 +219,12 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
         raise RunError(
             f"config.seed + config.seeds must be at most {SEEDS:,}, got {seed} + {seeds}; "
             f"try config.seed={SEEDS - seeds}"
+        )
+    steps, accumulate = values["steps"], values["optimizer.accumulate"]
+    if steps % accumulate:
+        raise RunError(
+            f"config.steps must be a multiple of config.optimizer.accumulate={accumulate}, got "
+            f"{steps}; try {-(-steps // accumulate) * accumulate}"
         )
     features, heads = values["model.features"], values["model.num_heads"]
     for key, whole, part in (

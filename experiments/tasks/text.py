@@ -77,13 +77,14 @@ def language_model(m: ConfigDict) -> LanguageModel:
     """Return the decoder of `config.model`: pre-norm blocks, rotary positions, grouped heads."""
     attention = MultiHeadAttention(
         m.num_heads, num_kv_heads=m.num_kv_heads, rotary=Rotary(), use_bias=False,
-        dropout_rate=m.attention_dropout_rate, kernel=m.kernel,
+        dropout_rate=m.attention_dropout_rate, kernel=m.kernel, dtype=jnp.dtype(m.dtype),
     )  # fmt: skip
     block = DecoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
-        dropout_rate=m.dropout_rate,
+        dropout_rate=m.dropout_rate, remat=m.remat,
     )  # fmt: skip
-    embedding, decoder = TokenEmbedding(256, m.features), Decoder(m.num_layers, block)
+    embedding = TokenEmbedding(256, m.features, dtype=attention.dtype)
+    decoder = Decoder(m.num_layers, block, scan=m.scan)
     return LanguageModel(embedding, decoder, tied=m.tied, dropout_rate=m.dropout_rate)
 
 
