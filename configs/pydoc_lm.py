@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
     config.seeds = 1  # train this many models in parallel, with seeds seed, seed + 1, …
     config.steps = 2400
     config.batch_size = 8
-    config.length = 128  # bytes in a training example
+    config.length = 128  # bytes, or tokens, in a training example
 
     config.log_every = 50
     config.evaluate_every = 600
@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.path = ""  # a text file; "": pydoc_data.topics
+    config.data.tokenizer = ""  # a Hugging Face tokenizer.json; "": bytes
     config.data.split = "test"  # or "validation", to tune settings
     config.data.stride = 32  # the stride of windows over the held-out text
 

@@ -152,13 +152,14 @@ def find_run(
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(
                 f"{path} was trained on the file {value!r:.300}, and only its owner can say that "
-                f"it be read: name it again (--config.{key}, or --data of experiments.generate)"
+                f"it be read: name it again (--config.{key}, or --data or --tokenizer of "
+                f"experiments.generate)"
             )
     return Run(path, ConfigDict(found), resumed=True)
 
 
 def _names_file(key: str) -> bool:
-    return key.split(".")[-1] == "path"
+    return key in ("data.path", "data.tokenizer")
 
 
 def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:

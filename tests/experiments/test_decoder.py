@@ -1,5 +1,10 @@
-"""The text task as a decoder to grow: dtypes, loops, recomputation and accumulated gradients."""
+"""The text task as a decoder to grow: dtypes, loops, accumulated gradients and tokenizers."""
 
+import importlib
+import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +15,33 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import pydoc_lm
-from experiments import tasks
+from experiments import reports, tasks
 from experiments.runs import fields, rundir
 from experiments.runs.failures import RunError
+from experiments.runs.fingerprint import fingerprint
 from experiments.runs.keys import flatten
+from experiments.tasks import text, vocabulary
 from experiments.trainer import loop
 from experiments.trainer.optimizer import make_optimizer
+
+ROOT = Path(__file__).parent.parent.parent
+WRITTEN = "Être, ou ne pas être: that is the question. 日本語 \n" * 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the path of a byte-level BPE of 280 tokens."""
+    library: Any = pytest.importorskip("tokenizers")
+    bpe, bytewise = library.Tokenizer(library.models.BPE()), library.pre_tokenizers.ByteLevel
+    bpe.pre_tokenizer = bytewise(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=bytewise.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator([WRITTEN], trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    bpe.save(str(path))
+    return str(path)
 
 
 @pytest.fixture
@@ -142,6 +168,7 @@ def test_run_from_before_a_key_resumes_with_its_old_value(
         ("model.dtype", "int8", "model.dtype must be one of float32, bfloat16, float16"),
         ("model.scan", 1, "model.scan must be true or false, got 1"),
         ("model.remat", "yes", "model.remat must be true or false, got 'yes'"),
+        ("data.tokenizer", 3, "data.tokenizer must be the file of a Hugging Face tokenizer, or em"),
         ("optimizer.accumulate", 0, "optimizer.accumulate must be a whole number from 1"),
         ("optimizer.accumulate", 3, "steps must be a multiple of .*=3, got 4; try 6"),
     ],
@@ -150,3 +177,113 @@ def test_wrong_values_are_refused(config: ConfigDict, key: str, value: Any, mess
     values = flatten(config.to_dict())
     with pytest.raises(RunError, match=message):
         fields.check(values | {key: value}, values)
+
+
+def test_tokens_become_the_text_again(tokenizer: str) -> None:
+    for words in (vocabulary.make(tokenizer), vocabulary.make("")):
+        tokens = words.encode(WRITTEN.encode())
+        assert tokens.max() < words.size
+        for split in (1, 7):
+            say = words.stream(tokens[:split])
+            said = "".join(map(say, tokens[split:].tolist()))
+            assert WRITTEN.endswith(said)
+            assert split > 1 or said == WRITTEN
+        batch = text.windows(tokens, 16, 5)
+        np.testing.assert_array_equal(batch["tokens"][:, 1:][batch["weight"] > 0], tokens[1:])
+    assert len(vocabulary.make(tokenizer).encode(WRITTEN.encode())) < 0.75 * len(WRITTEN)
+
+
+def test_ends_of_a_text_may_cut_a_character(tokenizer: str) -> None:
+    words = vocabulary.make(tokenizer)
+    cut, whole = words.encode("本, 日".encode()[1:-1]), words.encode(b", ")
+    np.testing.assert_array_equal(cut, whole)
+    with pytest.raises(RunError, match=r"a tokenizer needs a text in UTF-8: .*; convert it"):
+        words.encode(b"a\xffb")
+
+
+def test_bits_per_byte_count_bytes_with_a_tokenizer(
+    config: ConfigDict, tokenizer: str, tmp_path: Path
+) -> None:
+    """A uniform model takes log₂ 280 bits for each token."""
+    config.data.tokenizer, config.data.path = tokenizer, str(tmp_path / "text")
+    Path(config.data.path).write_text(WRITTEN)
+    task = tasks.make(config)
+    assert isinstance(task, text.Text)
+    assert task.model.embedding.vocab_size == 280
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums = [task.evaluate(params, batch) for batch in task.test_batches()]
+    count, bits = (sum(float(x[name]) for x in sums) for name in ("count", "bits_per_byte"))
+    assert count == len(task.held) - 1
+    expected = math.log2(280) * count / len(task.test)
+    assert bits / count == pytest.approx(expected, rel=1e-5)
+    batch = next(iter(task.batches(0, 4, np.arange(4))))
+    _, metrics = task.loss(params, batch, jax.random.key(0))
+    per_byte = (len(task.tokens) - 1) / len(task.train)
+    assert metrics["bits_per_byte"] == pytest.approx(math.log2(280) * per_byte, rel=1e-5)
+    reports.make(task).draw(params, tmp_path)
+    assert (tmp_path / "context.png").exists()
+    # Another tokenizer is other data.
+    config.data.tokenizer = ""
+    assert fingerprint(tasks.make(config)) != fingerprint(task)
+
+
+def test_wrong_tokenizers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    for content in ("", "{}", "[1"):
+        path.write_text(content)
+        with pytest.raises(RunError, match=r"must be a tokenizer\.json, got '.*json': "):
+            vocabulary.make(str(path))
+    with pytest.raises(RunError, match=r"must be a tokenizer\.json, got '/dev/zero'"):
+        vocabulary.make("/dev/zero")
+
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(RunError, match="needs the package tokenizers; pip install tokenizers"):
+        vocabulary.make(str(path))
+
+
+def test_tokenizer_named_only_by_the_folder_is_not_read(
+    config: ConfigDict, tokenizer: str, tmp_path: Path
+) -> None:
+    config.data.tokenizer = tokenizer
+    rundir.open_run(tmp_path, config, {}).begin("hash")
+    with pytest.raises(RunError, match=r"--tokenizer of experiments.generate"):
+        rundir.find_run(tmp_path)
+    assert rundir.find_run(tmp_path, {"data.tokenizer": tokenizer}).resumed
+
+
+@pytest.mark.slow
+def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Path) -> None:
+    data, run = tmp_path / "text", tmp_path / "run"
+    data.write_text(WRITTEN)
+
+    def said(program: str, *words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", f"experiments.{program}", *words], cwd=ROOT,
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    small = {
+        "length": 16, "batch_size": 8, "steps": 200, "evaluate_every": 200, "data.stride": 8,
+        "checkpoint_every": 100, "data.path": data, "data.tokenizer": tokenizer,
+        "model.features": 32, "model.mlp_dim": 64, "model.num_layers": 2, "model.scan": True,
+        "model.remat": True, "optimizer.accumulate": 2, "optimizer.learning_rate": 0.02,
+        "mesh.data": 1,
+    }  # fmt: skip
+    words = ["--config=configs/pydoc_lm.py", f"--workdir={run}"]
+    words += [f"--config.{key}={value}" for key, value in small.items()]
+    assert "bits per byte" in said("train", *words)
+    newest = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    assert newest.name == "200"
+    shutil.rmtree(newest)
+    assert "100 steps on" in said("train", *words)
+    named = [f"--data={data}", f"--tokenizer={tokenizer}"]
+    answer = said("generate", f"--workdir={run}", "--prompt=Être, ou ne pas", *named)
+    assert answer.startswith(" être: that is the question.")
+    assert "bits per byte" in said("report", str(run), *named)
