@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import pydoc_lm
+from configs import decoder_1b, pydoc_lm
 from experiments import reports, tasks
 from experiments.runs import fields, rundir
 from experiments.runs.failures import RunError
@@ -287,3 +287,17 @@ def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Pa
     answer = said("generate", f"--workdir={run}", "--prompt=Être, ou ne pas", *named)
     assert answer.startswith(" être: that is the question.")
     assert "bits per byte" in said("report", str(run), *named)
+
+
+def test_decoder_config_has_its_stated_sizes() -> None:
+    config = decoder_1b.get_config()
+    for model, size in (
+        ({}, 973_670_400),
+        ({"features": 4096, "num_layers": 32, "mlp_dim": 14336, "tied": False}, 6_981_685_248),
+        ({"features": 128, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 384},
+         787_584),
+    ):  # fmt: skip
+        decoder = text.language_model(changed(config, **model).model, 256)
+        with jax.numpy_dtype_promotion("standard"):  # as for users: Flax's norms need it
+            shapes = jax.eval_shape(decoder.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+        assert sum(x.size for x in jax.tree.leaves(shapes)) == size
