@@ -184,8 +184,7 @@ def test_tokens_become_the_text_again(tokenizer: str) -> None:
         tokens = words.encode(WRITTEN.encode())
         assert tokens.max() < words.size
         for split in (1, 7):
-            say = words.stream(tokens[:split])
-            said = "".join(map(say, tokens[split:].tolist()))
+            said = "".join(map(words.stream(tokens[:split]), tokens[split:].tolist()))
             assert WRITTEN.endswith(said)
             assert split > 1 or said == WRITTEN
         batch = text.windows(tokens, 16, 5)
@@ -195,8 +194,7 @@ def test_tokens_become_the_text_again(tokenizer: str) -> None:
 
 def test_ends_of_a_text_may_cut_a_character(tokenizer: str) -> None:
     words = vocabulary.make(tokenizer)
-    cut, whole = words.encode("本, 日".encode()[1:-1]), words.encode(b", ")
-    np.testing.assert_array_equal(cut, whole)
+    np.testing.assert_array_equal(words.encode("本, 日".encode()[1:-1]), words.encode(b", "))
     with pytest.raises(RunError, match=r"a tokenizer needs a text in UTF-8: .*; convert it"):
         words.encode(b"a\xffb")
 
@@ -207,8 +205,7 @@ def test_bits_per_byte_count_bytes_with_a_tokenizer(
     """A uniform model takes log₂ 280 bits for each token."""
     config.data.tokenizer, config.data.path = tokenizer, str(tmp_path / "text")
     Path(config.data.path).write_text(WRITTEN)
-    task = tasks.make(config)
-    assert isinstance(task, text.Text)
+    task: Any = tasks.make(config)
     assert task.model.embedding.vocab_size == 280
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
