@@ -63,4 +63,5 @@ def get_config() -> ConfigDict:
     config.optimizer.b2 = 0.99
     config.optimizer.weight_decay = 0.05  # of kernels only
     config.optimizer.clip_norm = 1.0
+    config.optimizer.accumulate = 1  # batches whose gradients are averaged for an update
     return config

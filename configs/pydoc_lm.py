@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
     config.seeds = 1  # train this many models in parallel, with seeds seed, seed + 1, …
     config.steps = 2400
     config.batch_size = 8
-    config.length = 128  # bytes in a training example
+    config.length = 128  # bytes, or tokens, in a training example
 
     config.log_every = 50
     config.evaluate_every = 600
@@ -40,6 +40,7 @@ def get_config() -> ConfigDict:
 
     config.data = ConfigDict()
     config.data.path = ""  # a text file; "": pydoc_data.topics
+    config.data.tokenizer = ""  # a Hugging Face tokenizer.json; "": bytes
     config.data.split = "test"  # or "validation", to tune settings
     config.data.stride = 32  # the stride of windows over the held-out text
 
@@ -56,6 +57,9 @@ def get_config() -> ConfigDict:
     config.model.dropout_rate = 0.0
     config.model.attention_dropout_rate = 0.0
     config.model.kernel = "auto"  # see flax_mha.explain
+    config.model.dtype = "float32"  # the dtype of the computation; parameters are float32
+    config.model.scan = False  # True to run the layers in one loop, compiled once
+    config.model.remat = False  # True to recompute each layer in the backward pass to save memory
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3
@@ -65,4 +69,5 @@ def get_config() -> ConfigDict:
     config.optimizer.b2 = 0.98
     config.optimizer.weight_decay = 0.1
     config.optimizer.clip_norm = 1.0
+    config.optimizer.accumulate = 1  # batches whose gradients are averaged for an update
     return config

@@ -22,17 +22,20 @@ class Finished(NamedTuple):
     rows: list[dict[str, Any]]
 
 
-def open_run(workdir: str | Path, data: str | None = None) -> tuple[rundir.Run, Any]:
+def open_run(
+    workdir: str | Path, data: str | None = None, tokenizer: str | None = None
+) -> tuple[rundir.Run, Any]:
     """Return the run in a folder, set to one device, and its task.
 
     Args:
       workdir: the folder.
       data: the file that the run was trained on, if it was one.
+      tokenizer: the file of its tokenizer, if it has one.
 
     Raises:
       ValueError: if there is no such run, or its data have changed.
     """
-    run = rundir.find_run(workdir, {"data.path": data})
+    run = rundir.find_run(workdir, {"data.path": data, "data.tokenizer": tokenizer})
     for axis in mesh.AXES:
         run.config.mesh[axis] = 1
     task = tasks.make(run.config)

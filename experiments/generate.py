@@ -6,8 +6,9 @@
     python -m experiments.generate --model=path/to/Qwen3-0.6B --prompt="The capital of France is"
 
 Of a run its own config and its latest checkpoint are used, on one device. The file that it was
-trained on, if it was one, is read if --data names it. Of a model the `config.json`, safetensors and
-`tokenizer.json` of a Hugging Face folder are used.
+trained on, if it was one, is read if --data names it, and the file of its tokenizer if --tokenizer
+does. Of a model the `config.json`, safetensors and `tokenizer.json` of a Hugging Face folder are
+used.
 """
 
 import sys
@@ -24,6 +25,7 @@ from experiments.runs.failures import RunError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "A run's folder.")
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
+TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
 MODEL = flags.DEFINE_string("model", None, "A Hugging Face folder.")
 PROMPT = flags.DEFINE_string("prompt", None, "What to go on with, or to translate.", required=True)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of the draws; 0: the most likely, always.")
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
         }  # fmt: skip
         workdir, model = WORKDIR.value, MODEL.value
         if workdir is not None and model is None:
-            speak(workdir, PROMPT.value, DATA.value, **options)
+            speak(workdir, PROMPT.value, DATA.value, TOKENIZER.value, **options)
         elif model is not None and workdir is None:
             given = {name: value for name, value in options.items() if value is not None}
             pretrained.respond(model, PROMPT.value, _say, **given)
@@ -58,19 +60,23 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def speak(workdir: str | Path, prompt: str, path: str | None = None, **options: Any) -> None:
+def speak(
+    workdir: str | Path, prompt: str, path: str | None = None, tokenizer: str | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
     """Restore the run in a folder, and print its answer to a prompt.
 
     Args:
       workdir: the folder.
       prompt: a text.
       path: the file that the run was trained on, if it was one.
+      tokenizer: the file of its tokenizer, if it has one.
       **options: options of `flax_mha.generate`; None for the task's own.
 
     Raises:
       ValueError: if there is no such run, or it can't do that.
     """
-    run, task = finished.open_run(workdir, path)
+    run, task = finished.open_run(workdir, path, tokenizer)
     respond = responses.RESPOND.get(run.config.task)
     if respond is None:
         raise RunError(

@@ -219,7 +219,7 @@ def by_distance(path: Path, weights: np.ndarray) -> None:
 
 
 def by_place(path: Path, bits: np.ndarray) -> None:
-    """Draw bits per byte over the number of bytes that the model saw before.
+    """Draw bits per byte over the number of tokens that the model saw before.
 
     Args:
       path: the path of the PNG.
@@ -228,6 +228,6 @@ def by_place(path: Path, bits: np.ndarray) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(np.arange(len(bits)), bits, color=COLORS["test"])
-    axes.set(xlabel="bytes before in the window", ylabel="bits per byte, held-out text")
+    axes.set(xlabel="tokens before in the window", ylabel="bits per byte, held-out text")
     axes.grid(alpha=0.3)
     save(figure, path, 120)

@@ -19,6 +19,7 @@ from experiments.runs import log
 from experiments.runs.failures import RunError
 
 DATA = flags.DEFINE_string("data", None, "The file that the run was trained on, if it was one.")
+TOKENIZER = flags.DEFINE_string("tokenizer", None, "The file of the run's tokenizer, if any.")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,7 +28,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         if len(argv) != 2:
             raise RunError(f"give the folder of one run, got {argv[1:]}")
-        run, task, params, rows = finished.load(*finished.open_run(argv[1], DATA.value))
+        opened = finished.open_run(argv[1], DATA.value, TOKENIZER.value)
+        run, task, params, rows = finished.load(*opened)
         tests = [row for row in rows if row["split"] == "test"]
         if not tests:
             raise RunError(f"{run.path} has no test metrics yet; train it further")

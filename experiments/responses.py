@@ -1,6 +1,5 @@
 """The answers of trained tasks to a prompt: text that goes on, and translations."""
 
-import codecs
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 
 from experiments.runs.failures import RunError
 from experiments.tasks.task import Params
-from experiments.tasks.text import START
 from flax_mha.models.generation import generate
 
 Say = Callable[[str], None]
@@ -18,7 +16,7 @@ Say = Callable[[str], None]
 def continue_text(
     task: Any, params: Params, prompt: str, say: Say, options: dict[str, Any]
 ) -> None:
-    """Say how a text goes on, byte by byte, as far as the model's context reaches.
+    """Say how a text goes on, token by token, as far as the model's context reaches.
 
     Args:
       task: an `experiments.tasks.text.Text`.
@@ -31,22 +29,22 @@ def continue_text(
       RunError: if the prompt leaves no room for `max_new_tokens`.
     """
     length = task.config.length
-    given = (START + prompt.encode())[-length:]
+    given = task.vocabulary.encode(prompt.encode())[-length:]
     room = length - len(given) + 1
     count = options.pop("max_new_tokens", room)
     if not 1 <= count <= room:
         raise RunError(
             f"--max_new_tokens must be in 1 … {room}: the model has seen {length} "
-            f"bytes at once, of which the prompt takes {len(given)}, got {count}"
+            f"tokens at once, of which the prompt takes {len(given)}, got {count}"
         )
-    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    read = task.vocabulary.stream(given)
 
     def show(step: int, tokens: np.ndarray) -> None:
-        say(utf8.decode(tokens.astype(np.uint8).tobytes()))
+        say("".join(map(read, tokens.tolist())))
 
     if options.get("beams", 1) == 1:
         options["callback"] = show
-    tokens = jnp.asarray(np.frombuffer(given, np.uint8)[None], jnp.int32)
+    tokens = jnp.asarray(given[None], jnp.int32)
     # Prompts of all lengths find the compiled step of one capacity again.
     options |= {"max_new_tokens": count, "capacity": length}
     found = generate(task.model, {"params": params}, tokens, **options)

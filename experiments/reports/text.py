@@ -15,7 +15,8 @@ from experiments import plots
 from experiments.reports import base
 from experiments.reports.base import measured
 from experiments.tasks.task import Params
-from experiments.tasks.text import START, windows
+from experiments.tasks.text import windows
+from experiments.tasks.vocabulary import START
 
 BYTES = 256
 
@@ -81,10 +82,10 @@ class Report(base.Report):
         }
 
     def draw(self, params: Params, workdir: Path) -> None:
-        """Draw `context.png`: bits per byte over the number of bytes seen before it."""
+        """Draw `context.png`: bits per byte over the number of tokens seen before it."""
         T = self.task.config.length
-        apart = windows(self.task.test, T, T)
+        apart = windows(self.task.held, T, T)
         losses = np.asarray(jax.jit(self.task.losses)(params, apart))
         weight = apart["weight"]
-        bits = (losses * weight).sum(0) / np.maximum(weight.sum(0), 1) / math.log(2)
+        bits = (losses * weight).sum(0) / np.maximum(weight.sum(0), 1) * self.task.scales[1]
         plots.by_place(workdir / "context.png", np.where(weight.any(0), bits, np.nan))

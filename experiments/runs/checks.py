@@ -77,7 +77,7 @@ def check_fits(program: Any) -> None:
 
 
 def check_stride(stride: int, length: int) -> None:
-    """Check that windows of a length, a stride apart, leave out no byte of a text."""
+    """Check that windows of a length, a stride apart, leave out no token of a text."""
     if not 1 <= stride <= length:
         raise RunError(
             f"config.data.stride must be in 1 … config.length={length}, got {stride}; try "
@@ -86,10 +86,10 @@ def check_stride(stride: int, length: int) -> None:
 
 
 def check_length(length: int, size: int) -> None:
-    """Check that a training text of a size has more bytes than the model sees at once."""
+    """Check that a training text of a size has more tokens than the model sees at once."""
     if size <= length:
         raise RunError(
-            f"the training text must be longer than config.length={length} bytes, got "
+            f"the training text must be longer than config.length={length} tokens, got "
             f"{size}; give more text, or a shorter length"
         )
 

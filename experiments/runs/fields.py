@@ -124,7 +124,7 @@ TABLE = {
     "steps": whole("of training"),
     "batch_size": whole("rows of a step, over all devices"),
     "label_smoothing": real("share of the label that is spread over all classes", _RATE),
-    "length": whole("bytes that the model sees at once", 1, 2**30),
+    "length": whole("tokens that the model sees at once", 1, 2**30),
     "hidden": real("share of the bytes that are to be guessed", "[0.001, 1]"),
     "log_every": whole("steps between two lines of the log; each waits for the device"),
     "evaluate_every": whole("steps between two evaluations"),
@@ -144,8 +144,11 @@ TABLE = {
         "on a CPU: as how many devices each process's cores serve; 0: as they are", 0, DEVICES
     ),
     "data.path": Field("a file of your own; empty: the task's data", "a file, or empty", str),
+    "data.tokenizer": Field(
+        "of a text; empty: its bytes", "the file of a Hugging Face tokenizer, or empty", str
+    ),
     "data.split": one_of("the part that is held out", "test", "validation"),
-    "data.stride": whole("bytes between two windows over the held-out text", 1, 2**30),
+    "data.stride": whole("tokens between two windows over the held-out text", 1, 2**30),
     "model.patch_size": one_of("pixels along the side of a patch", 1, 2, 4, 8),
     "model.features": whole("of each token", 1, 2**20),
     "model.num_layers": whole("blocks", 1, _STACK),
@@ -175,6 +178,12 @@ TABLE = {
     "optimizer.b2": real("decay of AdamW's second moments", _RATE),
     "optimizer.weight_decay": real("of kernels only", "[0, 1000]"),
     "optimizer.clip_norm": real("norm beyond which gradients are clipped", "(0, 1000000]"),
+    "optimizer.accumulate": whole("steps whose gradients are averaged for one update", 1, 2**20),
+}  # fmt: skip
+# Keys that runs of earlier versions lack, with the values that such runs go on with.
+ADDED = {
+    "data.tokenizer": "", "model.dtype": "float32", "model.scan": False, "model.remat": False,
+    "optimizer.accumulate": 1,
 }  # fmt: skip
 
 
@@ -214,6 +223,12 @@ def check(values: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
         raise RunError(
             f"config.seed + config.seeds must be at most {SEEDS:,}, got {seed} + {seeds}; "
             f"try config.seed={SEEDS - seeds}"
+        )
+    steps, accumulate = values["steps"], values["optimizer.accumulate"]
+    if steps % accumulate:
+        raise RunError(
+            f"config.steps must be a multiple of config.optimizer.accumulate={accumulate}, got "
+            f"{steps}; try {-(-steps // accumulate) * accumulate}"
         )
     features, heads = values["model.features"], values["model.num_heads"]
     for key, whole, part in (

@@ -16,6 +16,11 @@ def _text(task: Any) -> bytes:
     return bytes(task.train) + b"\0" + bytes(task.test)
 
 
+def _tokens(task: Any) -> bytes:
+    file: bytes = task.vocabulary.file
+    return _text(task) + (b"\0" + file if file else b"")
+
+
 def _pairs(task: Any) -> bytes:
     pairs = [*task.split.sample, *task.split.test, *task.split.unseen]
     return "\n".join(map("\t".join, pairs)).encode()
@@ -28,7 +33,7 @@ def _batches(task: Any) -> bytes:
 
 # By `config.task`: the bytes that each has always been known by, so that old runs go on.
 _BYTES: dict[str, Callable[[Any], bytes]] = {
-    "digits": _images, "masked": _text, "text": _text, "translation": _pairs,
+    "digits": _images, "masked": _text, "text": _tokens, "translation": _pairs,
 }  # fmt: skip
 
 

@@ -141,20 +141,25 @@ def find_run(
         schema = fields.schema(task, flatten(more))
         # A run of a time when meshes had fewer axes has the others' defaults.
         axes = {key: value for key, value in schema.items() if key.startswith("mesh.")}
-        fields.check(axes | flatten(found), schema)
+        added = {key: value for key, value in fields.ADDED.items() if key in schema}
+        fields.check(axes | added | flatten(found), schema)
     except RunError as error:
         raise RunError(f"{path / CONFIG} is no config of a run: {error}") from None
+    for key, value in added.items():
+        group, name = key.split(".")
+        found[group].setdefault(name, value)
     for key, value in flatten(found).items():
         if _names_file(key) and value and (named or {}).get(key) != value:
             raise RunError(
                 f"{path} was trained on the file {value!r:.300}, and only its owner can say that "
-                f"it be read: name it again (--config.{key}, or --data of experiments.generate)"
+                f"it be read: name it again (--config.{key}, or --data or --tokenizer of "
+                f"experiments.generate)"
             )
     return Run(path, ConfigDict(found), resumed=True)
 
 
 def _names_file(key: str) -> bool:
-    return key.split(".")[-1] == "path"
+    return key in ("data.path", "data.tokenizer")
 
 
 def _is_ours(path: Path, config: ConfigDict | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""Text, byte by byte: Python's own documentation, or a file of yours."""
+"""Text, by bytes or tokens: Python's own documentation, or a file of yours."""
 
 import math
 from typing import Any
@@ -12,12 +12,12 @@ from ml_collections import ConfigDict
 
 from experiments.runs import checks, files
 from experiments.runs.failures import RunError
+from experiments.tasks import vocabulary
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import Rotary
 
-START = b"\n"  # the byte in front of a text
 EVERY = 10  # one of so many topics, or tenths of a file, is held out
 ROWS = 64  # windows of a test batch
 SPLITS = ("test", "validation")
@@ -50,51 +50,64 @@ def load(path: str = "", split: str = "test") -> tuple[bytes, bytes]:
     return joint.join(parts), joint.join(held)
 
 
-def windows(text: bytes, length: int, stride: int) -> Batch:
-    """Return stretches of a text that predict each of its bytes once.
+def windows(tokens: np.ndarray, length: int, stride: int) -> Batch:
+    """Return stretches of a text that predict each of its tokens once.
 
-    They are `tokens` uint8 [windows, T + 1], whose last T are predicted, and their `weight` float32
-    [windows, T]: 1 where a byte is predicted that no window before predicts.
+    They are `tokens` [windows, T + 1], whose last T are predicted, and their `weight` float32
+    [windows, T]: 1 where a token is predicted that no window before predicts.
 
     Args:
-      text: n bytes.
-      length: T, the bytes that the model sees.
-      stride: the bytes from one window to the next; each byte is predicted from at least
-        T − stride bytes before it, where the text has as many.
+      tokens: the start token and n others.
+      length: T, the tokens that the model sees.
+      stride: the tokens from one window to the next; each token is predicted from at least
+        T − stride tokens before it, where the text has as many.
     """
     checks.check_stride(stride, length)
-    n = len(text)
+    n = len(tokens) - 1
     starts = range(0, max(1, n - length + stride), stride)
-    padded = np.frombuffer(START + text + bytes(length + stride), np.uint8)
-    tokens = np.stack([padded[start : start + length + 1] for start in starts])
+    padded = np.pad(tokens, (0, length + stride))
+    rows = np.stack([padded[start : start + length + 1] for start in starts])
     first = np.asarray(starts)[:, None]
     new = (np.arange(length) >= length - stride) | (first == 0)
     there = first + np.arange(length) < n
-    return {"tokens": tokens, "weight": (new & there).astype(np.float32)}
+    return {"tokens": rows, "weight": (new & there).astype(np.float32)}
 
 
-def language_model(m: ConfigDict) -> LanguageModel:
-    """Return the decoder of `config.model`: pre-norm blocks, rotary positions, grouped heads."""
+def language_model(m: ConfigDict, tokens: int) -> LanguageModel:
+    """Return the decoder of `config.model`: pre-norm blocks, rotary positions, grouped heads.
+
+    Args:
+      m: the config's part `model`.
+      tokens: the size of the vocabulary.
+    """
     attention = MultiHeadAttention(
         m.num_heads, num_kv_heads=m.num_kv_heads, rotary=Rotary(), use_bias=False,
-        dropout_rate=m.attention_dropout_rate, kernel=m.kernel,
+        dropout_rate=m.attention_dropout_rate, kernel=m.kernel, dtype=jnp.dtype(m.dtype),
     )  # fmt: skip
     block = DecoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
-        dropout_rate=m.dropout_rate,
+        dropout_rate=m.dropout_rate, remat=m.remat,
     )  # fmt: skip
-    embedding, decoder = TokenEmbedding(256, m.features), Decoder(m.num_layers, block)
+    embedding = TokenEmbedding(tokens, m.features, dtype=attention.dtype)
+    decoder = Decoder(m.num_layers, block, scan=m.scan)
     return LanguageModel(embedding, decoder, tied=m.tied, dropout_rate=m.dropout_rate)
 
 
 class Text:
-    """The prediction of the next byte: a `Task`."""
+    """The prediction of the next token: a `Task`."""
 
     def __init__(self, config: ConfigDict) -> None:
-        self.config, self.model = config, language_model(config.model)
+        self.config, self.vocabulary = config, vocabulary.make(config.data.tokenizer)
+        self.model = language_model(config.model, self.vocabulary.size)
         self.train, self.test = load(config.data.path, config.data.split)
-        checks.check_length(config.length, len(self.train))
-        self.windows = windows(self.test, config.length, config.data.stride)
+        self.tokens, self.held = map(self.vocabulary.encode, (self.train, self.test))
+        checks.check_length(config.length, len(self.tokens) - 1)
+        self.windows = windows(self.held, config.length, config.data.stride)
+        # By which the nats of a token become bits of a byte.
+        self.scales = [
+            (len(tokens) - 1) / len(text) / math.log(2)
+            for tokens, text in ((self.tokens, self.train), (self.held, self.test))
+        ]
 
     def init(self, key: jax.Array) -> Params:
         """Return fresh parameters."""
@@ -102,9 +115,8 @@ class Text:
         return self.model.init(key, tokens, deterministic=True)["params"]
 
     def batches(self, seed: int, batch_size: int, rows: np.ndarray) -> grain.IterDataset:
-        """Return endless `tokens` uint8 [rows, T + 1], from anywhere in the training text."""
-        text = np.frombuffer(START + self.train, np.uint8)
-        places = np.lib.stride_tricks.sliding_window_view(text, self.config.length + 1)
+        """Return endless `tokens` [rows, T + 1], from anywhere in the training text."""
+        places = np.lib.stride_tricks.sliding_window_view(self.tokens, self.config.length + 1)
         indices = shuffled(len(places), batch_size, seed)
         return indices.map(lambda i: {"tokens": places[i[rows]]})
 
@@ -116,17 +128,17 @@ class Text:
         return [{name: x[i] for name, x in parts.items()} for i in range(count)]
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
-        """Return the cross entropy of each next byte, in nats and in bits."""
+        """Return the cross entropy of each next token, in nats, and in bits per byte."""
         loss = self.losses(params, batch, deterministic=False, rngs={"dropout": key}).mean()
-        return loss, {"bits_per_byte": loss / math.log(2)}
+        return loss, {"bits_per_byte": loss * self.scales[0]}
 
     def evaluate(self, params: Params, batch: Batch) -> Metrics:
-        """Return the cross entropy of the bytes that a window is to predict."""
+        """Return the cross entropy of the tokens that a window is to predict."""
         loss, count = jnp.sum(self.losses(params, batch) * batch["weight"]), batch["weight"].sum()
-        return {"loss": loss, "bits_per_byte": loss / math.log(2), "count": count}
+        return {"loss": loss, "bits_per_byte": loss * self.scales[1], "count": count}
 
     def losses(self, params: Params, batch: Batch, **call: Any) -> jax.Array:
-        """Return the cross entropy of each byte after the first [rows, T]."""
+        """Return the cross entropy of each token after the first [rows, T]."""
         tokens = batch["tokens"].astype(jnp.int32)
         call = {"deterministic": True} | call
         logits = self.model.apply({"params": params}, tokens[:, :-1], **call)

@@ -66,8 +66,7 @@ def one_model(config: ConfigDict, task: Task) -> tuple[Callable[..., Any], Calla
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             rate = jnp.asarray(schedule(state.step), jnp.float32)
         params = optax.apply_updates(state.params, updates)
-        # The steps that were left out in a row, up to this one.
-        metrics |= {"learning_rate": rate, "skipped": opt_state.notfinite_count}
+        metrics |= {"learning_rate": rate, "skipped": opt_state.notfinite_count}  # in a row
         return TrainState(state.step + 1, params, opt_state, state.key), metrics
 
     return create, step

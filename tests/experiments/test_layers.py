@@ -17,15 +17,16 @@ LAYERS = (
 MAINTAINERS = {"plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table"}
 # The files that a user reads to know how the layer is trained, and their lines at most.
 TRAINER = {
-    "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 30,
+    "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 36,
     "trainer/checkpoints.py": 95, "trainer/metrics.py": 60, "trainer/__init__.py": 5,
     "tasks/__init__.py": 25, "tasks/task.py": 50,
 }  # fmt: skip
 TASKS = {
-    "tasks/digits.py": 125, "tasks/masked.py": 120, "tasks/text.py": 135,
-    "tasks/translation.py": 165, "tasks/dates.py": 95,
+    "tasks/digits.py": 125, "tasks/masked.py": 120, "tasks/text.py": 150,
+    "tasks/translation.py": 165, "tasks/dates.py": 95, "tasks/vocabulary.py": 100,
 }  # fmt: skip
-WITH_ONE_TASK, WITH_ALL = 600, 1_100
+# All four: 1,100, and 110 for the vocabulary, which only readers of a tokenizer's text need.
+WITH_ONE_TASK, WITH_ALL = 600, 1_210
 
 
 def lines(path: Path) -> int:
