@@ -30,7 +30,8 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
-SLOW = {f"docs/{name}.md" for name in ("decoding", "fine-tune", "nnx", "performance", "sharding")}
+SLOW_NAMES = ("decoding", "fine-tune", "interop", "nnx", "performance", "sharding")
+SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
 
 def sharding(scope: Scope) -> None:
