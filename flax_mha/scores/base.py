@@ -93,12 +93,12 @@ def learned(scores: Any, num_heads: int, head_dim: int, make: Make) -> tuple[Sco
 
 
 def without_vectors(name: str, *fields: Sequence[ScoreMod]) -> None:
-    """Check that a layer has no scores with vectors, as it multiplies others than its heads'."""
+    """Check that a layer has no scores with vectors, if its products are not of its heads alone."""
     names = [type(mod).__name__ for scores in fields for mod in as_scores(scores) if mod.vectors]
     if names:
         raise ValueError(
-            f"{name} must have no scores of query and key vectors, as it multiplies others than "
-            f"its heads', got {', '.join(names)}; leave it out"
+            f"{name} must have no scores of query and key vectors, because its products are not of "
+            f"its heads' queries and keys alone, got {', '.join(names)}; leave it out"
         )
 
 
