@@ -14,7 +14,7 @@ __all__ = [
     "EncoderBlock", "Experts", "Explanation", "Generated", "KVCache", "LanguageModel",
     "MultiHeadAttention", "MultiHeadDotProductAttention", "Platform", "QKNorm", "SelfAttention",
     "Translator", "attention_fn", "cache", "dot_product_attention",
-    "dot_product_attention_weights", "explain", "generate", "interop", "masks", "models",
+    "dot_product_attention_weights", "edits", "explain", "generate", "interop", "masks", "models",
     "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding",
     "variants",
 ]  # fmt: skip
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from flax_mha.kernels import Platform as Platform
     from flax_mha.kernels import dot_product_attention as dot_product_attention
     from flax_mha.kernels import explain as explain
+    from flax_mha.layer import edits as edits
     from flax_mha.layer import plots as plots
     from flax_mha.layer.attention_fn import attention_fn as attention_fn
     from flax_mha.layer.attention_fn import (
@@ -64,7 +65,8 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
-        "layer": ("plots",),
+        "layer.edits": ("edits",),
+        "layer.plots": ("plots",),
         "models.experts": ("Experts",),
         "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
         "layer.muon": ("muon_dimensions",),
@@ -86,7 +88,7 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
         value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
         if name in _HOME:
-            value = getattr(value, name)
+            value = getattr(value, name, value)
         globals()[name] = value  # Python finds it without this function next time.
         return value
 

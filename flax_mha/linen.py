@@ -14,7 +14,7 @@ from flax_mha.base.arguments import check_known, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import Memory, as_cache_config, collection, sources
 from flax_mha.cache.sources import Shared
-from flax_mha.layer import core
+from flax_mha.layer import core, points
 from flax_mha.layer.linear import Projection
 from flax_mha.layer.parameters import ArrayEntry, Entry, NormEntry
 from flax_mha.layer.settings import Call, CallOptions
@@ -184,8 +184,8 @@ class MultiHeadAttention(Attention, nn.Module):
             table = self.checked_table(*(0 if x is None else x.shape[-1] for x in inputs))
             call = self._make_call(
                 options, with_parameters(self, self.scores, self, inputs_q.shape[-1]),
-                self._dropout_rng(options), self.is_mutable_collection("intermediates"),
-                return_weights,
+                self._dropout_rng(options), points.of_module(self, prefix="attention_"),
+                self.is_mutable_collection("intermediates"), return_weights,
             )  # fmt: skip
             p = {name: self._make(name, entry) for name, entry in table.items()}
             output = self.compute(p, inputs_q, inputs_k, inputs_v, call, cache)

@@ -19,7 +19,9 @@ from flax_mha.cache import KVCache, as_cache_config, sources
 from flax_mha.kernels.observe import as_capture
 from flax_mha.layer import core
 from flax_mha.layer.linear import Linear, answer
+from flax_mha.layer.edits import Edits
 from flax_mha.layer.parameters import ArrayEntry, Entry, LinearEntry, NormEntry
+from flax_mha.layer.points import Points, path_of
 from flax_mha.layer.settings import Call, CallOptions
 from flax_mha.layer.standard import Attention
 from flax_mha.scores import INIT, ScoreMod, as_scores, learned
@@ -144,13 +146,14 @@ class MultiHeadAttention(Attention, nnx.Module):
         table = self.table(D, self.in_kv_features, self.in_kv_features)
         N, K, H, Hv = self.sizes(D)
         self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
-        self.cache, self.capture = as_cache_config(self.cache), as_capture(self.capture)
+        self.cache, self.capture = as_cache_config(self.cache), as_capture(self.capture, in_layer=True)
         self.scores = nnx.data(as_scores(self.scores))
         # A tuple, so that the layer's definition can be hashed.
         self._entries = tuple(table.items())
         for name in _MAYBE:
             setattr(self, name, nnx.data(None))
         self.kv: nnx.Cache | None = nnx.data(None)
+        self.edits: Edits | None = nnx.data(None)
         metadata = {"query_ln": query_ln, "key_ln": key_ln}
         outs = (out_kernel or kernel, out_bias or bias)
         for name, entry in self._entries:
@@ -255,9 +258,11 @@ class MultiHeadAttention(Attention, nnx.Module):
             options["mask"] = masks.combine(masks.Causal(), options.get("mask"))
         # Outside of `nnx.capture`, of which nnx has no public sign, it would stay in the layer.
         is_captured = hasattr(self, "__captures__")
+        edits = {} if self.edits is None else self.edits.get_value()
         call = self._make_call(
-            options, self._learned(), self._dropout_rng(options), is_captured, return_weights
-        )
+            options, self._learned(), self._dropout_rng(options), Points(path_of(self), edits),
+            is_captured, return_weights,
+        )  # fmt: skip
         output = self.compute(self._parameters(), inputs_q, inputs_k, inputs_v, call, cache)
         if output.cache is not None and self.kv is not None:
             self.kv.set_value(output.cache)

@@ -6,11 +6,12 @@ With s the scores of one query (after `scores`, bias and mask) and p their softm
     lse        log Σ_j exp(s_j)
     entropy    −Σ_j p_j·log p_j, in nats: 0 if one key takes all weight, log S if all are equal
     max_logit  max_j s_j
+    scores     s_j before the mask
 
 A sink takes part in the sums, but has no weight of its own in the result. A fully masked query has
 weights and entropy 0, lse and max_logit −∞.
 
-The scores are recomputed from q and k, one block of queries at a time, so only the full weights
+The scores are recomputed from q and k, one block of queries at a time, so only weights and scores
 take memory of T·S. The output does not depend on the capture, and captured values have gradients.
 
 Sources: Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
@@ -38,7 +39,11 @@ from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.masks import EMPTY
 from flax_mha.masks.tiles import is_static
 
-Captured: TypeAlias = Literal["weights", "lse", "entropy", "max_logit"]
+Captured: TypeAlias = Literal["weights", "scores", "lse", "entropy", "max_logit"]
+_SQUARE = ("weights", "scores")
+# Tensors of the layer around a kernel, and of the block around a layer.
+POINTS = ("q", "k", "v", "z", "result", "out")
+BLOCK_POINTS = ("embed", "resid_pre", "resid_mid", "resid_post", "mlp_pre", "mlp_out")
 
 # The scores in memory at a time: 8 MiB in float32, the fastest of 2 to 16 MiB on two CPU cores.
 _SCORES = 2**21
@@ -53,11 +58,15 @@ _LEAST = -800.0
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """The values of a softmax to return. See `flax_mha.kernels.observe` for their definitions.
+    """The values of a call to return. See `flax_mha.kernels.observe` for those of a softmax.
 
     Attributes:
-      what: some of "weights", "lse", "entropy" and "max_logit".
-      heads: indices of query heads, such as (0, 3) (default: all N).
+      what: some of "weights", "scores", "lse", "entropy" and "max_logit". Layers also have "q",
+        "k", "v", "z" (the heads' outputs), "result" (each head's share of the output) and "out".
+        The block around a layer has "resid_pre", "resid_mid", "resid_post", "mlp_pre" and
+        "mlp_out", and a stack has "embed".
+      heads: indices of query heads, such as (0, 3) (default: all N). With them, "k" and "v" are
+        those that each of these heads reads.
       queries: indices of queries, such as range(128) (default: all T).
 
     Raises:
@@ -65,14 +74,14 @@ class Capture:
         raises ValueError if an index is out of range or repeated.
     """
 
-    what: Sequence[Captured]
+    what: Sequence[str]
     heads: Sequence[int] | None = None
     queries: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         names = self.what
         is_collection = isinstance(names, Sequence | Set) and not isinstance(names, str)
-        known = get_args(Captured)
+        known = (*get_args(Captured), *POINTS, *BLOCK_POINTS)
         if not is_collection or not all(isinstance(x, str) and x in known for x in names):
             raise ValueError(f"Capture takes a tuple of names out of {known}, got {names!r}")
         # Tuples, because a capture must be hashable.
@@ -86,9 +95,27 @@ class Capture:
         return heads, _resolve_indices("queries", self.queries, dims.T)
 
 
-def as_capture(capture: Any) -> Capture | None:
-    """Check that the argument `capture` is a `Capture` or None, and return it."""
-    if capture is None or isinstance(capture, Capture):
+    def of_softmax(self) -> "Capture | None":
+        """Return the capture of the values of a softmax alone, or None if there are none."""
+        names = tuple(name for name in self.what if name in get_args(Captured))
+        return dataclasses.replace(self, what=names) if names else None
+
+
+def as_capture(capture: Any, in_layer: bool = False) -> Capture | None:
+    """Check that the argument `capture` is a `Capture` or None, and return it.
+
+    Args:
+      capture: the argument.
+      in_layer: True if values outside of the softmax are allowed.
+    """
+    if capture is None or (isinstance(capture, Capture) and in_layer):
+        return capture
+    if isinstance(capture, Capture):
+        if others := {*capture.what} - {*get_args(Captured)}:
+            raise ValueError(
+                f"capture of a call without a layer must be some of {get_args(Captured)}, got "
+                f"{sorted(others)}; leave them out"
+            )
         return capture
     raise TypeError(
         f"capture must be a flax_mha.Capture, got {checks.describe(capture)}; give "
@@ -98,12 +125,12 @@ def as_capture(capture: Any) -> Capture | None:
 
 def observe(
     q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, capture: Capture
-) -> dict[Captured, jax.Array]:
+) -> dict[str, jax.Array]:
     """Return the captured values of a call, on any mesh, sharded by the compiler.
 
     q is [*B, T, N, H], k [*B, S, K, H], and lse [*B, N, T] comes from any kernel. Returns weights
-    [*B, heads, queries, S] in the dtype of q, before dropout, and lse, entropy and max_logit
-    [*B, heads, queries] in at least float32.
+    [*B, heads, queries, S] in the dtype of q, before dropout; scores of that shape, and lse,
+    entropy and max_logit [*B, heads, queries] in at least float32.
 
     Raises:
       ValueError: if an index is out of range.
@@ -112,28 +139,30 @@ def observe(
     chosen = capture.chosen(shapes.Dims.of(q, k, k))
     compute = functools.partial(_compute, names=names, chosen=chosen)
     rows = ("batch", "heads" if capture.heads is None else None, None)
-    layouts = {name: (*rows, None) if name == "weights" else rows for name in names}
+    layouts = {name: (*rows, None) if name in _SQUARE else rows for name in names}
     captured = sharding.auto(compute, layouts, q, k, lse, spec)
     return {name: captured[name] for name in names}
 
 
 def _compute(
-    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, names: Sequence[Captured],
+    q: jax.Array, k: jax.Array, lse: jax.Array, spec: AttentionSpec, names: Sequence[str],
     chosen: tuple[np.ndarray | None, np.ndarray | None],
-) -> dict[Captured, jax.Array]:  # fmt: skip
+) -> dict[str, jax.Array]:  # fmt: skip
     if not set(names) - {"lse"}:
-        return {name: _pick(lse[..., None], *chosen)[..., 0] for name in names}
+        return {name: pick(lse[..., None], *chosen)[..., 0] for name in names}
     dtype = q.dtype
     at = spec.at(shapes.Dims.of(q, k, k))
     # With a barrier, XLA shares nothing with the kernel, so the output stays the same to the bit.
     q, k, lse = jax.lax.optimization_barrier((q, k, lse))
     q, k = reference.heads_first(q, k)
     # Arrays over the scores have heads and queries on the same two axes, or size 1 there.
-    q, lse, at, spec = _map_arrays(lambda x: _pick(x, *chosen), (q, lse[..., None], at, spec))
-    k = _pick(k, chosen[0], None)
+    q, lse, at, spec = _map_arrays(lambda x: pick(x, *chosen), (q, lse[..., None], at, spec))
+    k = pick(k, chosen[0], None)
     if spec.sinks is not None and chosen[0] is not None:
         spec = spec.replace(sinks=spec.sinks[chosen[0]])
-    captured: dict[Captured, jax.Array] = {"lse": lse[..., 0]}
+    captured: dict[str, jax.Array] = {"lse": lse[..., 0]}
+    if "scores" in names:
+        captured["scores"] = reference.scores(q, k, spec.replace(mask=None), at)[0]
     if "weights" in names:
         score, allowed = reference.scores(q, k, spec, at)
         shift = jnp.where(lse == -jnp.inf, 0.0, lse)
@@ -183,7 +212,7 @@ def _map_arrays(fn: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return q, lse, at, map_score_arrays(fn, spec)
 
 
-def _pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
+def pick(x: jax.Array, heads: np.ndarray | None, queries: Any) -> jax.Array:
     """Return some heads and queries of x [*B|1, N|1, T|1, ·]. Axes of 1 stay."""
     for axis, indices in ((-3, heads), (-2, queries)):
         if indices is not None and not symbols.at_most(x.shape[axis], 1):
@@ -207,8 +236,8 @@ def _map_blocks(
 
         @jax.checkpoint
         def block(indices: jax.Array) -> tuple[jax.Array, ...]:
-            pick = functools.partial(_pick, heads=None, queries=indices)
-            block_q, _, block_at, block_spec = _map_arrays(pick, (q, (), part_at, part_spec))
+            of_block = functools.partial(pick, heads=None, queries=indices)
+            block_q, _, block_at, block_spec = _map_arrays(of_block, (q, (), part_at, part_spec))
             score, allowed = reference.scores(block_q, part_k, block_spec, block_at)
             score = score if allowed is None else jnp.where(allowed, score, -jnp.inf)
             return summary(score)

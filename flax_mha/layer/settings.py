@@ -16,6 +16,7 @@ from flax_mha.cache import CacheConfig
 from flax_mha.cache.sources import Given
 from flax_mha.kernels import Capture, KernelName
 from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import QKNorm
 from flax_mha.positions import Rotation
 from flax_mha.scores import ScoreMod
@@ -132,7 +133,7 @@ class Call:
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
-      capture: the internals to return.
+      points: the named tensors of the call, to change and to read.
       sower: the module that an `attention_fn` sows weights into.
     """
 
@@ -147,7 +148,7 @@ class Call:
     scale: float | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
-    capture: Capture | None = None
+    points: Points = dataclasses.field(default_factory=Points)
     sower: Any = None
 
 

@@ -16,6 +16,7 @@ from flax_mha.kernels.observe import as_capture
 from flax_mha.layer import core
 from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
+from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import (
     ZEROS,
@@ -53,7 +54,7 @@ class Attention(Fields):
         checks.fields(self)
         if self.rotary is not None:
             check_rotation(self.rotary)
-        as_capture(self.capture)
+        as_capture(self.capture, in_layer=True)
         cache = as_cache_config(self.cache)
         if self.decode is not False:
             cache.window(self.mask)
@@ -79,7 +80,7 @@ class Attention(Fields):
     # Not public, or `nnx.tabulate` would take it for a call.
     def _make_call(
         self, options: Mapping[str, Any], scores: tuple[ScoreMod, ...],
-        dropout_rng: jax.Array | None, is_captured: bool, return_weights: bool,
+        dropout_rng: jax.Array | None, points: Points, is_captured: bool, return_weights: bool,
     ) -> Call:  # fmt: skip
         """Return the arguments of a call as one value.
 
@@ -87,15 +88,16 @@ class Attention(Fields):
           options: the arguments by name.
           scores: the layer's scores, with their parameters.
           dropout_rng: a key, or None for no dropout.
+          points: the module's path and edits.
           is_captured: True if intermediates are collected.
           return_weights: True to return the weights.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
+        points.capture = captured(self.capture, sow_weights, is_captured, self.attention_fn)
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights,
-            "capture": captured(self.capture, sow_weights, is_captured, self.attention_fn),
+            "return_weights": return_weights, "points": points,
             "sower": self if sow_weights else None,
         }  # fmt: skip
         return Call(**named)

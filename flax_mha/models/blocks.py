@@ -10,7 +10,7 @@ import jax
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import Shared
-from flax_mha.layer import padding, settings
+from flax_mha.layer import padding, points, settings
 from flax_mha.linen import LayerOptions, MultiHeadAttention
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
 from flax_mha.sharding import rules
@@ -133,10 +133,12 @@ class Block(nn.Module):
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         mlp, shape, kv = self._mlp(), x.shape, None
 
+        taps = points.of_module(self, self.attention.capture)
+
         def branch(name: str, x: jax.Array) -> jax.Array:
             nonlocal kv
             if name == "mlp":
-                y = mlp(x, deterministic=deterministic)
+                y = taps("mlp_out", mlp(x, deterministic=deterministic))
             else:
                 layer = getattr(self, name)
                 # The layer's field `deterministic`, if set, takes precedence.
@@ -150,11 +152,15 @@ class Block(nn.Module):
             return self.make_norm(f"{name}_norm")(x)
 
         names = [*calls, "mlp"]
-        x = sharding.constrain(x, _AXES)
+        x = taps("resid_pre", sharding.constrain(x, _AXES))
         if not self.parallel:
             for name in names:
+                if name == "mlp":
+                    x = taps("resid_mid", x)
                 x = x + branch(name, norm(name, x) if self.pre_norm else x)
                 x = sharding.constrain(norm(name, x) if self.post_norm else x, _AXES)
+            x = taps("resid_post", x)
+            taps.finish(self)
             return x, kv
         if self.parallel == "own_norms":
             inputs = [norm(name, x) for name in names]
@@ -163,7 +169,9 @@ class Block(nn.Module):
         for name, branch_input in zip(names, inputs, strict=True):
             x = x + branch(name, branch_input)
         x = norm("attention", x) if self.post_norm else x
-        return sharding.constrain(x, _AXES), kv
+        x = taps("resid_post", sharding.constrain(x, _AXES))
+        taps.finish(self)
+        return x, kv
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:
@@ -180,7 +188,7 @@ class Block(nn.Module):
         return MLP(
             hidden, self.activation, self.gated, self.dropout_rate, biased, layer.kernel_init,
             layer.bias_init, layer.dtype, layer.param_dtype, layer.precision, layer.partitioned,
-            name="mlp",
+            layer.capture, name="mlp",
         )  # fmt: skip
 
     @nn.nowrap

@@ -11,6 +11,8 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
+from flax_mha.kernels import Capture
+from flax_mha.layer import points
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, projection
 
 Activation: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -36,6 +38,8 @@ class MLP(nn.Module):
       param_dtype: the dtype of the parameters.
       precision: the precision of matmuls (see `jax.lax.Precision`).
       partitioned: True to box the parameters with their logical axis names.
+      capture: the names of tensors to sow, of which the MLP has "mlp_pre", its hidden features
+        before the activation.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (gated).
     """
@@ -51,6 +55,7 @@ class MLP(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: PrecisionLike = None
     partitioned: bool = False
+    capture: Capture | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
@@ -61,8 +66,12 @@ class MLP(nn.Module):
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
         hidden, names = (self.hidden,), ("embed", "mlp")
+        taps = points.of_module(self, self.capture)
         up = dense("up", hidden, names)(x)
-        h = act(dense("gate", hidden, names)(x)) * up if self.gated else act(up)
+        pre = dense("gate", hidden, names)(x) if self.gated else up
+        pre = taps("mlp_pre", pre, ("batch", "length", "mlp"))
+        h = act(pre) * up if self.gated else act(pre)
+        taps.finish(self)
         h = sharding.constrain(h, ("batch", "length", "mlp"))
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")

@@ -11,6 +11,7 @@ from flax.typing import Dtype
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import Shared
+from flax_mha.layer import points
 from flax_mha.layer.settings import check_module
 from flax_mha.linen import LayerOptions, MultiHeadAttention, with_parameters
 from flax_mha.models.blocks import Block, DecoderBlock, EncoderBlock
@@ -100,6 +101,9 @@ class Stack(nn.Module):
         call = {name: x for name, x in call.items() if x is not None}
         blocks = self.blocks
         x = sharding.constrain(x, ("batch", "norm_length", None))
+        taps = points.of_module(self, self.first.attention.capture)
+        x = taps("embed", x)
+        taps.finish(self)
         if self.input_norm:
             x = self.first.make_norm("input_norm", self)(x)
         if self.scores:
@@ -141,7 +145,7 @@ class Stack(nn.Module):
 
         scanned = nn.scan(
             step,
-            variable_axes={"params": 0, "intermediates": 0, "cache": 0},
+            variable_axes={"params": 0, "intermediates": 0, "cache": 0, points.COLLECTION: 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(nn.broadcast, 0),
             length=len(by_layer) // len(blocks),
