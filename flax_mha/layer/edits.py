@@ -9,7 +9,7 @@ gradients: that with respect to `add` is the tensor's gradient.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from flax_mha.base import shapes
+from flax_mha.base.trees import combine, partition
 from flax_mha.layer import points
 from flax_mha.layer.points import COLLECTION, Edit, Path, Visit
 
-__all__ = ["Edit", "Edits", "attach", "detach", "each_head", "names", "stack", "sweep"]
+__all__ = ["Edit", "Edits", "attach", "detach", "names", "stack", "sweep"]
 
 
 class Edits(nnx.Variable[Any]):
@@ -153,31 +155,13 @@ def stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
         raise ValueError(f"edits of layers under scan must have the same heads, got {heads}")
 
     def join(field: str) -> jax.Array:
-        values = {layer: jnp.asarray(getattr(edit, field)) for layer, edit in edits.items()}
-        shape = jnp.broadcast_shapes(*(x.shape for x in values.values()))
         neutral = getattr(Edit(), field)
-        rows = (values.get(layer, neutral) for layer in range(num_layers))
+        rows = [getattr(edits.get(layer), field, neutral) for layer in range(num_layers)]
+        shape = jnp.broadcast_shapes(*map(np.shape, rows))
+        rows = [shapes.lead(jnp.asarray(row, jnp.float32), len(shape)) for row in rows]
         return jnp.stack([jnp.broadcast_to(row, shape) for row in rows])
 
     return Edit(join("keep"), join("add"), *heads)
-
-
-def each_head(points: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[list[tuple[str, int]], Any]:
-    """Return edits that remove one head each, for `sweep`.
-
-    Args:
-      points: the points, as `names` returns them, such as those that end in `attention_z`.
-
-    Returns:
-      The path and head of each, and the edits by path with a leading axis of them. Layers under
-      `nn.scan` are not supported; give dicts by layer instead.
-    """
-    heads = [(path, head) for path, x in points.items() for head in range(x.shape[-2])]
-    edits: dict[str, Edit] = {}
-    for path, x in points.items():
-        removed = np.array([[(path, n) == head for n in range(x.shape[-2])] for head in heads])
-        edits[path] = Edit(keep=jnp.asarray(~removed, jnp.float32)[..., None])
-    return heads, edits
 
 
 def sweep(
@@ -187,19 +171,24 @@ def sweep(
 
     Args:
       fn: a function of edits, and of the other arguments. Its results are stacked.
-      edits: a tree of arrays with a leading axis, such as edits by path, or variables; or a list
-        of equal trees.
+      edits: a tree whose arrays have a leading axis, such as edits by path. Numbers are shared.
       *args: other arguments, the same for all.
       batch_size: the number of edits that are computed together (default: one).
     """
-    if isinstance(edits, Sequence):
-        edits = jax.tree.map(lambda *x: jnp.stack([jnp.asarray(y) for y in x]), *edits)
-    return _sweep(fn, batch_size, edits, *args)
+    shared, several = partition(edits, lambda x: np.ndim(x) == 0)
+    if not jax.tree.leaves(several):
+        raise ValueError("edits must have an array with a leading axis, got none; give one")
+    return _sweep(fn, batch_size, several, shared, *args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sweep(fn: Callable[..., Any], batch_size: int | None, edits: Any, *args: Any) -> Any:
-    return jax.lax.map(lambda edit: fn(edit, *args), edits, batch_size=batch_size)
+def _sweep(
+    fn: Callable[..., Any], batch_size: int | None, edits: Any, shared: Any, *args: Any
+) -> Any:
+    def run(one: Any) -> Any:
+        return fn(combine(one, shared), *args)
+
+    return jax.lax.map(run, edits, batch_size=batch_size)
 
 
 def _trace(model: Any, *args: Any, **kwargs: Any) -> dict[Path, Visit]:

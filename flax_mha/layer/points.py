@@ -53,10 +53,11 @@ class Edit(struct.PyTreeNode):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return keep·x + add, in the dtype of x."""
-        keep, add = (jnp.asarray(y, shapes.wide(x.dtype)) for y in (self.keep, self.add))
+        dtype = shapes.wide(x.dtype)
+        keep, add = (shapes.lead(jnp.asarray(y, dtype), x.ndim) for y in (self.keep, self.add))
         # A choice by `keep` alone would have no gradient at 0.
-        x = jnp.where((keep == 0) & ~jnp.isfinite(x), 0, x)
-        return (keep * x + add).astype(x.dtype)
+        kept = jnp.where((keep == 0) & ~jnp.isfinite(x), 0, x).astype(dtype)
+        return (keep * kept + add).astype(x.dtype)
 
 
 class Visit(NamedTuple):
@@ -253,7 +254,9 @@ def of_results(points: Points, linear: Linear, x: jax.Array, out: jax.Array) -> 
 
     def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
         total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
-        return (total if bias is None else total + bias).astype(out_dtype)
+        if bias is not None:
+            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
+        return total.astype(out_dtype)
 
     out_dtype = out.dtype
     return sharding.auto(add, _FEATURES, shares, linear.bias)
