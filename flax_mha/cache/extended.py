@@ -11,7 +11,8 @@ from flax_mha import masks
 from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.arguments import check_known
 from flax_mha.base.coordinates import ScoreArray
-from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention, observe
+from flax_mha.kernels import ARGUMENTS, decode, dot_product_attention
+from flax_mha.kernels.capture import as_capture
 from flax_mha.kernels.stored import Stored
 from flax_mha.masks.base import Mask
 from flax_mha.scores import Bias, ScoreMod
@@ -74,7 +75,7 @@ class Extended(struct.PyTreeNode):
             positions = {"q_positions": self.q_positions, "kv_positions": self.k_positions}
             return attend_causally(q, kv, mask, call, self.window, **positions)
 
-        capture = observe.as_capture(call.get("capture"))
+        capture = as_capture(call.get("capture"))
         has_weights = capture is not None and "weights" in capture.what
         has_weights = has_weights or call.get("return_weights", False) is True
         # `attention` may sow, which `lax.cond` does not allow.

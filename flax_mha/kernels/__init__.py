@@ -14,6 +14,8 @@ from flax_mha.base.arguments import check_known, names_of, with_arguments_of
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import choose, observe
 from flax_mha.kernels.bind import Keyed, Options, bind_call
+from flax_mha.kernels.capture import Capture as Capture
+from flax_mha.kernels.capture import as_capture
 from flax_mha.kernels.choose import KERNELS as KERNELS
 from flax_mha.kernels.choose import Explanation as Explanation
 from flax_mha.kernels.choose import KernelName as KernelName
@@ -21,7 +23,6 @@ from flax_mha.kernels.derivatives import any_derivative as any_derivative
 from flax_mha.kernels.mesh import shards
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
-from flax_mha.kernels.observe import Capture as Capture
 from flax_mha.kernels.spec import Platform as Platform
 from flax_mha.kernels.stored import dequantize
 
@@ -107,7 +108,7 @@ def dot_product_attention(
     q, k, v, spec = bind_call(q, k, v, **call)
     checks.flag("return_weights", return_weights)
     checks.flag("return_residuals", return_residuals)
-    capture = observe.as_capture(capture)
+    capture = as_capture(capture)
     _check_lse(spec.normalizer, return_weights, return_residuals, capture)
     _, name = choose.parse_kernel(kernel)
     reads = return_weights or return_residuals or bool(capture)
@@ -188,7 +189,7 @@ def explain(
             checks.real(name, x.dtype)
         else:
             checks.floating(name, x)
-    capture = observe.as_capture(capture)
+    capture = as_capture(capture)
     _, name = choose.parse_kernel(kernel)
 
     def trace(q: Array, k: Keyed, v: Keyed) -> Explanation:

@@ -30,7 +30,7 @@ class Edits(nnx.Variable[Any]):
     """The edits of an nnx layer, a dict by name; `nnx.DiffState(0, Edits)` selects them."""
 
 
-class Names(dict[str, jax.ShapeDtypeStruct]):
+class _Names(dict[str, jax.ShapeDtypeStruct]):
     """The points of a model by path, with shapes and dtypes. `print` shows a line for each."""
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Names(dict[str, jax.ShapeDtypeStruct]):
         return "\n".join(f"{name:{width}}  {x.dtype}{[*x.shape]}" for name, x in self.items())
 
 
-def names(model: Any, *args: Any, **kwargs: Any) -> Names:
+def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
     """Return the points of a model by path, found by tracing a call.
 
     Args:
@@ -49,7 +49,7 @@ def names(model: Any, *args: Any, **kwargs: Any) -> Names:
     """
     visits = _trace(model, *args, **kwargs)
     variables = {} if isinstance(model, nnx.Module) else args[0]
-    return Names({"/".join(path): _whole(variables, path, x) for path, x in visits.items()})
+    return _Names({"/".join(path): _whole(variables, path, x) for path, x in visits.items()})
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +196,7 @@ def _trace(model: Any, *args: Any, **kwargs: Any) -> dict[Path, Visit]:
     visits: dict[Path, Visit] = {}
     if not isinstance(model, nnx.Module):
         mutable = nn.DenyList(("params", COLLECTION))
-        with points.listing(visits):
+        with points.listing(visits, {}):
             jax.eval_shape(functools.partial(model.apply, mutable=mutable, **kwargs), *args)
         return visits
     definition, state = nnx.split(model)

@@ -74,31 +74,25 @@ class Visit(NamedTuple):
     parameter: tuple[int, ...] | None
 
 
-_VISITS: contextvars.ContextVar[dict[Path, Visit] | None] = contextvars.ContextVar(
-    "visits", default=None
-)
-_PATHS: contextvars.ContextVar[Mapping[int, Path]] = contextvars.ContextVar("paths", default={})
+# The points that calls come to, and the paths of nnx modules by `id`; linen modules know theirs.
+_Listing: TypeAlias = tuple[dict[Path, Visit], Mapping[int, Path]]
+_LISTING: contextvars.ContextVar[_Listing | None] = contextvars.ContextVar("listing", default=None)
 
 
 @contextlib.contextmanager
-def listing(visits: dict[Path, Visit], paths: Mapping[int, Path] | None = None) -> Iterator[None]:
-    """Collect the points of all calls in this context.
-
-    Args:
-      visits: a dict to put them in, by module path and name.
-      paths: the paths of nnx modules, by `id`. Linen modules know theirs.
-    """
-    tokens = _VISITS.set(visits), _PATHS.set(paths or {})
+def listing(visits: dict[Path, Visit], paths: Mapping[int, Path]) -> Iterator[None]:
+    """Collect the points of all calls in this context in `visits`, by module path and name."""
+    token = _LISTING.set((visits, paths))
     try:
         yield
     finally:
-        _VISITS.reset(tokens[0])
-        _PATHS.reset(tokens[1])
+        _LISTING.reset(token)
 
 
 def path_of(module: Any) -> Path:
     """Return the path of an nnx module, as far as `listing` knows it."""
-    return _PATHS.get().get(id(module), ())
+    listed = _LISTING.get()
+    return () if listed is None else listed[1].get(id(module), ())
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,10 +126,9 @@ class Points:
         name = self.prefix + name
         edit: Edit | None = self.edits.get(name)
         self.seen.append(name)
-        visits = _VISITS.get()
-        if visits is not None:
+        if (listed := _LISTING.get()) is not None:
             tensor = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            visits[(*self.path, name)] = Visit(tensor, edit is not None, self.parameter)
+            listed[0][(*self.path, name)] = Visit(tensor, edit is not None, self.parameter)
         if edit is not None:
             some = edit.heads is not None
             shape = (*x.shape[:-3], len(edit.heads or ()), *x.shape[-2:]) if some else x.shape
@@ -169,7 +162,7 @@ class Points:
     def needs(self, name: str) -> bool:
         """Return True if a point that costs something is to be read, edited or listed."""
         is_read = self.capture is not None and name in self.capture.what
-        return is_read or self.prefix + name in self.edits or _VISITS.get() is not None
+        return is_read or self.prefix + name in self.edits or _LISTING.get() is not None
 
     def finish(self, module: nn.Module | None = None) -> None:
         """Check that the call had a point for each edit, and sow the tensors read in a module.
@@ -182,8 +175,9 @@ class Points:
                 f"edits must be of points that the call of {'/'.join(self.path) or 'the module'} "
                 f"has, {self.seen}, got {unseen}; flax_mha.edits.names lists those of a model"
             )
-        for name, x in self.captured.items() if module is not None else ():
-            module.sow("intermediates", self.prefix + name, x)
+        if module is not None:
+            for name, x in self.captured.items():
+                module.sow("intermediates", self.prefix + name, x)
 
 
 def of_module(module: nn.Module, capture: Capture | None = None, prefix: str = "") -> Points:
@@ -196,7 +190,7 @@ def of_module(module: nn.Module, capture: Capture | None = None, prefix: str = "
     parameters = {**variables.get("params", {})}
     values = {**variables.get(COLLECTION, {}), **parameters.pop(COLLECTION, {})}
     edits = {name: edit for name, edit in values.items() if isinstance(edit, Edit)}
-    leaves = jax.tree.leaves(parameters) if _VISITS.get() is not None else ()
+    leaves = jax.tree.leaves(parameters) if _LISTING.get() is not None else ()
     capture = capture if module.is_mutable_collection("intermediates") else None
     shape = np.shape(leaves[0]) if leaves else None
     return Points(tuple(module.path), edits, capture, prefix, shape)
@@ -303,14 +297,14 @@ def _attend_with_weights(
             f"{call['dropout_rate']}; give deterministic=True"
         )
     dims = shapes.attention_dims(q, k, v)
-    read, queries = (capture or Capture(())).chosen(dims)
-    every = np.arange(dims.N)
-    heads = Capture((), edit.heads).chosen(dims)[0] if edit.heads is not None else every
-    read = (every if capture else heads) if read is None else read
-    both = np.union1d(heads, read)
     names = () if capture is None else tuple(capture.what)
+    chosen, _ = Capture((), edit.heads).chosen(dims)
+    heads = np.arange(dims.N) if chosen is None else chosen
+    kept, queries = (capture or Capture((), edit.heads)).chosen(dims)
+    read = np.arange(dims.N) if kept is None else kept
+    both = np.union1d(heads, read)
     out, *whole, values = dot_product_attention(
-        q, k, v, capture=Capture({*names, "weights"}, tuple(both.tolist())),
+        q, k, v, capture=Capture((*{*names, "weights"},), tuple(both.tolist())),
         return_weights=return_weights, **call,
     )  # fmt: skip
 
@@ -323,7 +317,11 @@ def _attend_with_weights(
         bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
         bad = jnp.swapaxes(((new != 0) & bad).any(-1), -1, -2)[..., None]
         out = out.at[..., heads, :].set(jnp.where(bad, jnp.nan, z).astype(out.dtype))
-        return [out, w.at[..., at, :, :].set(new), *(x.at[..., heads, :, :].set(new) for x in whole)]
+        return [
+            out,
+            w.at[..., at, :, :].set(new),
+            *(x.at[..., heads, :, :].set(new) for x in whole),
+        ]
 
     axes = ("batch", None, "length", None)
     out, values["weights"], *whole = sharding.auto(

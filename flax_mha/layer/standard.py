@@ -12,7 +12,7 @@ from flax.typing import Initializer
 from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import check_renamed
 from flax_mha.cache import as_cache_config
-from flax_mha.kernels.observe import as_capture
+from flax_mha.kernels.capture import as_capture
 from flax_mha.layer import core
 from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table

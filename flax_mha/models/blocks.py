@@ -131,12 +131,14 @@ class Block(nn.Module):
         """Return x with all branches added, and keys and values if a call has `return_kv`."""
         for name in calls:
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
-        mlp, shape, kv = self._mlp(), x.shape, None
+        mlp, shape = self._mlp(), x.shape
+        kv: Shared | None = None
 
         taps = points.of_module(self, self.attention.capture)
 
         def branch(name: str, x: jax.Array) -> jax.Array:
             nonlocal kv
+            y: Any
             if name == "mlp":
                 y = taps("mlp_out", mlp(x, deterministic=deterministic))
             else:

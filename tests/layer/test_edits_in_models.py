@@ -12,7 +12,15 @@ from flax import nnx
 
 import flax_mha
 from flax_mha import (
-    Capture, Encoder, EncoderBlock, MultiHeadAttention, edits, masks, positions, sharding, variants,
+    Capture,
+    Encoder,
+    EncoderBlock,
+    MultiHeadAttention,
+    edits,
+    masks,
+    positions,
+    sharding,
+    variants,
 )  # fmt: skip
 from flax_mha.layer.edits import Edit
 from tests.support import oracle
@@ -122,7 +130,7 @@ def test_weights_of_a_variant_with_its_own_attention_are_no_point() -> None:
     layer = VARIANTS["differential"]
     values = random_variables(layer, X)
     assert "attention_weights" not in edits.names(layer, values, X)
-    with pytest.raises(ValueError, match="points of the model, got .*attention_weights"):
+    with pytest.raises(ValueError, match=r"points of the model, got .*attention_weights"):
         edits.attach(layer, values, {"attention_weights": Edit(keep=0)}, X)
 
 

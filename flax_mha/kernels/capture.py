@@ -1,0 +1,107 @@
+"""Requests for values of a call, by name."""
+
+import dataclasses
+from collections.abc import Sequence, Set
+from typing import Any, Literal, TypeAlias, get_args
+
+import jax
+import numpy as np
+
+from flax_mha.base import checks
+from flax_mha.base.shapes import Dims
+
+Captured: TypeAlias = Literal["weights", "scores", "lse", "entropy", "max_logit"]
+# Tensors of the layer around a kernel, and of the block around a layer.
+POINTS = ("q", "k", "v", "z", "result", "out")
+BLOCK_POINTS = ("embed", "resid_pre", "resid_mid", "resid_post", "mlp_pre", "mlp_out")
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """The values of a call to return. See `flax_mha.kernels.observe` for those of a softmax.
+
+    Attributes:
+      what: some of "weights", "scores", "lse", "entropy" and "max_logit". Layers also have "q",
+        "k", "v", "z" (the heads' outputs), "result" (each head's share of the output) and "out".
+        The block around a layer has "resid_pre", "resid_mid", "resid_post", "mlp_pre" and
+        "mlp_out", and a stack has "embed".
+      heads: indices of query heads, such as (0, 3) (default: all N). With them, "k" and "v" are
+        those that each of these heads reads.
+      queries: indices of queries, such as range(128) (default: all T).
+
+    Raises:
+      ValueError, TypeError: if a name is unknown, or heads or queries are not indices. A call
+        raises ValueError if an index is out of range or repeated.
+    """
+
+    what: Sequence[str]
+    heads: Sequence[int] | None = None
+    queries: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        names = self.what
+        is_collection = isinstance(names, Sequence | Set) and not isinstance(names, str)
+        known = (*get_args(Captured), *POINTS, *BLOCK_POINTS)
+        if not is_collection or not all(isinstance(x, str) and x in known for x in names):
+            raise ValueError(f"Capture takes a tuple of names out of {known}, got {names!r}")
+        # Tuples, because a capture must be hashable.
+        object.__setattr__(self, "what", tuple(names))
+        for name in ("heads", "queries"):
+            object.__setattr__(self, name, _check_indices(f"Capture.{name}", getattr(self, name)))
+
+    def chosen(self, dims: Dims) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Return the indices of heads and queries, after a check of their range."""
+        heads = _resolve_indices("heads", self.heads, dims.N)
+        return heads, _resolve_indices("queries", self.queries, dims.T)
+
+    def of_softmax(self) -> "Capture | None":
+        """Return the capture of the values of a softmax alone, or None if there are none."""
+        names = tuple(name for name in self.what if name in get_args(Captured))
+        return dataclasses.replace(self, what=names) if names else None
+
+
+def as_capture(capture: Any, in_layer: bool = False) -> Capture | None:
+    """Check that the argument `capture` is a `Capture` or None, and return it.
+
+    Args:
+      capture: the argument.
+      in_layer: True if values outside of the softmax are allowed.
+    """
+    if capture is None or (isinstance(capture, Capture) and in_layer):
+        return capture
+    if isinstance(capture, Capture):
+        if others := {*capture.what} - {*get_args(Captured)}:
+            raise ValueError(
+                f"capture of a call without a layer must be some of {get_args(Captured)}, got "
+                f"{sorted(others)}; leave them out"
+            )
+        return capture
+    raise TypeError(
+        f"capture must be a flax_mha.Capture, got {checks.describe(capture)}; give "
+        f"Capture(('entropy', 'max_logit')), for example"
+    )
+
+
+def _check_indices(name: str, chosen: Any) -> tuple[int, ...] | None:
+    if chosen is None:
+        return None
+    checks.static(name, chosen)
+    if not isinstance(chosen, Sequence | np.ndarray | jax.Array) or isinstance(chosen, str):
+        raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
+    indices = np.asarray(checks.integers(name, chosen))
+    if indices.ndim != 1 or not indices.size:
+        raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
+    return tuple(indices.tolist())
+
+
+def _resolve_indices(name: str, chosen: Any, size: int) -> np.ndarray | None:
+    if chosen is None:
+        return None
+    if min(chosen) < -size or max(chosen) >= size:
+        raise ValueError(
+            f"Capture.{name} must be in [{-size}, {size}), got {chosen!r}; this call has {size}"
+        )
+    indices = np.asarray(chosen) % size
+    if len(set(indices.tolist())) < len(indices):
+        raise ValueError(f"Capture.{name} must name each index once, got {chosen!r}")
+    return indices
