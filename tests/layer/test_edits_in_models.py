@@ -207,3 +207,17 @@ def test_capture_reads_chosen_heads_and_queries() -> None:
         else:
             want = all_[:, [0, 6]][:, :, [3, 1]]
         np.testing.assert_allclose(part, want, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
+def test_scores_are_edited_inside_kernels(kernel: str) -> None:
+    values = random_variables(LAYER, X)
+    edit = Edit(RNG.normal(size=(N, 1, 1)), RNG.normal(size=(T, T)))
+
+    def loss(edit: Edit, kernel: str) -> jax.Array:
+        layer = LAYER.clone(kernel=kernel)
+        return jnp.sin(layer.apply({**values, "edits": {"attention_scores": edit}}, X)).sum()
+
+    got, want = (jax.grad(loss)(edit, name) for name in (kernel, "reference"))
+    np.testing.assert_allclose(got.keep, want.keep, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(got.add, want.add, rtol=1e-4, atol=1e-5)
