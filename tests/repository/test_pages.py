@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
-SLOW_NAMES = ("decoding", "fine-tune", "interop", "nnx", "performance", "sharding")
+SLOW_NAMES = ("decoding", "fine-tune", "interop", "nnx", "performance", "shard-it", "sharding")
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
 
@@ -177,6 +178,22 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     scope = pages.run(page)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         CHECKS.get(page, lambda scope: None)(scope)
+
+
+def test_quoted_code_is_that_of_its_file() -> None:
+    """A block of `py` after a line with a path is code of this file, and is not run."""
+    quotes = {page: pages.blocks("py", pages.read(page)) for page in PAGES}
+    assert len(quotes["docs/training.md"]) > 10
+    for page, blocks in quotes.items():
+        named = re.findall(
+            r"^`([\w/]+\.py)`:\n\n```py\n(.*?)^```", pages.read(page), re.DOTALL | re.M
+        )
+        assert [block for _, block in named] == blocks, page
+        for path, block in named:
+            lines = (ROOT / path).read_text().splitlines(keepends=True)
+            size = block.count("\n")
+            spans = ("".join(lines[i : i + size]) for i in range(len(lines)))
+            assert block in map(textwrap.dedent, spans), (page, path, block)
 
 
 def test_masks_are_drawn() -> None:
