@@ -69,9 +69,7 @@ class Alibi(ScoreMod):
 
     def bind(self, dims: Dims) -> Self:
         slopes = alibi_slopes(dims.N) if self.slopes is None else self.slopes
-        slopes = jnp.asarray(checks.floating("Alibi.slopes", slopes))
-        remedy = "give one for each query head"
-        shapes.check_shape("Alibi.slopes", slopes, {"[N]": (dims.N,)}, remedy)
+        slopes = _per_head("Alibi.slopes", slopes, dims)
         return self.replace(slopes=ScoreArray(shapes.lead(slopes[:, None, None], len(dims.logits))))
 
     def __call__(self, score: jax.Array, at: At) -> jax.Array:
@@ -123,3 +121,9 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
     first = 2.0 ** (-8.0 * np.arange(1, n + 1) / n)
     between = 2.0 ** (-8.0 * np.arange(1, 2 * n + 1, 2) / (2 * n))
     return np.concatenate([first, between])[:num_heads].astype(np.float32)
+
+
+def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
+    x = jnp.asarray(checks.floating(name, x))
+    shapes.check_shape(name, x, {"[N]": (dims.N,)}, "give one for each query head")
+    return x
