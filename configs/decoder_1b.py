@@ -5,8 +5,8 @@
 This config is for the planner, and has not been trained at this size. For a v5e-16, the compiler
 (libtpu 0.0.52) reports 1.48 of 16 GiB for each chip, and a step of 16 rows takes at least 91 ms.
 The plan took 25 s on two CPU cores. Its tokens are bytes; --config.data.tokenizer=tokenizer.json
-reads those of a Hugging Face tokenizer. docs/training.md has overrides from 1 million parameters,
-trained on a CPU, to 7 billion, planned.
+reads those of a Hugging Face tokenizer. docs/language-models.md has overrides from 1 million
+parameters, trained on a CPU, to 7 billion, planned.
 """
 
 from ml_collections import ConfigDict

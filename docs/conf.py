@@ -43,6 +43,7 @@ if os.environ.get("FLAX_MHA_ONLINE"):
         "optax": ("https://optax.readthedocs.io/en/latest", None),
     }
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # The default underlines modules.
 html_title = f"flax_mha {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -181,8 +182,9 @@ def draw_mask(expression: str, length: int = 12) -> str:
         f'<rect x="{j}" y="{i}" class="{"seen" if seen else "hidden"}"/>'
         for (i, j), seen in np.ndenumerate(table)
     )
-    drawing = f'<svg viewBox="-.1 -.1 {length + 0.1} {length + 0.1}">{cells}</svg>'
-    caption = f"<figcaption><code>{html.escape(expression)}</code></figcaption>"
+    box, name = f"-.1 -.1 {length + 0.1} {length + 0.1}", html.escape(expression)
+    drawing = f'<svg viewBox="{box}" role="img" aria-label="{name}">{cells}</svg>'
+    caption = f"<figcaption><code>{name}</code></figcaption>"
     return f"<figure>{drawing}{caption}</figure>"
 
 

@@ -165,7 +165,7 @@ def alignment(
     for axes, source, output, target, each in zip(
         panels, sources, found, true, weights, strict=False
     ):
-        labels = [*map(_tick, output)] or ["end"]  # What the first query gives then.
+        labels = [*map(_tick, output)] or ["end"]  # Then the first query gives the end.
         axes.imshow(
             each[: len(labels), : len(source)], cmap=shades.cmap, norm=shades.norm, aspect="auto"
         )

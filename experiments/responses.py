@@ -1,5 +1,6 @@
 """The answers of trained tasks to a prompt: text that goes on, and translations."""
 
+import codecs
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from experiments.runs.failures import RunError
 from experiments.tasks.task import Params
+from experiments.tasks.text import Bytes
 from flax_mha.models.generation import generate
 
 Say = Callable[[str], None]
@@ -37,7 +39,7 @@ def continue_text(
             f"--max_new_tokens must be in 1 … {room}: the model has seen {length} "
             f"tokens at once, of which the prompt takes {len(given)}, got {count}"
         )
-    read = task.vocabulary.stream(given)
+    read = stream(task.vocabulary, given)
 
     def show(step: int, tokens: np.ndarray) -> None:
         say("".join(map(read, tokens.tolist())))
@@ -50,6 +52,14 @@ def continue_text(
     found = generate(task.model, {"params": params}, tokens, **options)
     if "callback" not in options:
         show(count, np.asarray(found.tokens[0]))
+
+
+def stream(vocabulary: Any, before: np.ndarray) -> Callable[[int], str]:
+    """Return a function from each next token after some to the characters that it completes."""
+    if not isinstance(vocabulary, Bytes):
+        return vocabulary.stream(before)
+    utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    return lambda token: utf8.decode(bytes([token]))
 
 
 def translate(task: Any, params: Params, prompt: str, say: Say, options: dict[str, Any]) -> None:

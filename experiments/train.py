@@ -43,9 +43,5 @@ def main(asked: settings.Asked) -> None:
         summary.finish(program, run.path, result)
 
 
-def _parse(argv: list[str]) -> settings.Asked:
-    return settings.parse(argv, DEFAULT)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=lambda argv: settings.parse(argv, DEFAULT))

@@ -145,7 +145,7 @@ optimizer = optax.adam(3e-3)
 def loss_of(params, tokens):
     logits = model.apply({"params": params}, tokens[:, :-1])
     each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return each[:, HALF:].mean()  # What follows the bar; the letters before it are chance.
+    return each[:, HALF:].mean()  # After the bar; the letters before it are chance.
 
 
 @jax.jit

@@ -15,8 +15,7 @@ from experiments import plots
 from experiments.reports import base
 from experiments.reports.base import measured
 from experiments.tasks.task import Params
-from experiments.tasks.text import windows
-from experiments.tasks.vocabulary import START
+from experiments.tasks.text import START, windows
 
 BYTES = 256
 

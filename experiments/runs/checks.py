@@ -94,6 +94,15 @@ def check_length(length: int, size: int) -> None:
         )
 
 
+def check_held_out(length: int, size: int) -> None:
+    """Check that a held-out text of a size has as many bytes as the model sees at once."""
+    if not 1 <= length <= size:
+        raise RunError(
+            f"config.length must be at least 1 and at most the {size} bytes that are held out, got "
+            f"{length}"
+        )
+
+
 def shard_bytes(tree: Any) -> int:
     """Return the bytes of the shards that one device holds of a tree of arrays with shardings."""
     return sum(

@@ -158,17 +158,22 @@ def read_data(path: str, at_least: int = 0) -> bytes:
     return data
 
 
-def read_pairs(path: str) -> list[tuple[str, str]]:
-    """Return the pairs in the file that config.data.path names: a source, a tab and a target.
+def read_pairs(path: str, at_least: int = 0) -> list[tuple[str, str]]:
+    """Return the different pairs in the file that config.data.path names, in its order.
+
+    Args:
+      path: the file. Each line is a source, a tab and a target.
+      at_least: the fewest different pairs that it may have.
 
     Raises:
-      RunError: if it can't be read, or a line is something else.
+      RunError: if it can't be read, has fewer pairs, or a line is something else.
     """
     try:
         lines = read_data(path).decode().splitlines()
     except UnicodeDecodeError as error:
         raise RunError(f"config.data.path must be a text file of pairs: {error}") from None
-    pairs = []
+    # A pair that is there twice must not be both learnt from and asked.
+    pairs: dict[tuple[str, str], None] = {}
     for number, line in enumerate(lines, 1):
         source, tab, target = line.partition("\t")
         if not (source and tab and target) or "\t" in target:
@@ -176,5 +181,7 @@ def read_pairs(path: str) -> list[tuple[str, str]]:
                 f"each line of {path} must be a source, a tab and a target, got {line!r} in line "
                 f"{number}"
             )
-        pairs.append((source, target))
-    return pairs
+        pairs[source, target] = None
+    if len(pairs) < at_least:
+        raise RunError(f"{path} must hold at least {at_least} different pairs, got {len(pairs)}")
+    return list(pairs)

@@ -24,7 +24,7 @@ def local(workdir: str | Path, flag: str = "--workdir") -> Path:
     """
     if not str(workdir):
         raise RunError(f"{flag} must name a folder, got an empty name; leave it out for a new one")
-    # Of a Path the slashes are one already.
+    # A Path has single slashes already.
     if found := re.match(r"([A-Za-z][\w+.-]+):/", str(workdir)):
         raise RunError(
             f"{flag} must be a folder of a file system, and {found[1]}:// is none, got "

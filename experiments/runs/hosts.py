@@ -22,7 +22,7 @@ from experiments.runs import failures
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
 
-# Of these all processes need the same version: another one compiles another program.
+# All processes need the same versions of these: others compile another program.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 _MARGIN = 60  # seconds that JAX, whose own timeout kills without a word for users, waits longer
 

@@ -29,7 +29,7 @@ def hush() -> None:
     """Silence Orbax, and the tracebacks of errors that end the run with one line."""
     absl_logging.set_verbosity(absl_logging.ERROR)
     logging.getLogger("absl").addFilter(failures.said_later)
-    # Of reads that fail at once Orbax awaits one.
+    # Orbax awaits only one of several reads that fail at once.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 

@@ -13,7 +13,7 @@ from babel.dates import format_date
 LOCALES = ("en_US", "de", "fr", "es", "it", "pl", "ru", "el", "ja", "ko", "ar_EG", "hi")
 LENGTHS = ("short", "medium", "long", "full")
 FIRST, LAST = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
-# What two digits of a year mean: POSIX's rule, which Python's strptime has too.
+# The years that two digits mean: POSIX's rule, which Python's strptime has too.
 TWO_DIGITS = datetime.date(1969, 1, 1), datetime.date(2068, 12, 31)
 HELD_OUT_DATES = 2_000
 TESTED, TESTED_UNSEEN = 1_000, 500

@@ -21,12 +21,11 @@ def load() -> tuple[Batch, Batch]:
     from sklearn.model_selection import train_test_split
 
     digits = load_digits()
-    data = {"image": (digits.images / 16).astype(np.float32), "label": digits.target.astype("i4")}
+    images, labels = (digits.images / 16).astype(np.float32), digits.target.astype("i4")
     # A constant seed, so that every run, resumed or new, holds out the same fifth of the images.
-    everything, label = np.arange(len(digits.target)), data["label"]
-    splits = train_test_split(everything, test_size=0.2, random_state=0, stratify=label)
-    train, test = ({name: x[split] for name, x in data.items()} for split in splits)
-    return train, test
+    splits = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    image, test_image, label, test_label = splits
+    return {"image": image, "label": label}, {"image": test_image, "label": test_label}
 
 
 def augment(

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from experiments.runs.failures import RunError
+from experiments.runs import checks
 from experiments.tasks import text
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import EncoderBlock, MultiHeadAttention
@@ -62,11 +62,7 @@ class Masked:
     def __init__(self, config: ConfigDict) -> None:
         self.config, self.model = config, masked_model(config.model)
         self.train, self.test = (np.frombuffer(part, np.uint8) for part in text.load())
-        if not 0 < config.length <= len(self.test):
-            raise RunError(
-                f"config.length must be at least 1 and at most the {len(self.test)} bytes that "
-                f"are held out, got {config.length}"
-            )
+        checks.check_held_out(config.length, len(self.test))
 
     def init(self, key: jax.Array) -> Params:
         """Return fresh parameters, whose shapes do not depend on the length."""

@@ -11,7 +11,6 @@ import optax
 from ml_collections import ConfigDict
 
 from experiments.runs import files
-from experiments.runs.failures import RunError
 from experiments.tasks import dates
 from experiments.tasks.dates import Pair, Split
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
@@ -51,10 +50,7 @@ class Vocabulary:
 
 def read(path: str) -> Split:
     """Return the pairs of a file with a source, a tab and a target a line, every tenth held out."""
-    # A pair that is there twice must not be both learnt from and asked.
-    pairs = list(dict.fromkeys(files.read_pairs(path)))
-    if len(pairs) < EVERY:
-        raise RunError(f"{path} must hold at least {EVERY} different pairs, got {len(pairs)}")
+    pairs = files.read_pairs(path, at_least=EVERY)
     train = [pair for i, pair in enumerate(pairs) if i % EVERY]
     return Split(train, train, pairs[::EVERY], [])
 
@@ -107,8 +103,8 @@ class Translation:
             "weight": np.ones(total), "test": is_test * total / len(test),
             "unseen": ~is_test * total / max(len(unseen), 1),
         }  # fmt: skip
-        batch = {**self.arrays([*test, *unseen])}
-        batch |= {name: x.astype(np.float32) for name, x in weights.items()}
+        weights = {name: x.astype(np.float32) for name, x in weights.items()}
+        batch = {**self.arrays([*test, *unseen]), **weights}
         return [{k: x[i : i + ROWS] for k, x in batch.items()} for i in range(0, total, ROWS)]
 
     def arrays(self, pairs: Sequence[Pair]) -> Batch:

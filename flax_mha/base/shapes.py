@@ -14,6 +14,7 @@ All signatures, einsums and errors of this package use these letters:
 | `D` | features of the model |
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -185,11 +186,7 @@ def check_tokens(name: str, x: Any) -> Any:
 def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.Array:
     """Convert one number for each row of the batch to int32 [*B], and check its range if static."""
     x = checks.integers(name, x)
-    if x.shape != batch:
-        raise ValueError(
-            f"{name} must have shape [*B] = {batch}, got {x.shape}; "
-            f"give one number for each row of the batch"
-        )
+    check_shape(name, x, {"[*B]": batch}, "give one number for each row of the batch")
     if checks.is_concrete(x):
         values = np.asarray(x)
         if ((values < least) | (values > most)).any():
@@ -203,11 +200,8 @@ def per_row(name: str, x: Any, batch: Shape, most: int, least: int = 0) -> jax.A
 def per_token(name: str, x: Any, tokens: Shape, letter: str = "T") -> Any:
     """Convert one number for each token to int32 [T] or [*B, T]."""
     x = checks.integers(name, x)
-    if x.shape not in {tokens[-1:], tokens}:
-        raise ValueError(
-            f"{name} must have shape [{letter}] = {tokens[-1:]} or [*B, {letter}] = {tokens}, got "
-            f"{x.shape}; give one number for each token"
-        )
+    expected = {f"[{letter}]": tokens[-1:], f"[*B, {letter}]": tokens}
+    check_shape(name, x, expected, "give one number for each token")
     return x
 
 
@@ -226,11 +220,7 @@ def positions(name: str, x: Any, tokens: Shape, letter: str) -> Any:
 def check_order(order: Any, length: int) -> Any:
     """Check that an order of tokens is a permutation of 0 … T−1."""
     order = checks.integers("order", order)
-    if order.shape != (length,):
-        raise ValueError(
-            f"order must have shape [T] = {(length,)}, got {order.shape}; give one order for all "
-            f"rows"
-        )
+    check_shape("order", order, {"[T]": (length,)}, "give one order for all rows")
     if checks.is_concrete(order) and not np.array_equal(np.sort(order), np.arange(length)):
         raise ValueError(
             f"order must be a permutation of 0 … {length - 1}, got {np.asarray(order).tolist()}; "
@@ -254,12 +244,16 @@ def scale_heads(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     if not (jnp.issubdtype(scale.dtype, jnp.number) or scale.dtype == jnp.bool_):
         raise TypeError(f"head_mask must be numbers or bools, got {scale.dtype}; give 0 or 1")
     *B, _, N, _ = x.shape
-    if scale.shape not in {(N,), (*B, N)}:
-        raise ValueError(
-            f"head_mask must have shape [N] = {(N,)} or [*B, N] = {(*B, N)}, got {scale.shape}; "
-            f"give one number for each head"
-        )
+    expected = {"[N]": (N,), "[*B, N]": (*B, N)}
+    check_shape("head_mask", scale, expected, "give one number for each head")
     return x * lead(scale.astype(x.dtype), x.ndim - 2)[..., None, :, None]
+
+
+def check_shape(name: str, x: Any, expected: Mapping[str, Shape], remedy: str) -> None:
+    """Check that x has one of the expected shapes, given by their letters."""
+    if x.shape not in expected.values():
+        shapes = " or ".join(f"{letters} = {shape}" for letters, shape in expected.items())
+        raise ValueError(f"{name} must have shape {shapes}, got {x.shape}; {remedy}")
 
 
 def check_broadcasts(name: str, shape: Shape, to: Shape, letters: str, remedy: str) -> None:

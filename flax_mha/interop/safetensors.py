@@ -1,7 +1,7 @@
 """Memory-mapped safetensors files.
 
-The library `safetensors` reads slices of a tensor. This module gives views instead, which can be
-transposed and sliced before anything is read.
+The library `safetensors` copies from a mapped file, so that loading takes twice the file's memory.
+This module gives views instead, which can be transposed and sliced before anything is read.
 
 Source of the format: https://github.com/huggingface/safetensors, "Format".
 """

@@ -74,8 +74,7 @@ def bind_call(
         scores = (*scores, Bias(bias))
     if sinks is not None:
         checks.floating("sinks", sinks)
-        if sinks.shape != (dims.N,):
-            raise ValueError(f"sinks must have shape [N] = {(dims.N,)}, got {sinks.shape}")
+        shapes.check_shape("sinks", sinks, {"[N]": (dims.N,)}, "give one for each query head")
         sinks = jnp.asarray(sinks)
     if precision is not None:
         checks.precision("precision", precision)

@@ -86,9 +86,8 @@ def _check_indices(name: str, chosen: Any) -> tuple[int, ...] | None:
     if chosen is None:
         return None
     checks.static(name, chosen)
-    if not isinstance(chosen, Sequence | np.ndarray | jax.Array) or isinstance(chosen, str):
-        raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
-    indices = np.asarray(checks.integers(name, chosen))
+    is_list = isinstance(chosen, Sequence | np.ndarray | jax.Array) and not isinstance(chosen, str)
+    indices = np.asarray(checks.integers(name, chosen) if is_list else ())
     if indices.ndim != 1 or not indices.size:
         raise ValueError(f"{name} takes indices, such as (0, 3) or range(8), got {chosen!r}")
     return tuple(indices.tolist())

@@ -59,7 +59,9 @@ def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Plat
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _core(platform: str, q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec) -> Result:
     dims = shapes.Dims.of(q, k, v)
-    args = _fold_queries(q, dims), *jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (k, v)), spec
+    q_heads, *kv = jax.tree.map(lambda x: jnp.swapaxes(x, -3, -2), (q, k, v))
+    # The queries of a key/value head are rows of one matmul.
+    args = q_heads.reshape(*dims.B, dims.K, dims.G * dims.T, dims.H), *kv, spec
     out, lse = _run(platform, dims, False, *args)
     if spec.mask is not None:
         # A weight of 0 does not hide the NaN of a masked value. Recompute if there is a NaN.
@@ -82,11 +84,6 @@ def _backward(platform: str, args: Any, cotangents: Result) -> Any:
 
 
 _core.defvjp(_forward, _backward)
-
-
-def _fold_queries(q: jax.Array, dims: shapes.Dims) -> jax.Array:
-    """Reshape [*B, T, N, H] to [*B, K, G·T, H], rows of one matmul with a head's keys."""
-    return jnp.swapaxes(q, -3, -2).reshape(*dims.B, dims.K, dims.G * dims.T, dims.H)
 
 
 def _run(

@@ -100,8 +100,10 @@ class AttentionSpec(struct.PyTreeNode):
 
     def user_types(self) -> list[type]:
         """Return the types of masks and scores with user-defined functions."""
-        parts = (x for x in tree_nodes((self.mask, self.scores)) if isinstance(x, Mask | ScoreMod))
-        return [type(x) for x in parts if _is_user_defined(type(x))]
+        nodes = tree_nodes((self.mask, self.scores))
+        types = (type(x) for x in nodes if isinstance(x, Mask | ScoreMod))
+        ours = (Predicate, Score)
+        return [x for x in types if x in ours or x.__module__.partition(".")[0] != "flax_mha"]
 
     def apply(
         self, score: jax.Array, at: At, forbidden: float = -jnp.inf, vectors: Vectors | None = None
@@ -161,8 +163,3 @@ def nan_where(invalid: jax.Array, x: jax.Array) -> jax.Array:
     """Set x, and gradients through it, to NaN where `invalid`."""
     factor = jnp.where(invalid, jnp.nan, 1.0).astype(x.dtype)
     return x * sharding.like(jnp.broadcast_to(factor, x.shape), x)
-
-
-def _is_user_defined(cls: type) -> bool:
-    """Return True if a mask or score class holds user-defined functions."""
-    return cls in (Predicate, Score) or cls.__module__.partition(".")[0] != "flax_mha"

@@ -55,11 +55,8 @@ class Keys(Mask):
 
     def bind(self, dims: Dims) -> Mask:
         real = checks.array("Keys.real", self.real)
-        if real.shape not in {(dims.S,), (*dims.B, dims.S)}:
-            raise ValueError(
-                f"Keys.real must have shape [S] = {(dims.S,)} or [*B, S] = {(*dims.B, dims.S)}, "
-                f"got {real.shape}; give a bool for each key"
-            )
+        expected = {"[S]": (dims.S,), "[*B, S]": (*dims.B, dims.S)}
+        shapes.check_shape("Keys.real", real, expected, "give a bool for each key")
         return Dense(real[..., None, None, :]).bind(dims)
 
 
@@ -206,15 +203,11 @@ class Prefix(Mask):
 def _as_scores(name: str, lengths: Any, dims: Dims, per_query: bool = False) -> ScoreArray:
     """Reshape lengths [*B], or per query [*B, T], to [*B, 1, 1|T, 1]."""
     lengths = checks.integers(name, lengths)
-    if lengths.shape == dims.B:
-        return ScoreArray(lengths.reshape(*dims.B, 1, 1, 1))
-    if per_query and lengths.shape == (*dims.B, dims.T):
-        return ScoreArray(lengths.reshape(*dims.B, 1, dims.T, 1))
-    or_per_query = f" or [*B, T] = {(*dims.B, dims.T)}" if per_query else ""
-    raise ValueError(
-        f"{name} must have shape [*B] = {dims.B}{or_per_query}, got {lengths.shape}; "
-        f"give one length for each example of the batch"
-    )
+    expected = {"[*B]": dims.B} | ({"[*B, T]": (*dims.B, dims.T)} if per_query else {})
+    remedy = "give one length for each example of the batch"
+    shapes.check_shape(name, lengths, expected, remedy)
+    queries = lengths.shape[len(dims.B) :] or (1,)
+    return ScoreArray(lengths.reshape(*dims.B, 1, *queries, 1))
 
 
 def _count_runs(q: Array, kv: Array) -> int | None:

@@ -125,8 +125,5 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
 def _per_head(name: str, x: Any, dims: Dims) -> jax.Array:
     x = jnp.asarray(checks.floating(name, x))
-    if x.shape != (dims.N,):
-        raise ValueError(
-            f"{name} must have shape [N] = {(dims.N,)}, got {x.shape}; give one for each query head"
-        )
+    shapes.check_shape(name, x, {"[N]": (dims.N,)}, "give one for each query head")
     return x

@@ -42,7 +42,8 @@ class TalkingHeads(Attention):
             for x in (heads.k, heads.v)
         )
         own_values = functools.partial(_own_values, K, self.precision)
-        attention = functools.partial(_mixed, own_values, p["mix_weights"])
+        mix_weights = functools.partial(_summed, own_values, p["mix_weights"])
+        attention = functools.partial(common.attend, mix_weights)
         heads, call = heads._replace(q=q, k=k, v=v), dataclasses.replace(call, attention=attention)
         # Other layers cannot read these keys and values.
         return core.attend(p, self, heads, call, cache)._replace(kv=None)
@@ -73,11 +74,6 @@ class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """
-
-
-def _mixed(own_values: Any, mixing: jax.Array, q: jax.Array, k: Any, v: Any, **call: Any) -> Any:
-    """Compute attention to the values of all heads, and sum by mixed weights."""
-    return common.attend(functools.partial(_summed, own_values, mixing), q, k, v, **call)
 
 
 def _gathered(fn: Callable[..., jax.Array], x: jax.Array, mixing: jax.Array) -> jax.Array:

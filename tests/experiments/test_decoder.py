@@ -15,14 +15,13 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import decoder_1b, pydoc_lm
-from experiments import reports, tasks
+from experiments import reports, responses, tasks
 from experiments.runs import fields, rundir
 from experiments.runs.failures import RunError
 from experiments.runs.fingerprint import fingerprint
 from experiments.runs.keys import flatten
-from experiments.tasks import text, vocabulary
-from experiments.trainer import loop
-from experiments.trainer.optimizer import make_optimizer
+from experiments.tasks import text
+from experiments.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent.parent
 WRITTEN = "Être, ou ne pas être: that is the question. 日本語 \n" * 40
@@ -102,52 +101,6 @@ def test_bfloat16_computes_beside_float32_parameters(config: ConfigDict) -> None
     np.testing.assert_allclose(found, loss, rtol=0.02)
 
 
-def test_two_half_batches_make_the_update_of_one(config: ConfigDict) -> None:
-    config.optimizer.warmup, config.model.num_layers = 0.0, 1
-    task = tasks.make(config)
-    batches = [next(iter(task.batches(seed, 4, np.arange(4))))["tokens"] for seed in range(2)]
-    one, two = config.copy_and_resolve_references(), config
-    one.steps, two.steps, two.optimizer.accumulate = 2, 4, 2
-    create, step = map(jax.jit, loop.one_model(one, task))
-    create_two, half = map(jax.jit, loop.one_model(two, task))
-    start, state = create(0), create_two(0)
-    for whole in batches:
-        start, metrics = step(start, {"tokens": whole})
-        for i, part in enumerate(np.split(whole, 2)):
-            before = state.params
-            state, found = half(state, {"tokens": part})
-            assert found["learning_rate"] == metrics["learning_rate"]
-            is_same = all(map(np.array_equal, *map(jax.tree.leaves, (before, state.params))))
-            assert is_same == (i == 0)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, start.params
-        )
-
-
-def test_accumulation_leaves_out_gradients_that_are_not_finite(config: ConfigDict) -> None:
-    config.optimizer.accumulate, config.optimizer.warmup = 2, 0.0
-    optimizer, rate = make_optimizer(config)
-    params = {"kernel": jnp.ones(3)}
-    good, bad = {"kernel": jnp.full(3, 0.5)}, {"kernel": jnp.full(3, jnp.nan)}
-
-    def after(*gradients: Any) -> tuple[Any, Any]:
-        state, new = optimizer.init(params), params
-        with jax.numpy_dtype_promotion("standard"):
-            for each in gradients:
-                updates, state = optimizer.update(each, state, new)
-                new = jax.tree.map(jnp.add, new, updates)
-        return new["kernel"], state
-
-    new, state = after(good, bad)
-    assert (new == 1).all()
-    assert state.notfinite_count == 1
-    new, state = after(good, bad, good)
-    assert (state.notfinite_count, state.total_notfinite) == (0, 1)
-    np.testing.assert_array_equal(new, after(good, good)[0])
-    assert (new < 1).all()
-    assert [float(rate(step)) for step in (0, 2)] == [float(rate(step)) for step in (1, 3)]
-
-
 def test_run_from_before_a_key_resumes_with_its_old_value(
     config: ConfigDict, tmp_path: Path
 ) -> None:
@@ -180,20 +133,20 @@ def test_wrong_values_are_refused(config: ConfigDict, key: str, value: Any, mess
 
 
 def test_tokens_become_the_text_again(tokenizer: str) -> None:
-    for words in (vocabulary.make(tokenizer), vocabulary.make("")):
+    for words in (Tokenizer(tokenizer), text.Bytes()):
         tokens = words.encode(WRITTEN.encode())
         assert tokens.max() < words.size
         for split in (1, 7):
-            said = "".join(map(words.stream(tokens[:split]), tokens[split:].tolist()))
+            said = "".join(map(responses.stream(words, tokens[:split]), tokens[split:].tolist()))
             assert WRITTEN.endswith(said)
             assert split > 1 or said == WRITTEN
         batch = text.windows(tokens, 16, 5)
         np.testing.assert_array_equal(batch["tokens"][:, 1:][batch["weight"] > 0], tokens[1:])
-    assert len(vocabulary.make(tokenizer).encode(WRITTEN.encode())) < 0.75 * len(WRITTEN)
+    assert len(Tokenizer(tokenizer).encode(WRITTEN.encode())) < 0.75 * len(WRITTEN)
 
 
 def test_ends_of_a_text_may_cut_a_character(tokenizer: str) -> None:
-    words = vocabulary.make(tokenizer)
+    words = Tokenizer(tokenizer)
     np.testing.assert_array_equal(words.encode("本, 日".encode()[1:-1]), words.encode(b", "))
     with pytest.raises(RunError, match=r"a tokenizer needs a text in UTF-8: .*; convert it"):
         words.encode(b"a\xffb")
@@ -231,16 +184,16 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for content in ("", "{}", "[1"):
         path.write_text(content)
         with pytest.raises(RunError, match=r"must be a tokenizer\.json, got '.*json': "):
-            vocabulary.make(str(path))
+            Tokenizer(str(path))
     with pytest.raises(RunError, match=r"must be a tokenizer\.json, got '/dev/zero'"):
-        vocabulary.make("/dev/zero")
+        Tokenizer("/dev/zero")
 
     def missing(name: str) -> None:
         raise ImportError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(RunError, match="needs the package tokenizers; pip install tokenizers"):
-        vocabulary.make(str(path))
+        Tokenizer(str(path))
 
 
 def test_tokenizer_named_only_by_the_folder_is_not_read(

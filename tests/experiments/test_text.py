@@ -16,7 +16,7 @@ from configs import pydoc_lm
 from experiments import reports
 from experiments.reports.text import witten_bell
 from experiments.runs.failures import RunError
-from experiments.tasks import text, vocabulary
+from experiments.tasks import text
 
 
 @pytest.fixture
@@ -42,10 +42,10 @@ def test_every_tenth_topic_is_held_out() -> None:
 def test_windows_predict_each_byte_once(n: int, length: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(1, length))
     written = bytes(data.draw(st.lists(st.integers(1, 255), min_size=n, max_size=n)))
-    batch = text.windows(vocabulary.Bytes().encode(written), length, stride)
+    batch = text.windows(text.Bytes().encode(written), length, stride)
     tokens, predicted = batch["tokens"], batch["weight"] > 0
     assert tokens[:, 1:][predicted].tobytes() == written
-    assert tokens[0, :1].tobytes() == vocabulary.START
+    assert tokens[0, :1].tobytes() == text.START
     # In all windows but the first, at least length − stride bytes precede every prediction.
     assert not predicted[1:, : length - stride].any()
 
@@ -91,10 +91,9 @@ def test_text_of_a_user_file(small: ConfigDict, tmp_path: Path) -> None:
     task = text.Text(small)
     rows = next(iter(task.batches(0, 8, np.arange(2, 5))))["tokens"]
     assert rows.shape == (3, 33)
-    assert all(bytes(row) in vocabulary.START + train for row in rows)
+    assert all(bytes(row) in text.START + train for row in rows)
     for change, message in (
         ({"data.path": str(tmp_path / "none")}, "must be a file, got .*No such file"),
-        ({"data.split": "train"}, r"config.data.split must be one of .*got 'train'"),
         ({"length": 450}, "must be longer than config.length=450 tokens, got 450"),
     ):
         other = small.copy_and_resolve_references()
@@ -102,4 +101,4 @@ def test_text_of_a_user_file(small: ConfigDict, tmp_path: Path) -> None:
         with pytest.raises(RunError, match=message):
             text.Text(other)
     with pytest.raises(RunError, match=r"stride must be in 1 … config.length=8, got 9"):
-        text.windows(vocabulary.Bytes().encode(train), 8, 9)
+        text.windows(text.Bytes().encode(train), 8, 9)

@@ -1,5 +1,6 @@
 """The nnx variants: parameters, outputs, gradients and decoding equal the linen layers'."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,6 +26,21 @@ FIELDS: dict[str, dict[str, Any]] = {
     "TalkingHeadsAttention": {"num_kv_heads": 2, "normalize_qk": True, "mask": masks.Causal()},
     "ChosenBlocksAttention": {"block": 2, "count": 2, "rotary": Rotary()},
 }  # fmt: skip
+
+
+def test_defaults_of_nnx_variants_are_those_of_linen() -> None:
+    """Only layers that replace Flax's have its default of `broadcast_dropout`."""
+    for name in FIELDS:
+        linen, ours = (
+            {field.name: field.default for field in dataclasses.fields(getattr(module, name))}
+            for module in (variants, flax_mha.nnx)
+        )
+        shared = linen.keys() & ours.keys() - {"decode"}  # None in nnx: given by the call
+        assert {key: linen[key] for key in shared} == {key: ours[key] for key in shared}, name
+        assert ours["broadcast_dropout"] is False
+    replaced = (flax_mha.MultiHeadDotProductAttention, flax_mha.nnx.MultiHeadAttention)
+    assert all(layer.broadcast_dropout for layer in (*replaced, flax_mha.SelfAttention))
+    assert not flax_mha.MultiHeadAttention.broadcast_dropout
 
 
 @pytest.mark.sampled(0.4)

@@ -14,10 +14,11 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 TRIED = {
     "mask": """
-from flax_mha.masks import Blocks
-allowed = np.arange(T)[:, None] // 37 == np.arange(T) // 37
-np.testing.assert_array_equal(Blocks(37).dense(T)[0], allowed)
-same(mask=Blocks(37)), same(mask=Blocks(1000)), same(mask=~Blocks(64))
+from flax_mha.masks import Causal, Global
+first = np.arange(T) < 37
+np.testing.assert_array_equal(Global(37).dense(T)[0], first | first[:, None])
+same(mask=Global(37)), same(mask=Global(1000)), same(mask=~Global(64))
+same(mask=Global(1) & Causal())
 """,
     "score": """
 from flax_mha.scores import Kerple

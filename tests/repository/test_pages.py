@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ PAGES = sorted(
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.py"))
 # Run by test_readme.py in two steps, and by test_recipes.py once for many tests.
 ELSEWHERE = {"README.md", *test_recipes.PAGES}
-SLOW_NAMES = ("decoding", "fine-tune", "interop", "nnx", "performance", "sharding")
+SLOW_NAMES = ("decoding", "fine-tune", "interop", "nnx", "performance", "shard-it", "sharding")
 SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
 
@@ -179,6 +180,22 @@ def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         CHECKS.get(page, lambda scope: None)(scope)
 
 
+def test_quoted_code_is_that_of_its_file() -> None:
+    """A block of `py` after a line with a path is code of this file, and is not run."""
+    quotes = {page: pages.blocks("py", pages.read(page)) for page in PAGES}
+    assert len(quotes["docs/training.md"]) > 10
+    for page, blocks in quotes.items():
+        named = re.findall(
+            r"^`([\w/]+\.py)`:\n\n```py\n(.*?)^```", pages.read(page), re.DOTALL | re.M
+        )
+        assert [block for _, block in named] == blocks, page
+        for path, block in named:
+            lines = (ROOT / path).read_text().splitlines(keepends=True)
+            size = block.count("\n")
+            spans = ("".join(lines[i : i + size]) for i in range(len(lines)))
+            assert block in map(textwrap.dedent, spans), (page, path, block)
+
+
 def test_masks_are_drawn() -> None:
     """The build of the site draws each line of these blocks, 12 queries by 12 keys."""
     lines = re.findall(r"^~~~\{mask\}\n(.*?)^~~~", pages.read("docs/masks.md"), re.DOTALL | re.M)
@@ -236,4 +253,4 @@ def test_figures_stand_beside_their_command(page: str) -> None:
 def test_every_picture_is_shown_on_a_page() -> None:
     shown = "".join(pages.read(page) for page in PAGES)
     for path in (ROOT / "docs").rglob("*.png"):
-        assert f"]({path.name})" in shown, path
+        assert re.search(rf"!\[[^]]+\]\([\w/]*{path.name}\)", shown), path

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import re
+import tomllib
 
 import flax.linen as nn
 import jax
@@ -28,3 +30,12 @@ def test_readme_examples_run() -> None:
 
 def test_it_is_short() -> None:
     assert README.count("\n") <= 150
+
+
+def test_no_link_or_picture_is_dead_on_the_page_of_a_package() -> None:
+    settings = tomllib.loads(pages.read("pyproject.toml"))["tool"]["hatch"]["metadata"]["hooks"]
+    (link,) = settings["fancy-pypi-readme"]["substitutions"]
+    text = re.sub(link["pattern"], link["replacement"], README)
+    assert "](" not in text.replace("](https:", "")
+    assert "![" not in text
+    assert "\nThe attention of eight heads in two layers on four digits (`docs/_static/" in text

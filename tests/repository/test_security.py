@@ -29,7 +29,7 @@ ALLOWED = {
     ("flax_mha/kernels/choose.py", "import_module"),  # names of kernels, from a table
     ("flax_mha/__init__.py", "import_module"),  # names of `__all__`
     ("experiments/pretrained.py", "import_module"),  # tokenizers, by that name
-    ("experiments/tasks/vocabulary.py", "import_module"),  # tokenizers, by that name
+    ("experiments/tokenizer.py", "import_module"),  # tokenizers, by that name
     ("experiments/runs/writers.py", "import_module"),  # two names in that file
     ("experiments/runs/settings.py", "runpy"),  # a config: code, as SECURITY.md says
     ("experiments/benchmark/fresh.py", "subprocess"),  # itself, in a fresh process

@@ -85,14 +85,10 @@ def _missing_operation(jaxpr: Any) -> str | None:
             if x.aval.dtype not in DTYPES:
                 return f"{name} to {x.aval.dtype}"
         for x in eqn.params.values():
-            missing = _missing_operation(_open(x)[0]) if _is_jaxpr(x) else None
-            if missing:
+            is_program = isinstance(x, core.Jaxpr | core.ClosedJaxpr)
+            if is_program and (missing := _missing_operation(_open(x)[0])):
                 return missing
     return None
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
 def _open(x: Any) -> tuple[Any, list[Any]]:

@@ -1,56 +1,25 @@
-"""The tokens of a text: its bytes, or those of a Hugging Face tokenizer."""
+"""The tokens of a text, by a Hugging Face tokenizer."""
 
 import codecs
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from experiments.runs.failures import RunError
 
-START = b"\n"  # in front of every text
 _INNER = bytes(range(0x80, 0xC0))  # the bytes that begin no character
 
 
-class Vocabulary(Protocol):
-    """A map from text to tokens and back.
-
-    Attributes:
-      size: the number of different tokens.
-      file: the content of the file that defines the tokens; b"" for bytes.
-    """
-
-    size: int
-    file: bytes
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Return the start token and those of a UTF-8 text [1 + n]."""
-
-    def stream(self, before: np.ndarray) -> Callable[[int], str]:
-        """Return a function from each next token after some to the text that it completes."""
-
-
-class Bytes:
-    """The 256 bytes as tokens: a `Vocabulary`."""
-
-    size, file = 256, b""
-
-    def encode(self, text: bytes) -> np.ndarray:
-        """Return a newline and the bytes of a text."""
-        return np.frombuffer(START + text, np.uint8)
-
-    def stream(self, before: np.ndarray) -> Callable[[int], str]:
-        """Return a function from each next byte to the characters that it completes."""
-        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        return lambda token: utf8.decode(bytes([token]))
-
-
 class Tokenizer:
-    """The tokens of a `tokenizer.json`: a `Vocabulary`.
+    """The tokens of a `tokenizer.json`, in place of `experiments.tasks.text.Bytes`.
 
     The start token is the last token of a newline, or token 0 if a newline has none.
+
+    Args:
+      path: the file.
     """
 
     def __init__(self, path: str) -> None:
@@ -78,7 +47,7 @@ class Tokenizer:
             whole = codecs.getincrementaldecoder("utf-8")().decode(text.lstrip(_INNER))
         except UnicodeDecodeError as error:
             raise RunError(f"a tokenizer needs a text in UTF-8: {error}; convert it") from None
-        start = (self._ids(START.decode()) or [0])[-1]
+        start = (self._ids("\n") or [0])[-1]
         return np.asarray([start, *self._ids(whole)], np.int32)
 
     def stream(self, before: np.ndarray) -> Callable[[int], str]:
@@ -88,8 +57,3 @@ class Tokenizer:
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-
-def make(path: str) -> Vocabulary:
-    """Return the vocabulary of a `tokenizer.json`, or bytes for ""."""
-    return Tokenizer(path) if path else Bytes()
