@@ -129,6 +129,8 @@ def test_keys_are_set_by_every_form_of_flag() -> None:
     assert (asked.config.steps, asked.config.task) == (7, "masked")
     assert (asked.config.model.remat, asked.config.model.scan) == (True, False)
     assert type(asked.config.model.dropout_rate) is float
+    assert read(masked, "--config.model.remat=z,offload:q").config.model.remat == "z,offload:q"
+    assert read(masked, "--config.model.remat=1").config.model.remat is True
     # A config file given by flag overrides the run's config; the default does not.
     assert asked.overrides == flatten(asked.config.to_dict())
     assert read("--config.steps=7").overrides == {"steps": 7}

@@ -1,0 +1,22 @@
+"""Traced and compiled programs, read."""
+
+import re
+from typing import Any
+
+import jax
+
+
+def count_equations(jaxpr: Any, name: str) -> int:
+    """Return the number of equations, inner ones included, whose primitive or kernel has a name."""
+    jaxpr, total = getattr(jaxpr, "jaxpr", jaxpr), 0
+    for eqn in jaxpr.eqns:
+        total += name in f"{eqn.primitive.name} {eqn.params.get('name')}"
+        inner = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
+        total += sum(count_equations(x, name) for x in inner if hasattr(x, "eqns"))
+    return total
+
+
+def instructions(compiled: jax.stages.Compiled) -> list[str]:
+    """Return the instructions of a compiled program, without their places in the source."""
+    lines = re.findall(r"^ +(?:ROOT )?%\S+ = .*$", compiled.as_text() or "", re.MULTILINE)
+    return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in lines]
