@@ -56,7 +56,8 @@ def config() -> ConfigDict:
 
 def changed(config: ConfigDict, **model: Any) -> ConfigDict:
     config = config.copy_and_resolve_references()
-    config.model.update(model)
+    with config.ignore_type():
+        config.model.update(model)
     return config
 
 
