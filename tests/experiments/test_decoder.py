@@ -56,8 +56,7 @@ def config() -> ConfigDict:
 
 def changed(config: ConfigDict, **model: Any) -> ConfigDict:
     config = config.copy_and_resolve_references()
-    with config.ignore_type():
-        config.model.update(model)
+    config.model = ConfigDict({**config.model, **model})
     return config
 
 
@@ -169,9 +168,6 @@ def test_run_from_before_a_key_resumes_with_its_old_value(
         ("model.dtype", "int8", "model.dtype must be one of float32, bfloat16, float16"),
         ("model.scan", 1, "model.scan must be true or false, got 1"),
         ("model.remat", "yes", "model.remat must be true, false, or some of q, k, .*, got 'yes'"),
-        ("model.remat", "z,lsd", "or some of q, k, v, z, lse, .*, joined by commas, got 'z,lsd'"),
-        ("model.remat", "", "model.remat must be true, false, or some of .*, got ''"),
-        ("model.remat", 1, "model.remat must be true, false, or some of .*, got 1"),
         ("data.tokenizer", 3, "data.tokenizer must be the file of a Hugging Face tokenizer, or em"),
         ("optimizer.accumulate", 0, "optimizer.accumulate must be a whole number from 1"),
         ("optimizer.accumulate", 3, "steps must be a multiple of .*=3, got 4; try 6"),

@@ -108,6 +108,8 @@ def test_absurd_values_are_refused_for_every_key(path: Path) -> None:
         ("--config=configs/masked.py --config.model.dtype=int8", "model.dtype must be one of"),
         ("--config=configs/masked.py --config.model.scan=3", "scan must be true or false, got '3'"),
         ("--config=configs/masked.py --noconfig.model.scan=1", "does not take an argument"),
+        ("--config=configs/masked.py --config.model.remat=z,lsd", "or some of q, .*, got 'z,lsd'"),
+        ("--config=configs/masked.py --config.model.remat=", "or some of q, k, .*, got ''"),
         ("--config=configs/masked.py --config.hidden=0", "config.hidden must be a number in"),
         ("--config=configs/pydoc_lm.py --config.length=0", "config.length must be a whole number"),
         ("--config=configs/dates.py --config.model.encoder_layers=0", "encoder_layers must be"),

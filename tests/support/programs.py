@@ -7,10 +7,15 @@ import jax
 
 
 def count_equations(jaxpr: Any, name: str) -> int:
-    """Return the number of equations, inner ones included, whose primitive or kernel has a name."""
+    """Return the number of equations, inner ones included, whose primitive or kernel has a name.
+
+    Equations without use do not count: JAX 0.10 leaves those of Pallas for XLA to remove.
+    """
     jaxpr, total = getattr(jaxpr, "jaxpr", jaxpr), 0
+    used = {id(x) for x in jaxpr.outvars}.union(*(map(id, eqn.invars) for eqn in jaxpr.eqns))
     for eqn in jaxpr.eqns:
-        total += name in f"{eqn.primitive.name} {eqn.params.get('name')}"
+        is_used = any(id(x) in used for x in eqn.outvars)
+        total += is_used and name in f"{eqn.primitive.name} {eqn.params.get('name')}"
         inner = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
         total += sum(count_equations(x, name) for x in inner if hasattr(x, "eqns"))
     return total
