@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, whole
@@ -24,6 +25,15 @@ Result = tuple[jax.Array, jax.Array]
 # A function that computes a call. Some kernels accept a precomputed result, and compute only its
 # gradients.
 Lowered = Callable[..., Result]
+
+
+def name_result(out: jax.Array, lse: Any) -> tuple[jax.Array, Any]:
+    """Return a kernel's output and lse with the names "z" and "lse", for `jax.checkpoint`.
+
+    A custom derivative rule names its residuals. If a policy stores both, the forward kernel does
+    not run again. In place of the lse, residuals may be the maximum and the sum of exponentials.
+    """
+    return checkpoint_name(out, "z"), checkpoint_name(lse, "lse")
 
 
 class Refusal(NamedTuple):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -79,9 +80,12 @@ def attend(
     """
     q, k, v = heads.q, heads.k, heads.v
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
-    q = sharding.constrain(q, sharding.HEADS)
+    q = checkpoint_name(sharding.constrain(q, sharding.HEADS), "q")
     if k is not None:
-        k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
+        k, v = (
+            checkpoint_name(sharding.constrain(x, sharding.KV_HEADS), name)
+            for x, name in ((k, "k"), (v, "v"))
+        )
     arguments = _arguments(p, settings, call)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
@@ -106,6 +110,7 @@ def attend(
     captures = more[-1] if call.capture else {}
     with jax.named_scope("merge"):
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
+    out = checkpoint_name(out, "out")
     return Output(out, more[0] if call.return_weights else None, captures, cache, source)
 
 

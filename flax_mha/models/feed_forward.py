@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
@@ -60,10 +61,13 @@ class MLP(nn.Module):
         shapes.check_features("x", x)
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
-        hidden, names = (self.hidden,), ("embed", "mlp")
-        up = dense("up", hidden, names)(x)
-        h = act(dense("gate", hidden, names)(x)) * up if self.gated else act(up)
-        h = sharding.constrain(h, ("batch", "length", "mlp"))
+
+        def to_hidden(name: str) -> jax.Array:
+            return checkpoint_name(dense(name, (self.hidden,), ("embed", "mlp"))(x), "mlp_pre")
+
+        up = to_hidden("up")
+        h = act(to_hidden("gate")) * up if self.gated else act(up)
+        h = checkpoint_name(sharding.constrain(h, ("batch", "length", "mlp")), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")
         return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)

@@ -165,7 +165,7 @@ FIELDS = MODULE | CAPTURED | {
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
          "pre_norm": (False,), "activation": ("silu", "gelu_exact"), "norm_epsilon": (1e-5,),
          "mlp_bias": (False,), "gated": (True,), "dropout_rate": (0.5,),
-         "remat": (True,)}  # fmt: skip
+         "remat": (True, ("z", "lse"))}  # fmt: skip
 THROUGH = {f"call_{name}": values for name, values in (SEEN | STANDS | TRAINED).items()}
 STANDING = {name: THROUGH[name] for name in sorted(THROUGH) if name != "call_bias"}
 RULES = {"eos": (0,), "rng": (KEY,), "temperature": (1.0,), "top_k": (2,), "top_p": (0.9,),

@@ -30,7 +30,7 @@ from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result, name_result
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import empty_result
 from flax_mha.masks import EMPTY, Causal
@@ -232,7 +232,7 @@ def _zero_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
 
 def _forward(ring: Ring, local: Attend, static_leaves: Any, *primals: Any) -> tuple[Result, Any]:
     q, k, v, arrays = jax.tree.map(lambda x: x.value, primals)
-    out, lse = _core(ring, local, static_leaves, q, k, v, arrays)
+    out, lse = name_result(*_core(ring, local, static_leaves, q, k, v, arrays))
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
