@@ -120,19 +120,18 @@ class Ring(NamedTuple):
     ) -> Any:  # fmt: skip
         """Return fn(*args) on devices that see a key in a step, `otherwise` on others.
 
-        Each device decides for itself, so fn has no collectives. The spec is that of the device's
+        Each device decides for itself, so fn has no collectives. The spec covers the device's
         queries and all keys, and dims are the sizes of a block.
         """
         seen: Any = True
         if not self.seen.all():
             seen = jnp.asarray(self.seen)[lax.axis_index(self.axes), self.source(step)]
         if self.traced:
-            start = self.source(step) * dims.S
-            block = self.cut(spec.replace(scores=(), dropout=None), dims.S, start)
+            spec = spec.replace(scores=(), dropout=None)
+            block = self.cut(spec, dims.S, self.source(step) * dims.S)
             seen &= visible_tiles(block, dims, 1).any()
-        if not isinstance(seen, jax.Array):
-            return fn(*args)
-        return lax.cond(seen, fn, lambda *_: otherwise, *args)
+        is_known = not isinstance(seen, jax.Array)
+        return fn(*args) if is_known else lax.cond(seen, fn, lambda *_: otherwise, *args)
 
     def run(
         self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
