@@ -143,18 +143,16 @@ def _count_work(rows: np.ndarray, mask: Any, tile: int) -> np.ndarray:
 
 
 def _deal(work: np.ndarray, n: int) -> np.ndarray:
-    """Return the device of each piece, with equally many on each, int [pieces].
-
-    A device table [n, n] holds the work between the queries of each device and the keys of each.
-    """
-    m = len(work)
-    device, devices = np.arange(m) % n, np.arange(n)
+    """Return the device of each piece, with equally many on each, int [pieces]."""
+    m, devices = len(work), np.arange(n)
+    device = np.arange(m) % n
     if n == 1:
         return device
     # Powers of the mean 1 do not overflow.
     work = work * (n * n / max(float(work.sum()), 1.0))
     one_hot = np.eye(n, dtype=np.float32)
     by_query, by_key = work @ one_hot[device], work.T @ one_hot[device]
+    # The work between the queries of each device and the keys of each.
     table = one_hot[device].T @ by_query
     keys_of_step = (devices - devices[:, None]) % n
 

@@ -21,10 +21,8 @@ class Leg(NamedTuple):
 
 
 def schedule(steps: Sequence[int], n: int) -> list[Leg]:
-    """Return the legs of a pass around n devices, in order. Only the first step may be 0.
-
-    A loop's carry has fixed arrays, so a loop starts when sums already pass around.
-    """
+    """Return the legs of a pass around n devices, in order. Only the first step may be 0."""
+    # A loop's carry has fixed arrays, so a loop starts when sums already pass around.
     hops = (np.diff([0, *steps, *steps[-1:]]) % n).tolist()
     travelling = 2 if 0 in steps else 1
     legs: list[Leg] = []
