@@ -255,6 +255,8 @@ TARGETS: dict[str, Target] = {
     "top_k": (1, sampling.top_k, {"logits": np.ones((B, 5), np.float32), "k": 2}, {}),
     "top_p": (1, sampling.top_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
     "zigzag": (1, sharding.zigzag, {"length": 16, "devices": 4}, {}),
+    "balanced": (1, sharding.balanced, {"lengths": [5, 11], "devices": 4, "tile": 2},
+                 {"mask": (flax_mha.masks.Window(3, 2),)}),
     "constrain": (1, on_a_mesh(sharding.constrain),
                   {"x": X, "names": ("batch", "length", "embed")}, {}),
 }  # fmt: skip

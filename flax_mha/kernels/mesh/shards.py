@@ -26,6 +26,7 @@ from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.sharding import layout, rules, shard_map
+from flax_mha.sharding.order import piece_size
 from flax_mha.sharding.rules import unpack_entry
 
 _LSE = ("batch", "heads", "length")
@@ -207,6 +208,9 @@ def _shard_call(
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
+        if spec.q_pos is not None:
+            size = piece_size(dims.T // division.devices, spec.q_pos.array)
+            spec = spec.replace(piece=size)
     sinks = spec.sinks
     spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
     arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_ring), division)
