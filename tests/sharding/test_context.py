@@ -21,7 +21,7 @@ from flax_mha import (
 from flax_mha.kernels.choose import STRATEGIES
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
-from tests.support.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
+from tests.support.meshes import BACKWARD, BOTH, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
 from tests.support.oracle import error
 
 RNG = np.random.default_rng(5)
@@ -89,6 +89,29 @@ def test_strategies_match_one_device(way: str, kind: str, name: str) -> None:
     over = (None, "model", "data")
     specs = [P(*over), P(*over), P(*over), P(), P(), P(), P()]
     compare(attention(way, call), operands(S, K), kind, FOUR, specs)
+
+
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize(
+    ("way", "kind", "name", "shape"),
+    [
+        ("usp:blockwise", "Explicit", "causal, dropout", (2, 4)),
+        ("usp", "Auto", "any mask of rows and heads, dropout", (2, 4)),
+        ("usp", "Explicit", "few heads, a window, documents", (4, 2)),
+        ("usp:blockwise", "Auto", "more keys than queries", (4, 2)),
+        # A ring of one device, and one device for the heads.
+        ("usp", "Auto", "causal, dropout", (1, 8)),
+        ("usp", "Auto", "causal, dropout", (8, 1)),
+        ("ulysses", "Auto", "causal, dropout", (2, 4)),
+        ("ring", "Explicit", "few heads, a window, documents", (2, 4)),
+    ],
+)
+def test_strategies_over_two_axes_match_one_device(
+    way: str, kind: str, name: str, shape: tuple[int, int]
+) -> None:
+    S, K, call = CALLS[name]
+    specs = [P(None, ("data", "model"))] * 3 + [P()] * 4
+    compare(attention(way, call), operands(S, K), kind, BOTH, specs, shape)
 
 
 @pytest.mark.slow

@@ -2,7 +2,12 @@
 
 Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Each device
 runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
-call uses one of three context-parallel `STRATEGIES`.
+call uses one of the context-parallel `STRATEGIES`. Inside attention, `ulysses` shards heads instead
+of positions over all mesh axes of `length`, `usp` over the last ones, `ring` and `all_gather` over
+none. Over the remaining axes, `usp` and `ring` pass keys round a ring, and `all_gather` gathers them.
+
+Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative
+AI", 2024.
 """
 
 import functools
@@ -73,10 +78,31 @@ class Division(NamedTuple):
         """The number of devices that the queries are sharded over."""
         return _devices(self.length)
 
-    def by_heads(self) -> "Division":
-        """Return the division with heads sharded over the queries' devices too."""
-        heads = (*unpack_entry(self.heads), *unpack_entry(self.length))
-        return self._replace(length=None, heads=heads, kv_heads=heads)
+    def by_heads(self, moved: int) -> "Division":
+        """Return the division with the last `moved` mesh axes of positions sharding heads instead.
+
+        The last axes are the minor ones, so a device's positions stay consecutive.
+        """
+        if moved == 0:
+            return self
+        axes = unpack_entry(self.length)
+        heads = (*unpack_entry(self.heads), *axes[-moved:])
+        return self._replace(length=rules.pack_entry(axes[:-moved]), heads=heads, kv_heads=heads)
+
+    def inside(self, strategy: str | None, dims: Dims) -> "Division":
+        """Return the division inside a strategy's attention.
+
+        `usp` moves the most mesh axes over which heads divide, and at least one stays.
+        """
+        n = len(unpack_entry(self.length))
+        moves = {"ulysses": [n], "usp": range(n - 1, 0, -1)}.get(strategy or "") or [0]
+        divisions = [self.by_heads(moved) for moved in moves]
+        return next((x for x in divisions if x.divides_heads(dims)), divisions[-1])
+
+    def divides_heads(self, dims: Dims) -> bool:
+        """Return True if all heads divide over the mesh axes of heads."""
+        n = _devices(self.heads)
+        return dims.N % n == 0 and dims.K % n == 0
 
     def over_queries(self) -> P:
         """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
@@ -99,21 +125,29 @@ def _devices(axes: Any) -> int:
 
 def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
     """Return the reasons against context-parallel strategies for a call, if any."""
-    n, refused = division.devices, {}
-    if n == 1:
-        return {}
-    several = _devices(division.heads) * n
-    if dims.N % several or dims.K % several:
-        refused["ulysses"] = (
-            f"it divides heads over the {several} devices that divide heads or queries, and there "
-            f"are {dims.N} query heads and {dims.K} key/value heads"
-        )
-    if dims.S % n:
-        refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
-    if normalizer != SOFTMAX:
-        refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
-    if derivatives.all_asked() or kernel == "checkpointed":
-        refused["ring"] = "it has not every derivative, which this call asks for"
+    refused: dict[str, str] = {}
+    if division.devices == 1:
+        return refused
+    for name in ("ulysses", "usp", "ring"):
+        divided = division.inside(name, dims)
+        if name == "usp" and divided is division:
+            refused[name] = (
+                f"it needs positions over several mesh axes, such as the rule "
+                f"('length', ('outer', 'inner')), got {division.length!r}"
+            )
+        elif divided is not division and not divided.divides_heads(dims):
+            refused[name] = (
+                f"it divides heads over the {_devices(divided.heads)} devices that divide heads or "
+                f"queries, and there are {dims.N} query heads and {dims.K} key/value heads"
+            )
+        elif name == "ulysses":
+            continue
+        elif dims.S % divided.devices:
+            refused[name] = f"{dims.S} keys do not divide over {divided.devices} devices"
+        elif normalizer != SOFTMAX:
+            refused[name] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
+        elif derivatives.all_asked() or kernel == "checkpointed":
+            refused[name] = "it has not every derivative, which this call asks for"
     return refused
 
 
@@ -122,8 +156,10 @@ def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) 
 
     1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
     2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
-       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
-    3. `ring`, which also shards the memory of keys and values.
+       sends less than the others, but under a causal mask the last device computes twice the mean.
+    3. `usp`. On r devices of the ring and u of the heads it takes r steps, and sends (r − 1)/(r·u)
+       of k and v and (u − 1)/(r·u²) of q, k, v and out. If T = S, `ring` sends at least as much.
+    4. `ring`, which also shards the memory of keys and values.
 
     Raises:
       ValueError: if the named strategy does not support the call.
@@ -135,8 +171,8 @@ def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) 
     if strategy in refused:
         raise choose.refusal(strategy, refused[strategy])
     small = dims.S * dims.K * division.devices <= dims.T * dims.N
-    names = ("ulysses", "all_gather", "ring") if small else ("ulysses", "ring", "all_gather")
-    return strategy or next(name for name in names if name not in refused)
+    best = ("all_gather", "usp", "ring") if small else ("usp", "ring", "all_gather")
+    return strategy or next(name for name in ("ulysses", *best) if name not in refused)
 
 
 def run(
@@ -152,10 +188,11 @@ def run(
         # XLA does not support empty shards.
         attend = functools.partial(choose.run, name, current_platform())
         return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
-    strategy = pick_strategy(kernel, spec.normalizer, division, Dims.of(q, k, v))
+    dims = Dims.of(q, k, v)
+    strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
-    divided = division.by_heads() if strategy == "ulysses" else division
+    divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
     out, lse = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
@@ -170,7 +207,7 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Return the explanation of `run`, for a platform or the current one.
 
-    For a ring, it explains the first block of keys.
+    For `ring` and `usp`, it explains the first block of keys.
     """
     named, name = choose.parse_kernel(kernel)
     dims = Dims.of(q, k, v)
@@ -183,7 +220,7 @@ def explain(
     if _is_empty(q, k):
         explanation = explain_shard(q, k, v, spec)
     else:
-        divided = division.by_heads() if strategy == "ulysses" else division
+        divided = division.inside(strategy, dims)
         inside, ins, args = _shard_call(
             explain_shard, ring.explain, strategy, divided, platform, q, k, v, spec
         )
@@ -203,7 +240,7 @@ def _shard_call(
 
     On a ring of devices, the function is attend_ring(ring, attend, q, k, v, spec).
     """
-    dims, by_ring = Dims.of(q, k, v), strategy == "ring"
+    dims, by_ring = Dims.of(q, k, v), strategy in ("ring", "usp")
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
