@@ -281,9 +281,7 @@ def test_usp_sends_within_groups_and_between_them(optimized: None, kind: str) ->
 
     forward, around = 2 * queries + keys_and_values, (r - 1) * keys_and_values
     assert counted(grad=False) == {"all-to-all": forward, "collective-permute": around}
-    # The gradients alone do not need out, and go round with their keys and values.
-    back = {"all-to-all": 2 * forward - queries, "collective-permute": 2 * around}
-    both = counted(grad=True)
-    assert both["all-to-all"] == back["all-to-all"]
-    # With two groups, the block that came is still there for the backward pass.
-    assert both["collective-permute"] == back["collective-permute"]
+    # The output is not asked for. Of two groups, each keeps the other's block until the backward
+    # pass, so that only gradients go back.
+    both = {"all-to-all": 2 * forward - queries, "collective-permute": 2 * around}
+    assert counted(grad=True) == both

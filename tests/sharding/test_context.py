@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +19,9 @@ from flax_mha import (
     scores,
     sharding,
 )
+from flax_mha.base.shapes import Dims
 from flax_mha.kernels.choose import STRATEGIES
+from flax_mha.kernels.mesh.shards import Division
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
 from tests.support.meshes import BACKWARD, BOTH, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
@@ -183,8 +186,10 @@ def test_long_sequence_matches_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ring:blockwise", "ulysses"])
-def test_token_order_does_not_change_output(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "rules"), [("ring:blockwise", FOUR), ("ulysses", FOUR), ("usp", BOTH)]
+)
+def test_token_order_does_not_change_output(way: str, rules: Any) -> None:
     """Causality, documents and rotations follow the tokens' positions."""
     layer = MultiHeadAttention(
         8, kernel=way, rotary=Rotary(), mask=masks.Causal() & masks.Segments(IDS),
@@ -200,7 +205,7 @@ def test_token_order_does_not_change_output(way: str) -> None:
 
     want = layer.apply(variables, x)
     assert error(shuffled(x), want) < FORWARD
-    _, leave = on("Auto", FOUR)
+    _, leave = on("Auto", rules)
     try:
         got = jax.jit(shuffled)(x)
     finally:
@@ -276,11 +281,43 @@ def test_auto_takes_the_best_strategy(kind: str) -> None:
     assert "ring" not in str(explain(q, q, q))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_shards_heads_over_the_last_axes_that_fit(kind: str) -> None:
+    """Then it passes keys over the others."""
+    axes = ("a", "b", "c")
+    mesh = jax.make_mesh((2, 2, 2), axes, (KINDS[kind],) * 3)
+    at = NamedSharding(mesh, P(None, axes))
+
+    def found(N: int, K: int, kernel: str = "auto") -> Any:
+        q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
+        return explain(q, k, k, kernel=kernel)
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", axes)]):
+        assert found(8, 8).strategy == "ulysses"
+        assert [found(4, K).strategy for K in (4, 2, 1)] == ["usp", "usp", "ring"]
+        assert found(8, 1).strategy == "all_gather"
+        assert "usp" not in found(6, 2).refused
+        named = found(8, 8, "usp:blockwise")
+        assert (named.strategy, named.chosen) == ("usp", "blockwise")
+        # The number of devices that share the positions inside attention.
+        rings = {}
+        for heads in (8, 4, 2):
+            q = jax.ShapeDtypeStruct((B, T, heads, H), jnp.float32, sharding=at)
+            division = Division.of(q, q)
+            assert division is not None
+            rings[heads] = division.inside("usp", Dims.of(q, q, q)).devices
+        assert rings == {8: 2, 4: 2, 2: 4}
+
+
 MISUSES = {
     "heads do not divide": (FOUR, (T, 4), "ulysses", "8 devices .* 8 query heads and 4 key/value"),
+    "heads do not divide over the inner axis": (
+        BOTH, (T, 2), "usp", "4 devices .* 8 query heads and 2 key/value",
+    ),
+    "one axis of positions": (FOUR, (T, N), "usp", r"needs .* \('length', .*, got 'model'"),
     "an unknown strategy": (FOUR, (T, N), "round:blockwise", "alone or as in 'ring:blockwise'"),
     "an unknown kernel": (FOUR, (T, N), "ring:fast", "kernel must be 'auto' or one of"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISUSES)
@@ -303,6 +340,9 @@ def test_ring_shards_keys() -> None:
         q = jax.device_put(q, NamedSharding(mesh, P(None, "model")))
         with pytest.raises(ValueError, match="66 keys do not divide over 4 devices"):
             dot_product_attention(q, k, k, kernel="ring")
+        both = jax.device_put(q, NamedSharding(mesh, P(None, ("data", "model"))))
+        with pytest.raises(ValueError, match="65 keys do not divide over 2 devices"):
+            dot_product_attention(both, k[:, 1:], k[:, 1:], kernel="usp")
         out = jax.eval_shape(
             lambda q, k: dot_product_attention(q, k, k, kernel="ring"), q, k[:, :T]
         )
