@@ -193,7 +193,10 @@ def test_chosen_blocks_under_vmap_and_scan() -> None:
 @pytest.mark.parametrize(
     ("way", "rules"),
     [
-        ("ring:blockwise", EIGHT), ("ring", FOUR), ("all_gather", FOUR), ("ulysses", FOUR),
+        ("ring:blockwise", EIGHT),
+        ("ring", FOUR),
+        ("all_gather", FOUR),
+        ("ulysses", FOUR),
         ("usp", BOTH),
     ],
     ids=["ring over 4", "ring", "all_gather", "ulysses", "usp"],

@@ -197,7 +197,7 @@ def test_loss_over_sharded_vocabulary_gathers_no_logits(optimized) -> None:
 
 def program(
     way: str, mask: masks.Mask | None, K: int, *, grad: bool, dtype: str = "float32",
-    kind: str = "Auto", rules: Any = EIGHT, over: P = P("data", "model"),
+    kind: str = "Auto", rules: Any = EIGHT,
 ) -> list[tuple[str, int]]:  # fmt: skip
     """Return the collectives for heads of 8 features over 4 devices, forward or both ways."""
 
@@ -209,7 +209,9 @@ def program(
 
     mesh, leave = on(kind, rules, shape=(2, 4))
     try:
-        placed = NamedSharding(mesh, over)
+        placed = NamedSharding(
+            mesh, P(None, ("data", "model")) if rules is BOTH else P("data", "model")
+        )
         q, k = (jax.ShapeDtypeStruct((B, T, n, 8), dtype, sharding=placed) for n in (N, K))
         fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
         text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
@@ -273,10 +275,9 @@ def test_usp_sends_within_groups_and_between_them(optimized: None, kind: str) ->
     """
     r, u, K = 2, 4, 4
     queries, keys_and_values = (4 * B * T * n * 8 // (r * u) for n in (N, 2 * K))
-    over = P(None, ("data", "model"))
 
     def counted(*, grad: bool) -> dict[str, int]:
-        found = program("usp", None, K, grad=grad, kind=kind, rules=BOTH, over=over)
+        found = program("usp", None, K, grad=grad, kind=kind, rules=BOTH)
         return {name: sum(b for other, b in found if other == name) for name, _ in found}
 
     forward, around = 2 * queries + keys_and_values, (r - 1) * keys_and_values

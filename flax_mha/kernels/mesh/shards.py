@@ -4,7 +4,7 @@ Batch rows and heads are sharded by the logical axis rules (see `flax_mha.shardi
 runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
 call uses one of the context-parallel `STRATEGIES`. Inside attention, `ulysses` shards heads instead
 of positions over all mesh axes of `length`, `usp` over the last ones, `ring` and `all_gather` over
-none. Over the remaining axes, `usp` and `ring` pass keys round a ring, and `all_gather` gathers them.
+none. Over the remaining axes, `usp` and `ring` pass keys around, and `all_gather` gathers them.
 
 Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative
 AI", 2024.
