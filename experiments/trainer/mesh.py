@@ -29,8 +29,9 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
     context. Attention can then shard heads over it (`usp`).
     """
     devices = jax.devices() if devices is None else devices
-    sizes = checks.mesh_sizes(config, len(devices))
-    names, context, model = AXES, sizes[3], config.model
+    sizes: tuple[int, ...] = checks.mesh_sizes(config, len(devices))
+    names: tuple[str, ...] = AXES
+    context, model = sizes[3], config.model
     heads = math.gcd(model.num_heads, model.get("num_kv_heads", 0)) // sizes[2]
     ulysses = math.gcd(heads, context)
     if 1 < ulysses < context:

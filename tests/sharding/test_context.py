@@ -125,7 +125,10 @@ def test_explicit_mask_ids_are_sharded_like_their_tokens(way: str) -> None:
         return dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
 
     args = (*operands(T, N)[:3], IDS)
-    compare(attend, args, "Explicit", EIGHT, [P("data", "model")] * 4)
+    rules, over = (
+        (BOTH, P(None, ("data", "model"))) if way == "usp" else (EIGHT, P("data", "model"))
+    )
+    compare(attend, args, "Explicit", rules, [over] * 4)
 
 
 @pytest.mark.slow
@@ -135,13 +138,21 @@ def test_long_ring_matches_one_device() -> None:
     compare(attention("ring", call), operands(S, K), "Auto", EIGHT, specs, shape=(1, 8))
 
 
-def test_explicit_output_is_sharded_like_queries() -> None:
-    mesh, leave = on("Explicit", FOUR)
+@pytest.mark.parametrize(
+    ("rules", "over", "ways"),
+    [
+        (FOUR, P(None, "model", "data", None), ("ulysses", "ring", "all_gather")),
+        (BOTH, P(None, ("data", "model"), None, None), ("usp",)),
+    ],
+    ids=["one axis", "two axes"],
+)
+def test_explicit_output_is_sharded_like_queries(rules: Any, over: P, ways: Any) -> None:
+    mesh, leave = on("Explicit", rules)
     try:
-        q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, P(None, "model", "data")))
-        for way in STRATEGIES:
+        q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, over))
+        for way in ways:
             out = jax.jit(lambda q, way=way: dot_product_attention(q, q, q, kernel=way))(q)
-            assert out.sharding.spec == P(None, "model", "data", None), way
+            assert out.sharding.spec == over, way
     finally:
         leave()
 
