@@ -184,25 +184,6 @@ def test_default_mesh_takes_as_many_devices_as_fit(
     assert mesh.make_mesh(config).shape == {"data": data, "fsdp": 1, "model": 1, "context": 1}
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "model", "axes"),
-    [
-        (4, 1, {"context": 2, "ulysses": 4}), (2, 1, {"context": 4, "ulysses": 2}),
-        (4, 2, {"context": 2, "ulysses": 2}), (2, 2, {"context": 4}), (4, 4, {"context": 2}),
-    ],
-)  # fmt: skip
-def test_context_axis_is_split_by_the_heads(
-    config: ConfigDict, kv_heads: int, model: int, axes: dict[str, int]
-) -> None:
-    """If they divide over some of its devices."""
-    config.model.num_kv_heads = kv_heads
-    config.mesh.model, config.mesh.context = model, 8 // model
-    built = mesh.make_mesh(config)
-    assert built.shape == {"data": 1, "fsdp": 1, "model": model, **axes}
-    along = ("context", "ulysses") if "ulysses" in axes else "context"
-    assert ("length", along) in mesh.rules(built)
-
-
 def test_padding_of_test_rows_has_no_weight(config: ConfigDict) -> None:
     config.batch_size, config.mesh.data = 7, 7
     built = loop.build(config, tasks.make(config))

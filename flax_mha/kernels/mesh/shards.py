@@ -2,12 +2,7 @@
 
 Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Each device
 runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
-call uses one of the context-parallel `STRATEGIES`. Inside attention, `ulysses` shards heads instead
-of positions over all mesh axes of `length`, `usp` over the last ones, `ring` and `all_gather` over
-none. Over the remaining axes, `usp` and `ring` pass keys around, and `all_gather` gathers them.
-
-Source: Fang and Zhao, "USP: A Unified Sequence Parallelism Approach for Long Context Generative
-AI", 2024.
+call uses one of the context-parallel `STRATEGIES`, see `strategies`.
 """
 
 import functools
@@ -24,11 +19,11 @@ from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
-from flax_mha.kernels import choose, derivatives
+from flax_mha.kernels import choose
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring
 from flax_mha.kernels.mesh.devices import current_platform
-from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.rules import unpack_entry
@@ -99,10 +94,14 @@ class Division(NamedTuple):
         divisions = [self.by_heads(moved) for moved in moves]
         return next((x for x in divisions if x.divides_heads(dims)), divisions[-1])
 
+    @property
+    def head_devices(self) -> int:
+        """The number of devices that the query heads are sharded over."""
+        return _devices(self.heads)
+
     def divides_heads(self, dims: Dims) -> bool:
-        """Return True if all heads divide over the mesh axes of heads."""
-        n = _devices(self.heads)
-        return dims.N % n == 0 and dims.K % n == 0
+        """Return True if the query and key/value heads divide over the mesh axes of heads."""
+        return dims.N % self.head_devices == 0 and dims.K % self.head_devices == 0
 
     def over_queries(self) -> P:
         """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
@@ -121,58 +120,6 @@ class Division(NamedTuple):
 def _devices(axes: Any) -> int:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     return math.prod(sizes[axis] for axis in unpack_entry(axes))
-
-
-def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
-    """Return the reasons against context-parallel strategies for a call, if any."""
-    refused: dict[str, str] = {}
-    if division.devices == 1:
-        return refused
-    for name in ("ulysses", "usp", "ring"):
-        divided = division.inside(name, dims)
-        if name == "usp" and divided is division:
-            refused[name] = (
-                f"it needs positions over several mesh axes, such as the rule "
-                f"('length', ('outer', 'inner')), got {division.length!r}"
-            )
-        elif divided is not division and not divided.divides_heads(dims):
-            refused[name] = (
-                f"it divides heads over the {_devices(divided.heads)} devices that divide heads or "
-                f"queries, and there are {dims.N} query heads and {dims.K} key/value heads"
-            )
-        elif name == "ulysses":
-            continue
-        elif dims.S % divided.devices:
-            refused[name] = f"{dims.S} keys do not divide over {divided.devices} devices"
-        elif normalizer != SOFTMAX:
-            refused[name] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
-        elif derivatives.all_asked() or kernel == "checkpointed":
-            refused[name] = "it has not every derivative, which this call asks for"
-    return refused
-
-
-def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
-    """Return the named strategy or the best one, or None if the sequence is not sharded.
-
-    1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
-    2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
-       sends less than the others, but under a causal mask the last device computes twice the mean.
-    3. `usp`. On r devices of the ring and u of the heads it takes r steps, and sends (r − 1)/(r·u)
-       of k and v and (u − 1)/(r·u²) of q, k, v and out. If T = S, `ring` sends at least as much.
-    4. `ring`, which also shards the memory of keys and values.
-
-    Raises:
-      ValueError: if the named strategy does not support the call.
-    """
-    if division.devices == 1:
-        return None
-    refused = refusals(kernel, normalizer, division, dims)
-    strategy, _ = choose.parse_kernel(kernel)
-    if strategy in refused:
-        raise choose.refusal(strategy, refused[strategy])
-    small = dims.S * dims.K * division.devices <= dims.T * dims.N
-    best = ("all_gather", "usp", "ring") if small else ("usp", "ring", "all_gather")
-    return strategy or next(name for name in ("ulysses", *best) if name not in refused)
 
 
 def run(
