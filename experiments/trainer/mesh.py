@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +23,23 @@ AXES = ("data", "fsdp", "model", "context")  # of the mesh
 
 
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a (data, fsdp, model, context) mesh of these devices (default: all there are)."""
+    """Return a (data, fsdp, model, context) mesh of these devices (default: all there are).
+
+    If heads divide over some of context's devices only, these are a fifth axis, ulysses, within
+    context. Attention can then shard heads over it (`usp`).
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = checks.mesh_sizes(config, len(devices))
+    sizes: tuple[int, ...] = checks.mesh_sizes(config, len(devices))
+    names: tuple[str, ...] = AXES
+    context, model = sizes[3], config.model
+    heads = math.gcd(model.num_heads, model.get("num_kv_heads", 0)) // sizes[2]
+    ulysses = math.gcd(heads, context)
+    if 1 < ulysses < context:
+        names, sizes = (*AXES, "ulysses"), (*sizes[:3], context // ulysses, ulysses)
     # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
     used = devices[: int(np.prod(sizes))]
     placed = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(placed, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
@@ -36,14 +47,15 @@ def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
 
     The first rule whose axes are free wins. Rows of the batch go over data and fsdp. The features
     of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a layer's
-    parameters where it needs them. The positions of every row go over context: attention alone
-    needs the keys and values of others.
+    parameters where it needs them. The positions of every row go over context and ulysses:
+    attention alone needs the keys and values of others.
     """
     over: tuple[tuple[str, Any], ...] = ()
     if mesh.shape["fsdp"] > 1:
         over += (("batch", ("data", "fsdp")), ("embed", "fsdp"))
     if mesh.shape["context"] > 1:
-        over += (("length", "context"), ("norm_length", "context"))
+        along = ("context", "ulysses") if "ulysses" in mesh.shape else "context"
+        over += (("length", along), ("norm_length", along))
     return (*over, *sharding.RULES)
 
 

@@ -4,18 +4,23 @@ The numbers follow the formula in docs/sharding.md.
 """
 
 import importlib.util
+from collections import Counter
+from typing import Any
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.counts import work
 from experiments.counts.hlo import Module
 from experiments.plan import compiled
 from experiments.plan.collectives import read
-from flax_mha import MultiHeadAttention, masks
+from flax_mha import MultiHeadAttention, dot_product_attention, masks
 from tests.support import lowered_layers
 from tests.support.meshes import KINDS
 
@@ -66,3 +71,33 @@ def test_layer_sends_the_bytes_of_the_formula(
         assert "splash_mha_fwd" in both
         assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
         assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_usp_sends_least(optimized: None, kind: str) -> None:
+    """Groups of u chips exchange heads, and r groups pass keys and values, as on CPUs.
+
+    Gradients of keys and values go round in float32.
+    """
+    r, u, K, length = 4, 4, 4, 4096
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = Mesh(np.array(chips).reshape(r, u), ("r", "u"), axis_types=(KINDS[kind],) * 2)
+    at = NamedSharding(mesh, P(None, ("r", "u")))
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16, sharding=at) for n in (8, K))
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return dot_product_attention(*qkv, kernel="usp:flex")
+
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", ("r", "u"))]):
+        text, _ = compiled.dumped(jax.jit(gradients, out_shardings=(at,) * 3).lower(q, k, k, q))
+    sent: Counter[str] = Counter()
+    for one in read(text, mesh.size):
+        sent[one.kind] += one.times * one.bytes
+        assert one.kind != "all-to-all" or sorted(one.groups[0]) == [*range(u)]
+    queries, keys_and_values = (2 * length * n * 128 // (r * u) for n in (8, 2 * K))
+    exchanged = 3 * queries + 2 * keys_and_values  # The output is not asked for.
+    around = 4 * (r - 1) * keys_and_values  # Once forward, again backward, and their gradients.
+    assert sent == {"all-to-all": exchanged, "collective-permute": around}

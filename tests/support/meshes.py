@@ -59,6 +59,10 @@ def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
 # Heads over two devices and positions over four; or only positions, over "model".
 FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None, vocab=None)
 EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None, vocab=None)
+# Positions over both axes: a ring over "data", and heads over "model" inside attention.
+BOTH = changed(
+    batch=None, heads=None, kv_heads=None, length=("data", "model"), mlp=None, vocab=None
+)
 
 
 def compare(

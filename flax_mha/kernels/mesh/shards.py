@@ -2,7 +2,7 @@
 
 Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Each device
 runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
-call uses one of three context-parallel `STRATEGIES`.
+call uses one of the context-parallel `STRATEGIES`, see `strategies`.
 """
 
 import functools
@@ -19,11 +19,11 @@ from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
-from flax_mha.kernels import choose, derivatives
+from flax_mha.kernels import choose
 from flax_mha.kernels.choose import Explanation
 from flax_mha.kernels.mesh import ring
 from flax_mha.kernels.mesh.devices import current_platform
-from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
@@ -74,10 +74,35 @@ class Division(NamedTuple):
         """The number of devices that the queries are sharded over."""
         return _devices(self.length)
 
-    def by_heads(self) -> "Division":
-        """Return the division with heads sharded over the queries' devices too."""
-        heads = (*unpack_entry(self.heads), *unpack_entry(self.length))
-        return self._replace(length=None, heads=heads, kv_heads=heads)
+    def by_heads(self, moved: int) -> "Division":
+        """Return the division with the last `moved` mesh axes of positions sharding heads instead.
+
+        The last axes are the minor ones, so a device's positions stay consecutive.
+        """
+        if moved == 0:
+            return self
+        axes = unpack_entry(self.length)
+        heads = (*unpack_entry(self.heads), *axes[-moved:])
+        return self._replace(length=rules.pack_entry(axes[:-moved]), heads=heads, kv_heads=heads)
+
+    def inside(self, strategy: str | None, dims: Dims) -> "Division":
+        """Return the division inside a strategy's attention.
+
+        `usp` moves the most mesh axes over which heads divide, and at least one stays.
+        """
+        n = len(unpack_entry(self.length))
+        moves = {"ulysses": [n], "usp": range(n - 1, 0, -1)}.get(strategy or "") or [0]
+        divisions = [self.by_heads(moved) for moved in moves]
+        return next((x for x in divisions if x.divides_heads(dims)), divisions[-1])
+
+    @property
+    def head_devices(self) -> int:
+        """The number of devices that the query heads are sharded over."""
+        return _devices(self.heads)
+
+    def divides_heads(self, dims: Dims) -> bool:
+        """Return True if the query and key/value heads divide over the mesh axes of heads."""
+        return dims.N % self.head_devices == 0 and dims.K % self.head_devices == 0
 
     def over_queries(self) -> P:
         """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
@@ -98,48 +123,6 @@ def _devices(axes: Any) -> int:
     return math.prod(sizes[axis] for axis in unpack_entry(axes))
 
 
-def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
-    """Return the reasons against context-parallel strategies for a call, if any."""
-    n, refused = division.devices, {}
-    if n == 1:
-        return {}
-    several = _devices(division.heads) * n
-    if dims.N % several or dims.K % several:
-        refused["ulysses"] = (
-            f"it divides heads over the {several} devices that divide heads or queries, and there "
-            f"are {dims.N} query heads and {dims.K} key/value heads"
-        )
-    if dims.S % n:
-        refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
-    if normalizer != SOFTMAX:
-        refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
-    if derivatives.all_asked() or kernel == "checkpointed":
-        refused["ring"] = "it has not every derivative, which this call asks for"
-    return refused
-
-
-def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
-    """Return the named strategy or the best one, or None if the sequence is not sharded.
-
-    1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
-    2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
-       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
-    3. `ring`, which also shards the memory of keys and values.
-
-    Raises:
-      ValueError: if the named strategy does not support the call.
-    """
-    if division.devices == 1:
-        return None
-    refused = refusals(kernel, normalizer, division, dims)
-    strategy, _ = choose.parse_kernel(kernel)
-    if strategy in refused:
-        raise choose.refusal(strategy, refused[strategy])
-    small = dims.S * dims.K * division.devices <= dims.T * dims.N
-    names = ("ulysses", "all_gather", "ring") if small else ("ulysses", "ring", "all_gather")
-    return strategy or next(name for name in names if name not in refused)
-
-
 def run(
     kernel: str, division: Division, q: jax.Array, k: Any, v: Any, spec: AttentionSpec
 ) -> Result:
@@ -153,10 +136,11 @@ def run(
         # XLA does not support empty shards.
         attend = functools.partial(choose.run, name, current_platform())
         return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
-    strategy = pick_strategy(kernel, spec.normalizer, division, Dims.of(q, k, v))
+    dims = Dims.of(q, k, v)
+    strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
-    divided = division.by_heads() if strategy == "ulysses" else division
+    divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
     out, lse = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
@@ -171,7 +155,7 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Return the explanation of `run`, for a platform or the current one.
 
-    For a ring, it explains the first block of keys.
+    For `ring` and `usp`, it explains the first block of keys.
     """
     named, name = choose.parse_kernel(kernel)
     dims = Dims.of(q, k, v)
@@ -184,7 +168,7 @@ def explain(
     if _is_empty(q, k):
         explanation = explain_shard(q, k, v, spec)
     else:
-        divided = division.by_heads() if strategy == "ulysses" else division
+        divided = division.inside(strategy, dims)
         inside, ins, args = _shard_call(
             explain_shard, ring.explain, strategy, divided, platform, q, k, v, spec
         )
@@ -204,7 +188,7 @@ def _shard_call(
 
     On a ring of devices, the function is attend_ring(ring, attend, q, k, v, spec).
     """
-    dims, by_ring = Dims.of(q, k, v), strategy == "ring"
+    dims, by_ring = Dims.of(q, k, v), strategy in ("ring", "usp")
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
