@@ -38,7 +38,8 @@ class Division(NamedTuple):
       batch: the entries of the batch axes.
       length: the entry of the queries.
       heads: the entry of the query heads.
-      kv_heads: the entry of the key/value heads, equal to `heads` or None.
+      kv_heads: the entry of the key/value heads, a leading part of `heads`. Devices along the other
+        axes of `heads` share their key/value heads.
       manual: all mesh axes of `jax.shard_map`. XLA shards over the others.
     """
 
@@ -54,17 +55,19 @@ class Division(NamedTuple):
         by_rule = (
             sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
         )  # fmt: skip
-        manual = layout.manual_axes(by_rule, jax.sharding.get_abstract_mesh())
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = layout.manual_axes(by_rule, mesh)
         if not manual:
             return None
         *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
         kv_heads = by_rule[1][-2]
         if kv_heads is rules.UNCONSTRAINED:
-            kv_heads = None if k.shape[-2] % _devices(heads) else heads
-        elif kv_heads not in (None, heads):
+            kv_heads = rules.leading_axes(heads, k.shape[-2], mesh)
+        leading = unpack_entry(kv_heads)
+        if leading != unpack_entry(heads)[: len(leading)]:
             raise ValueError(
                 f"query heads are sharded over {heads!r} and key/value heads over {kv_heads!r}; "
-                f"give both the same rule, or key/value heads none"
+                f"give both the same rule, or key/value heads the first axes of it, or None"
             )
         return cls(tuple(batch), length, heads, kv_heads, manual)
 
@@ -216,7 +219,7 @@ def _shard_call(
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
         spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
         k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
-        if spec.head_ids is not None and division.kv_heads is None:
+        if spec.head_ids is not None and division.kv_heads != division.heads:
             k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
 
@@ -272,12 +275,15 @@ def _split_spec(spec: AttentionSpec, division: Division) -> tuple[Any, Any, Atte
 
 
 def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
-    """Return the key/value heads that a device's query heads read, in groups of G."""
-    n = len(heads)
+    """Return those of a device's key/value heads that its query heads read, in groups of G."""
+    n, K = len(heads), k.shape[-2]
+    if K == 1 or n == K * G:
+        # Picking would copy a cache.
+        return k, v
     if n % G == 0:
         heads = heads[::G]
     elif G % n == 0:
         heads = heads[:1]
     # Otherwise shards cut groups apart, and each query head gets a copy.
-    kv_heads = heads // G
+    kv_heads = heads // G % K
     return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))
