@@ -67,8 +67,8 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
 
 
 def _rules() -> tuple[tuple[str, Any], ...]:
-    """Return Flax's rules. Without a rule for key/value heads, they are sharded as query heads."""
-    rules = tuple(nn.get_logical_axis_rules())
+    """Return Flax's rules, with defaults for key/value heads (as query heads) and slots (whole)."""
+    rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
     if not has_rule("kv_heads"):
         rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
     return rules

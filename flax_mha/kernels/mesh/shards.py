@@ -21,12 +21,13 @@ from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose, derivatives
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.mesh import ring
+from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
+from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import layout, rules, shard_map
-from flax_mha.sharding.rules import unpack_entry
+from flax_mha.sharding.rules import pack_entry, unpack_entry
 
 _LSE = ("batch", "heads", "length")
 
@@ -40,6 +41,7 @@ class Division(NamedTuple):
       heads: the entry of the query heads.
       kv_heads: the entry of the key/value heads, a leading part of `heads`. Devices along the other
         axes of `heads` share their key/value heads.
+      slots: the entry of the keys, if they are the slots of a cache.
       manual: all mesh axes of `jax.shard_map`. XLA shards over the others.
     """
 
@@ -47,20 +49,25 @@ class Division(NamedTuple):
     length: Any
     heads: Any
     kv_heads: Any
+    slots: Any
     manual: set[str]
 
     @classmethod
     def of(cls, q: jax.Array, k: Any) -> "Division | None":
         """Return the division of q and k on the ambient mesh, or None to not shard."""
-        by_rule = (
-            sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
-        )  # fmt: skip
+        keys = k.slots if isinstance(k, Stored) else "length"
+        of_keys = ("batch", keys, "kv_heads", "head_dim")
+        by_rule = sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, of_keys)
         mesh = jax.sharding.get_abstract_mesh()
         manual = layout.manual_axes(by_rule, mesh)
         if not manual:
             return None
         *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
-        kv_heads = by_rule[1][-2]
+        *_, of_slots, kv_heads, _ = by_rule[1]
+        over = () if keys == "length" else unpack_entry(of_slots)
+        if over:
+            # Devices with other slots compute the same queries and heads.
+            length, heads = None, pack_entry([a for a in unpack_entry(heads) if a not in over])
         if kv_heads is rules.UNCONSTRAINED:
             kv_heads = rules.leading_axes(heads, k.shape[-2], mesh)
         leading = unpack_entry(kv_heads)
@@ -69,7 +76,7 @@ class Division(NamedTuple):
                 f"query heads are sharded over {heads!r} and key/value heads over {kv_heads!r}; "
                 f"give both the same rule, or key/value heads the first axes of it, or None"
             )
-        return cls(tuple(batch), length, heads, kv_heads, manual)
+        return cls(tuple(batch), length, heads, kv_heads, pack_entry(over), manual)
 
     @property
     def devices(self) -> int:
@@ -91,7 +98,7 @@ class Division(NamedTuple):
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
         """Return the PartitionSpec of an array over the scores. Axes of 1 are replicated."""
-        axes = (*self.batch, self.heads, self.length, None)
+        axes = (*self.batch, self.heads, self.length, self.slots)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
 
 
@@ -158,6 +165,8 @@ def run(
     strategy = pick_strategy(kernel, spec.normalizer, division, Dims.of(q, k, v))
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
+    if division.slots is not None:
+        attend = functools.partial(slots.attend, division.slots, attend)
     divided = division.by_heads() if strategy == "ulysses" else division
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
@@ -211,8 +220,9 @@ def _shard_call(
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
     sinks = spec.sinks
-    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_ring), division)
+    by_key = by_ring or division.slots is not None
+    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_key)
+    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_key), division)
 
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
 
@@ -224,7 +234,8 @@ def _shard_call(
         return attend(q, k, v, spec)
 
     over_q = division.over_queries()
-    over_k = P(*division.batch, division.length if by_ring else None, division.kv_heads, None)
+    keys = division.length if by_ring else division.slots
+    over_k = P(*division.batch, keys, division.kv_heads, None)
     q = layout.reshard(q, over_q)
     # The scales of stored keys and values are sharded as the values.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
