@@ -90,7 +90,7 @@ class KVCache(Slots, struct.PyTreeNode):
 
     @property
     def names(self) -> LogicalNames:
-        """The logical names of the last axes of keys. A ring buffer, which is short, stays whole."""
+        """The logical names of the last axes of keys. A ring buffer is not sharded."""
         return "batch", "kv_heads", None if self.window is not None else "cache_length", None
 
     @property
