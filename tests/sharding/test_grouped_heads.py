@@ -6,9 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from flax_mha import MultiHeadAttention, QKNorm, dot_product_attention, masks, scores, sharding
+import flax_mha.nnx
+from experiments.plan.collectives import read
+from flax_mha import (
+    MultiHeadAttention,
+    QKNorm,
+    dot_product_attention,
+    masks,
+    scores,
+    sharding,
+)
 from flax_mha.positions import Rotary
 from flax_mha.variants import (
     ChosenBlocksAttention,
@@ -26,7 +36,10 @@ from tests.support.meshes import (
     B,
     H,
     X,
+    changed,
+    collectives,
     compare,
+    described,
     on,
 )
 
@@ -42,7 +55,7 @@ HEADS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sampled(0.4)
+@pytest.mark.sampled(0.12)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 @pytest.mark.parametrize("name", HEADS)
@@ -89,7 +102,7 @@ def randomized(params: Any) -> Any:
     return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype), params)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
@@ -113,34 +126,75 @@ def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None
         assert np.abs(a - b).max() < BACKWARD * max(10, np.abs(b).max())
 
 
-def decoded(layer: Any, variables: Any, x: jax.Array, lengths: Any = None) -> Any:
-    """Return the outputs of a prompt of 6 tokens and of single tokens, and the cache."""
-    step = jax.jit(lambda v, x, n: layer.apply(v, x, lengths=n, mutable=["cache"]))
-    outs = []
-    for first, last in ((0, 6), (6, 7), (7, 8), (8, 16)):
-        out, new = step(variables, x[:, first:last], lengths if first == 0 else None)
-        variables = variables | new
-        outs.append(out)
-    return jax.device_get(outs), variables["cache"]
-
-
-@pytest.mark.sampled(0.15)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_decoding_with_shared_heads_matches_one_device(name: str, kind: str) -> None:
-    layer = LAYERS[name].clone(decode=True)
-    lengths = jnp.array([6, 3, 0, 5])
-    variables = layer.init(KEY, X)
-    variables |= {"params": randomized(variables["params"])}
-    expected, _ = decoded(layer, variables, X, lengths)
-    _, leave = on(kind, GROUPED, (1, 4, 2))
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize(("K", "shape"), [(4, (1, 4, 2)), (2, (1, 2, 4))])
+def test_gradients_of_shared_heads_are_summed_over_their_group(
+    optimized, K: int, shape: tuple[int, ...], kind: str
+) -> None:
+    """Beside B·T·D each way, it sends the sums of keys, values and kernels in groups."""
+    layer = MultiHeadAttention(8, num_kv_heads=K, kernel="blockwise", mask=masks.Causal())
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(layer.apply(params, x)))
+
+    _, leave = on(kind, GROUPED, shape)
     try:
-        placed = jax.device_put(variables, sharding.of(layer.init, KEY, X))
-        actual, cache = decoded(layer, placed, X, lengths)
+        params = described(layer, X)
+        forward = jax.jit(layer.apply).lower(params, X).compile().as_text()
+        both = jax.jit(jax.grad(loss, (0, 1))).lower(params, X).compile().as_text()
     finally:
         leave()
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
-    key = cache["kv"].key
-    # Of K heads each device has one, or as few as 4 devices can share out.
-    assert key.addressable_shards[0].data.shape[1] == -(-key.shape[1] // 8) or key.shape[1] == 2
+    BTD, D, T = 4 * X.size, X.shape[-1], X.shape[1]
+    assert collectives(forward) == [("all-reduce", BTD)]
+    found = read(both, devices=8)
+    assert {one.kind for one in found} == {"all-reduce"}
+    everywhere = [one.bytes for one in found if one.groups.shape == (1, 8)]
+    assert sum(everywhere) == 2 * BTD
+    # Each device has one key/value head.
+    of_group = [one.bytes for one in found if one.groups.shape == (K, 8 // K)]
+    assert sum(of_group) == 4 * 2 * H * (B * T + D)
+    assert len(everywhere) + len(of_group) == len(found)
+
+
+def test_devices_hold_only_the_heads_of_their_group() -> None:
+    """K of 8 devices' heads would need K/8 of the cache; here that is one head each."""
+    layer = MultiHeadAttention(8, num_kv_heads=4, decode=True)
+    for rules in (GROUPED, changed(heads=("model", "group"))):
+        _, leave = on("Auto", rules, (1, 4, 2))
+        try:
+            shapes = described(layer, X)
+        finally:
+            leave()
+        for x in (shapes["cache"]["kv"].key, shapes["params"]["key"]["kernel"]):
+            part = x.sharding.shard_shape(x.shape)
+            assert np.prod(x.shape) == 4 * np.prod(part)
+
+
+def test_key_value_heads_over_other_axes_are_refused() -> None:
+    q, k = jnp.ones((2, 4, 8, 4)), jnp.ones((2, 4, 4, 4))
+    rules = changed(heads=("model", "group"), kv_heads="group")
+    _, leave = on("Auto", rules, (1, 2, 4))
+    try:
+        with pytest.raises(
+            ValueError,
+            match=r"over \('model', 'group'\) and key/value heads over "
+            r"'group'; give both the same rule, or key/value heads the first axes",
+        ):
+            dot_product_attention(q, k, k)
+    finally:
+        leave()
+
+
+@pytest.mark.slow
+def test_nnx_layer_with_shared_heads_matches_one_device() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(
+        8, 32, num_kv_heads=4, mask=masks.Causal(), rngs=nnx.Rngs(0)
+    )
+    expected = layer(X)
+    _, leave = on("Auto", GROUPED, (1, 4, 2))
+    try:
+        actual = jax.device_get(nnx.jit(lambda layer, x: layer(x))(layer, X))
+    finally:
+        leave()
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
