@@ -126,9 +126,9 @@ def _absorbed(
     k, v = (_with_bias(linear, latent).astype(q.dtype) for linear in (key, value))
     q, k = _joined(q, q_rope), jnp.concatenate([k, rotated.astype(q.dtype)], -1)
     # As slots of the cache, which may be sharded.
-    k, v = (c.replace(values=x, scale=None) for x in (k, v))
+    slots = (c.replace(values=x, scale=None) for x in (k, v))
     of_heads = functools.partial(_product, "...tnr,rnh->...tnh", value)
-    return common.attend(of_heads, q, k, v, **call)
+    return common.attend(of_heads, q, *slots, **call)
 
 
 def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:

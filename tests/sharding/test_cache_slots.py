@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.plan.collectives import read
 from flax_mha import (
@@ -150,9 +151,9 @@ def test_operations_on_sharded_slots_match_one_device(kind: str) -> None:
     empty = cache.KVCache.empty((4,), 16, 2, 8)
     expected = jax.jit(run)(empty)
     assert jnp.isnan(expected[3]).any()
-    _, leave = on(kind, *RULES["own axis"])
+    mesh, leave = on(kind, *RULES["own axis"])
     try:
-        placed = jax.device_put(empty, cache_shardings(empty))
+        placed = jax.device_put(empty, NamedSharding(mesh, PartitionSpec()))
         actual = jax.device_get(jax.jit(run)(placed))
     finally:
         leave()
