@@ -43,16 +43,9 @@ class KVCache(Slots, struct.PyTreeNode):
 
     @classmethod
     def empty(
-        cls,
-        batch: Shape,
-        slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        *,
-        dtype: Dtype = jnp.float32,
-        window: int | None = None,
-    ) -> Self:
+        cls, batch: Shape, slots: int, num_kv_heads: int, head_dim: int,
+        v_head_dim: int | None = None, *, dtype: Dtype = jnp.float32, window: int | None = None,
+    ) -> Self:  # fmt: skip
         """Return an empty cache.
 
         Args:
