@@ -7,6 +7,7 @@ Each axis of an array has a logical name. A table of rules maps the names to mes
 | `batch` | rows of the batch |
 | `length` | positions of the sequence |
 | `norm_length` | positions between the layers, for norms and residuals |
+| `cache_length` | slots of a cache for decoding |
 | `embed` | model features of a parameter (shard it for FSDP) |
 | `heads`, `kv_heads` | query heads, key/value heads |
 | `head_dim` | features within a head |
@@ -48,6 +49,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("embed", None),  # FSDP: a mesh axis here shards every parameter over it
     ("length", None),
     ("norm_length", None),  # sequence parallel: the axis of `heads` also shards norms and residuals
+    ("cache_length", None),  # a mesh axis that does not shard key/value heads
     ("head_dim", None),
     ("layers", None),
 )

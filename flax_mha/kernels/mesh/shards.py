@@ -21,13 +21,14 @@ from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
 from flax_mha.kernels import choose
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.mesh import ring
+from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
 from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
+from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import layout, rules, shard_map
 from flax_mha.sharding.order import piece_size
-from flax_mha.sharding.rules import unpack_entry
+from flax_mha.sharding.rules import pack_entry, unpack_entry
 
 _LSE = ("batch", "heads", "length")
 
@@ -39,7 +40,9 @@ class Division(NamedTuple):
       batch: the entries of the batch axes.
       length: the entry of the queries.
       heads: the entry of the query heads.
-      kv_heads: the entry of the key/value heads, equal to `heads` or None.
+      kv_heads: the entry of the key/value heads, a leading part of `heads`. Devices along the other
+        axes of `heads` share their key/value heads.
+      slots: the entry of the keys, if they are the slots of a cache.
       manual: all mesh axes of `jax.shard_map`. XLA shards over the others.
     """
 
@@ -47,27 +50,34 @@ class Division(NamedTuple):
     length: Any
     heads: Any
     kv_heads: Any
+    slots: Any
     manual: set[str]
 
     @classmethod
     def of(cls, q: jax.Array, k: Any) -> "Division | None":
         """Return the division of q and k on the ambient mesh, or None to not shard."""
-        by_rule = (
-            sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
-        )  # fmt: skip
-        manual = layout.manual_axes(by_rule, jax.sharding.get_abstract_mesh())
+        keys = k.slots if isinstance(k, Stored) else "length"
+        of_keys = ("batch", keys, "kv_heads", "head_dim")
+        by_rule = sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, of_keys)
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = layout.manual_axes(by_rule, mesh)
         if not manual:
             return None
         *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
-        kv_heads = by_rule[1][-2]
+        *_, of_slots, kv_heads, _ = by_rule[1]
+        over = () if keys == "length" else unpack_entry(of_slots)
+        if over:
+            # Devices with other slots compute the same queries and heads.
+            length, heads = None, pack_entry([a for a in unpack_entry(heads) if a not in over])
         if kv_heads is rules.UNCONSTRAINED:
-            kv_heads = None if k.shape[-2] % _devices(heads) else heads
-        elif kv_heads not in (None, heads):
+            kv_heads = rules.leading_axes(heads, k.shape[-2], mesh)
+        leading = unpack_entry(kv_heads)
+        if leading != unpack_entry(heads)[: len(leading)]:
             raise ValueError(
                 f"query heads are sharded over {heads!r} and key/value heads over {kv_heads!r}; "
-                f"give both the same rule, or key/value heads none"
+                f"give both the same rule, or key/value heads the first axes of it, or None"
             )
-        return cls(tuple(batch), length, heads, kv_heads, manual)
+        return cls(tuple(batch), length, heads, kv_heads, pack_entry(over), manual)
 
     @property
     def devices(self) -> int:
@@ -83,7 +93,7 @@ class Division(NamedTuple):
             return self
         axes = unpack_entry(self.length)
         heads = (*unpack_entry(self.heads), *axes[-moved:])
-        return self._replace(length=rules.pack_entry(axes[:-moved]), heads=heads, kv_heads=heads)
+        return self._replace(length=pack_entry(axes[:-moved]), heads=heads, kv_heads=heads)
 
     def inside(self, strategy: str | None, dims: Dims) -> "Division":
         """Return the division inside a strategy's attention.
@@ -114,7 +124,7 @@ class Division(NamedTuple):
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
         """Return the PartitionSpec of an array over the scores. Axes of 1 are replicated."""
-        axes = (*self.batch, self.heads, self.length, None)
+        axes = (*self.batch, self.heads, self.length, self.slots)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
 
 
@@ -140,6 +150,8 @@ def run(
     strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
+    if division.slots is not None:
+        attend = functools.partial(slots.attend, division.slots, attend)
     divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
@@ -196,20 +208,22 @@ def _shard_call(
             size = piece_size(dims.T // division.devices, spec.q_pos.array)
             spec = spec.replace(piece=size)
     sinks = spec.sinks
-    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_ring), division)
+    by_key = by_ring or division.slots is not None
+    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_key)
+    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_key), division)
 
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
 
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
         spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
         k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
-        if spec.head_ids is not None and division.kv_heads is None:
+        if spec.head_ids is not None and division.kv_heads != division.heads:
             k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
 
     over_q = division.over_queries()
-    over_k = P(*division.batch, division.length if by_ring else None, division.kv_heads, None)
+    keys = division.length if by_ring else division.slots
+    over_k = P(*division.batch, keys, division.kv_heads, None)
     q = layout.reshard(q, over_q)
     # The scales of stored keys and values are sharded as the values.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
@@ -260,12 +274,15 @@ def _split_spec(spec: AttentionSpec, division: Division) -> tuple[Any, Any, Atte
 
 
 def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
-    """Return the key/value heads that a device's query heads read, in groups of G."""
-    n = len(heads)
+    """Return those of a device's key/value heads that its query heads read, in groups of G."""
+    n, K = len(heads), k.shape[-2]
+    if K == 1 or n == K * G:
+        # Picking would copy a cache.
+        return k, v
     if n % G == 0:
         heads = heads[::G]
     elif G % n == 0:
         heads = heads[:1]
     # Otherwise shards cut groups apart, and each query head gets a copy.
-    kv_heads = heads // G
+    kv_heads = heads // G % K
     return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))
