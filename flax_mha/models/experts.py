@@ -1,6 +1,8 @@
 """A mixture of experts: a router sends each token to a few of many MLPs."""
 
+import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from jax import lax
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, for_shape, projection
+from flax_mha.models import exchange
 from flax_mha.models.feed_forward import Activation, activation
 from flax_mha.sharding import rules
 from flax_mha.sharding.shard_map import vary
@@ -91,20 +94,17 @@ _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "emb
 
 
 class ExpertDivision(NamedTuple):
-    """The mesh axes over which experts are sharded and their outputs summed.
+    """The mesh axes that shard the experts and their hidden features.
 
     Attributes:
       experts: the mesh axes that shard the experts.
       hidden: the mesh axes that shard the hidden features.
+      shared: those of both that shard the tokens too, which devices then exchange.
     """
 
     experts: tuple[str, ...]
     hidden: tuple[str, ...]
-
-    def names(self, names: sharding.LogicalNames) -> sharding.LogicalNames:
-        """Return the logical names of kernels [E, …], with None for axes that are not sharded."""
-        axes = {"experts": self.experts, "mlp": self.hidden}
-        return tuple(n if axes.get(str(n), n) else None for n in gathered(("experts", *names)))
+    shared: tuple[str, ...]
 
 
 def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
@@ -113,10 +113,9 @@ def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivi
         axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.unpack_entry(part)
     }
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
-    # Gather kernels on the mesh axes of the tokens, as with FSDP.
-    return ExpertDivision(
-        *(() if of_tokens & {*axes} else axes for axes in map(rules.unpack_entry, spec))
-    )
+    experts, features = map(rules.unpack_entry, spec)
+    shared = tuple(axis for axis in experts + features if axis in of_tokens)
+    return ExpertDivision(experts, features, shared)
 
 
 class Experts(nn.Module):
@@ -202,24 +201,34 @@ class Experts(nn.Module):
     @nn.nowrap
     def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
         """Return the experts' sum, where each device computes its tokens and experts."""
-        division = _division(x.shape, self.num_experts, self.hidden)
-        names = [division.names(n) for n in _NAMES.values()]
+        experts, hidden, shared = _division(x.shape, self.num_experts, self.hidden)
+        names = [gathered(("experts", *n)) for n in _NAMES.values()]
         if self.use_bias:
-            names += [(experts, outputs) for experts, _, outputs in names]
+            names += [(n[0], n[-1]) for n in names]
 
         def local(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
             layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-            if division.hidden and self.use_bias:  # Only one term of the sum has the bias.
-                is_first = lax.axis_index(division.hidden) == 0
-                layers[2] = (weights[2], jnp.where(is_first, weights[5], 0))
-            p, ids = self._route(logits.reshape(-1, self.num_experts))
+            if hidden and self.use_bias:  # Only one term of the sum has the bias.
+                layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
             count = len(weights[0])
-            ids -= lax.axis_index(division.experts) * count if division.experts else 0
-            # Replace the experts of other devices by their number.
-            ids = jnp.where((ids >= 0) & (ids < count), ids, count)
+            first = lax.axis_index(experts) * count if experts else 0
             method = METHODS.get(sharding.platform(), sorted_by_expert)
-            y = method(self._expert, x.reshape(-1, x.shape[-1]), ids, p, layers, self.precision)
-            axes = division.experts + division.hidden
+
+            def compute(x: jax.Array, ids: jax.Array, p: jax.Array) -> jax.Array:
+                # Replace the experts of other devices by their number.
+                is_local = (ids >= first) & (ids < first + count)
+                ids = jnp.where(is_local, ids - first, count)
+                return method(self._expert, x, ids, p, layers, self.precision)
+
+            tokens = x.reshape(-1, x.shape[-1])
+            p, ids = self._route(logits.reshape(-1, self.num_experts))
+            run = compute
+            if shared:
+                way = exchange.choose(shared, experts, self.top_k)
+                run = functools.partial(way, compute, shared, self.num_experts)
+            parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
+            y = exchange.in_parts(run, parts, tokens, ids, p)
+            axes = tuple(axis for axis in experts + hidden if axis not in shared)
             y = lax.psum(y, axes) if axes else y
             return y.reshape(x.shape).astype(x.dtype)
 
