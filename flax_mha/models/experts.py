@@ -126,6 +126,10 @@ class Experts(nn.Module):
     Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
     Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
 
+    If `intermediates` are collected, a call sows `router_logits` x W_router [*B, T, E] and the
+    scalar `balance_loss`: E Σ_e f_e P_e, where expert e has the share f_e of the top_k choices of
+    all tokens, and the mean P_e of the softmax. At equal shares it is 1. Padding counts as tokens.
+
     Attributes:
       hidden: the hidden features of an expert.
       num_experts: E, the number of experts.
@@ -145,7 +149,8 @@ class Experts(nn.Module):
       partitioned: True to box the parameters with their logical axis names.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
-    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset).
+    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset); Fedus
+    et al., "Switch Transformers", arXiv 2101.03961, 2021, equation 4 without α (balance_loss).
     """
 
     hidden: int
@@ -176,6 +181,10 @@ class Experts(nn.Module):
         shapes.check_features("x", x)
         E, names = self.num_experts, ("embed", None)
         logits = projection(self, "router", (E,), names, self.use_bias)(x)
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "router_logits", logits)
+            loss = sharding.auto(self._balance_loss, (), logits)
+            self.sow("intermediates", "balance_loss", loss)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
         weights = [self._weights(f"{name}_kernel", sizes[name], _NAMES[name]) for name in sizes]
@@ -234,6 +243,15 @@ class Experts(nn.Module):
 
         all_names = [_TOKENS, _TOKENS, *names]
         return sharding.local(local, all_names, (x.shape, _TOKENS), x, logits, *weights)
+
+    @nn.nowrap
+    def _balance_loss(self, logits: jax.Array) -> jax.Array:
+        """Return E Σ_e f_e P_e over all tokens."""
+        _, ids = self._route(logits)
+        p = jax.nn.softmax(logits.astype(shapes.wide(logits.dtype)))
+        chosen = jax.nn.one_hot(ids, self.num_experts, dtype=p.dtype).mean(-2)
+        tokens = range(p.ndim - 1)
+        return self.num_experts * jnp.sum(chosen.mean(tokens) * p.mean(tokens))
 
     @nn.nowrap
     def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention, sharding
-from flax_mha.models import experts
+from flax_mha.models import exchange, experts
 from tests.kernels.cases import pairs
 from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, on
 from tests.support.oracle import error, random_like
@@ -26,14 +26,33 @@ CLIPPED = Experts(
 )
 KINDS_OF = {"plain": PLAIN, "clipped": CLIPPED, "as they are": PLAIN.clone(normalize=False),
             "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1)}  # fmt: skip
-METHODS = {"in turn": {"cpu": experts.expert_by_expert}, "by rows": {}}
+METHODS = {"in turn": {"cpu": experts.expert_by_expert}, "by rows": {}, "sent": {}}
 
 
 @pytest.fixture(params=METHODS)
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with each method, whichever the platform would choose."""
     monkeypatch.setattr(experts, "METHODS", METHODS[request.param])
+    if request.param == "sent":
+        monkeypatch.setattr(exchange, "SENDS", ("cpu",))
+        monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     return request.param
+
+
+def ragged_all_to_all(
+    operand: Any, output: Any, input_offsets: Any, send_sizes: Any, output_offsets: Any,
+    recv_sizes: Any, *, axis_name: Any,
+) -> Any:  # fmt: skip
+    """Do what `jax.lax.ragged_all_to_all` does, which XLA lacks on CPUs."""
+    arrays = (operand, input_offsets, send_sizes, output_offsets)
+    operands, inputs, sizes, outputs = (jax.lax.all_gather(x, axis_name) for x in arrays)
+    me, at = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+    begin, size = outputs[:, me], sizes[:, me]
+    is_from = (at[:, None] >= begin[None]) & (at[:, None] < (begin + size)[None])
+    sender = jnp.argmax(is_from, 1)
+    rows = operands[sender, inputs[sender, me] + at - begin[sender]]
+    rows = jnp.where(is_from.any(1)[:, None], rows, output)
+    return jnp.where(jnp.all(size == recv_sizes), rows, jnp.nan)
 
 
 def parameters(module: Experts) -> Any:
@@ -190,7 +209,16 @@ RULES = {
     "features divided": sharding.RULES,
     "experts divided": changed(experts="model", mlp=None),
     "both": changed(experts="data", batch=None),
-    "where tokens are divided": changed(experts="data"),
+    "over the tokens' axis, and features": changed(experts="data"),
+    "over the tokens' axis": changed(experts="data", mlp=None),
+    "over all axes of tokens": changed(
+        length="model", experts=("data", "model"), mlp=None, heads=None, kv_heads=None
+    ),
+    "over one axis of tokens and one more": changed(experts=("model", "data"), mlp=None),
+    "over the sequence": changed(
+        length="model", experts="model", mlp=None, heads=None, kv_heads=None
+    ),
+    "features over the tokens' axis": changed(mlp="data"),
     "sequence parallel norms": changed(norm_length="model"),
     "tokens divided": changed(length="model", mlp=None, heads=None, kv_heads=None),
     "FSDP": changed(embed="data"),
@@ -223,7 +251,7 @@ def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> 
         got = jax.device_get(run(CLIPPED, jax.device_put(params, places), x))
     finally:
         leave()
-    if name in ("experts divided", "both", "some rules"):
+    if name in ("experts divided", "both", "some rules") or name.startswith("over "):
         assert places["params"]["gate_kernel"].spec[0] is not None
     assert error(got[1], wanted[1]) < FORWARD
     for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
