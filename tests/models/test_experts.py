@@ -218,6 +218,9 @@ RULES = {
     "over the sequence": changed(
         length="model", experts="model", mlp=None, heads=None, kv_heads=None
     ),
+    "over the sequence, and features": changed(
+        batch=None, length="model", experts="model", mlp="data", heads=None, kv_heads=None
+    ),
     "features over the tokens' axis": changed(mlp="data"),
     "sequence parallel norms": changed(norm_length="model"),
     "tokens divided": changed(length="model", mlp=None, heads=None, kv_heads=None),
@@ -276,3 +279,67 @@ def test_expert_by_expert_needs_memory_of_one_expert() -> None:
     params = jax.eval_shape(module.init, KEY, x)
     compiled = jax.jit(module.apply).lower(params, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 512 * 128 * 4 / 4
+
+
+def balance(logits: Any, top_k: int) -> tuple[float, np.ndarray]:
+    """Return the balance loss of logits [n, E], and its gradient, in float64."""
+    p = np.exp(np.asarray(logits, np.float64))
+    p /= p.sum(-1, keepdims=True)
+    n, E = p.shape
+    chosen = np.zeros(E)
+    for row in p:
+        chosen[np.argsort(-row)[:top_k]] += 1 / (n * top_k)
+    gradient = E / n * p * (chosen - (p * chosen).sum(-1, keepdims=True))
+    return float(E * np.sum(chosen * p.mean(0))), gradient
+
+
+def sown(module: Any, params: Any, x: Any) -> tuple[Any, Any]:
+    """Return the sum of balance losses, and the intermediates."""
+    _, state = module.apply(params, x, mutable=["intermediates"])
+    flat = jax.tree.leaves_with_path(state["intermediates"])
+    losses = [jnp.sum(x) for path, x in flat if "balance_loss" in jax.tree_util.keystr(path)]
+    return sum(losses), state["intermediates"]
+
+
+def check_balance(module: Experts, params: Any, x: Any, router: Any) -> None:
+    """Check the sown logits and the loss, with its gradient for the router."""
+    grad = jax.jit(jax.grad(functools.partial(sown, module), has_aux=True))
+    of_params, found = jax.device_get(grad(params, x))
+    wide = np.asarray(X, np.float64).reshape(-1, 16)
+    logits = wide @ router["kernel"] + router.get("bias", 0)
+    wanted, gradient = balance(logits, module.top_k)
+    assert error(found["router_logits"][0].reshape(logits.shape), logits) < FORWARD
+    assert abs(found["balance_loss"][0] - wanted) < 1e-6
+    assert error(of_params["params"]["router"]["kernel"], wide.T @ gradient) < BACKWARD
+
+
+@pytest.mark.parametrize("name", ["plain", "clipped", "one"])
+def test_balance_loss_matches_formula(name: str) -> None:
+    params = parameters(KINDS_OF[name])
+    assert "intermediates" not in KINDS_OF[name].init(KEY, X)
+    check_balance(KINDS_OF[name], params, X, params["params"]["router"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_balance_loss_counts_the_tokens_of_all_devices(kind: str) -> None:
+    params = parameters(CLIPPED)
+    mesh, leave = on(kind, changed(experts="data", length="model", mlp=None, heads=None))
+    try:
+        placed = jax.device_put(params, sharding.of(CLIPPED.init, KEY, X))
+        x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
+        check_balance(CLIPPED, placed, x, params["params"]["router"])
+    finally:
+        leave()
+
+
+def test_balance_loss_of_each_layer_under_scan() -> None:
+    block = DecoderBlock(MultiHeadAttention(2), mlp=PLAIN, remat=True)
+    model = Decoder(2, block, scan=True)
+    params = random_like(jax.eval_shape(model.init, KEY, X))
+    total, found = jax.jit(functools.partial(sown, model))(params, X)
+    (layer,) = (x for x in jax.tree.leaves(found, is_leaf=lambda x: "router_logits" in x))
+    (logits,), (losses,) = layer["router_logits"], layer["balance_loss"]
+    assert logits.shape == (2, 4, 8, 8)
+    wanted = [balance(x.reshape(-1, 8), 2)[0] for x in logits]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    np.testing.assert_allclose(total, sum(wanted), rtol=1e-6)
