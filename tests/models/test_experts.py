@@ -1,6 +1,10 @@
 """Experts against a loop over tokens, on one device and on meshes."""
 
 import functools
+import os
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -10,10 +14,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.plan.collectives import read, total
 from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention, sharding
 from flax_mha.models import exchange, experts
 from tests.kernels.cases import pairs
-from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, on
+from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on
 from tests.support.oracle import error, random_like
 
 KEY = jax.random.key(0)
@@ -279,6 +284,79 @@ def test_expert_by_expert_needs_memory_of_one_expert() -> None:
     params = jax.eval_shape(module.init, KEY, x)
     compiled = jax.jit(module.apply).lower(params, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 512 * 128 * 4 / 4
+
+
+def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
+    """On CPUs, devices gather the tokens of each part, and scatter the sums of the outputs."""
+    n, (rows, features), top_k = 8, (128, 64), 2
+    module = Experts(96, n, top_k)
+    x = jnp.zeros((n, rows, features))
+    mesh, leave = on("Auto", changed(experts="data", mlp=None), (n, 1))
+    try:
+        params = described(module, x)
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
+        places = jax.tree.map(lambda a: a.sharding, (params, x))
+        programs = [
+            jax.jit(module.apply, out_shardings=places[1]).lower(params, x).compile(),
+            jax.jit(lambda *args: run(module, *args)[0], out_shardings=places)
+            .lower(params, x).compile(),
+        ]  # fmt: skip
+    finally:
+        leave()
+    forward, both = (total(read(program.as_text(), n)) for program in programs)
+    tokens, choices, parts = 4 * n * rows * features, 4 * n * rows * top_k, n
+    assert forward == {
+        "all-gather": (3 * parts, tokens + 2 * choices), "reduce-scatter": (parts, tokens // n)
+    }
+    # Each part is gathered again, and so are the gradients of the outputs.
+    assert both == {
+        "all-gather": (7 * parts, 3 * tokens + 4 * choices),
+        "reduce-scatter": (3 * parts, (2 * tokens + choices) // n),
+        "all-reduce": (1, 4 * n * features),
+    }
+
+
+@pytest.mark.parametrize("name", ["the tokens' axis", "an own axis"])
+def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized: None) -> None:
+    """With rows for all choices of all tokens, each array of hidden features would take 16 MiB."""
+    module, (rows, features, hidden) = Experts(1024, 8, 2), (2048, 64, 1024)
+    axis = "data" if name == "the tokens' axis" else "model"
+    mesh, leave = on("Auto", changed(experts=axis, mlp=None), (8, 1) if axis == "data" else (1, 8))
+    try:
+        x = jax.ShapeDtypeStruct((8, rows // 8, features), jnp.float32,
+                                 sharding=NamedSharding(mesh, P("data")))  # fmt: skip
+        params = described(module, x)
+        places = jax.tree.map(lambda a: a.sharding, (params, x))
+        fn = jax.jit(lambda *args: run(module, *args)[0], out_shardings=places)
+        temporaries = fn.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+    finally:
+        leave()
+    assert temporaries < 16 * 2**20
+
+
+@pytest.mark.slow
+def test_experts_over_two_processes_match_one_device() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.expert_process", address, str(i)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, errors) in zip(processes, told, strict=True):
+        assert process.returncode == 0, errors
+        assert float(out.splitlines()[-1]) < BACKWARD
 
 
 def balance(logits: Any, top_k: int) -> tuple[float, np.ndarray]:
