@@ -5,7 +5,7 @@ Tokens go to the devices of their experts, and the experts' outputs come back. N
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from jax import lax
 
 from flax_mha import sharding
 from flax_mha.sharding.shard_map import vary
+
+# XLA has `jax.lax.ragged_all_to_all` for TPUs, not for CPUs, and with open errors for GPUs.
+SENDING = ("tpu",)
 
 # The weighted sum [n, D] of this device's experts, for tokens [n, D], the ids [n, top_k] of their
 # experts among all and the weights of these. A device's share of a sum has ids of other experts.
@@ -32,33 +35,36 @@ def in_parts(compute: Compute, parts: int, *args: jax.Array) -> jax.Array:
     return lax.map(again, split).reshape(args[0].shape)
 
 
-def by_gathering(
-    compute: Compute, axes: tuple[str, ...], num_experts: int, x: jax.Array, ids: jax.Array,
-    p: jax.Array,
+def exchanged(
+    compute: Compute, axes: tuple[str, ...], experts: tuple[str, ...], num_experts: int,
+    x: jax.Array, ids: jax.Array, p: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Gather the tokens of all devices, and sum each token's outputs on its own device.
+    """Return compute(x, ids, p), where other devices compute their terms of each token's sum.
+
+    Tokens are sent to their experts if the platform can and if that sends fewer bytes. Otherwise
+    each device gathers all tokens, and the sums of outputs are scattered.
 
     Args:
       compute: the computation of this device's experts.
       axes: the mesh axes that shard the tokens, and experts or hidden features.
+      experts: the mesh axes that shard the experts.
       num_experts: E, the number of experts on all devices.
       x: [n, D], this device's tokens.
       ids: [n, top_k], the experts of each token.
       p: [n, top_k], the weights of these experts.
     """
-    del num_experts
+    can_send = sharding.platform() in SENDING and axes == experts
+    if can_send and ids.shape[1] < lax.axis_size(axes):
+        return _send(compute, axes, num_experts, x, ids, p)
     tokens = (lax.all_gather(array, axes, tiled=True) for array in (x, ids, p))
     return lax.psum_scatter(compute(*tokens), axes, tiled=True)
 
 
-def by_sending(
+def _send(
     compute: Compute, axes: tuple[str, ...], num_experts: int, x: jax.Array, ids: jax.Array,
     p: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Send a copy of each token to each of its experts, by `jax.lax.ragged_all_to_all`.
-
-    The arguments are those of `by_gathering`, where `axes` shard the experts.
-    """
+    """Send a copy of each token to each of its experts, by `jax.lax.ragged_all_to_all`."""
     devices, me = lax.axis_size(axes), lax.axis_index(axes)
     flat, n_local = ids.reshape(-1), num_experts // devices
     order = jnp.argsort(flat)
@@ -79,21 +85,6 @@ def by_sending(
     experts = jnp.where(jnp.arange(size) < sizes[:, me].sum(), experts, num_experts)
     y = compute(received, experts[:, None], jnp.ones((size, 1), p.dtype)).astype(x.dtype)
 
-    y = send(
-        y, jnp.zeros_like(rows), at_receiver[:, me], sizes[:, me], at_sender[:, me], sizes[me]
-    )
+    y = send(y, jnp.zeros_like(rows), at_receiver[:, me], sizes[:, me], at_sender[:, me], sizes[me])
     y = y[jnp.argsort(order)].reshape(*ids.shape, -1)
     return jnp.sum(y.astype(p.dtype) * p[..., None], 1)
-
-
-# XLA has `ragged_all_to_all` for TPUs. For CPUs it does not, and for GPUs it has open errors.
-SENDS = ("tpu",)
-
-
-def choose(axes: tuple[str, ...], experts: tuple[str, ...], top_k: int) -> Callable[..., Any]:
-    """Return the exchange over `axes`, for experts over these mesh axes.
-
-    With as many experts a token as devices, gathering sends fewer bytes.
-    """
-    sends = sharding.platform() in SENDS and axes == experts and top_k < lax.axis_size(axes)
-    return by_sending if sends else by_gathering

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -93,29 +93,14 @@ _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
 
-class ExpertDivision(NamedTuple):
-    """The mesh axes that shard the experts and their hidden features.
-
-    Attributes:
-      experts: the mesh axes that shard the experts.
-      hidden: the mesh axes that shard the hidden features.
-      shared: those of both that shard the tokens too, which devices then exchange.
-    """
-
-    experts: tuple[str, ...]
-    hidden: tuple[str, ...]
-    shared: tuple[str, ...]
-
-
-def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
-    """Return the sharding of experts and hidden features for tokens of this shape."""
+def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> list[tuple[str, ...]]:
+    """Return the mesh axes of experts, of hidden features, and those of both that shard tokens."""
     of_tokens = {
         axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.unpack_entry(part)
     }
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
     experts, features = map(rules.unpack_entry, spec)
-    shared = tuple(axis for axis in experts + features if axis in of_tokens)
-    return ExpertDivision(experts, features, shared)
+    return [experts, features, tuple(axis for axis in experts + features if axis in of_tokens)]
 
 
 class Experts(nn.Module):
@@ -233,8 +218,9 @@ class Experts(nn.Module):
             p, ids = self._route(logits.reshape(-1, self.num_experts))
             run = compute
             if shared:
-                way = exchange.choose(shared, experts, self.top_k)
-                run = functools.partial(way, compute, shared, self.num_experts)
+                run = functools.partial(
+                    exchange.exchanged, compute, shared, experts, self.num_experts
+                )
             parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
             y = exchange.in_parts(run, parts, tokens, ids, p)
             axes = tuple(axis for axis in experts + hidden if axis not in shared)

@@ -39,7 +39,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Run the test with each method, whichever the platform would choose."""
     monkeypatch.setattr(experts, "METHODS", METHODS[request.param])
     if request.param == "sent":
-        monkeypatch.setattr(exchange, "SENDS", ("cpu",))
+        monkeypatch.setattr(exchange, "SENDING", ("cpu",))
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
     return request.param
 
@@ -306,7 +306,8 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
     forward, both = (total(read(program.as_text(), n)) for program in programs)
     tokens, choices, parts = 4 * n * rows * features, 4 * n * rows * top_k, n
     assert forward == {
-        "all-gather": (3 * parts, tokens + 2 * choices), "reduce-scatter": (parts, tokens // n)
+        "all-gather": (3 * parts, tokens + 2 * choices),
+        "reduce-scatter": (parts, tokens // n),
     }
     # Each part is gathered again, and so are the gradients of the outputs.
     assert both == {
@@ -319,7 +320,7 @@ def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
 @pytest.mark.parametrize("name", ["the tokens' axis", "an own axis"])
 def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized: None) -> None:
     """With rows for all choices of all tokens, each array of hidden features would take 16 MiB."""
-    module, (rows, features, hidden) = Experts(1024, 8, 2), (2048, 64, 1024)
+    module, rows, features = Experts(1024, 8, 2), 2048, 64
     axis = "data" if name == "the tokens' axis" else "model"
     mesh, leave = on("Auto", changed(experts=axis, mlp=None), (8, 1) if axis == "data" else (1, 8))
     try:
