@@ -20,7 +20,8 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of KINDS.
-      bytes: the size of its result on one device.
+      bytes: the size of its result on one device. Of a ragged all-to-all, its rows there before or
+        after, whichever are fewer.
       times: the number of times that it runs.
       groups: the devices that take part together, as indices into the mesh, [groups, size]. For a
         permutation the pairs of sender and receiver.
@@ -100,6 +101,9 @@ def _again(module: Module, run: Run) -> bool:
 
 def _result(x: Instruction) -> int:
     type_ = x.type
+    if x.opcode == "ragged-all-to-all-start":
+        # Of the first two arrays, one holds a device's own rows, and the other has room for all.
+        return min(array.bytes for array in arrays(parts(type_)[0])[:2])
     if x.opcode in ("all-gather-start", "collective-permute-start"):
         type_ = parts(type_)[1]  # The first part holds the operands.
     return sum(array.bytes for array in arrays(type_))

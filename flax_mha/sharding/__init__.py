@@ -44,7 +44,7 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("heads", "model"),  # tensor parallel: each device computes whole heads
     ("kv_heads", "model"),
     ("mlp", "model"),
-    ("experts", None),  # expert parallel: a mesh axis that does not shard tokens
+    ("experts", None),  # expert parallel: the axis of tokens (`data`), or one of its own
     ("vocab", "model"),
     ("embed", None),  # FSDP: a mesh axis here shards every parameter over it
     ("length", None),
