@@ -21,27 +21,50 @@ from flax_mha import sharding
 AXES = ("data", "fsdp", "model", "context")  # of the mesh
 
 
+def count_slices(devices: Sequence[jax.Device]) -> int:
+    """Return the number of TPU slices that a data center's network connects; 1 elsewhere."""
+    if devices[0].platform != "tpu":
+        return 1
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
 def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a (data, fsdp, model, context) mesh of these devices (default: all there are)."""
+    """Return a (data, fsdp, model, context) mesh of these devices (default: all there are).
+
+    Several slices have a mesh of these sizes each, along a first axis `dcn`.
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = checks.mesh_sizes(config, len(devices))
+    slices = count_slices(devices)
+    sizes = checks.mesh_sizes(config, len(devices) // slices, slices)
     # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
-    used = devices[: int(np.prod(sizes))]
-    placed = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if slices == 1:
+        used = devices[: int(np.prod(sizes))]
+        placed = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
+        return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_slice.setdefault(device.slice_index, []).append(device)  # type: ignore[attr-defined]
+    used = [device for part in by_slice.values() for device in part[: int(np.prod(sizes))]]
+    placed = mesh_utils.create_hybrid_device_mesh(
+        (1, *sizes), (slices, 1, 1, 1, 1), used, allow_split_physical_axes=True
+    )
+    return Mesh(placed, ("dcn", *AXES), axis_types=(AxisType.Auto,) * (1 + len(AXES)))
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
     """Return the mesh axes of each logical axis.
 
-    The first rule whose axes are free wins. Rows of the batch go over data and fsdp. The features
-    of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a layer's
-    parameters where it needs them. The positions of every row go over context: attention alone
+    The first rule whose axes are free wins. Rows of the batch go over dcn, data and fsdp. The
+    features of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a
+    layer's parameters where it needs them. The positions of every row go over context: attention alone
     needs the keys and values of others.
     """
     over: tuple[tuple[str, Any], ...] = ()
+    slices = ("dcn",) * ("dcn" in mesh.shape)
     if mesh.shape["fsdp"] > 1:
-        over += (("batch", ("data", "fsdp")), ("embed", "fsdp"))
+        over += (("batch", (*slices, "data", "fsdp")), ("embed", "fsdp"))
+    elif slices:
+        over += (("batch", (*slices, "data")),)
     if mesh.shape["context"] > 1:
         over += (("length", "context"), ("norm_length", "context"))
     return (*over, *sharding.RULES)
