@@ -92,7 +92,7 @@ def _plan(asked: settings.Asked, folder: Path) -> None:
     _print(layouts)
     tight = [layout for layout in layouts if layout.reason and layout.needs]
     if tight and all(layout.reason for layout in layouts):
-        best = min(tight, key=lambda layout: layout.needs)
+        best = min(tight, key=lambda layout: layout.needs or 0)
         with Phase("looking for remedies"):
             tried = remedies.find(config, found, best, WHOLE.value)
         _print_remedies(tried, best)
@@ -113,7 +113,7 @@ def _print(layouts: Sequence[search.Layout]) -> None:
     if compiled:
         console.print(report.memory(compiled))
         console.print(report.sent(compiled[0]))
-        console.print(report.links(compiled[0]))
+        console.print(report.link_line(compiled[0]))
     if any(layout.reason for layout in layouts):
         console.print(report.others(layouts))
     for layout in compiled[:1]:

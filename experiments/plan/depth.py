@@ -1,7 +1,7 @@
 """The step of a deep model without a loop over its layers, from the steps of two shallow ones.
 
-Without `config.model.scan`, a program has the instructions of each layer, and its compile time grows
-with the depth. Its costs grow by the same amount with each layer, so two depths give them.
+Without `config.model.scan`, a program has the instructions of each layer, and takes longer to
+compile with more layers. The costs grow by the same amount with each, so two depths give them.
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ def step(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False)
     low, high = costs
     if isinstance(low, Compiled) and isinstance(high, Compiled):
         return _extend(low, high, config, devices)
-    needs = (x.memory.peak if isinstance(x, Compiled) else x.needs for x in costs)
+    needs = [x.memory.peak if isinstance(x, Compiled) else x.needs for x in costs]
     has = next(x.has for x in costs if isinstance(x, TooLargeError))
-    raise TooLargeError(_line(*needs, layers), has)
+    raise TooLargeError(_line(needs[0], needs[1], layers), has)
 
 
 def _extend(

@@ -130,9 +130,8 @@ def _stored(config: ConfigDict) -> float:
     mlp = (3 if m.get("gated", False) else 2) * m.mlp_dim / m.features
     shared = 1 + 2 * m.num_kv_heads / m.num_heads  # queries, keys and values
     one = 4 + 2 * shared + mlp  # norms, residuals, attention and the MLP of a layer
-    remat, names = m.get("remat", False), ()
-    if isinstance(remat, str):
-        names, remat = tuple(remat.split(",")), True
+    remat = m.get("remat", False)
+    names = remat.split(",") if isinstance(remat, str) else []
     kept = 1 + ("q" in names) * shared + ("z" in names)
     kept += ("mlp_pre" in names) * (mlp - m.mlp_dim / m.features)
     layers = m.get("num_layers", 1)

@@ -125,7 +125,9 @@ def by_link(layout: Layout) -> dict[str, tuple[float, float]]:
     """
     links = network(layout.found.devices) if layout.found else None
     sums: dict[str, tuple[float, float]] = {}
-    for one in layout.found.sent if layout.found and links else ():
+    if layout.found is None or links is None:
+        return sums
+    for one in layout.found.sent:
         split = links.by_link(one)
         for link, size in split.items():
             sent, seconds = sums.get(link, (0.0, 0.0))
@@ -134,7 +136,7 @@ def by_link(layout: Layout) -> dict[str, tuple[float, float]]:
     return sums
 
 
-def links(layout: Layout) -> str:
+def link_line(layout: Layout) -> str:
     """Return a line with the bytes and the minimum time of each kind of link."""
     parts = [
         f"{link} {_size(sent)}, {1e3 * seconds:.4g} ms"

@@ -43,7 +43,7 @@ def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -
         return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     by_slice: dict[int, list[jax.Device]] = {}
     for device in devices:
-        by_slice.setdefault(device.slice_index, []).append(device)  # type: ignore[attr-defined]
+        by_slice.setdefault(device.slice_index, []).append(device)
     used = [device for part in by_slice.values() for device in part[: int(np.prod(sizes))]]
     placed = mesh_utils.create_hybrid_device_mesh(
         (1, *sizes), (slices, 1, 1, 1, 1), used, allow_split_physical_axes=True
@@ -56,8 +56,8 @@ def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
 
     The first rule whose axes are free wins. Rows of the batch go over dcn, data and fsdp. The
     features of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a
-    layer's parameters where it needs them. The positions of every row go over context: attention alone
-    needs the keys and values of others.
+    layer's parameters where it needs them. The positions of every row go over context: attention
+    alone needs the keys and values of others.
     """
     over: tuple[tuple[str, Any], ...] = ()
     slices = ("dcn",) * ("dcn" in mesh.shape)
