@@ -43,7 +43,7 @@ MOST = flags.DEFINE_integer(
     "most", 8, "The number of splits that --search compiles.", lower_bound=1
 )
 WHOLE = flags.DEFINE_bool(
-    "whole", False, "Compile all layers of models without a loop, instead of 2 and 4 of them."
+    "whole", False, "Compile all layers of models without a loop, instead of 4 and 8 of them."
 )
 SCALING = flags.DEFINE_bool("scaling", False, "Run the study of docs/scaling.md, which takes long.")
 WORKDIR = flags.DEFINE_string("workdir", None, "A new or empty folder for the results.")

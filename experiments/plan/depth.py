@@ -17,7 +17,7 @@ from experiments.plan.compiled import Compiled, Memory, TooLargeError
 from experiments.runs.checks import shard_bytes
 from experiments.trainer import loop
 
-DEPTHS = (2, 4)
+DEPTHS = (4, 8)
 
 
 def step(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False) -> Compiled:
@@ -88,7 +88,7 @@ def _extend_sent(
     extended = []
     for key, (first, second) in totals.items():
         times, size = (max(0.0, _line(a, b, layers)) for a, b in zip(first, second, strict=True))
-        if times and size:
+        if size:
             count = max(1, round(times))
             extended.append(example[key]._replace(times=count, bytes=round(size / count)))
     return extended
