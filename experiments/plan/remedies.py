@@ -55,7 +55,8 @@ def find(
     known = config, needs
     for name, changes in _changes(config):
         changed = config.copy_and_resolve_references()
-        changed.update_from_flattened_dict(changes)
+        with changed.ignore_type():  # `model.remat` is a bool or names.
+            changed.update_from_flattened_dict(changes)
         try:
             now = _estimate(changed, devices, *known)
             if now > 0.99 * (found[-1].needs if found else needs):

@@ -11,6 +11,7 @@ from experiments import tasks
 from experiments.plan import depth, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
 from experiments.plan.roofline import Times, network
+from experiments.runs.devices import count_slices
 from experiments.trainer import mesh
 from experiments.trainer.optimizer import make_optimizer
 
@@ -143,7 +144,7 @@ def search(
     fits: list[Layout] = []
     others: list[Layout] = []
     links = network(devices)
-    count = len(devices) // mesh.count_slices(devices)
+    count = len(devices) // count_slices(devices)
     for sizes in sorted(splits(count), key=lambda sizes: facts.sent(**sizes)):
         least = facts.state / (sizes["fsdp"] * sizes["model"])
         if links is not None and least > links.memory:

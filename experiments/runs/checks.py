@@ -106,6 +106,12 @@ def check_held_out(length: int, size: int) -> None:
         )
 
 
+def read_remat(model: ConfigDict) -> bool | tuple[str, ...]:
+    """Return a block's `remat` for `config.model.remat`, such as "z,lse"."""
+    value = model.remat
+    return value if isinstance(value, bool) else tuple(value.split(","))
+
+
 def shard_bytes(tree: Any) -> int:
     """Return the bytes of the shards that one device holds of a tree of arrays with shardings."""
     return sum(

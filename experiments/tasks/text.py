@@ -14,7 +14,6 @@ from experiments.runs import checks, files
 from experiments.tasks.task import Batch, Metrics, Params, shuffled
 from flax_mha import DecoderBlock, MultiHeadAttention
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
-from flax_mha.models.remat import Remat
 from flax_mha.positions import Rotary
 
 EVERY = 10  # one of so many topics, or tenths of a file, is held out
@@ -80,11 +79,6 @@ def windows(tokens: np.ndarray, length: int, stride: int) -> Batch:
     return {"tokens": rows, "weight": (new & there).astype(np.float32)}
 
 
-def as_remat(value: bool | str) -> Remat:
-    """Return a block's `remat` for `config.model.remat`, such as "z,lse"."""
-    return value if isinstance(value, bool) else tuple(value.split(","))
-
-
 def language_model(m: ConfigDict, tokens: int) -> LanguageModel:
     """Return the decoder of `config.model`: pre-norm blocks, rotary positions, grouped heads.
 
@@ -98,7 +92,7 @@ def language_model(m: ConfigDict, tokens: int) -> LanguageModel:
     )  # fmt: skip
     block = DecoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
-        dropout_rate=m.dropout_rate, remat=as_remat(m.remat),
+        dropout_rate=m.dropout_rate, remat=checks.read_remat(m),
     )  # fmt: skip
     embedding = TokenEmbedding(tokens, m.features, dtype=attention.dtype)
     decoder = Decoder(m.num_layers, block, scan=m.scan)

@@ -2,65 +2,20 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from experiments.runs import checks
+from experiments.runs.devices import AXES as AXES
+from experiments.runs.devices import make_mesh as make_mesh
 from experiments.runs.placement import Placement
 from experiments.tasks.task import Batch, Metrics, Params, Task
 from flax_mha import sharding
-
-AXES = ("data", "fsdp", "model", "context")  # of the mesh
-
-
-def count_slices(devices: Sequence[jax.Device]) -> int:
-    """Return the number of TPU slices that a data center's network connects; 1 elsewhere."""
-    if devices[0].platform != "tpu":
-        return 1
-    return len({getattr(device, "slice_index", 0) for device in devices})
-
-
-def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a (data, fsdp, model, context) mesh of these devices (default: all there are).
-
-    If heads divide over some of context's devices only, these are a fifth axis, ulysses, within
-    context. Attention can then shard heads over it (`usp`). Several slices have a mesh of these
-    sizes each, along a first axis `dcn`.
-    """
-    devices = jax.devices() if devices is None else devices
-    slices = count_slices(devices)
-    sizes: tuple[int, ...] = checks.mesh_sizes(config, len(devices) // slices, slices)
-    names: tuple[str, ...] = AXES
-    context, model = sizes[3], config.model
-    heads = math.gcd(model.num_heads, model.get("num_kv_heads", 0)) // sizes[2]
-    ulysses = math.gcd(heads, context)
-    if 1 < ulysses < context:
-        names, sizes = (*AXES, "ulysses"), (*sizes[:3], context // ulysses, ulysses)
-    by_slice: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        by_slice.setdefault(getattr(device, "slice_index", 0), []).append(device)
-    used = [device for part in by_slice.values() for device in part[: int(np.prod(sizes))]]
-    # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
-    if slices == 1:
-        placed = mesh_utils.create_device_mesh(
-            sizes, used[: int(np.prod(sizes))], allow_split_physical_axes=True
-        )
-    else:
-        placed = mesh_utils.create_hybrid_device_mesh(
-            (1, *sizes), (slices, *(1 for _ in names)), used,
-            allow_split_physical_axes=True,
-        )  # fmt: skip
-        names = ("dcn", *names)
-    return Mesh(placed, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
