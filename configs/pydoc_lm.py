@@ -13,7 +13,7 @@ The settings were tuned on a tenth of the training topics (--config.data.split=v
 To use your own text, pass --config.data.path=FILE; its last tenth is held out.
 """
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from configs import digits
 
@@ -59,7 +59,9 @@ def get_config() -> ConfigDict:
     config.model.kernel = "auto"  # see flax_mha.explain
     config.model.dtype = "float32"  # the dtype of the computation; parameters are float32
     config.model.scan = False  # True to run the layers in one loop, compiled once
-    config.model.remat = False  # True to recompute each layer in the backward pass to save memory
+    # True to recompute each layer in the backward pass to save memory; or the names of activations
+    # to store instead, such as "z,lse" (docs/training.md)
+    config.model.remat = FieldReference(False, field_type=object)
 
     config.optimizer = ConfigDict()
     config.optimizer.learning_rate = 4e-3

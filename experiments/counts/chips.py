@@ -6,11 +6,14 @@
 | `bandwidth` | bytes per second between HBM and the chip |
 | `flops` | operations per second of bfloat16 matmuls |
 | `link` | bytes per second through one link between chips, one way |
+| `network` | bytes per second from a chip to other slices (DCN), one way; 0 if unknown |
 | `wraps` | returns True for a size at which an axis of the torus is a ring |
 
 Sources, read in November 2026: cloud.google.com/tpu/docs, the page of each generation. `link` is
 the page's bidirectional bandwidth of a chip (v5e 400, v5p 1200, v6e 800, TPU7x 1200 GB/s) divided
-by 2, and by the chip's 2 links along each axis. For v4: Jouppi et al., "TPU v4", 2023. Axes are
+by 2, and by the chip's 2 links along each axis. `network` is the page's DCN bandwidth of a chip
+(v5p 50, v6e and TPU7x 100 Gbit/s), or of a pod (v5e 6.4 Tbit/s) divided by its 256 chips; the page
+of v4 has none. For v4's `link`: Jouppi et al., "TPU v4", 2023. Axes are
 rings at 16 on v5e and v6e (a whole pod), and at multiples of 4 elsewhere (the page of v4).
 
 NVIDIA GPUs, in machines of eight:
@@ -21,7 +24,6 @@ NVIDIA GPUs, in machines of eight:
 | `network` | bytes per second from a GPU to other machines, one way |
 
 Sources: `flops` (bfloat16, dense) and `link` (half of the bidirectional figure) are from NVIDIA's
-  data
 data sheets of A100 80GB SXM, H100 SXM, H200 SXM and HGX B200. `network` is one adapter per GPU, as
 in DGX A100 (200 Gbit/s), H100, H200 and B200 (400 Gbit/s). `memory` and `bandwidth` are the values
 that the driver reports, from XLA's descriptions (see `gpus`).
@@ -42,6 +44,7 @@ class Chip(NamedTuple):
     bandwidth: float
     flops: float
     link: float
+    network: float
     wraps: Callable[[int], bool]
 
 
@@ -65,11 +68,11 @@ def _cubes(size: int) -> bool:
 
 # By JAX's `device_kind`.
 CHIPS = {
-    "TPU v4": Chip(32 * GIB, 1200e9, 275e12, 50e9, _cubes),
-    "TPU v5 lite": Chip(16 * GIB, 819e9, 197e12, 50e9, _whole_pod),
-    "TPU v5": Chip(95 * GIB, 2765e9, 459e12, 100e9, _cubes),
-    "TPU v6 lite": Chip(32 * GIB, 1600e9, 918e12, 100e9, _whole_pod),
-    "TPU7x": Chip(192 * GIB, 7380e9, 2307e12, 100e9, _cubes),
+    "TPU v4": Chip(32 * GIB, 1200e9, 275e12, 50e9, 0.0, _cubes),
+    "TPU v5 lite": Chip(16 * GIB, 819e9, 197e12, 50e9, 3.125e9, _whole_pod),
+    "TPU v5": Chip(95 * GIB, 2765e9, 459e12, 100e9, 6.25e9, _cubes),
+    "TPU v6 lite": Chip(32 * GIB, 1600e9, 918e12, 100e9, 12.5e9, _whole_pod),
+    "TPU7x": Chip(192 * GIB, 7380e9, 2307e12, 100e9, 12.5e9, _cubes),
 }
 GPUS = {
     "NVIDIA A100-SXM4-80GB": Gpu(85100068864, 2039.04e9, 312e12, 300e9, 25e9),

@@ -20,7 +20,8 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of KINDS.
-      bytes: the size of its result on one device.
+      bytes: the size of its result on one device. Of a ragged all-to-all, its rows there before or
+        after, whichever are fewer.
       times: the number of times that it runs.
       groups: the devices that take part together, as indices into the mesh, [groups, size]. For a
         permutation the pairs of sender and receiver.
@@ -50,18 +51,45 @@ class Collective(NamedTuple):
         each = {"all-reduce": 2 / g, "reduce-scatter": 1.0}.get(self.kind, 1 / g)
         return self.bytes * (g - 1) * each
 
+    def across(self, domains: np.ndarray) -> float:
+        """Return the bytes that each device sends to other domains, such as machines or slices.
 
-def read(program: str | Module, devices: int) -> list[Collective]:
+        In a group over n domains with g devices each, a sum is first taken within the domains, and
+        then each device sends 1/g of its result. In an all-to-all, only the part for other domains
+        crosses.
+
+        Args:
+          domains: the domain of each device of the mesh, in its order.
+        """
+        if self.kind == "collective-permute":
+            pairs = domains[self.groups]
+            return float(self.bytes * (pairs[:, 0] != pairs[:, 1]).any())
+        members = domains[self.groups[0]]
+        n = len(set(members))
+        each = 1 if self.kind.endswith("all-to-all") else len(members) / n
+        return self.sent * (1 - 1 / n) / (1 - 1 / len(members)) / each
+
+
+def read(program: str | Module, devices: int, slices: int = 1) -> list[Collective]:
     """Return the collectives of a program, in the order of its text.
+
+    For several slices, the TPU compiler writes the program of one. It sends to other slices by
+    pairs of `send` and `recv`, whose attributes have the kind.
 
     Args:
       program: the program, or its text.
-      devices: the number of devices that it runs on.
+      devices: the number of devices that it runs on, of all slices.
+      slices: the number of slices.
     """
     module = Module(program) if isinstance(program, str) else program
     found = []
     for run in module.runs():
-        kind = run.instruction.opcode.removesuffix("-start")
+        kind, rest = run.instruction.opcode.removesuffix("-start"), run.instruction.rest
+        if kind == "recv" and (name := re.search(r'_xla_megascale_transfer_type="(\w+)"', rest)):
+            size = arrays(run.instruction.type)[0].bytes
+            kind = "collective-permute" if "->" in rest else name[1].lower().replace("_", "-")
+            found.append(Collective(kind, size, run.times, _over_slices(rest, devices // slices)))
+            continue
         if kind not in KINDS or _again(module, run):
             continue
         if run.computation.startswith("all-reduce-scatter"):
@@ -71,7 +99,7 @@ def read(program: str | Module, devices: int) -> list[Collective]:
             size = sum(x.bytes for x in arrays(last.type))
         else:
             size = _result(run.instruction)
-        groups = _groups(run.instruction.rest, devices)
+        groups = _groups(rest, devices // slices)
         if groups.shape[1] > 1:
             found.append(Collective(kind, size, run.times, groups))
     return found
@@ -100,6 +128,9 @@ def _again(module: Module, run: Run) -> bool:
 
 def _result(x: Instruction) -> int:
     type_ = x.type
+    if x.opcode == "ragged-all-to-all-start":
+        # Of the first two arrays, one holds a device's own rows, and the other has room for all.
+        return min(array.bytes for array in arrays(parts(type_)[0])[:2])
     if x.opcode in ("all-gather-start", "collective-permute-start"):
         type_ = parts(type_)[1]  # The first part holds the operands.
     return sum(array.bytes for array in arrays(type_))
@@ -132,6 +163,23 @@ def _groups(rest: str, devices: int) -> np.ndarray:
         over = [(name, int(m or 1), int(k or axes[name])) for name, m, k in found]
         return _over(axes, order, over)
     raise ValueError(f"can't read the groups of a collective: {rest[:200]}")
+
+
+def _over_slices(rest: str, devices: int) -> np.ndarray:
+    """Parse the groups of a transfer between slices, as indices into the mesh.
+
+    | form | example |
+    |---|---|
+    | slices, from 1, and a range of devices of each | `"{1,2}x{0:15}"` |
+    | lists, or pairs, of slice · 100,000 + device | `{{100000,200000}}`, `{{100000->200000}}` |
+    """
+    if grid := re.search(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"', rest):
+        first = np.arange(int(grid[2]), int(grid[3]) + 1)[:, None]
+        return first + devices * (np.array(_numbers(grid[1])) - 1)
+    if lists := re.search(r"_xla_megascale_target=\{([\d,{}> -]*)\}", rest):
+        found = _lists(lists[1].replace("->", ","))
+        return found // 100_000 * devices - devices + found % 100_000
+    raise ValueError(f"can't read the slices of a transfer: {rest[:300]}")
 
 
 def _over(axes: dict[str, int], order: np.ndarray, over: list[tuple[str, int, int]]) -> np.ndarray:

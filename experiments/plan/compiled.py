@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from experiments import tasks
 from experiments.counts import work
 from experiments.counts.hlo import Module
+from experiments.phases import Phase
 from experiments.plan import collectives
 from experiments.plan.collectives import Collective
 from experiments.runs.checks import shard_bytes
@@ -53,6 +54,7 @@ class Compiled(NamedTuple):
       sent: the collectives.
       unknown: loops of unknown trip count; they count as run once.
       seconds: the compile time.
+      depths: the numbers of layers that were compiled, if the figures extrapolate from them.
     """
 
     sizes: dict[str, int]
@@ -63,6 +65,7 @@ class Compiled(NamedTuple):
     sent: list[Collective]
     unknown: list[str]
     seconds: float
+    depths: tuple[int, ...] = ()
 
 
 class TooLargeError(ValueError):
@@ -83,9 +86,14 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     start = time.perf_counter()
     built = loop.build(config, tasks.make(config), devices)
     state, batch = built.abstract_state(), built.abstract_batch()
+    layers = config.model.get("num_layers")
     with mesh.on(built.mesh):
-        traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
-        text, found = dumped(traced.lower())
+        with Phase("tracing the step", aloud=False):
+            traced = built.step.trace(state, batch)  # type: ignore[attr-defined]
+            lowered = traced.lower()
+        over = ", ".join(f"{axis}={n}" for axis, n in built.mesh.shape.items() if n > 1)
+        with Phase(f"compiling {layers or 'all'} layers, {over or 'one device'}", aloud=False):
+            text, found = dumped(lowered)
     module = Module(text)
     stats: Any = found.memory_analysis()
     held = stats.argument_size_in_bytes
@@ -98,7 +106,8 @@ def step(config: ConfigDict, devices: Sequence[jax.Device]) -> Compiled:
     return Compiled(
         dict(built.mesh.shape), list(built.mesh.devices.flat), memory,
         work.flops(module) + work.pallas_flops(traced.jaxpr.jaxpr), work.moved(module),
-        collectives.read(module, built.mesh.size), list(module.unknown),
+        collectives.read(module, built.mesh.size, built.mesh.shape.get("dcn", 1)),
+        list(module.unknown),
         time.perf_counter() - start,
     )  # fmt: skip
 

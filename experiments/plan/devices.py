@@ -21,6 +21,7 @@ def of(topology: str) -> Sequence[jax.Device]:
     | name | devices |
     |---|---|
     | `v5e:16x16`, and others of `TPUS` | these chips, for the compiler only |
+    | `2xv5e:16x16` | two such slices, connected by the data center's network |
     | `a100:8`, `h100:8`, `h200:64`, `b200:8` | this number of NVIDIA GPUs, for the compiler only |
     | `cpu:8` | 8 devices simulated on the cores of this machine |
     | `gpu:8` | 8 of the GPUs of this machine |
@@ -28,26 +29,29 @@ def of(topology: str) -> Sequence[jax.Device]:
     Raises:
       RunError: if the topology does not exist, or no installed compiler supports it.
     """
-    known = re.fullmatch(r"(\w+):(\d{1,9}(?:x\d{1,9})*)", topology, re.ASCII)
-    chip, sizes = (known[1], [*map(int, known[2].split("x"))]) if known else ("", [])
-    one = len(sizes) == 1
+    known = re.fullmatch(r"(?:(\d{1,9})x)?(\w+):(\d{1,9}(?:x\d{1,9})*)", topology, re.ASCII)
+    chip, sizes = (known[2], [*map(int, known[3].split("x"))]) if known else ("", [])
+    slices = int(known[1] or 1) if known else 1
+    one = len(sizes) == slices == 1
     if one and chip in ("cpu", "gpu"):
         return _local(chip, sizes[0])
     if one and chip in gpus.TARGETS:
         return gpus.of(chip, sizes[0])
-    if chip not in TPUS or not (min(sizes) and math.prod(sizes) <= gpus.MOST):
+    if chip not in TPUS or not 0 < slices * math.prod(sizes) <= gpus.MOST:
         raise RunError(
             f"--topology must be a generation of TPUs and its sizes, such as v5e:16x16, GPUs and "
             f"their number, such as h200:8, or cpu:8 or gpu:8, with at most {gpus.MOST:,} devices, "
-            f"got {topology!r:.100}; choose a TPU of {', '.join(TPUS)}"
+            f"got {topology!r:.100}; choose a TPU of {', '.join(TPUS)}, or slices: 2xv5e:16x16"
         )
     if not importlib.util.find_spec("libtpu"):
         raise RunError(
             f"--topology={topology} needs the compiler for TPUs, the wheel libtpu (no TPU); "
             f"pip install -e '.[experiments,tpu]'"
         )
+    several = {"num_slices": slices} if slices > 1 else {}
+    name = topology.removeprefix(f"{slices}x")
     try:
-        described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        described = topologies.get_topology_desc(platform="tpu", topology_name=name, **several)
     except jax.errors.JaxRuntimeError as error:
         raise RunError(
             f"libtpu refuses --topology={topology}: {error}; try one such as v5e:16x16, "

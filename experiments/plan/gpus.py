@@ -144,22 +144,22 @@ class Machines(NamedTuple):
         """The bytes of a device's memory."""
         return self.chip.memory
 
+    def by_link(self, one: Collective) -> dict[str, float]:
+        """Return the bytes that each device sends over each kind of link in one run."""
+        across = one.across(self.hosts)
+        alone = len(set(self.hosts[one.groups[0]])) == one.groups.shape[1]
+        inside = 0.0 if across and alone else one.sent
+        sent = {"NVLink": inside, "InfiniBand": across}
+        return {link: size for link, size in sent.items() if size}
+
     def seconds(self, one: Collective) -> float:
         """Return the minimum time of one run of a collective.
 
         Every device has its own link to its machine's switch and its own to the network, and sends
-        over each at that link's speed. In a group over n machines with g devices each, a sum is
-        first taken within the machines, and then each device sends 1/g of its result. In an
-        all-to-all, only the part for other machines crosses the network.
+        over both at the same time.
         """
-        if one.kind == "collective-permute":
-            apart = self.hosts[one.groups[:, 0]] != self.hosts[one.groups[:, 1]]
-            return one.bytes / (self.chip.network if apart.any() else self.chip.link)
-        members = self.hosts[one.groups[0]]
-        inside = one.sent / self.chip.link
-        machines = len(set(members))
-        if machines == 1:
-            return inside
-        each = 1 if one.kind.endswith("all-to-all") else len(members) / machines
-        share = (1 - 1 / machines) / (1 - 1 / len(members))
-        return max(inside, one.sent * share / each / self.chip.network)
+        return max((x / self.speed(link) for link, x in self.by_link(one).items()), default=0.0)
+
+    def speed(self, link: str) -> float:
+        """Return the bytes per second of a kind of link, one way."""
+        return self.chip.link if link == "NVLink" else self.chip.network

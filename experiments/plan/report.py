@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.plan import collectives
+from experiments.plan.remedies import Remedy
 from experiments.plan.roofline import network
 from experiments.plan.search import Layout
 
@@ -52,7 +53,12 @@ def row(layout: Layout) -> Row:
         "moved": found.moved,
         "collectives": sent,
         "seconds": times and times._asdict() | {"step": times.step, "binds": times.binds},
+        "links": {
+            link: {"sent": size, "seconds": seconds}
+            for link, (size, seconds) in by_link(layout).items()
+        },
         "unknown_loops": found.unknown,
+        "compiled_layers": found.depths,
         "compiling": found.seconds,
     }
 
@@ -92,20 +98,65 @@ def sent(layout: Layout) -> Table:
     """Return a table of collectives by kind and number of devices."""
     table = Table(title=f"sent in a step: {layout}", title_justify="left")
     table.add_column("kind")
+    table.add_column("links")
     for name in ("devices", "times", "results", "sent by each", "ms"):
         table.add_column(name, justify="right")
     if layout.found is None:
         return table
     links = network(layout.found.devices)
-    groups: dict[tuple[str, int], list[collectives.Collective]] = {}
+    groups: dict[tuple[str, str, int], list[collectives.Collective]] = {}
     for one in layout.found.sent:
-        groups.setdefault((one.kind, one.groups.shape[1]), []).append(one)
-    for (kind, size), ones in sorted(groups.items(), key=lambda group: group[0]):
+        over = ", ".join(links.by_link(one)) if links else "–"
+        groups.setdefault((one.kind, over, one.groups.shape[1]), []).append(one)
+    for (kind, over, size), ones in sorted(groups.items(), key=lambda group: group[0]):
         seconds = sum(x.times * links.seconds(x) for x in ones) if links else None
         table.add_row(
-            kind, str(size), str(sum(x.times for x in ones)),
+            kind, over, str(size), str(sum(x.times for x in ones)),
             _size(sum(x.times * x.bytes for x in ones)), _size(sum(x.times * x.sent for x in ones)),
             "–" if seconds is None else f"{1e3 * seconds:.4g}",
+        )  # fmt: skip
+    return table
+
+
+def by_link(layout: Layout) -> dict[str, tuple[float, float]]:
+    """Return the bytes that a device sends over each kind of link, and the seconds they take.
+
+    A collective over two kinds of links counts its seconds on the one that takes longer.
+    """
+    links = network(layout.found.devices) if layout.found else None
+    sums: dict[str, tuple[float, float]] = {}
+    if layout.found is None or links is None:
+        return sums
+    for one in layout.found.sent:
+        split = links.by_link(one)
+        for link, size in split.items():
+            sent, seconds = sums.get(link, (0.0, 0.0))
+            slow = link == max(split, key=lambda name: split[name] / links.speed(name))
+            sums[link] = sent + one.times * size, seconds + slow * one.times * links.seconds(one)
+    return sums
+
+
+def link_line(layout: Layout) -> str:
+    """Return a line with the bytes and the minimum time of each kind of link."""
+    parts = [
+        f"{link} {_size(sent)}, {1e3 * seconds:.4g} ms"
+        for link, (sent, seconds) in sorted(by_link(layout).items())
+    ]
+    return "sent by each device over " + "; ".join(parts) if parts else ""
+
+
+def remedies(found: Sequence[Remedy], tight: Layout) -> Table:
+    """Return a table of remedies for a layout that does not fit."""
+    title = f"remedies for {tight}, each on top of those above it"
+    table = Table(title=title, title_justify="left")
+    table.add_column("remedy")
+    for name in ("needs", "of", "by", "ms"):
+        table.add_column(name, justify="right")
+    for one in found:
+        times = one.layout.times if one.layout else None
+        table.add_row(
+            one.name, _size(one.needs), _size(tight.has or 0),
+            "compiling" if one.layout else "estimate", f"{1e3 * times.step:.4g}" if times else "–",
         )  # fmt: skip
     return table
 

@@ -20,6 +20,7 @@ from experiments.plan.collectives import Collective
 from experiments.plan.compiled import Compiled
 from experiments.plan.devices import coordinates
 from experiments.plan.gpus import Machines
+from experiments.runs.devices import count_slices
 
 
 class Times(NamedTuple):
@@ -65,34 +66,47 @@ class Torus(NamedTuple):
       cores: the devices per chip.
       places: the coordinates of each device of the mesh, in its order, [devices, axes].
       sizes: the size of the torus along each axis.
+      slices: the number of such tori, which the devices fill one after another.
     """
 
     chip: Chip
     cores: int
     places: np.ndarray
     sizes: tuple[int, ...]
+    slices: int = 1
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> "Torus | None":
         """Return the torus of all devices of a mesh, or None."""
-        places = [coordinates(device) for device in devices]
-        if devices[0].device_kind not in CHIPS or None in places:
+        places, slices = [coordinates(device) for device in devices], count_slices(devices)
+        chip = CHIPS.get(devices[0].device_kind)
+        if chip is None or None in places or (slices > 1 and not chip.network):
             return None
         array = np.array(places)
-        cores = max(Counter(map(tuple, array)).values())
+        cores = max(Counter(map(tuple, array)).values()) // slices
         sizes = tuple(int(n) for n in array.max(0) + 1)
-        return cls(CHIPS[devices[0].device_kind], cores, array, sizes)
+        return cls(chip, cores, array, sizes, slices)
 
     @property
     def memory(self) -> float:
         """The bytes of a device's own memory."""
         return self.chip.memory / self.cores
 
+    def speed(self, link: str) -> float:
+        """Return the bytes per second of a kind of link, one way."""
+        return self.chip.link if link == "ICI" else self.chip.network
+
+    def by_link(self, one: Collective) -> dict[str, float]:
+        """Return the bytes that each device sends over each kind of link in one run."""
+        across = one.across(np.arange(len(self.places)) * self.slices // len(self.places))
+        return {"DCN": across} if across else {"ICI": one.sent}
+
     def seconds(self, one: Collective) -> float:
         """Return the minimum time of one run of a collective.
 
         | kind | time |
         |---|---|
+        | any, between slices | bytes that a chip sends / its bandwidth of the network |
         | permutation | bytes · hops of the longest path / link |
         | all-to-all | the maximum of the row below and half of the bytes through an axis's middle |
         | others | bytes that a chip sends / its links along the axes that the group spans |
@@ -101,6 +115,8 @@ class Torus(NamedTuple):
         chips at its ends. If a group takes every second chip of an axis, another group takes the
         other chips, and both share the same links.
         """
+        if across := self.by_link(one).get("DCN"):
+            return self.cores * across / self.chip.network
         if one.kind == "collective-permute":
             return one.bytes * int(self._hops(one.groups).max(initial=0)) / self.chip.link
         members = self.places[one.groups[0]]

@@ -33,7 +33,7 @@ ROWS = 64  # the total in strong scaling; in weak scaling each device has one
 SHARES = 512  # the most shards of parameters: 4 of their 2,048 features each
 STEPS = 10
 PANELS = {
-    "milliseconds": "ms per step (cores: measured; v5p: minimum)",
+    "milliseconds": "ms per step (v5p: minimum)",
     "peak": "peak memory per device, MiB",
     "sent": "sent per device and step, MiB",
 }

@@ -8,9 +8,10 @@ import jax
 from ml_collections import ConfigDict
 
 from experiments import tasks
-from experiments.plan import compiled, roofline
+from experiments.plan import depth, roofline
 from experiments.plan.compiled import Compiled, TooLargeError
 from experiments.plan.roofline import Times, network
+from experiments.runs.devices import count_slices
 from experiments.trainer import mesh
 from experiments.trainer.optimizer import make_optimizer
 
@@ -23,32 +24,42 @@ class Layout(NamedTuple):
       found: the compiled step, or None if it was not compiled.
       times: the minimum time of a step, or None if the chips are unknown.
       reason: why it was not compiled or does not fit; empty if it fits.
+      needs: the bytes on one device, if it was compiled.
+      has: the bytes of a device's memory, if known.
     """
 
     sizes: dict[str, int]
     found: Compiled | None = None
     times: Times | None = None
     reason: str = ""
+    needs: float | None = None
+    has: float | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{axis}={n}" for axis, n in self.sizes.items() if n > 1) or "one device"
 
 
-def plan(config: ConfigDict, devices: Sequence[jax.Device]) -> Layout:
+def plan(config: ConfigDict, devices: Sequence[jax.Device], whole: bool = False) -> Layout:
     """Compile the layout of a config, and return its costs.
+
+    Args:
+      config: the run's config.
+      devices: the devices.
+      whole: True to compile all layers of any model, see `depth.step`.
 
     Raises:
       ValueError: if the config does not fit itself, the devices or the model.
     """
     try:
-        found = compiled.step(config, devices)
+        found = depth.step(config, devices, whole)
     except TooLargeError as error:
         sizes = dict(mesh.make_mesh(config, devices).shape)
-        return Layout(sizes, reason=f"does not fit: {error}")
+        return Layout(sizes, reason=f"does not fit: {error}", needs=error.needs, has=error.has)
     links, peak, reason = network(found.devices), found.memory.peak, ""
     if links is not None and peak > links.memory:
         reason = f"does not fit: {TooLargeError(peak, links.memory)}"
-    return Layout(found.sizes, found, roofline.times(found), reason)
+    has = links.memory if links else None
+    return Layout(found.sizes, found, roofline.times(found), reason, peak, has)
 
 
 def splits(count: int) -> Iterator[dict[str, int]]:
@@ -114,6 +125,7 @@ def search(
     devices: Sequence[jax.Device],
     most: int,
     tell: Callable[[Layout], None] = lambda layout: None,
+    whole: bool = False,
 ) -> list[Layout]:
     """Compile the layouts that may fit, the most promising first.
 
@@ -122,6 +134,7 @@ def search(
       devices: the devices; every layout uses all of them.
       most: the number of layouts to compile.
       tell: a function that is called with each compiled layout.
+      whole: True to compile all layers of any model, see `depth.step`.
 
     Returns:
       The layouts that fit, the fastest first if the chips are known, then all others with the
@@ -131,7 +144,8 @@ def search(
     fits: list[Layout] = []
     others: list[Layout] = []
     links = network(devices)
-    for sizes in sorted(splits(len(devices)), key=lambda sizes: facts.sent(**sizes)):
+    count = len(devices) // count_slices(devices)
+    for sizes in sorted(splits(count), key=lambda sizes: facts.sent(**sizes)):
         least = facts.state / (sizes["fsdp"] * sizes["model"])
         if links is not None and least > links.memory:
             reason = f"parameters and optimizer alone take {least / 2**30:.1f} GiB"
@@ -141,7 +155,7 @@ def search(
             others.append(Layout(sizes, reason="left out; raise --most"))
             continue
         try:
-            layout = plan(divided(config, sizes), devices)
+            layout = plan(divided(config, sizes), devices, whole)
         except ValueError as error:
             others.append(Layout(sizes, reason=f"refused: {error}"))
             continue

@@ -11,14 +11,15 @@ from ml_collections import ConfigDict
 from experiments.runs.failures import RunError
 
 
-def mesh_sizes(config: ConfigDict, have: int) -> tuple[int, int, int, int]:
+def mesh_sizes(config: ConfigDict, have: int, slices: int = 1) -> tuple[int, int, int, int]:
     """Return the sizes of the mesh axes data, fsdp, model and context.
 
     With data=-1 the mesh takes all devices, or on one process the most that split the batch evenly.
 
     Args:
       config: the run's config.
-      have: the number of devices.
+      have: the number of devices, of each slice.
+      slices: the number of TPU slices, which share the rows of the batch.
 
     Raises:
       RunError: if devices, processes, batch and sizes do not fit together.
@@ -27,7 +28,7 @@ def mesh_sizes(config: ConfigDict, have: int) -> tuple[int, int, int, int]:
     data, fsdp, model, context = m.data, m.fsdp, m.model, m.context
     if data == -1 and min(fsdp, model, context) >= 1:
         most = max(1, have // (fsdp * model * context))
-        fits = (n for n in range(1, most + 1) if rows % (n * fsdp) == 0)
+        fits = (n for n in range(1, most + 1) if rows % (slices * n * fsdp) == 0)
         # Every process has to take part, so that there several the batch has to fit.
         data = most if processes > 1 else max(fits, default=1)
     sizes = (data, fsdp, model, context)
@@ -42,10 +43,12 @@ def mesh_sizes(config: ConfigDict, have: int) -> tuple[int, int, int, int]:
             f"with {processes} processes config.mesh must use all {have} devices, got {got}; "
             f"try data={have // (fsdp * model * context)}"
         )
-    if rows % (data * fsdp):
+    parts = slices * data * fsdp
+    if rows % parts:
+        over = f", times {slices} slices" if slices > 1 else ""
         raise RunError(
             f"config.batch_size must be a multiple of config.mesh.data={data} times "
-            f"config.mesh.fsdp={fsdp}, got {rows}; try {-(-rows // (data * fsdp)) * data * fsdp}"
+            f"config.mesh.fsdp={fsdp}{over}, got {rows}; try {-(-rows // parts) * parts}"
         )
     return sizes
 
@@ -101,6 +104,12 @@ def check_held_out(length: int, size: int) -> None:
             f"config.length must be at least 1 and at most the {size} bytes that are held out, got "
             f"{length}"
         )
+
+
+def read_remat(model: ConfigDict) -> bool | tuple[str, ...]:
+    """Return a block's `remat` for `config.model.remat`, such as "z,lse"."""
+    value = model.remat
+    return value if isinstance(value, bool) else tuple(value.split(","))
 
 
 def shard_bytes(tree: Any) -> int:

@@ -6,6 +6,7 @@ line or a run's folder.
 
 import ast
 import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from experiments.runs import writers
 from experiments.runs.failures import RunError
 from experiments.runs.keys import flatten
 from flax_mha.kernels import choose
-from flax_mha.models import blocks, feed_forward
+from flax_mha.models import blocks, feed_forward, remat
 from flax_mha.positions import embedding
 
 # The config of each task: its keys, and values that they take.
@@ -42,14 +43,19 @@ class Field(NamedTuple):
     Attributes:
       about: the meaning of the key.
       rule: its valid values, in words.
-      kind: their type, NoneType for any; an int counts as a float too.
+      kind: their type, a union of types, or NoneType for any; an int counts as a float too.
       allows: the rule for a value of that type.
     """
 
     about: str
     rule: str
-    kind: type
+    kind: Any
     allows: Callable[[Any], bool] = lambda value: True
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """The types of the values."""
+        return typing.get_args(self.kind) or (self.kind,)
 
     def takes(self, value: Any) -> bool:
         """Return whether the key may have this value."""
@@ -57,12 +63,12 @@ class Field(NamedTuple):
             # As float32, which it is trained in.
             inside = type(value) in (int, float) and abs(value) <= _LARGEST
             return inside and self.allows(float(np.float32(value)))
-        return self.kind in (type(value), type(None)) and self.allows(value)
+        return any(kind in (type(value), type(None)) for kind in self.kinds) and self.allows(value)
 
     def read(self, word: str) -> Any:
         """Return the value that a word stands for, or the word itself if it stands for none."""
         try:
-            if self.kind is bool:
+            if bool in self.kinds:
                 return {"true": True, "1": True, "false": False, "0": False}.get(word.lower(), word)
             if self.kind in (int, float, str):
                 return self.kind(word)
@@ -107,6 +113,13 @@ def _trackers(value: str) -> bool:
 def _kernel(value: str) -> bool:
     try:
         return bool(choose.parse_kernel(value))
+    except ValueError:
+        return False
+
+
+def _remat(value: bool | str) -> bool:
+    try:
+        return isinstance(value, bool) or bool(remat.as_policy(tuple(value.split(","))))
     except ValueError:
         return False
 
@@ -163,7 +176,11 @@ TABLE = {
     "model.gated": Field("a gated MLP", RULES[bool], bool),
     "model.tied": Field("one table for tokens and logits", RULES[bool], bool),
     "model.scan": Field("layers as one loop, compiled once", RULES[bool], bool),
-    "model.remat": Field("compute layers again in the backward pass", RULES[bool], bool),
+    "model.remat": Field(
+        "compute layers again in the backward pass; names: all but these activations",
+        f"true, false, or some of {', '.join(remat.NAMES)}, each perhaps after {remat.OFFLOAD}, "
+        f"joined by commas", bool | str, _remat,
+    ),
     "model.dtype": one_of("of the computation", "float32", "bfloat16", "float16"),
     "model.dropout_rate": real("of embeddings and of what blocks add", _RATE),
     "model.attention_dropout_rate": real("of the attention weights", _RATE),

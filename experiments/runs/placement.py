@@ -82,7 +82,7 @@ class Placement:
 
     def put_test(self, batch: Any) -> Any:
         """Return a test batch as global arrays, padded (with weight 0) to split evenly."""
-        parts = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        parts = self.mesh.size // (self.mesh.shape["model"] * self.mesh.shape["context"])
 
         def place(x: np.ndarray) -> jax.Array:
             x = np.pad(x, [(0, -len(x) % parts), *[(0, 0)] * (x.ndim - 1)])

@@ -48,7 +48,7 @@ def masked_model(m: ConfigDict) -> MaskedModel:
     )  # fmt: skip
     block = EncoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, dropout_rate=m.dropout_rate,
-        remat=m.remat,
+        remat=checks.read_remat(m),
     )  # fmt: skip
     return MaskedModel(Encoder(m.num_layers, block, scan=m.scan), m.features)
 

@@ -92,7 +92,7 @@ def language_model(m: ConfigDict, tokens: int) -> LanguageModel:
     )  # fmt: skip
     block = DecoderBlock(
         attention, m.mlp_dim, norm=m.norm, activation=m.activation, gated=m.gated,
-        dropout_rate=m.dropout_rate, remat=m.remat,
+        dropout_rate=m.dropout_rate, remat=checks.read_remat(m),
     )  # fmt: skip
     embedding = TokenEmbedding(tokens, m.features, dtype=attention.dtype)
     decoder = Decoder(m.num_layers, block, scan=m.scan)

@@ -8,42 +8,33 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from experiments.runs import checks
+from experiments.runs.devices import AXES as AXES
+from experiments.runs.devices import make_mesh as make_mesh
 from experiments.runs.placement import Placement
 from experiments.tasks.task import Batch, Metrics, Params, Task
 from flax_mha import sharding
-
-AXES = ("data", "fsdp", "model", "context")  # of the mesh
-
-
-def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a (data, fsdp, model, context) mesh of these devices (default: all there are)."""
-    devices = jax.devices() if devices is None else devices
-    sizes = checks.mesh_sizes(config, len(devices))
-    # `jax.make_mesh` refuses sizes that are no products of those of the chips' torus.
-    used = devices[: int(np.prod(sizes))]
-    placed = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def rules(mesh: Mesh) -> tuple[tuple[str, Any], ...]:
     """Return the mesh axes of each logical axis.
 
-    The first rule whose axes are free wins. Rows of the batch go over data and fsdp. The features
-    of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a layer's
-    parameters where it needs them. The positions of every row go over context: attention alone
-    needs the keys and values of others.
+    The first rule whose axes are free wins. Rows of the batch go over dcn, data and fsdp. The
+    features of each parameter, and so of its gradient and moments, go over fsdp too: XLA gathers a
+    layer's parameters where it needs them. The positions of every row go over context and ulysses:
+    attention alone needs the keys and values of others.
     """
     over: tuple[tuple[str, Any], ...] = ()
+    slices = ("dcn",) * ("dcn" in mesh.shape)
     if mesh.shape["fsdp"] > 1:
-        over += (("batch", ("data", "fsdp")), ("embed", "fsdp"))
+        over += (("batch", (*slices, "data", "fsdp")), ("embed", "fsdp"))
+    elif slices:
+        over += (("batch", (*slices, "data")),)
     if mesh.shape["context"] > 1:
-        over += (("length", "context"), ("norm_length", "context"))
+        along = ("context", "ulysses") if "ulysses" in mesh.shape else "context"
+        over += (("length", along), ("norm_length", along))
     return (*over, *sharding.RULES)
 
 

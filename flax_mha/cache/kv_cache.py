@@ -12,6 +12,7 @@ from flax_mha.base import checks, shapes, symbols
 from flax_mha.base.shapes import Shape
 from flax_mha.cache.extended import Extended, attend_causally, nan_where_lost
 from flax_mha.cache.storage import NO_POSITION, Memory, Slots, write
+from flax_mha.sharding import LogicalNames
 
 
 class KVCache(Slots, struct.PyTreeNode):
@@ -42,16 +43,9 @@ class KVCache(Slots, struct.PyTreeNode):
 
     @classmethod
     def empty(
-        cls,
-        batch: Shape,
-        slots: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        *,
-        dtype: Dtype = jnp.float32,
-        window: int | None = None,
-    ) -> Self:
+        cls, batch: Shape, slots: int, num_kv_heads: int, head_dim: int,
+        v_head_dim: int | None = None, *, dtype: Dtype = jnp.float32, window: int | None = None,
+    ) -> Self:  # fmt: skip
         """Return an empty cache.
 
         Args:
@@ -86,6 +80,11 @@ class KVCache(Slots, struct.PyTreeNode):
             jnp.zeros(batch, jnp.int32), key_scale, value_scale,
             None if window is None else jnp.zeros(batch, jnp.int32), window,
         )  # fmt: skip
+
+    @property
+    def names(self) -> LogicalNames:
+        """The logical names of the last axes of keys. A ring buffer is not sharded."""
+        return "batch", "kv_heads", None if self.window is not None else "cache_length", None
 
     @property
     def slots(self) -> int:
@@ -172,7 +171,8 @@ class KVCache(Slots, struct.PyTreeNode):
         tokens, new = self._append(key, value, lengths)
         T = key.shape[-3]
         q_positions = self.next_positions(T)
-        visible, k_positions = new._memory, None
+        visible: Slots = new
+        k_positions = None
         if self.window is not None and self.slots >= self.window + T:
             k_positions = new._positions()
         elif self.window is not None:
@@ -271,7 +271,7 @@ class KVCache(Slots, struct.PyTreeNode):
             if x.ndim < self.key.ndim:
                 # Scales are written as slots with one feature.
                 return put(x[..., None], new[..., None])[..., 0]
-            return write(x, new, self.length, count, self.window is not None)
+            return write(x, new, self.length, count, self.names, self.window is not None)
 
         slots = vars(jax.tree.map(put, self._memory, tokens))
         written = None if self.written is None else jnp.maximum(self.written, length)

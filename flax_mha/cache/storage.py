@@ -13,14 +13,12 @@ from flax_mha.base import checks, symbols
 from flax_mha.base.checks import Integers
 from flax_mha.base.shapes import Shape
 from flax_mha.kernels.stored import Stored
-from flax_mha.sharding import LogicalNames
+from flax_mha.sharding import LogicalNames, rules
 
 AnySlots = TypeVar("AnySlots", bound="Slots")
 
 # The position of an empty slot, and the length of an overflowed row: beyond any token.
 NO_POSITION = 2**30
-# The logical names of the slots' last axes. Scales and lengths have the first of these axes.
-_NAMES: LogicalNames = ("batch", "kv_heads", None, None)
 
 
 class Slots:
@@ -31,9 +29,16 @@ class Slots:
     key_scale: jax.Array | None
     value_scale: jax.Array | None
 
+    @property
+    def names(self) -> LogicalNames:
+        """The logical names of the last axes of keys. Scales and lengths have the first of them."""
+        return "batch", "kv_heads", None, None
+
     def stored(self) -> tuple[Stored, Stored]:
         """Return keys and values in the form that kernels read, [*B, S, K, ·]."""
-        return _as_stored(self.key, self.key_scale), _as_stored(self.value, self.value_scale)
+        pairs = (self.key, self.key_scale), (self.value, self.value_scale)
+        key, value = (_as_stored(*pair, self.names[2] or "length") for pair in pairs)
+        return key, value
 
     def fork(self, rows: jax.Array) -> Self:
         """Return the cache with some rows of the batch: beams, or copies for best-of-n.
@@ -82,26 +87,35 @@ class Memory(Slots, struct.PyTreeNode):
 def map_by_names(fn: Callable[[jax.Array, LogicalNames], jax.Array], slots: AnySlots) -> AnySlots:
     """Apply fn to each array of a cache and the logical names of its last axes."""
     batch = slots.key.ndim - 3
-    return jax.tree.map(lambda x: fn(x, _NAMES[: x.ndim - batch + 1]), slots)
+    return jax.tree.map(lambda x: fn(x, slots.names[: x.ndim - batch + 1]), slots)
 
 
 def write(
-    slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, wraps: bool
-) -> jax.Array:
+    slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array, names: LogicalNames,
+    wraps: bool,
+) -> jax.Array:  # fmt: skip
     """Write token t of each row into slot start + t, for t < count, and return the slots.
 
-    slots are [*B, K, S, F], tokens [*B, K, T, F] in the same dtype, start (at least 0) and count
-    int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the last S tokens stay.
-    Otherwise tokens beyond the last slot are dropped.
+    slots are [*B, K, S, F] with logical `names`, tokens [*B, K, T, F] in the same dtype, start (at
+    least 0) and count int32 [*B]. If the cache wraps (a ring buffer), slot S is slot 0, and the
+    last S tokens stay. Otherwise tokens beyond the last slot are dropped.
     """
     fn = _wrap if wraps else _write
     for _ in start.shape:
         fn = jax.vmap(fn)
+    axes = rules.unpack_entry(sharding.spec(slots.shape, names)[-2])
+
+    def write_shard(
+        slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array
+    ) -> jax.Array:
+        first = jax.lax.axis_index(axes) * slots.shape[-2] if axes else 0
+        return fn(slots, tokens, start - first, count)
+
     arguments = slots, tokens, start, count
-    names = [_NAMES, _NAMES, _NAMES[:1], _NAMES[:1]]
+    all_names = [names, (*names[:2], None, None), names[:1], names[:1]]
     # Each device writes into its own shard, without communication.
-    args = [sharding.constrain(x, n) for x, n in zip(arguments, names, strict=True)]
-    return sharding.local(fn, names, (slots.shape, _NAMES), *args)
+    args = [sharding.constrain(x, n) for x, n in zip(arguments, all_names, strict=True)]
+    return sharding.local(write_shard, all_names, (slots.shape, names), *args)
 
 
 def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
@@ -117,16 +131,17 @@ def _wrap(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Arra
 
 
 def _write(slots: jax.Array, tokens: jax.Array, start: jax.Array, count: jax.Array) -> jax.Array:
-    """Write token t of [K, T ≤ S, F] into slot start + t of [K, S, F].
+    """Write token t of [K, T, F] into slot start + t of [K, S, F].
 
-    One window of T slots is read and written. Slots that do not exist are left out.
+    One window of at most T slots is read and written. Slots that do not exist are left out.
     """
     S, T = slots.shape[1], tokens.shape[1]
-    first = jnp.clip(start, 0, S - T)
-    t = jnp.arange(T, dtype=jnp.int32) + first - start
+    size = T if symbols.at_most(T, S) else S
+    first = jnp.clip(start, 0, S - size)
+    t = jnp.arange(size, dtype=jnp.int32) + first - start
     if T != 1:
         tokens = jnp.take(tokens, jnp.clip(t, 0, T - 1), axis=1)
-    window = jax.lax.dynamic_slice_in_dim(slots, first, T, axis=1)
+    window = jax.lax.dynamic_slice_in_dim(slots, first, size, axis=1)
     is_written = ((t >= 0) & (t < count))[None, :, None]
     window = jnp.where(is_written, tokens, window)
     return jax.lax.dynamic_update_slice_in_dim(slots, window, first, axis=1)
@@ -147,10 +162,10 @@ def _encode(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array | None
     return jnp.clip(steps, -127, 127).astype(jnp.int8), scale
 
 
-def _as_stored(x: jax.Array, scale: jax.Array | None) -> Stored:
+def _as_stored(x: jax.Array, scale: jax.Array | None, slots: str) -> Stored:
     """Return slots [*B, K, S, F] and scales [*B, K, S] in the form of kernels, [*B, S, K, ·]."""
     scale = None if scale is None else jnp.swapaxes(scale[..., None], -3, -2)
-    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32)
+    return Stored(jnp.swapaxes(x, -3, -2), scale, jnp.float32, slots)
 
 
 def _check_rows(rows: Integers, batch: Shape) -> Integers:

@@ -83,8 +83,8 @@ def dot_product_attention(
       kernel: a kernel's name, or "auto" (see `explain`). Forward mode (`jax.jvp`) needs
         "checkpointed" or "reference", and so do gradients of gradients under masks of traced
         arrays. "auto" takes these within `flax_mha.kernels.any_derivative()`. For a sequence
-        sharded over a mesh, a context-parallel strategy, "ulysses", "ring" or "all_gather", or
-        both, as in "ring:blockwise". On one device a strategy has no effect.
+        sharded over a mesh, a context-parallel strategy, "ulysses", "usp", "ring" or "all_gather",
+        or both, as in "ring:blockwise". On one device a strategy has no effect.
       precision: the precision of matmuls. See `jax.lax.Precision`.
       normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". See
         `flax_mha.kernels.normalizers`. Only the softmax has an lse, weights and entropy to return.

@@ -25,7 +25,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine, is_inexact, partition
 from flax_mha.kernels import derivatives, loops, softmax, tile_plan, tiles
 from flax_mha.kernels.softmax import finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, name_result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists, computes_in_bfloat16
 from flax_mha.kernels.tiles import (
     TiledCall,
@@ -202,7 +202,8 @@ def _loops(
 def _forward(static: TiledCall, result: Result | None, *args: Any) -> tuple[Result, Any]:
     if result is not None:
         return result, (args, result[0], *softmax.split_lse(result[1]))
-    out, top, total = _loops(static, *args)
+    out, *stats = _loops(static, *args)
+    out, (top, total) = name_result(out, stats)
     lse = softmax.finish(*tiles.add_sinks(static.plan, args[5], top, total)[1:])[1]
     return _mark_irreversible(args[-1], (out, lse)), (args, out, top, total)
 

@@ -23,7 +23,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.trees import combine
 from flax_mha.kernels import blockwise, reference, softmax, tiles
 from flax_mha.kernels.blockwise import map_blocks
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Result, name_result
 from flax_mha.kernels.tile_plan import KeyRange, Plan, VisitLists
 from flax_mha.kernels.tiles import TiledCall, TileIndex, Tree, compute_scores, dot
 from flax_mha.masks.tiles import is_static
@@ -47,7 +47,7 @@ def attend(
     dtype, wide = q.dtype, shapes.wide(q.dtype)
     q, k, v = (x.astype(wide) for x in (q, k, v))
     out, lse = blockwise.attend(q, k, v, spec, platform, core=_core, most=_MOST)
-    return out.astype(dtype), lse
+    return name_result(out.astype(dtype), lse)
 
 
 def _core(static: TiledCall, result: None, *args: Any) -> Result:

@@ -25,14 +25,17 @@ MOST_SCORES = 2**28
 FEW_SCORES = 2**24
 
 # Context-parallel strategies for a sharded sequence. "ulysses": each device takes all tokens of
-# some heads. "ring": keys pass around the devices. "all_gather": each device gathers all keys.
-STRATEGIES = ("ulysses", "ring", "all_gather")
+# some heads. "ring": keys pass around the devices. "usp": a ring of groups of devices, "ulysses" in
+# each group. "all_gather": each device gathers all keys.
+STRATEGIES = ("ulysses", "usp", "ring", "all_gather")
 # The names of kernels and strategies, for type checkers.
 KernelName: TypeAlias = Literal[
     "auto", "cudnn", "splash", "flex", "blockwise", "checkpointed", "reference", "decode",
-    "ulysses", "ring", "all_gather",
+    "ulysses", "usp", "ring", "all_gather",
     "ulysses:cudnn", "ulysses:splash", "ulysses:flex",
     "ulysses:blockwise", "ulysses:checkpointed", "ulysses:reference", "ulysses:decode",
+    "usp:cudnn", "usp:splash", "usp:flex",
+    "usp:blockwise", "usp:checkpointed", "usp:reference", "usp:decode",
     "ring:cudnn", "ring:splash", "ring:flex",
     "ring:blockwise", "ring:checkpointed", "ring:reference", "ring:decode",
     "all_gather:cudnn", "all_gather:splash", "all_gather:flex",

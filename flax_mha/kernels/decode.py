@@ -20,7 +20,7 @@ from flax_mha.base import shapes, symbols
 from flax_mha.base.coordinates import At, map_score_arrays
 from flax_mha.kernels import reference, softmax
 from flax_mha.kernels.softmax import finfo_min, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result, name_result
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import Plan, tile_states
 from flax_mha.kernels.tiles import empty_result
@@ -53,7 +53,7 @@ def attend(q: jax.Array, k: Keyed, v: Keyed, spec: AttentionSpec, platform: Plat
     """Compute attention. Keys and values may be `Stored`. Supports only reverse mode."""
     if 0 in q.shape or k.shape[-3] == 0:
         return empty_result(shapes.Dims.of(q, k, v), q.dtype, spec.sinks)
-    return _core(platform.name, q, k, v, spec)
+    return name_result(*_core(platform.name, q, k, v, spec))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ from flax_mha.base import shapes
 from flax_mha.base.coordinates import At
 from flax_mha.kernels.normalizers import OTHERS, SOFTMAX
 from flax_mha.kernels.softmax import finfo_min, finite, move_nan_to_keys
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, name_result
 
 # Below every sum of exponentials except 0, because the maximum exponential is 1. All powers of its
 # inverse, which derivatives take, are finite.
@@ -47,7 +47,8 @@ def attend(
     if spec.normalizer != SOFTMAX:
         weights = OTHERS[spec.normalizer](logits, allowed)
         out = _apply_weights(weights, v, spec, at, logits.dtype)
-        return jnp.swapaxes(out, -3, -2).astype(q.dtype), jnp.full(out.shape[:-1], jnp.nan)
+        lse = jnp.full(out.shape[:-1], jnp.nan)
+        return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
     rounds = v.dtype != logits.dtype
     weights, top, total = _exponentials(logits, allowed, spec, shared=rounds)
     if not spec.reads_lse:
@@ -77,7 +78,7 @@ def attend(
         out = jnp.where(jnp.sum(weights, axis=-1, keepdims=True) == 0, 0.0, out)
     elif allowed is not None:
         out = jnp.where(jnp.any(allowed, axis=-1, keepdims=True), out, 0.0)
-    return jnp.swapaxes(out, -3, -2).astype(q.dtype), lse
+    return name_result(jnp.swapaxes(out, -3, -2).astype(q.dtype), lse)
 
 
 def _exponentials(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
 from flax_mha.base.coordinates import Array, At, ScoreArray, whole
@@ -24,6 +25,15 @@ Result = tuple[jax.Array, jax.Array]
 # A function that computes a call. Some kernels accept a precomputed result, and compute only its
 # gradients.
 Lowered = Callable[..., Result]
+
+
+def name_result(out: jax.Array, lse: Any) -> tuple[jax.Array, Any]:
+    """Return a kernel's output and lse with the names "z" and "lse", for `jax.checkpoint`.
+
+    A custom derivative rule names its residuals. If a policy stores both, the forward kernel does
+    not run again. In place of the lse, residuals may be the maximum and the sum of exponentials.
+    """
+    return checkpoint_name(out, "z"), checkpoint_name(lse, "lse")
 
 
 class Refusal(NamedTuple):
@@ -71,6 +81,8 @@ class AttentionSpec(struct.PyTreeNode):
       reads_lse: False if the lse is not read, so that a kernel may return 0.
       exact_lse: True if the caller reads the lse, so that it must be exact.
       normalizer: the function from scores to weights. See `normalizers`.
+      piece: the number of tokens in a piece, if pieces are in any order: a larger tile is hardly
+        ever empty. None if tokens are contiguous.
     """
 
     mask: Mask | None
@@ -87,6 +99,7 @@ class AttentionSpec(struct.PyTreeNode):
     reads_lse: bool = struct.field(pytree_node=False, default=True)
     exact_lse: bool = struct.field(pytree_node=False, default=False)
     normalizer: str = struct.field(pytree_node=False, default=SOFTMAX)
+    piece: int | None = struct.field(pytree_node=False, default=None)
 
     def at(self, dims: Dims) -> At:
         """Return the coordinates of all scores of the call."""

@@ -17,11 +17,14 @@ class Stored(struct.PyTreeNode):
       values: [*B, S, K, H], floating point or int8.
       scale: float [*B, S, K, 1], the scale of each token and head; None for 1.
       dtype: the dtype that kernels read.
+      slots: the logical name of S: "cache_length" for the slots of a cache, which the rules may
+        shard; "length" for tokens.
     """
 
     values: jax.Array
     scale: jax.Array | None
     dtype: Any = struct.field(pytree_node=False)
+    slots: str = struct.field(pytree_node=False, default="length")
 
     @property
     def shape(self) -> Shape:

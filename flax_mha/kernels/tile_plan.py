@@ -124,6 +124,8 @@ _SMALL, _SHARED, _LARGE = 16, 64, 512
 _KEY_RANGES = 4
 # The queries and keys of a tile if lengths are symbolic.
 _SYMBOLIC = (128, 512)
+# The maximum number of a device's tiles of queries that a ring looks at to find empty steps.
+_TILES = 16
 
 
 def computes_in_bfloat16(dtype: jnp.dtype, T: int, S: int) -> bool:
@@ -145,7 +147,7 @@ def plan_call(spec: AttentionSpec, dims: Dims, most: int = MOST) -> tuple[Plan, 
     choices: list[tuple[float, Plan, np.ndarray]] = []
     sizes = ((512, 512), (512, 2048), (1024, 1024), (256, 256), (128, 128))
     plans = [Plan.of(dims, *most) for most in sizes]
-    mask_blocks, fine = smallest_blocks(spec.mask), None
+    mask_blocks, fine = smallest_blocks(spec.mask, spec.piece), None
     if mask_blocks is not None:
         fine = Plan(dims, _fit(mask_blocks[0], dims.T), _fit(mask_blocks[1], dims.S))
         plans.insert(0, fine)
@@ -171,9 +173,10 @@ def _equal_size(length: int, most: int) -> int:
     return -(-length // -(-length // most))
 
 
-def smallest_blocks(mask: Mask | None) -> tuple[int, int] | None:
-    """Return the smallest blocks of a mask and its parts, or None."""
-    shapes = (x.block_shape() for x in tree_nodes(mask) if isinstance(x, Mask))
+def smallest_blocks(mask: Mask | None, piece: int | None = None) -> tuple[int, int] | None:
+    """Return the smallest blocks of a mask and its parts, no larger than a piece, or None."""
+    shapes = [x.block_shape() for x in tree_nodes(mask) if isinstance(x, Mask)]
+    shapes += [(piece, piece)] if shapes and piece else []
     blocks = [shape for shape in shapes if shape is not None]
     return (min(q for q, _ in blocks), min(k for _, k in blocks)) if blocks else None
 
@@ -204,6 +207,17 @@ def tile_states(spec: AttentionSpec, at: At, plan: Plan) -> Array:
         last = shapes.lead(symbols.count_up(plan.nk) == plan.nk - 1, 4) & (states == FULL)
         states = (np if is_static(states) else jnp).where(last, np.int8(PARTIAL), states)
     return states
+
+
+def visible_tiles(spec: AttentionSpec, dims: Dims, n: int) -> Array:
+    """Return True for tiles in which any row or head may see a key, bool [n·tiles, n·tiles].
+
+    Each of n devices has up to `_TILES` tiles of queries, and of keys. The tiles are finer than a
+    device's block, because in an order such as `sharding.balanced` a device has several pieces.
+    """
+    block_q, block_k = (size // n // math.gcd(size // n, _TILES) for size in (dims.T, dims.S))
+    states = tile_states(spec, spec.at(dims), Plan(dims, block_q, block_k))
+    return (states > EMPTY).any((0, 1))
 
 
 def make_visit_lists(states: Array) -> VisitLists:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -82,9 +83,12 @@ def attend(
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
     taps = call.points
-    q = points.of_heads(taps, "q", q)
+    q = checkpoint_name(points.of_heads(taps, "q", q), "q")
     if k is not None:
-        k, v = (points.of_keys(taps, name, x, q) for name, x in (("k", k), ("v", v)))
+        k, v = (
+            checkpoint_name(points.of_keys(taps, name, x, q), name)
+            for name, x in (("k", k), ("v", v))
+        )
     elif isinstance(cache, KeyValue):
         k, v = (points.of_keys(taps, n, x, q) for n, x in (("k", cache.key), ("v", cache.value)))
         cache = cache.replace(key=k, value=v)
@@ -116,7 +120,7 @@ def attend(
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
         if "out" in p:
             out = points.of_results(taps, p["out"], x, out)
-        out = taps("out", out, pick=points.pick_tokens)
+        out = checkpoint_name(taps("out", out, pick=points.pick_tokens), "out")
     taps.finish()
     captured = taps.captured | captured
     return Output(out, more[0] if call.return_weights else None, captured, cache, source)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
@@ -85,7 +86,7 @@ def run(
             f"attention_fn must give [*B, T, N, Hv] = {(*dims.B, dims.T, dims.N, dims.Hv)}, got "
             f"{checks.describe(out)}; its queries are [*B, T, N, H]"
         )
-    return (spec.nan_where_invalid(out),)
+    return (checkpoint_name(spec.nan_where_invalid(out), "z"),)
 
 
 def _taken(fn: Function, call: dict[str, Any], needed: set[str]) -> dict[str, Any]:

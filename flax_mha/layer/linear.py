@@ -19,6 +19,7 @@ from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.base.shapes import Shape
 from flax_mha.sharding import LogicalNames
+from flax_mha.sharding.rules import unpack_entry
 from flax_mha.sharding.tensor_parallel import column_parallel, gathered, row_parallel
 
 default_kernel_init = nn.linear.default_kernel_init
@@ -157,8 +158,9 @@ def fused(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
     apart = sharding.platform() == "cpu" and jax.sharding.get_abstract_mesh().empty
     if apart or any(p.kernel is None for p in projections):
         return [project(x) for project in projections]
-    # Only kernels with the same sharding of heads are joined.
+    # Join kernels whose heads are sharded over the same mesh axes, or over the first of them.
     divided = [sharding.spec(p.kernel.shape, p.names)[1] for p in projections]
+    divided = [unpack_entry(axes)[:1] or axes for axes in divided]
     products: dict[int, jax.Array] = {}
     for axes in dict.fromkeys(divided):
         alike = [i for i, other in enumerate(divided) if other == axes]
@@ -171,14 +173,13 @@ def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
     if len(projections) == 1:
         return [projections[0](x)]
     kernels, biases = zip(*((p.kernel, p.bias) for p in projections), strict=True)
-    first, groups = projections[0], math.gcd(*(p.features[0] for p in projections))
+    first = projections[0]
     promoted_x, *promoted = promote_dtype(x, *kernels, *biases, dtype=first.dtype)
-    sizes = [p.features[0] // groups for p in projections]
 
     def multiply(x: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
-        # The groups and heads of this device.
-        shards = list(zip(kernels, sizes, strict=True))
-        joined = [w.reshape(w.shape[0], w.shape[1] // n, -1) for w, n in shards]
+        # The groups of heads of this device.
+        groups = math.gcd(*(w.shape[1] for w in kernels))
+        joined = [w.reshape(w.shape[0], groups, -1) for w in kernels]
         kernel = jnp.concatenate(joined, axis=-1)
         y = jnp.einsum("...td,dkf->...tkf", x, kernel, precision=first.precision)
         ends = itertools.accumulate(w.shape[-1] for w in joined[:-1])

@@ -6,13 +6,16 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import flax.linen as nn
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import masks, sharding
 from flax_mha.base import checks, shapes
 from flax_mha.cache.sources import Shared
 from flax_mha.layer import padding, points, settings
 from flax_mha.linen import LayerOptions, MultiHeadAttention
+from flax_mha.models import remat
 from flax_mha.models.feed_forward import MLP, Activation, Dropout
+from flax_mha.models.remat import Remat
 from flax_mha.sharding import rules
 
 NORMS: dict[str, Callable[..., nn.Module]] = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
@@ -44,7 +47,11 @@ class Block(nn.Module):
       gated: True for a gated MLP.
       dropout_rate: the dropout rate of the MLP's hidden features and of each branch's output. The
         rate of attention weights is the layer's `dropout_rate`.
-      remat: True to recompute the block in the backward pass instead of storing activations.
+      remat: True to recompute the block in the backward pass instead of storing activations; or a
+        tuple of names to store, such as ("z", "lse"), and recompute the others; or a policy of
+        `jax.checkpoint_policies`. A name after "offload:" waits in the host's memory. The names:
+        q, k, v (of the kernel), z and lse (its results, for each head), out (of the layer),
+        mlp_pre, mlp_hidden (before and after the activation), and mlp_out.
       norm_epsilon: the epsilon of "layernorm" and "rmsnorm" (PyTorch's LayerNorm: 1e-5).
       mlp_bias: True if the MLP has biases (default: as self-attention's output projection).
       branch_norm: True to normalize the output of each branch (Gemma 2; without `pre_norm`, OLMo
@@ -67,7 +74,7 @@ class Block(nn.Module):
     activation: str | Activation = "gelu"
     gated: bool = False
     dropout_rate: float = 0.0
-    remat: bool = False
+    remat: Remat = False
     norm_epsilon: float = 1e-6
     mlp_bias: bool | None = None
     branch_norm: bool = False
@@ -101,7 +108,7 @@ class Block(nn.Module):
             return block._add_branches(x, deterministic, calls)
 
         with rules.undivided_tokens(getattr(self.attention, "decode", False)):
-            x, kv = (nn.remat(add_branches) if self.remat else add_branches)(self, x)
+            x, kv = remat.apply(self.remat, add_branches)(self, x)
         return (x, kv) if return_kv else x
 
     @nn.nowrap
@@ -141,6 +148,7 @@ class Block(nn.Module):
             y: Any
             if name == "mlp":
                 y = taps("mlp_out", mlp(x, deterministic=deterministic))
+                y = checkpoint_name(y, "mlp_out")
             else:
                 layer = getattr(self, name)
                 # The layer's field `deterministic`, if set, takes precedence.

@@ -1,8 +1,10 @@
 """A mixture of experts: a router sends each token to a few of many MLPs."""
 
+import functools
 import itertools
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,6 +16,7 @@ from jax import lax
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
 from flax_mha.layer.linear import default_bias_init, default_kernel_init, for_shape, projection
+from flax_mha.models import exchange
 from flax_mha.models.feed_forward import Activation, activation
 from flax_mha.sharding import rules
 from flax_mha.sharding.shard_map import vary
@@ -90,33 +93,14 @@ _TOKENS = ("batch", "length", None)
 _NAMES = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 
 
-class ExpertDivision(NamedTuple):
-    """The mesh axes over which experts are sharded and their outputs summed.
-
-    Attributes:
-      experts: the mesh axes that shard the experts.
-      hidden: the mesh axes that shard the hidden features.
-    """
-
-    experts: tuple[str, ...]
-    hidden: tuple[str, ...]
-
-    def names(self, names: sharding.LogicalNames) -> sharding.LogicalNames:
-        """Return the logical names of kernels [E, …], with None for axes that are not sharded."""
-        axes = {"experts": self.experts, "mlp": self.hidden}
-        return tuple(n if axes.get(str(n), n) else None for n in gathered(("experts", *names)))
-
-
-def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> ExpertDivision:
-    """Return the sharding of experts and hidden features for tokens of this shape."""
+def _division(tokens: shapes.Shape, num_experts: int, hidden: int) -> list[tuple[str, ...]]:
+    """Return the mesh axes of experts, of hidden features, and those of both that shard tokens."""
     of_tokens = {
         axis for part in sharding.spec(tokens, _TOKENS) for axis in rules.unpack_entry(part)
     }
     spec = sharding.spec((num_experts, hidden), ("experts", "mlp"))
-    # Gather kernels on the mesh axes of the tokens, as with FSDP.
-    return ExpertDivision(
-        *(() if of_tokens & {*axes} else axes for axes in map(rules.unpack_entry, spec))
-    )
+    experts, features = map(rules.unpack_entry, spec)
+    return [experts, features, tuple(axis for axis in experts + features if axis in of_tokens)]
 
 
 class Experts(nn.Module):
@@ -126,6 +110,10 @@ class Experts(nn.Module):
 
     Here p is the softmax of x W_router over all experts, divided by its sum over the token's.
     Experts have no capacity limit: no token is dropped, and tokens do not influence each other.
+
+    If `intermediates` are collected, a call sows `router_logits` x W_router [*B, T, E] and the
+    scalar `balance_loss`: E Σ_e f_e P_e, where expert e has the share f_e of the top_k choices of
+    all tokens, and the mean P_e of the softmax. At equal shares it is 1. Padding counts as tokens.
 
     Attributes:
       hidden: the hidden features of an expert.
@@ -146,7 +134,8 @@ class Experts(nn.Module):
       partitioned: True to box the parameters with their logical axis names.
 
     Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017; Jiang et al., "Mixtral of
-    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset).
+    Experts", 2024; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (limit and offset); Fedus
+    et al., "Switch Transformers", arXiv 2101.03961, 2021, equation 4 without α (balance_loss).
     """
 
     hidden: int
@@ -177,6 +166,10 @@ class Experts(nn.Module):
         shapes.check_features("x", x)
         E, names = self.num_experts, ("embed", None)
         logits = projection(self, "router", (E,), names, self.use_bias)(x)
+        if self.is_mutable_collection("intermediates"):
+            self.sow("intermediates", "router_logits", logits)
+            loss = sharding.auto(self._balance_loss, (), logits)
+            self.sow("intermediates", "balance_loss", loss)
         D, M = x.shape[-1], self.hidden
         sizes = {"gate": (D, M), "up": (D, M), "down": (M, D)}
         weights = [self._weights(f"{name}_kernel", sizes[name], _NAMES[name]) for name in sizes]
@@ -202,29 +195,49 @@ class Experts(nn.Module):
     @nn.nowrap
     def _divided(self, x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
         """Return the experts' sum, where each device computes its tokens and experts."""
-        division = _division(x.shape, self.num_experts, self.hidden)
-        names = [division.names(n) for n in _NAMES.values()]
+        experts, hidden, shared = _division(x.shape, self.num_experts, self.hidden)
+        names = [gathered(("experts", *n)) for n in _NAMES.values()]
         if self.use_bias:
-            names += [(experts, outputs) for experts, _, outputs in names]
+            names += [(n[0], n[-1]) for n in names]
 
         def local(x: jax.Array, logits: jax.Array, *weights: jax.Array) -> jax.Array:
             layers: list[Any] = [*itertools.zip_longest(weights[:3], weights[3:])]
-            if division.hidden and self.use_bias:  # Only one term of the sum has the bias.
-                is_first = lax.axis_index(division.hidden) == 0
-                layers[2] = (weights[2], jnp.where(is_first, weights[5], 0))
-            p, ids = self._route(logits.reshape(-1, self.num_experts))
+            if hidden and self.use_bias:  # Only one term of the sum has the bias.
+                layers[2] = (weights[2], jnp.where(lax.axis_index(hidden) == 0, weights[5], 0))
             count = len(weights[0])
-            ids -= lax.axis_index(division.experts) * count if division.experts else 0
-            # Replace the experts of other devices by their number.
-            ids = jnp.where((ids >= 0) & (ids < count), ids, count)
+            first = lax.axis_index(experts) * count if experts else 0
             method = METHODS.get(sharding.platform(), sorted_by_expert)
-            y = method(self._expert, x.reshape(-1, x.shape[-1]), ids, p, layers, self.precision)
-            axes = division.experts + division.hidden
+
+            def compute(x: jax.Array, ids: jax.Array, p: jax.Array) -> jax.Array:
+                # Replace the experts of other devices by their number.
+                is_local = (ids >= first) & (ids < first + count)
+                ids = jnp.where(is_local, ids - first, count)
+                return method(self._expert, x, ids, p, layers, self.precision)
+
+            tokens = x.reshape(-1, x.shape[-1])
+            p, ids = self._route(logits.reshape(-1, self.num_experts))
+            run = compute
+            if shared:
+                run = functools.partial(
+                    exchange.exchanged, compute, shared, experts, self.num_experts
+                )
+            parts = math.gcd(len(tokens), lax.axis_size((*{*experts, *shared},)))
+            y = exchange.in_parts(run, parts, tokens, ids, p)
+            axes = tuple(axis for axis in experts + hidden if axis not in shared)
             y = lax.psum(y, axes) if axes else y
             return y.reshape(x.shape).astype(x.dtype)
 
         all_names = [_TOKENS, _TOKENS, *names]
         return sharding.local(local, all_names, (x.shape, _TOKENS), x, logits, *weights)
+
+    @nn.nowrap
+    def _balance_loss(self, logits: jax.Array) -> jax.Array:
+        """Return E Σ_e f_e P_e over all tokens."""
+        _, ids = self._route(logits)
+        p = jax.nn.softmax(logits.astype(shapes.wide(logits.dtype)))
+        chosen = jax.nn.one_hot(ids, self.num_experts, dtype=p.dtype).mean(-2)
+        tokens = range(p.ndim - 1)
+        return self.num_experts * jnp.sum(chosen.mean(tokens) * p.mean(tokens))
 
     @nn.nowrap
     def _route(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PrecisionLike
+from jax.ad_checkpoint import checkpoint_name
 
 from flax_mha import sharding
 from flax_mha.base import checks, shapes
@@ -65,14 +66,17 @@ class MLP(nn.Module):
         shapes.check_features("x", x)
         act = activation(self.activation)
         dense = functools.partial(projection, self, biased=self.use_bias)
-        hidden, names = (self.hidden,), ("embed", "mlp")
         taps = points.of_module(self, self.capture)
-        up = dense("up", hidden, names)(x)
-        pre = dense("gate", hidden, names)(x) if self.gated else up
-        pre = taps("mlp_pre", pre, ("batch", "length", "mlp"))
-        h = act(pre) * up if self.gated else act(pre)
+
+        def to_hidden(name: str) -> jax.Array:
+            return dense(name, (self.hidden,), ("embed", "mlp"))(x)
+
+        up = to_hidden("up")
+        pre = taps("mlp_pre", to_hidden("gate") if self.gated else up, ("batch", "length", "mlp"))
+        pre = checkpoint_name(pre, "mlp_pre")
+        h = act(pre) * checkpoint_name(up, "mlp_pre") if self.gated else act(pre)
         taps.finish(self)
-        h = sharding.constrain(h, ("batch", "length", "mlp"))
+        h = checkpoint_name(sharding.constrain(h, ("batch", "length", "mlp")), "mlp_hidden")
         h = Dropout(self.dropout_rate)(h, deterministic=deterministic)
         rows = ("batch", "norm_length")
         return dense("down", x.shape[-1:], ("mlp", "embed"), rows=rows)(h)

@@ -7,6 +7,7 @@ Each axis of an array has a logical name. A table of rules maps the names to mes
 | `batch` | rows of the batch |
 | `length` | positions of the sequence |
 | `norm_length` | positions between the layers, for norms and residuals |
+| `cache_length` | slots of a cache for decoding |
 | `embed` | model features of a parameter (shard it for FSDP) |
 | `heads`, `kv_heads` | query heads, key/value heads |
 | `head_dim` | features within a head |
@@ -21,15 +22,14 @@ The mesh is the ambient one (`jax.set_mesh`), the rules are Flax's (`nn.logical_
 ...     y = jax.jit(model.apply)(variables, x)
 """
 
-import numpy as np
-
-from flax_mha.base import checks
 from flax_mha.sharding.layout import auto as auto
 from flax_mha.sharding.layout import constrain as constrain
 from flax_mha.sharding.layout import like as like
 from flax_mha.sharding.layout import local as local
 from flax_mha.sharding.layout import platform as platform
 from flax_mha.sharding.layout import spec as spec
+from flax_mha.sharding.order import balanced as balanced
+from flax_mha.sharding.order import zigzag as zigzag
 from flax_mha.sharding.parameters import Named as Named
 from flax_mha.sharding.parameters import init as init
 from flax_mha.sharding.parameters import name as name
@@ -44,44 +44,12 @@ RULES: tuple[tuple[str, str | None], ...] = (
     ("heads", "model"),  # tensor parallel: each device computes whole heads
     ("kv_heads", "model"),
     ("mlp", "model"),
-    ("experts", None),  # expert parallel: a mesh axis that does not shard tokens
+    ("experts", None),  # expert parallel: the axis of tokens (`data`), or one of its own
     ("vocab", "model"),
     ("embed", None),  # FSDP: a mesh axis here shards every parameter over it
     ("length", None),
     ("norm_length", None),  # sequence parallel: the axis of `heads` also shards norms and residuals
+    ("cache_length", None),  # a mesh axis that does not shard key/value heads
     ("head_dim", None),
     ("layers", None),
 )
-
-
-def zigzag(length: int, devices: int) -> np.ndarray:
-    """Return an order of tokens that balances causal attention over devices.
-
-    Of 2n pieces of the sequence, device i of n gets pieces i and 2n − 1 − i: an early piece, which
-    sees few keys, and a late piece, which sees many.
-
-    >>> order = sharding.zigzag(x.shape[1], 8)
-    >>> y = layer.apply(variables, x[:, order], order=order)[:, np.argsort(order)]
-
-    Args:
-      length: T.
-      devices: n.
-
-    Returns:
-      The positions of the tokens, int32 [T].
-
-    Raises:
-      ValueError: if T is not a positive multiple of 2n.
-      TypeError: if T or n is not an int.
-
-    Source: the zig-zag placement of ring-flash-attention (Zhu, 2024), and of Grattafiori et al.,
-    "The Llama 3 Herd of Models", 2024.
-    """
-    checks.positive(length=length, devices=devices)
-    if length % (2 * devices):
-        raise ValueError(
-            f"zigzag places 2 pieces on each of {devices} devices, got {length} tokens; "
-            f"pad them to a multiple of {2 * devices}"
-        )
-    pieces = np.arange(length, dtype=np.int32).reshape(2, devices, -1)
-    return np.stack([pieces[0], pieces[1, ::-1]], 1).reshape(-1)

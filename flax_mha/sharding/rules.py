@@ -51,8 +51,10 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
                 f"({name!r}, None)"
             )
         devices = math.prod(sizes[axis] for axis in unpack_entry(axes) if axis in free)
-        if size % devices and (name == "kv_heads" or (size == 1 and name in _TOKENS)):
-            # Replicate. A device's queries pick the key/value heads that they need.
+        if size % devices and name == "kv_heads":
+            # A device's queries pick the key/value heads that they need.
+            axes = leading_axes(axes, size, mesh)
+        elif size % devices and size == 1 and name in _TOKENS:
             axes = None
         elif size % devices:
             legal = [n for n in range(1, size + 1) if size % n == 0]
@@ -65,8 +67,8 @@ def resolve_spec(shape: Sequence[int], names: LogicalNames, mesh: AbstractMesh) 
 
 
 def _rules() -> tuple[tuple[str, Any], ...]:
-    """Return Flax's rules. Without a rule for key/value heads, they are sharded as query heads."""
-    rules = tuple(nn.get_logical_axis_rules())
+    """Return Flax's rules, with defaults for key/value heads (as query heads) and slots (whole)."""
+    rules = (*nn.get_logical_axis_rules(), ("cache_length", None))
     if not has_rule("kv_heads"):
         rules += tuple(("kv_heads", axes) for name, axes in rules if name == "heads")
     return rules
@@ -87,6 +89,14 @@ def unpack_entry(axes: Any) -> tuple[str, ...]:
 def pack_entry(axes: Sequence[str]) -> Any:
     """Return mesh axes as an entry of a PartitionSpec."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+
+def leading_axes(axes: Any, size: int, mesh: AbstractMesh) -> Any:
+    """Return the longest leading part of an entry that divides `size`, or None."""
+    sizes, leading = dict(mesh.shape), unpack_entry(axes)
+    while size % math.prod(sizes[axis] for axis in leading if axis not in mesh.manual_axes):
+        leading = leading[:-1]
+    return pack_entry(leading)
 
 
 def keep_axes(spec: PartitionSpec, kept: Collection[str]) -> PartitionSpec:

@@ -17,22 +17,23 @@ def column_parallel(
     multiply: Callable[..., Any], x: jax.Array, projections: Sequence[Any],
     *kernels: jax.Array,
 ) -> Any:  # fmt: skip
-    """Return multiply(x, *kernels) if the positions of x are sharded, else None.
+    """Return multiply(x, *kernels) if positions of x, or kernels otherwise, are sharded, else None.
 
     Each device gathers all positions before the matmuls, and keeps the gradient of its own
     positions: one all-gather forward and one reduce-scatter backward, for all projections together.
+    If devices share key/value heads, the gradient of x is one sum over all devices, too.
     """
     if projections[0].rows != ("batch", "length") or x.ndim < 2:
         return None
-    at, x_names = x.ndim - 2, ("batch", "norm_length", None)
+    at, pairs = x.ndim - 2, list(zip(projections, kernels, strict=True))
     axes = _sequence_axes(x.shape, at)
-    if not axes:
+    if not axes and len({sharding.spec(w.shape, p.names)[1] for p, w in pairs}) == 1:
         return None
 
     def local(x: jax.Array, *kernels: jax.Array) -> Any:
-        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True), *kernels)
+        return multiply(jax.lax.all_gather(x, axes, axis=at, tiled=True) if axes else x, *kernels)
 
-    pairs = list(zip(projections, kernels, strict=True))
+    x_names = ("batch", "norm_length" if axes else "length", None)
     outs: Any = [((*x.shape[:-1], *w.shape[1:]), p.names_of_result) for p, w in pairs]
     names = [x_names, *(gathered(p.names) for p in projections)]
     return sharding.local(local, names, outs if len(outs) > 1 else outs[0], x, *kernels)

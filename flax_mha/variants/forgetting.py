@@ -117,7 +117,7 @@ class _Forget(ScoreMod):
 
 def _attend(of_q: jax.Array, q: jax.Array, k: Stored, v: Any, **call: Any) -> Any:
     """Compute attention to keys with c in their last features."""
-    of_k = sharding.auto(_kept, _OF_TOKENS, k.values, of_q)
+    of_k = sharding.auto(_kept, ("batch", k.slots, "kv_heads"), k.values, of_q)
     scores = (*call.pop("scores", ()), _Forget(of_q, of_k))
     return dot_product_attention(q, k, v, scores=scores, **call)
 

@@ -11,7 +11,7 @@ from flax_mha import sharding
 from flax_mha.base import checks
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import CacheConfig, KVCache
-from flax_mha.kernels.stored import dequantize
+from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.layer import core, padding
 from flax_mha.layer.core import Output
 from flax_mha.layer.heads import turn
@@ -118,15 +118,17 @@ class MultiHeadLatentAttention(Latent, MultiHeadAttention):
 
 
 def _absorbed(
-    q: jax.Array, key: Linear, value: Linear, q_rope: jax.Array, r: Any, c: Any, **call: Any
+    q: jax.Array, key: Linear, value: Linear, q_rope: jax.Array, r: Stored, c: Stored, **call: Any
 ) -> Any:
     """Compute attention to latents in a cache: keys [c, r] and values c, of one head for all."""
-    r, c = dequantize(r), dequantize(c)
+    rotated, latent = dequantize(r), dequantize(c)
     q = _product("...tnh,rnh->...tnr", key, q)
-    k, v = (_with_bias(linear, c).astype(q.dtype) for linear in (key, value))
-    q, k = _joined(q, q_rope), jnp.concatenate([k, r.astype(q.dtype)], -1)
+    k, v = (_with_bias(linear, latent).astype(q.dtype) for linear in (key, value))
+    q, k = _joined(q, q_rope), jnp.concatenate([k, rotated.astype(q.dtype)], -1)
+    # As slots of the cache, which may be sharded.
+    slots = (c.replace(values=x, scale=None) for x in (k, v))
     of_heads = functools.partial(_product, "...tnr,rnh->...tnh", value)
-    return common.attend(of_heads, q, k, v, **call)
+    return common.attend(of_heads, q, *slots, **call)
 
 
 def _with_bias(linear: Linear, c: jax.Array) -> jax.Array:

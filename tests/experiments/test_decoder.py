@@ -55,7 +55,7 @@ def config() -> ConfigDict:
 
 def changed(config: ConfigDict, **model: Any) -> ConfigDict:
     config = config.copy_and_resolve_references()
-    config.model.update(model)
+    config.model = ConfigDict({**config.model, **model})
     return config
 
 
@@ -78,7 +78,7 @@ def stacked(params: Any) -> Any:
 def test_scan_and_remat_change_no_loss_or_gradient(config: ConfigDict) -> None:
     params = jax.jit(tasks.make(config).init)(jax.random.key(0))
     loss, gradient = loss_and_gradient(config, params)
-    for model in ({"remat": True}, {"scan": True}, {"scan": True, "remat": True}):
+    for model in ({"remat": True}, {"scan": True}, {"scan": True, "remat": "z,lse"}):
         restack = stacked if "scan" in model else lambda tree: tree
         other = changed(config, **model)
         shapes = jax.eval_shape(tasks.make(other).init, jax.random.key(0))
@@ -120,7 +120,7 @@ def test_run_from_before_a_key_resumes_with_its_old_value(
     [
         ("model.dtype", "int8", "model.dtype must be one of float32, bfloat16, float16"),
         ("model.scan", 1, "model.scan must be true or false, got 1"),
-        ("model.remat", "yes", "model.remat must be true or false, got 'yes'"),
+        ("model.remat", "yes", "model.remat must be true, false, or some of q, k, .*, got 'yes'"),
         ("data.tokenizer", 3, "data.tokenizer must be the file of a Hugging Face tokenizer, or em"),
         ("optimizer.accumulate", 0, "optimizer.accumulate must be a whole number from 1"),
         ("optimizer.accumulate", 3, "steps must be a multiple of .*=3, got 4; try 6"),

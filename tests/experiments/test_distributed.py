@@ -82,12 +82,23 @@ def test_two_processes_train_stop_and_resume_as_one(config: ConfigDict, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "heads", "sizes", "shown"),
+    [
+        ("ring", 4, {"fsdp": 2, "model": 2, "context": 2}, "fsdp=2, model=2, context=2"),
+        # Two heads over the four devices of two processes. The ring is between the two.
+        ("usp", 2, {"fsdp": 2, "context": 4}, "fsdp=2, model=1, context=2, ulysses=2"),
+    ],
+    ids=["ring", "usp"],
+)
 def test_four_processes_resume_run_of_eight_devices(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, heads: int,
+    sizes: dict[str, int], shown: str,
+) -> None:  # fmt: skip
     """Parameters, heads and positions are sharded, and a ring passes keys between processes."""
     config.mesh.data, config.mesh.fsdp, config.mesh.model = 4, 1, 2
-    config.model.kernel = "ring"
+    config.model.num_heads = config.model.num_kv_heads = heads
+    config.model.kernel = kernel
     built = loop.build(config, tasks.make(config))
     whole = alone(config, tmp_path / "whole", built)
     half = tmp_path / "half"
@@ -98,17 +109,17 @@ def test_four_processes_resume_run_of_eight_devices(
     np.savez(tmp_path / "expected.npz", **jax.device_get(flat(restored(built, half)[0])))
 
     monkeypatch.setenv("EXPECTED", str(tmp_path / "expected.npz"))
-    sizes = {"data": 1, "fsdp": 2, "model": 2, "context": 2}
-    mesh = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
+    sizes = dict.fromkeys(mesh.AXES, 1) | sizes
+    flags = [f"--config.mesh.{axis}={size}" for axis, size in sizes.items()]
     with together(
-        4, tmp_path / "logs", *mesh, f"--workdir={half}", module="tests.experiments.checked"
+        4, tmp_path / "logs", *flags, f"--workdir={half}", module="tests.experiments.checked"
     ) as processes:
         codes = processes.wait()
         said = [processes.said(i) for i in range(4)]
     assert codes == [0] * 4, "\n".join(said)
     for i, each in enumerate(said):
         assert f"process {i} restored" in each
-    assert "data=1, fsdp=2, model=2, context=2; 4 processes" in said[0]
+    assert f"data=1, {shown}; 4 processes" in said[0]
     np.testing.assert_allclose(losses(rows(half)), losses(whole.rows), rtol=0, atol=1e-5)
 
 

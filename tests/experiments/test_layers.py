@@ -12,9 +12,9 @@ FILES = sorted((ROOT / "experiments").rglob("*.py"))
 LAYERS = (
     "", "libtpu", "phases", "command", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "report", "train",
-    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table",
+    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders",
 )  # fmt: skip
-MAINTAINERS = {"plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table"}
+MAINTAINERS = {"plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders"}
 # The files that a user reads to know how the layer is trained, and their lines at most.
 TRAINER = {
     "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 36,

@@ -112,6 +112,8 @@ def test_absurd_values_are_refused_for_every_key(path: Path) -> None:
             "--config=configs/pydoc_lm.py --config.data.split=train",
             "split must be one of test, va",
         ),
+        ("--config=configs/masked.py --config.model.remat=z,lsd", "or some of q, .*, got 'z,lsd'"),
+        ("--config=configs/masked.py --config.model.remat=", "or some of q, k, .*, got ''"),
         ("--config=configs/masked.py --config.hidden=0", "config.hidden must be a number in"),
         ("--config=configs/pydoc_lm.py --config.length=0", "config.length must be a whole number"),
         ("--config=configs/dates.py --config.model.encoder_layers=0", "encoder_layers must be"),
@@ -133,6 +135,8 @@ def test_keys_are_set_by_every_form_of_flag() -> None:
     assert (asked.config.steps, asked.config.task) == (7, "masked")
     assert (asked.config.model.remat, asked.config.model.scan) == (True, False)
     assert type(asked.config.model.dropout_rate) is float
+    assert read(masked, "--config.model.remat=z,offload:q").config.model.remat == "z,offload:q"
+    assert read(masked, "--config.model.remat=1").config.model.remat is True
     # A config file given by flag overrides the run's config; the default does not.
     assert asked.overrides == flatten(asked.config.to_dict())
     assert read("--config.steps=7").overrides == {"steps": 7}

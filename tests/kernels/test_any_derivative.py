@@ -213,6 +213,18 @@ def test_memory_is_linear_in_the_length(way: str) -> None:
     assert long < 4096**2 * 4
 
 
+def test_usp_refuses_forward_mode() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    x = jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.float32)
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", ("data", "model"))]):
+        assert explain(x, x, x).way == "usp"
+        assert explain(x, x, x, kernel="checkpointed").way == "all_gather"
+        refused = explain(x, x, x, kernel="checkpointed", normalizer="sigmoid").refused["usp"]
+        assert "merges parts of a softmax" in refused
+        with kernels.any_derivative():
+            assert "not every derivative" in explain(x, x, x).refused["usp"]
+
+
 def test_ring_refuses_forward_mode() -> None:
     mesh = jax.make_mesh((1, 8), ("data", "model"))
     x = jax.ShapeDtypeStruct((1, 64, 2, 8), jnp.float32)

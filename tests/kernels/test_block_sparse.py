@@ -18,7 +18,7 @@ from flax_mha.kernels.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check
 from tests.support import oracle
-from tests.support.meshes import EIGHT, FOUR, compare
+from tests.support.meshes import BOTH, EIGHT, FOUR, compare
 
 RNG = np.random.default_rng(7)
 
@@ -192,8 +192,14 @@ def test_chosen_blocks_under_vmap_and_scan() -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(
     ("way", "rules"),
-    [("ring:blockwise", EIGHT), ("ring", FOUR), ("all_gather", FOUR), ("ulysses", FOUR)],
-    ids=["ring over 4", "ring", "all_gather", "ulysses"],
+    [
+        ("ring:blockwise", EIGHT),
+        ("ring", FOUR),
+        ("all_gather", FOUR),
+        ("ulysses", FOUR),
+        ("usp", BOTH),
+    ],
+    ids=["ring over 4", "ring", "all_gather", "ulysses", "usp"],
 )
 def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str) -> None:
     T, heads = 64, 8
@@ -206,7 +212,9 @@ def test_chosen_blocks_on_mesh_match_one_device(way: str, rules: Any, kind: str)
         out, lse = dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
         return out, jnp.where(lse == -jnp.inf, 0.0, lse)
 
-    over = P("data", "model") if rules is EIGHT else P(None, "model", "data")
+    over = {
+        id(EIGHT): P("data", "model"), id(BOTH): P(None, ("data", "model")),
+    }.get(id(rules), P(None, "model", "data"))  # fmt: skip
     compare(attend, [*qkv, blocks], kind, rules, [over] * 3 + [P()])
 
 

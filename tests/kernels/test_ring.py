@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from flax_mha import dot_product_attention, explain
+from flax_mha import dot_product_attention, explain, sharding
 from flax_mha.kernels.choose import KERNELS
-from flax_mha.kernels.mesh.ring import schedule
-from flax_mha.masks import Causal, Mask, Segments, Window
+from flax_mha.masks import Causal, Lengths, Mask, Segments, Window
 from flax_mha.scores import RelativeBias, Score
 from tests.kernels.half_precision import close as near
 from tests.kernels.test_flex import close
@@ -30,6 +29,7 @@ FORWARD = {
     "cudnn": ("cudnn.primitives", "forward"),
 }
 BACKWARD = ("cudnn.primitives", "backward")
+POSITIONS = ("q_positions", "kv_positions")
 
 
 @pytest.mark.slow
@@ -57,9 +57,13 @@ def test_flex_ring_matches_reference(tpu) -> None:
 
 
 def passes(
-    of: Sequence[tuple[str, str]], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch, **call: Any
-) -> list[int]:
-    """Count how often n devices run each function, for out (or all results) and its gradients."""
+    of: Sequence[tuple[str, str]], kernel: str, n: int, monkeypatch: pytest.MonkeyPatch,
+    traced: Any = None, **call: Any,
+) -> list[int]:  # fmt: skip
+    """Count how often n devices run each function, for out (or all results) and its gradients.
+
+    `traced` are arguments with traced arrays (default: a causal mask).
+    """
     runs = [0] * len(of)
     places = [(importlib.import_module(f"flax_mha.kernels.{place}"), name) for place, name in of]
 
@@ -75,8 +79,8 @@ def passes(
 
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
-    def pull(*qkv: jax.Array) -> jax.Array:
-        found = dot_product_attention(*qkv, mask=Causal(), kernel=f"ring:{kernel}", **call)
+    def pull(q: jax.Array, k: jax.Array, v: jax.Array, traced: Any) -> jax.Array:
+        found = dot_product_attention(q, k, v, kernel=f"ring:{kernel}", **traced, **call)
         return sum(jnp.sum(jnp.sin(x), dtype=jnp.float32) for x in jax.tree.leaves(found))
 
     mesh = jax.make_mesh((1, n), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -84,7 +88,8 @@ def passes(
         for i, (module, name) in enumerate(places):
             patch.setattr(module, name, counting(i, getattr(module, name)))
         dtype = jnp.bfloat16 if kernel == "cudnn" else jnp.float32
-        jax.block_until_ready(pull(*[jnp.ones((1, 16 * n, 1, 8), dtype)] * 3))
+        qkv = [jnp.ones((1, 16 * n, 1, 8), dtype)] * 3
+        jax.block_until_ready(pull(*qkv, traced or {"mask": Causal()}))
         jax.effects_barrier()
     return runs
 
@@ -102,6 +107,32 @@ def test_ring_backward_runs_no_second_forward(
     assert passes([FORWARD[kernel]], kernel, n, monkeypatch) == [2 * blocks]
 
 
+@pytest.mark.parametrize(
+    ("call", "blocks"),
+    [
+        # Two documents of two devices each.
+        pytest.param({"mask": Causal() & Segments(jnp.arange(64) // 32)}, 2 * 3, id="documents"),
+        # Device i has documents i and 7 − i: only the tiles of a block are empty, not the block.
+        pytest.param(
+            {"mask": Segments(jnp.asarray(sharding.zigzag(64, 4) // 8))}, 4, id="pieces"
+        ),
+        pytest.param(
+            {"mask": Lengths(jnp.array([40]))}, 4 * 3, id="lengths", marks=pytest.mark.slow
+        ),
+        # Reversed: each device attends to its own block and each later one.
+        pytest.param(
+            {"mask": Causal()} | dict.fromkeys(POSITIONS, jnp.arange(64)[::-1]), 10,
+            id="positions", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_devices_skip_empty_steps_of_traced_masks(
+    call: dict[str, Any], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [FORWARD["blockwise"], ("blockwise", "_compute_gradients")]
+    assert passes(both, "blockwise", 4, monkeypatch, call) == [blocks] * 2
+
+
 def test_cudnn_ring_runs_no_second_forward(nvidia, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra backward pass for the lse runs only if the lse is returned."""
     n, blocks = 4, 10
@@ -111,26 +142,6 @@ def test_cudnn_ring_runs_no_second_forward(nvidia, monkeypatch: pytest.MonkeyPat
     assert passes(both, "cudnn", n, monkeypatch, **with_lse) == [blocks, 2 * blocks]
     monkeypatch.setitem(KERNELS, "cudnn", KERNELS["cudnn"]._replace(takes_result=False))
     assert passes([FORWARD["cudnn"]], "cudnn", n, monkeypatch) == [2 * blocks]
-
-
-@pytest.mark.parametrize(
-    ("steps", "legs"),
-    [
-        ([], []),
-        ([0], [((0,), 0, 0)]),
-        ([3], [((3,), 3, 0)]),
-        # Blocks come from each device in turn. The first two hops and the last are no loop.
-        (
-            [0, 1, 2, 3, 4, 5, 6, 7],
-            [((0,), 0, 1), ((1,), 1, 1), ((2, 3, 4, 5, 6), 1, 1), ((7,), 1, 0)],
-        ),
-        ([0, 7, 6, 5, 4], [((0,), 0, 7), ((7,), 7, 7), ((6, 5), 7, 7), ((4,), 7, 0)]),
-        # A backward window: hops that no device needs are skipped.
-        ([1, 2, 3, 6, 7], [((1,), 1, 1), ((2,), 1, 1), ((3,), 1, 3), ((6,), 3, 1), ((7,), 1, 0)]),
-    ],
-)
-def test_schedule_of_hops(steps: list[int], legs: list[tuple[Any, ...]]) -> None:
-    assert schedule(steps, 8) == legs
 
 
 def halves() -> list[jax.Array]:

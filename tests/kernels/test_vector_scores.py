@@ -230,6 +230,7 @@ WAYS = {
     "heads": (meshes.changed(), "blockwise"),
     "ulysses": (meshes.FOUR, "all_gather:blockwise"),
     "ring": (meshes.EIGHT, "ring:blockwise"),
+    "usp": ([("length", ("model", "data"))], "usp:blockwise"),
 }
 
 

@@ -120,16 +120,21 @@ def test_soft_cap_compiles_into_cudnn(optimized: None, chip: str, calls: list[st
     assert used == [plain, plain | {"add"}][: len(calls)]
 
 
-@pytest.mark.parametrize(("chip", "length"), [("a100", 2), ("h200", 4), ("b200", 4)])
-def test_ring_calls_cudnn_in_each_hop(optimized: None, chip: str, length: int) -> None:
+@pytest.mark.parametrize(
+    ("chip", "length", "kernel"),
+    [("a100", 2, "ring"), ("h200", 4, "ring"), ("b200", 4, "ring"), ("h200", 4, "usp")],
+)
+def test_ring_calls_cudnn_in_each_hop(optimized: None, chip: str, length: int, kernel: str) -> None:
     """A device's own block has the causal mask, the others none."""
-    mesh = Mesh(np.array(gpus.of(chip, length)), ("length",))
-    rules = [("length", "length"), ("heads", None), ("kv_heads", None), ("batch", None)]
+    heads = 2 if kernel == "usp" else 1
+    mesh = Mesh(np.array(gpus.of(chip, length * heads)).reshape(length, heads), ("outer", "inner"))
+    over = ("outer", "inner")
+    rules = [("length", over), ("heads", None), ("kv_heads", None), ("batch", None)]
     shape = (1, 128 * length, N, H)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, "length")))
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(None, over)))
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel="ring")
+        out = dot_product_attention(q, k, v, mask=masks.Causal(), kernel=kernel)
         return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
     with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
@@ -141,7 +146,8 @@ def test_ring_calls_cudnn_in_each_hop(optimized: None, chip: str, length: int) -
         for kind in ("fmhaSoftmax", "fmhaSoftmaxBackward")
         for mask, count in (("PADDING_CAUSAL", 1), ("PADDING", length - 1))
     }
-    assert {one.kind for one in read(text, length)} == {"collective-permute"}
+    exchanged = {"all-to-all"} if kernel == "usp" else set()
+    assert {one.kind for one in read(text, mesh.size)} == {"collective-permute"} | exchanged
 
 
 @pytest.mark.parametrize("kind", KINDS)

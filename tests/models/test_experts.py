@@ -1,4 +1,4 @@
-"""Experts against a loop over tokens, on one device and on meshes."""
+"""Experts against a loop over tokens, on one device."""
 
 import functools
 from typing import Any
@@ -7,37 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention, sharding
-from flax_mha.models import experts
-from tests.kernels.cases import pairs
-from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, on
+from flax_mha import Decoder, DecoderBlock, Experts, MultiHeadAttention
+from tests.models.expert_cases import (
+    CLIPPED,
+    KEY,
+    KINDS_OF,
+    PLAIN,
+    X,
+    balance,
+    check_balance,
+    parameters,
+    run,
+    sown,
+    use,
+)  # fmt: skip
+from tests.support.meshes import BACKWARD, FORWARD
 from tests.support.oracle import error, random_like
 
-KEY = jax.random.key(0)
-RNG = np.random.default_rng(0)
-X = jnp.asarray(RNG.normal(size=(4, 8, 16)), jnp.float32)
-PLAIN = Experts(24, 8, 2)
-# Every option, as in gpt-oss, and a limit that many features reach.
-CLIPPED = Experts(
-    24, 8, 3, activation="quick_gelu", limit=0.5, offset=1.0, use_bias=True, normalize=True
-)
-KINDS_OF = {"plain": PLAIN, "clipped": CLIPPED, "as they are": PLAIN.clone(normalize=False),
-            "all": PLAIN.clone(top_k=8), "one": Experts(24, 1, 1)}  # fmt: skip
-METHODS = {"in turn": {"cpu": experts.expert_by_expert}, "by rows": {}}
 
-
-@pytest.fixture(params=METHODS)
-def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with each method, whichever the platform would choose."""
-    monkeypatch.setattr(experts, "METHODS", METHODS[request.param])
-    return request.param
-
-
-def parameters(module: Experts) -> Any:
-    return random_like(jax.eval_shape(module.init, KEY, X))
+@pytest.fixture(params=["in turn", "by rows"])
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the test with each method."""
+    use(request.param, monkeypatch)
 
 
 def sigmoid(x: Any) -> Any:
@@ -73,18 +65,8 @@ def compiled(module: Experts) -> Any:
     return jax.jit(lambda *args: module.apply(*args))
 
 
-def run(module: Experts, params: Any, x: Any) -> tuple[Any, Any]:
-    """Return the gradients and the output."""
-
-    def loss(params: Any, x: Any) -> Any:
-        y = module.apply(params, x)
-        return jnp.sum(jnp.sin(y)), y
-
-    return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
-
-
 @pytest.mark.parametrize("name", KINDS_OF)
-def test_experts_match_formula(name: str, method: str) -> None:
+def test_experts_match_formula(name: str, method: None) -> None:
     params = parameters(KINDS_OF[name])
     expected = expected_output(KINDS_OF[name], params["params"], X)
     assert error(compiled(KINDS_OF[name])(params, X), expected) < 2e-6
@@ -93,7 +75,7 @@ def test_experts_match_formula(name: str, method: str) -> None:
         assert error(compiled(PLAIN)(params, X[None]), expected[None]) < 2e-6
 
 
-def test_gradients_match_differences(method: str) -> None:
+def test_gradients_match_differences(method: None) -> None:
     """Finite differences of the formula along random directions."""
     params = parameters(CLIPPED)
     (of_params, of_x), _ = run(CLIPPED, params, X)
@@ -116,7 +98,7 @@ def test_gradients_match_differences(method: str) -> None:
         assert abs(np.vdot(gradient, along) - wanted) < 1e-4 * np.linalg.norm(gradient)
 
 
-def test_tokens_do_not_affect_each_other(method: str) -> None:
+def test_tokens_do_not_affect_each_other(method: None) -> None:
     """NaN in one token, or an overflow in another's expert, reaches no other token."""
     params = parameters(PLAIN)
     apply = compiled(PLAIN)
@@ -134,7 +116,7 @@ def test_tokens_do_not_affect_each_other(method: str) -> None:
     assert all(np.isfinite(x[:2]).all() for x in jax.tree.leaves(of_params))
 
 
-def test_padding_does_not_affect_experts(method: str) -> None:
+def test_padding_does_not_affect_experts(method: None) -> None:
     block = DecoderBlock(MultiHeadAttention(2), mlp=CLIPPED, norm="rmsnorm")
     lengths = jnp.array([8, 3, 5, 0])
     real = np.arange(8)[None] < lengths[:, None]
@@ -152,7 +134,7 @@ def test_padding_does_not_affect_experts(method: str) -> None:
     assert not np.any(of_x[~real])
 
 
-def test_bfloat16_experts_are_close(method: str) -> None:
+def test_bfloat16_experts_are_close(method: None) -> None:
     every = CLIPPED.clone(top_k=8)  # With all experts, no choice depends on the last digit.
     params = parameters(every)
     half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
@@ -186,61 +168,6 @@ def test_experts_under_scan_and_remat_match_loop() -> None:
     assert error(got[0][1], wanted[0][1]) < BACKWARD
 
 
-RULES = {
-    "features divided": sharding.RULES,
-    "experts divided": changed(experts="model", mlp=None),
-    "both": changed(experts="data", batch=None),
-    "where tokens are divided": changed(experts="data"),
-    "sequence parallel norms": changed(norm_length="model"),
-    "tokens divided": changed(length="model", mlp=None, heads=None, kv_heads=None),
-    "FSDP": changed(embed="data"),
-    "some rules": (("experts", "model"),),
-}
-
-
-@functools.cache
-def on_one_device(method: str) -> Any:
-    """Return parameters, and the method's output with them."""
-    params = jax.jit(CLIPPED.init)(KEY, X)
-    bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
-    params = {"params": params["params"] | bias}
-    return jax.device_get((params, run(CLIPPED, params, X)))
-
-
-# All pairs of these occur, not their whole product.
-@pytest.mark.sampled(0.12)
-@pytest.mark.parametrize(
-    ("name", "kind", "method"),
-    pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
-    indirect=["method"],
-)
-def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> None:
-    params, wanted = on_one_device(method)
-    mesh, leave = on(kind, RULES[name])
-    try:
-        places = sharding.of(CLIPPED.init, KEY, X)
-        x = jax.device_put(X, NamedSharding(mesh, P("data" if name != "both" else None)))
-        got = jax.device_get(run(CLIPPED, jax.device_put(params, places), x))
-    finally:
-        leave()
-    if name in ("experts divided", "both", "some rules"):
-        assert places["params"]["gate_kernel"].spec[0] is not None
-    assert error(got[1], wanted[1]) < FORWARD
-    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
-        assert error(a, b) < BACKWARD
-
-
-def test_two_shardings_over_one_axis_raise() -> None:
-    _, leave = on("Auto", changed(experts="model"))
-    try:
-        with pytest.raises(
-            ValueError, match="'experts' is to be sharded over 'model', which another"
-        ):
-            sharding.init(PLAIN, KEY, X)
-    finally:
-        leave()
-
-
 def test_expert_by_expert_needs_memory_of_one_expert() -> None:
     """On CPUs `ragged_dot` computes all experts at once."""
     x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
@@ -248,3 +175,23 @@ def test_expert_by_expert_needs_memory_of_one_expert() -> None:
     params = jax.eval_shape(module.init, KEY, x)
     compiled = jax.jit(module.apply).lower(params, x).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * 512 * 128 * 4 / 4
+
+
+@pytest.mark.parametrize("name", ["plain", "clipped", "one"])
+def test_balance_loss_matches_formula(name: str) -> None:
+    params = parameters(KINDS_OF[name])
+    assert "intermediates" not in KINDS_OF[name].init(KEY, X)
+    check_balance(KINDS_OF[name], params, X, params["params"]["router"])
+
+
+def test_balance_loss_of_each_layer_under_scan() -> None:
+    block = DecoderBlock(MultiHeadAttention(2), mlp=PLAIN, remat=True)
+    model = Decoder(2, block, scan=True)
+    params = random_like(jax.eval_shape(model.init, KEY, X))
+    total, found = jax.jit(functools.partial(sown, model))(params, X)
+    (layer,) = (x for x in jax.tree.leaves(found, is_leaf=lambda x: "router_logits" in x))
+    (logits,), (losses,) = layer["router_logits"], layer["balance_loss"]
+    assert logits.shape == (2, 4, 8, 8)
+    wanted = [balance(x.reshape(-1, 8), 2)[0] for x in logits]
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    np.testing.assert_allclose(total, sum(wanted), rtol=1e-6)

@@ -99,6 +99,7 @@ GIVEN: dict[str, Any] = {
     "flax_mha.scores.RelativeBias": lambda: of_block(EncoderBlock),
     "flax_mha.scores.TransformerXL": lambda: of_block(DecoderBlock),
     "flax_mha.sharding": of_layer,
+    "flax_mha.sharding.balanced": dict,
     "flax_mha.sharding.zigzag": of_layer,
 }
 

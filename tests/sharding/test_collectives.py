@@ -25,7 +25,20 @@ from flax_mha.variants import (
     TalkingHeadsAttention,
 )
 from tests.support.arrays import zeros
-from tests.support.meshes import EIGHT, KINDS, RNG, B, H, N, X, changed, collectives, described, on
+from tests.support.meshes import (
+    BOTH,
+    EIGHT,
+    KINDS,
+    RNG,
+    B,
+    H,
+    N,
+    X,
+    changed,
+    collectives,
+    described,
+    on,
+)
 
 T = 64
 
@@ -183,8 +196,9 @@ def test_loss_over_sharded_vocabulary_gathers_no_logits(optimized) -> None:
 
 
 def program(
-    way: str, mask: masks.Mask | None, K: int, *, grad: bool, dtype: str = "float32"
-) -> list[tuple[str, int]]:
+    way: str, mask: masks.Mask | None, K: int, *, grad: bool, dtype: str = "float32",
+    kind: str = "Auto", rules: Any = EIGHT,
+) -> list[tuple[str, int]]:  # fmt: skip
     """Return the collectives for heads of 8 features over 4 devices, forward or both ways."""
 
     def attend(*qkv):
@@ -193,9 +207,11 @@ def program(
     def backward(q, k, v, dout):
         return jax.vjp(attend, q, k, v)[1](dout)
 
-    mesh, leave = on("Auto", EIGHT, shape=(2, 4))
+    mesh, leave = on(kind, rules, shape=(2, 4))
     try:
-        placed = NamedSharding(mesh, P("data", "model"))
+        placed = NamedSharding(
+            mesh, P(None, ("data", "model")) if rules is BOTH else P("data", "model")
+        )
         q, k = (jax.ShapeDtypeStruct((B, T, n, 8), dtype, sharding=placed) for n in (N, K))
         fn, args = (backward, (q, k, k, q)) if grad else (attend, (q, k, k))
         text = jax.jit(fn, out_shardings=placed).lower(*args).compile().as_text()
@@ -249,3 +265,24 @@ def test_ulysses_sends_queries_keys_values_and_output(optimized: None) -> None:
     assert sent(program("ulysses", masks.Causal(), 4, grad=False), "all-to-all") == whole
     both = sent(program("ulysses", masks.Causal(), 4, grad=True), "all-to-all")
     assert whole < both <= 2 * whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_usp_sends_within_groups_and_between_them(optimized: None, kind: str) -> None:
+    """Groups of u = 4 exchange heads, r = 2 groups pass keys and values of a head each.
+
+    The parts of q, k, v and out on a device are exchanged once, and so are their gradients.
+    """
+    r, u, K = 2, 4, 4
+    queries, keys_and_values = (4 * B * T * n * 8 // (r * u) for n in (N, 2 * K))
+
+    def counted(*, grad: bool) -> dict[str, int]:
+        found = program("usp", None, K, grad=grad, kind=kind, rules=BOTH)
+        return {name: sum(b for other, b in found if other == name) for name, _ in found}
+
+    forward, around = 2 * queries + keys_and_values, (r - 1) * keys_and_values
+    assert counted(grad=False) == {"all-to-all": forward, "collective-permute": around}
+    # The output is not asked for. Of two groups, each keeps the other's block until the backward
+    # pass, so that only gradients go back.
+    both = {"all-to-all": 2 * forward - queries, "collective-permute": 2 * around}
+    assert counted(grad=True) == both

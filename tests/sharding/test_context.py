@@ -13,7 +13,6 @@ from flax_mha import (
     DecoderBlock,
     MultiHeadAttention,
     dot_product_attention,
-    explain,
     masks,
     scores,
     sharding,
@@ -21,7 +20,7 @@ from flax_mha import (
 from flax_mha.kernels.choose import STRATEGIES
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 from flax_mha.positions import PositionEmbedding, Rotary
-from tests.support.meshes import BACKWARD, EIGHT, FORWARD, FOUR, KEY, KINDS, compare, on
+from tests.support.meshes import BACKWARD, BOTH, EIGHT, FORWARD, FOUR, KEY, compare, on
 from tests.support.oracle import error
 
 RNG = np.random.default_rng(5)
@@ -91,6 +90,29 @@ def test_strategies_match_one_device(way: str, kind: str, name: str) -> None:
     compare(attention(way, call), operands(S, K), kind, FOUR, specs)
 
 
+@pytest.mark.sampled(0.2)
+@pytest.mark.parametrize(
+    ("way", "kind", "name", "shape"),
+    [
+        ("usp:blockwise", "Explicit", "causal, dropout", (2, 4)),
+        ("usp", "Auto", "any mask of rows and heads, dropout", (2, 4)),
+        ("usp", "Explicit", "few heads, a window, documents", (4, 2)),
+        ("usp:blockwise", "Auto", "more keys than queries", (4, 2)),
+        # A ring of one device, and one device for the heads.
+        ("usp", "Auto", "causal, dropout", (1, 8)),
+        ("usp", "Auto", "causal, dropout", (8, 1)),
+        ("ulysses", "Auto", "causal, dropout", (2, 4)),
+        ("ring", "Explicit", "few heads, a window, documents", (2, 4)),
+    ],
+)
+def test_strategies_over_two_axes_match_one_device(
+    way: str, kind: str, name: str, shape: tuple[int, int]
+) -> None:
+    S, K, call = CALLS[name]
+    specs = [P(None, ("data", "model"))] * 3 + [P()] * 4
+    compare(attention(way, call), operands(S, K), kind, BOTH, specs, shape)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", STRATEGIES)
 def test_explicit_mask_ids_are_sharded_like_their_tokens(way: str) -> None:
@@ -99,7 +121,10 @@ def test_explicit_mask_ids_are_sharded_like_their_tokens(way: str) -> None:
         return dot_product_attention(q, k, v, mask=mask, kernel=way, return_residuals=True)
 
     args = (*operands(T, N)[:3], IDS)
-    compare(attend, args, "Explicit", EIGHT, [P("data", "model")] * 4)
+    rules, over = (
+        (BOTH, P(None, ("data", "model"))) if way == "usp" else (EIGHT, P("data", "model"))
+    )
+    compare(attend, args, "Explicit", rules, [over] * 4)
 
 
 @pytest.mark.slow
@@ -109,13 +134,21 @@ def test_long_ring_matches_one_device() -> None:
     compare(attention("ring", call), operands(S, K), "Auto", EIGHT, specs, shape=(1, 8))
 
 
-def test_explicit_output_is_sharded_like_queries() -> None:
-    mesh, leave = on("Explicit", FOUR)
+@pytest.mark.parametrize(
+    ("rules", "over", "ways"),
+    [
+        (FOUR, P(None, "model", "data", None), ("ulysses", "ring", "all_gather")),
+        (BOTH, P(None, ("data", "model"), None, None), ("usp",)),
+    ],
+    ids=["one axis", "two axes"],
+)
+def test_explicit_output_is_sharded_like_queries(rules: Any, over: P, ways: Any) -> None:
+    mesh, leave = on("Explicit", rules)
     try:
-        q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, P(None, "model", "data")))
-        for way in STRATEGIES:
+        q = jax.device_put(jnp.ones((B, T, N, H)), NamedSharding(mesh, over))
+        for way in ways:
             out = jax.jit(lambda q, way=way: dot_product_attention(q, q, q, kernel=way))(q)
-            assert out.sharding.spec == P(None, "model", "data", None), way
+            assert out.sharding.spec == over, way
     finally:
         leave()
 
@@ -160,8 +193,10 @@ def test_long_sequence_matches_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ring:blockwise", "ulysses"])
-def test_token_order_does_not_change_output(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "rules"), [("ring:blockwise", FOUR), ("ulysses", FOUR), ("usp", BOTH)]
+)
+def test_token_order_does_not_change_output(way: str, rules: Any) -> None:
     """Causality, documents and rotations follow the tokens' positions."""
     layer = MultiHeadAttention(
         8, kernel=way, rotary=Rotary(), mask=masks.Causal() & masks.Segments(IDS),
@@ -177,7 +212,7 @@ def test_token_order_does_not_change_output(way: str) -> None:
 
     want = layer.apply(variables, x)
     assert error(shuffled(x), want) < FORWARD
-    _, leave = on("Auto", FOUR)
+    _, leave = on("Auto", rules)
     try:
         got = jax.jit(shuffled)(x)
     finally:
@@ -224,65 +259,3 @@ def test_zigzag_balances_causal_masks() -> None:
     assert len(tiles(np.arange(T))) == n
     assert tiles(sharding.zigzag(T, n)) == {2 * n + 1}
     assert sharding.zigzag(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_auto_takes_the_best_strategy(kind: str) -> None:
-    """Ulysses if the heads divide, otherwise the strategy with the least memory."""
-
-    def way(N: int, K: int, **more: Any) -> str | None:
-        q, k = (jax.ShapeDtypeStruct((B, T, n, H), jnp.float32, sharding=at) for n in (N, K))
-        return explain(q, k, k, **more).way
-
-    mesh, leave = on(kind, FOUR)
-    at = NamedSharding(mesh, P(None, "model", "data") if kind == "Explicit" else P())
-    try:
-        assert way(8, 8) == "ulysses"
-        assert way(8, 4) == "ring"
-        assert way(8, 2) == "all_gather"
-        assert way(8, 8, kernel="ring:blockwise") == "ring"
-        assert way(8, 4, kernel="ulysses") is None
-        q = jax.ShapeDtypeStruct((B, T, 8, H), jnp.float32, sharding=at)
-        table = [line.split() for line in str(explain(q, q, q, kernel="ring")).splitlines()]
-        assert ["ring", "chosen"] in table
-        assert ["reference", "chosen"] in table
-    finally:
-        leave()
-    q = jnp.ones((B, T, N, H))
-    assert explain(q, q, q).way is None
-    assert "ring" not in str(explain(q, q, q))
-
-
-MISUSES = {
-    "heads do not divide": (FOUR, (T, 4), "ulysses", "8 devices .* 8 query heads and 4 key/value"),
-    "an unknown strategy": (FOUR, (T, N), "round:blockwise", "alone or as in 'ring:blockwise'"),
-    "an unknown kernel": (FOUR, (T, N), "ring:fast", "kernel must be 'auto' or one of"),
-}
-
-
-@pytest.mark.parametrize("name", MISUSES)
-def test_misuse_raises(name: str) -> None:
-    rules, (S, K), kernel, message = MISUSES[name]
-    _, leave = on("Auto", rules)
-    q, k = jnp.ones((B, T, N, H)), jnp.ones((B, S, K, H))
-    try:
-        with pytest.raises(ValueError, match=message):
-            dot_product_attention(q, k, k, kernel=kernel)
-    finally:
-        leave()
-
-
-def test_ring_shards_keys() -> None:
-    """On Explicit axes they may arrive replicated."""
-    mesh, leave = on("Explicit", ())
-    q, k = jnp.ones((B, T, N, H)), jnp.ones((B, T + 2, N, H))
-    try:
-        q = jax.device_put(q, NamedSharding(mesh, P(None, "model")))
-        with pytest.raises(ValueError, match="66 keys do not divide over 4 devices"):
-            dot_product_attention(q, k, k, kernel="ring")
-        out = jax.eval_shape(
-            lambda q, k: dot_product_attention(q, k, k, kernel="ring"), q, k[:, :T]
-        )
-        assert out.shape == q.shape
-    finally:
-        leave()

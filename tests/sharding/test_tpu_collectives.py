@@ -4,20 +4,25 @@ The numbers follow the formula in docs/sharding.md.
 """
 
 import importlib.util
+from collections import Counter
+from typing import Any
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from experiments.counts import work
 from experiments.counts.hlo import Module
 from experiments.plan import compiled
-from experiments.plan.collectives import read
-from flax_mha import MultiHeadAttention, masks
+from experiments.plan.collectives import read, total
+from flax_mha import Experts, MultiHeadAttention, dot_product_attention, masks
 from tests.support import lowered_layers
-from tests.support.meshes import KINDS
+from tests.support.meshes import KINDS, changed, described
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,3 +71,62 @@ def test_layer_sends_the_bytes_of_the_formula(
         assert "splash_mha_fwd" in both
         assert work.flops(Module(both)) == 12 * 2 * ROWS * T * D * H
         assert work.pallas_flops(traced.jaxpr.jaxpr) > 9 * 2 * ROWS * T**2 * H / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_usp_sends_least(optimized: None, kind: str) -> None:
+    """Groups of u chips exchange heads, and r groups pass keys and values, as on CPUs.
+
+    Gradients of keys and values go round in float32.
+    """
+    r, u, K, length = 4, 4, 4, 4096
+    chips = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
+    mesh = Mesh(np.array(chips).reshape(r, u), ("r", "u"), axis_types=(KINDS[kind],) * 2)
+    at = NamedSharding(mesh, P(None, ("r", "u")))
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16, sharding=at) for n in (8, K))
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        def attend(*qkv: jax.Array) -> jax.Array:
+            return dot_product_attention(*qkv, kernel="usp:flex")
+
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules([("length", ("r", "u"))]):
+        text, _ = compiled.dumped(jax.jit(gradients, out_shardings=(at,) * 3).lower(q, k, k, q))
+    sent: Counter[str] = Counter()
+    for one in read(text, mesh.size):
+        sent[one.kind] += one.times * one.bytes
+        assert one.kind != "all-to-all" or sorted(one.groups[0]) == [*range(u)]
+    queries, keys_and_values = (2 * length * n * 128 // (r * u) for n in (8, 2 * K))
+    exchanged = 3 * queries + 2 * keys_and_values  # The output is not asked for.
+    around = 4 * (r - 1) * keys_and_values  # Once forward, again backward, and their gradients.
+    assert sent == {"all-to-all": exchanged, "collective-permute": around}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_send_each_token_to_its_experts(optimized: None, kind: str) -> None:
+    """Batch and experts over 16 devices: copies of tokens go there and back, in 16 parts."""
+    rows, features, top_k = 128, 256, 2
+    chips = np.array(topologies.get_topology_desc("v5e:4x4", "tpu").devices).reshape(N, 1)
+    mesh = Mesh(chips, ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    module = Experts(512, N, top_k, precision="highest")  # Otherwise some copies are bfloat16.
+    at = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((N, rows, features), jnp.float32, sharding=at)
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(module.apply(params, x)))
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(changed(experts="data", mlp=None)):
+        params = described(module, x)
+        places = jax.tree.map(lambda a: a.sharding, (params, x))
+        gradient = jax.jit(jax.grad(loss, (0, 1)), out_shardings=places).lower(params, x).compile()
+        forward = jax.jit(module.apply, out_shardings=at).lower(params, x).compile()
+    sent = 4 * rows * features * top_k  # a device's copies, all parts together
+    for program, times in ((forward, 2), (gradient, 6)):
+        found = total(read(program.as_text(), N))
+        assert found.pop("ragged-all-to-all") == (times * N, times * sent)
+        # Offsets, and the gradient of the router.
+        assert "all-gather" not in found
+        assert sum(size for _, size in found.values()) < 4 * N * (features + 4 * N * N)
+    # With rows for all choices of all tokens, hidden features alone would take 8 MiB.
+    assert gradient.memory_analysis().temp_size_in_bytes < 4 * N * rows * 512 * top_k / 2

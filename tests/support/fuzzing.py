@@ -165,7 +165,7 @@ FIELDS = MODULE | CAPTURED | {
 BLOCK = {"attention": (layer(decode=True),), "mlp_dim": (4,), "norm": ("rmsnorm",),
          "pre_norm": (False,), "activation": ("silu", "gelu_exact"), "norm_epsilon": (1e-5,),
          "mlp_bias": (False,), "gated": (True,), "dropout_rate": (0.5,),
-         "remat": (True,)}  # fmt: skip
+         "remat": (True, ("z", "lse"))}  # fmt: skip
 THROUGH = {f"call_{name}": values for name, values in (SEEN | STANDS | TRAINED).items()}
 STANDING = {name: THROUGH[name] for name in sorted(THROUGH) if name != "call_bias"}
 RULES = {"eos": (0,), "rng": (KEY,), "temperature": (1.0,), "top_k": (2,), "top_p": (0.9,),
@@ -255,6 +255,8 @@ TARGETS: dict[str, Target] = {
     "top_k": (1, sampling.top_k, {"logits": np.ones((B, 5), np.float32), "k": 2}, {}),
     "top_p": (1, sampling.top_p, {"logits": np.ones((B, 5), np.float32), "p": 0.5}, {}),
     "zigzag": (1, sharding.zigzag, {"length": 16, "devices": 4}, {}),
+    "balanced": (1, sharding.balanced, {"lengths": [5, 11], "devices": 4, "tile": 2},
+                 {"mask": (flax_mha.masks.Window(3, 2),)}),
     "constrain": (1, on_a_mesh(sharding.constrain),
                   {"x": X, "names": ("batch", "length", "embed")}, {}),
 }  # fmt: skip

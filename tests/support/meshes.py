@@ -30,8 +30,8 @@ FORWARD, BACKWARD = 2e-6, 1e-5
 
 def on(kind: str, rules: Any = sharding.RULES, shape: tuple[int, ...] = (2, 4)) -> Any:
     """Return a mesh of 8 devices with its rules, and a function that leaves both."""
-    types = MIXED[kind] if kind in MIXED else (KINDS[kind],) * 2
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=types)
+    types = MIXED[kind] if kind in MIXED else (KINDS[kind],) * len(shape)
+    mesh = jax.make_mesh(shape, ("data", "model", "group")[: len(shape)], axis_types=types)
     stack = jax.set_mesh(mesh)
     stack.__enter__()
     inner = nn.logical_axis_rules(rules)
@@ -56,9 +56,15 @@ def changed(**rules: Any) -> tuple[tuple[str, Any], ...]:
     return tuple((name, rules.get(name, axis)) for name, axis in sharding.RULES)
 
 
+# Heads over two mesh axes: key/value heads take the first, or both.
+GROUPED = tuple((n, ("model", "group") if a == "model" else a) for n, a in sharding.RULES)
 # Heads over two devices and positions over four; or only positions, over "model".
 FOUR = changed(batch=None, heads="data", kv_heads="data", length="model", mlp=None, vocab=None)
 EIGHT = changed(batch="data", heads=None, kv_heads=None, length="model", mlp=None, vocab=None)
+# Positions over both axes: a ring over "data", and heads over "model" inside attention.
+BOTH = changed(
+    batch=None, heads=None, kv_heads=None, length=("data", "model"), mlp=None, vocab=None
+)
 
 
 def compare(

@@ -16,7 +16,7 @@ from flax_mha.kernels.cudnn import primitives
 from flax_mha.kernels.cudnn.mask import Band
 from flax_mha.kernels.cudnn.primitives import CudnnCall
 from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import Result
+from flax_mha.kernels.spec import Result, name_result
 
 # Replaces −∞ in a bias, for which cuDNN returns NaN. jax.nn uses the same number. If all biases of
 # a row are −∞, its lse is below half of this.
@@ -67,7 +67,7 @@ def _attend(
         nan_rows = _nan_rows(q, k, v, band) if result is None else None
         # In cuDNN's inputs, NaN would meet weights of 0.
         q, k, v = finite(q), finite(k), finite(v)
-    out, lse = result or _attend_keys(call, q, k, v, bias, band, nan_rows)
+    out, lse = result or name_result(*_attend_keys(call, q, k, v, bias, band, nan_rows))
     saved = _Saved(q, k, v, bias, sinks, band, out, lse)
     if sinks is not None:
         out, lse = _add_sinks(out, lse, sinks)

@@ -173,7 +173,7 @@ def trace(spec: AttentionSpec, dims: Dims) -> Traced | str:
 def _divide(spec: AttentionSpec, dims: Dims) -> Plan:
     """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
     most = tpu.blocks(dims)
-    least = smallest_blocks(spec.mask) or most
+    least = smallest_blocks(spec.mask, spec.piece) or most
     sizes = [min(128 * -(-n // 128), size) for n, size in zip(least, most, strict=True)]
     while sizes != [*most]:
         plan = Plan(dims, sizes[0], sizes[1])

@@ -14,7 +14,7 @@ from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.tile import FlexCall, GridStep, Tile
 from flax_mha.kernels.flex.tile_order import Operand, TileOrder
 from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import Result
+from flax_mha.kernels.spec import Result, name_result
 
 Shape = jax.ShapeDtypeStruct
 
@@ -150,7 +150,7 @@ def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, 
     if result is not None:
         return result, (x, result[0], jnp.stack(softmax.split_lse(result[1]), 2))
     # In float32, because δ must cancel with products of weights that are not rounded.
-    out, stats = _attend(call, x, jnp.float32)
+    out, stats = name_result(*_attend(call, x, jnp.float32))
     return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
 
 

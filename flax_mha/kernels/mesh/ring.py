@@ -5,11 +5,11 @@ to the keys of device i − s, while it sends them to the next device. Then it m
 
     lse = log(exp(lse₁) + exp(lse₂));   out = exp(lse₁ − lse)·out₁ + exp(lse₂ − lse)·out₂
 
-A step is skipped, without transfers, if a static mask lets no device see a key in it. A device that
-sees no key in a step computes nothing. The backward pass goes around again, from the
-merged out and lse. The gradients of a block follow it, and return home at the end. They are summed
-in float32, because in bfloat16 each device would round the sum once more. So a device holds one
-block and its neighbor at a time, forward and backward.
+A step is skipped, without transfers, if the static parts of the mask let no device see a key in it.
+A device computes nothing in a step if all tiles of its mask are empty, static or traced. The
+backward pass goes around again, from the merged out and lse. The gradients of a block follow it,
+and return home at the end. They are summed in float32, because in bfloat16 each device would round
+the sum once more. So a device holds one block and its neighbor at a time, forward and backward.
 
 Sources: Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers", 2023; the merge is
 from Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
@@ -30,10 +30,12 @@ from flax_mha.base.shapes import Dims
 from flax_mha.base.trees import combine, is_array, is_inexact, partition
 from flax_mha.kernels import derivatives, softmax
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.spec import AttentionSpec, Platform, Result
-from flax_mha.kernels.tile_plan import Plan, tile_states
+from flax_mha.kernels.mask_parts import conjuncts
+from flax_mha.kernels.mesh.legs import Leg, schedule
+from flax_mha.kernels.spec import AttentionSpec, Platform, Result, name_result
+from flax_mha.kernels.tile_plan import visible_tiles
 from flax_mha.kernels.tiles import empty_result
-from flax_mha.masks import EMPTY, Causal
+from flax_mha.masks import And, Causal
 
 # A device's attention, (q, k, v, spec, result) -> (out, lse). Given a precomputed result of these
 # and other keys, it returns that result, with the gradients of these keys.
@@ -48,6 +50,8 @@ class Ring(NamedTuple):
       seen: bool [n, n], True if the queries of a device may see the keys of another.
       steps: the ring offsets that need work, ascending. In step s, device i attends to the keys of
         device i − s.
+      traced: True if a device must look for empty steps itself, because the mask or the positions
+        are traced.
       plain: True if the blocks of other devices are full or empty, as under a causal mask. Then a
         step needs no positions, so that cuDNN can compute it.
     """
@@ -55,22 +59,30 @@ class Ring(NamedTuple):
     axes: Any
     seen: np.ndarray
     steps: tuple[int, ...]
+    traced: bool = False
     plain: bool = False
 
     @classmethod
     def of(cls, axes: Any, n: int, spec: AttentionSpec, dims: Dims, platform: Platform) -> "Ring":
         """Return the ring of n devices for a call with these full sizes and spec."""
-        seen, plain = np.ones((n, n), bool), False
-        mask_arrays = jax.tree.leaves((spec.mask, spec.q_pos, spec.k_pos))
-        if not any(isinstance(x, jax.Array) for x in mask_arrays):
-            states = tile_states(spec, spec.at(dims), Plan(dims, dims.T // n, dims.S // n))
-            seen = np.asarray(states).max((0, 1)) > EMPTY
-            # Only on GPUs, because the kernels of other platforms take positions.
-            others = spec.q_pos, spec.k_pos, spec.dropout, *spec.scores
-            plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
-            plain &= spec.mask is None or type(spec.mask) is Causal
+
+        def is_traced(tree: Any) -> bool:
+            return any(isinstance(x, jax.Array) for x in jax.tree.leaves(tree))
+
+        parts, positions = conjuncts(spec.mask), (spec.q_pos, spec.k_pos)
+        static = [] if is_traced(positions) else [x for x in parts if not is_traced(x)]
+        seen = np.ones((n, n), bool)
+        if static:
+            visible = visible_tiles(spec.replace(mask=And(tuple(static))), dims, n)
+            per_device = visible.reshape(n, len(visible) // n, n, -1)
+            seen = np.asarray(per_device).any((1, 3))
+        # Only on GPUs, because the kernels of other platforms take positions.
+        others = *positions, spec.dropout, *spec.scores
+        plain = dims.T == dims.S and others == (None,) * 3 and platform.name == "gpu"
+        plain &= spec.mask is None or type(spec.mask) is Causal
         device = np.arange(n)
-        return cls(axes, seen, tuple(s for s in range(n) if seen[device, device - s].any()), plain)
+        steps = tuple(s for s in range(n) if seen[device, device - s].any())
+        return cls(axes, seen, steps, len(static) < len(parts), plain)
 
     def send(self, tree: Any, hop: int) -> Any:
         """Shift arrays `hop` devices forward."""
@@ -102,12 +114,24 @@ class Ring(NamedTuple):
         is_home = isinstance(step, int) and step == 0
         return spec.replace(mask=spec.mask if is_home else None, q_pos=None, k_pos=None)
 
-    def where_seen(self, step: Any, fn: Callable[..., Any], otherwise: Any, *args: Any) -> Any:
-        """Return fn(*args) on devices that see a key in a step, `otherwise` on others."""
-        if self.seen.all():
-            return fn(*args)
-        seen = jnp.asarray(self.seen)[lax.axis_index(self.axes), self.source(step)]
-        return lax.cond(seen, fn, lambda *_: otherwise, *args)
+    def where_seen(
+        self, step: Any, spec: AttentionSpec, dims: Dims, fn: Callable[..., Any], otherwise: Any,
+        *args: Any,
+    ) -> Any:  # fmt: skip
+        """Return fn(*args) on devices that see a key in a step, `otherwise` on others.
+
+        Each device decides for itself, so fn has no collectives. The spec covers the device's
+        queries and all keys, and dims are the sizes of a block.
+        """
+        seen: Any = True
+        if not self.seen.all():
+            seen = jnp.asarray(self.seen)[lax.axis_index(self.axes), self.source(step)]
+        if self.traced:
+            spec = spec.replace(scores=(), dropout=None)
+            block = self.cut(spec, dims.S, self.source(step) * dims.S)
+            seen &= visible_tiles(block, dims, 1).any()
+        is_known = not isinstance(seen, jax.Array)
+        return fn(*args) if is_known else lax.cond(seen, fn, lambda *_: otherwise, *args)
 
     def run(
         self, steps: Sequence[int], visit: Callable[..., Any], state: Any, blocks: Result
@@ -146,36 +170,6 @@ class Ring(NamedTuple):
         return state, own_sums
 
 
-class Leg(NamedTuple):
-    """Consecutive steps with equal hops: one step, or the steps of a loop.
-
-    Attributes:
-      steps: the ring offsets.
-      hop: the devices that sums move forward before a step of the leg.
-      following: the devices that blocks move forward after a step of the leg.
-    """
-
-    steps: tuple[int, ...]
-    hop: int
-    following: int
-
-
-def schedule(steps: Sequence[int], n: int) -> list[Leg]:
-    """Return the legs of a pass around n devices, in order. Only the first step may be 0.
-
-    A loop's carry has fixed arrays, so a loop starts when sums already pass around.
-    """
-    hops = (np.diff([0, *steps, *steps[-1:]]) % n).tolist()
-    travelling = 2 if 0 in steps else 1
-    legs: list[Leg] = []
-    for t, step in enumerate(steps):
-        leg = Leg((step,), hops[t], hops[t + 1])
-        if t > travelling and legs[-1][1:] == leg[1:]:
-            leg = leg._replace(steps=(*legs.pop().steps, step))
-        legs.append(leg)
-    return legs
-
-
 def attend(
     ring: Ring, local: Attend, q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec
 ) -> Result:
@@ -210,16 +204,16 @@ def _core(
     arrays: Any,
 ) -> Result:  # fmt: skip
     """Compute `attend` without sinks, for the static and the array leaves of a spec."""
-    S = k.shape[-3]
+    dims = shapes.Dims.of(q, k, v)
+    spec = combine(arrays, static_leaves)
 
     def visit(step: Any, merged: Result, blocks: Result) -> tuple[Result, tuple[()]]:
         def attend_visible(k: jax.Array, v: jax.Array) -> Result:
-            spec = ring.cut(combine(arrays, static_leaves), S, ring.source(step) * S)
-            return softmax.merge(merged, local(q, k, v, ring.spec_at(spec, step)))
+            block = ring.cut(spec, dims.S, ring.source(step) * dims.S)
+            return softmax.merge(merged, local(q, k, v, ring.spec_at(block, step)))
 
-        return ring.where_seen(step, attend_visible, merged, *blocks), ()
+        return ring.where_seen(step, spec, dims, attend_visible, merged, *blocks), ()
 
-    dims = shapes.Dims.of(q, k, v)
     out, lse = empty_result(dims, shapes.wide(q.dtype), None)
     (out, lse), _ = ring.run(ring.steps, visit, (out, lse), (k, v))
     return out.astype(q.dtype), lse
@@ -232,7 +226,7 @@ def _zero_empty(lse: jax.Array, x: jax.Array) -> jax.Array:
 
 def _forward(ring: Ring, local: Attend, static_leaves: Any, *primals: Any) -> tuple[Result, Any]:
     q, k, v, arrays = jax.tree.map(lambda x: x.value, primals)
-    out, lse = _core(ring, local, static_leaves, q, k, v, arrays)
+    out, lse = name_result(*_core(ring, local, static_leaves, q, k, v, arrays))
     return (out, lse), (q, k, v, arrays, out, lse)
 
 
@@ -244,12 +238,14 @@ def _backward(
     is_used = [not isinstance(x, jax.custom_derivatives.SymbolicZero) for x in cotangents]
     dout = _zero_empty(lse, cotangents[0]) if is_used[0] else jnp.zeros_like(out)
     douts = (dout, jnp.where(lse == -jnp.inf, 0.0, cotangents[1])) if is_used[1] else (dout,)
-    S, acc = k.shape[-3], lse.dtype
+    dims, acc = shapes.Dims.of(q, k, v), lse.dtype
     leaves, others = partition(arrays, is_inexact)
 
     def visit(step: Any, sums: Any, blocks: Result) -> tuple[Any, Result]:
-        start = ring.source(step) * S
-        learned, static = (ring.cut(x, S, start) for x in (leaves, combine(others, static_leaves)))
+        start = ring.source(step) * dims.S
+        learned, static = (
+            ring.cut(x, dims.S, start) for x in (leaves, combine(others, static_leaves))
+        )
 
         def block(q: jax.Array, k: jax.Array, v: jax.Array, learned: Any) -> Any:
             spec = ring.spec_at(combine(learned, static), step)
@@ -264,7 +260,9 @@ def _backward(
             return jnp.zeros_like(x, acc)
 
         zeros = (wide(q), jax.tree.map(jnp.zeros_like, learned)), jax.tree.map(wide, blocks)
-        (dq, dlearned), dkv = ring.where_seen(step, attend_visible, zeros, *blocks)
+        spec = combine(arrays, static_leaves)
+        seen = ring.where_seen(step, spec, dims, attend_visible, zeros, *blocks)
+        (dq, dlearned), dkv = seen
         add = functools.partial(_add, start=start)
         return (sums[0] + dq, jax.tree.map(add, sums[1], dlearned)), dkv
 

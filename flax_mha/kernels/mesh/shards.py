@@ -2,7 +2,7 @@
 
 Batch rows and heads are sharded by the logical axis rules (see `flax_mha.sharding`). Each device
 runs a plain kernel inside `jax.shard_map`, so kernels never see a mesh. If `length` is sharded, a
-call uses one of three context-parallel `STRATEGIES`.
+call uses one of the context-parallel `STRATEGIES`, see `strategies`.
 """
 
 import functools
@@ -19,14 +19,16 @@ from flax_mha import sharding
 from flax_mha.base.coordinates import ScoreArray, is_score_array, whole
 from flax_mha.base.shapes import Dims, wide
 from flax_mha.base.trees import combine, is_array, partition
-from flax_mha.kernels import choose, derivatives
+from flax_mha.kernels import choose
 from flax_mha.kernels.choose import Explanation
-from flax_mha.kernels.mesh import ring
+from flax_mha.kernels.mesh import ring, slots
 from flax_mha.kernels.mesh.devices import current_platform
-from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.mesh.strategies import pick_strategy, refusals
 from flax_mha.kernels.spec import AttentionSpec, Platform, Result
+from flax_mha.kernels.stored import Stored
 from flax_mha.sharding import layout, rules, shard_map
-from flax_mha.sharding.rules import unpack_entry
+from flax_mha.sharding.order import piece_size
+from flax_mha.sharding.rules import pack_entry, unpack_entry
 
 _LSE = ("batch", "heads", "length")
 
@@ -38,7 +40,9 @@ class Division(NamedTuple):
       batch: the entries of the batch axes.
       length: the entry of the queries.
       heads: the entry of the query heads.
-      kv_heads: the entry of the key/value heads, equal to `heads` or None.
+      kv_heads: the entry of the key/value heads, a leading part of `heads`. Devices along the other
+        axes of `heads` share their key/value heads.
+      slots: the entry of the keys, if they are the slots of a cache.
       manual: all mesh axes of `jax.shard_map`. XLA shards over the others.
     """
 
@@ -46,37 +50,69 @@ class Division(NamedTuple):
     length: Any
     heads: Any
     kv_heads: Any
+    slots: Any
     manual: set[str]
 
     @classmethod
     def of(cls, q: jax.Array, k: Any) -> "Division | None":
         """Return the division of q and k on the ambient mesh, or None to not shard."""
-        by_rule = (
-            sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, sharding.KV_HEADS)
-        )  # fmt: skip
-        manual = layout.manual_axes(by_rule, jax.sharding.get_abstract_mesh())
+        keys = k.slots if isinstance(k, Stored) else "length"
+        of_keys = ("batch", keys, "kv_heads", "head_dim")
+        by_rule = sharding.spec(q.shape, sharding.HEADS), sharding.spec(k.shape, of_keys)
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = layout.manual_axes(by_rule, mesh)
         if not manual:
             return None
         *batch, length, heads, _ = rules.fill_unconstrained(by_rule[0], layout.spec_of(q))
-        kv_heads = by_rule[1][-2]
+        *_, of_slots, kv_heads, _ = by_rule[1]
+        over = () if keys == "length" else unpack_entry(of_slots)
+        if over:
+            # Devices with other slots compute the same queries and heads.
+            length, heads = None, pack_entry([a for a in unpack_entry(heads) if a not in over])
         if kv_heads is rules.UNCONSTRAINED:
-            kv_heads = None if k.shape[-2] % _devices(heads) else heads
-        elif kv_heads not in (None, heads):
+            kv_heads = rules.leading_axes(heads, k.shape[-2], mesh)
+        leading = unpack_entry(kv_heads)
+        if leading != unpack_entry(heads)[: len(leading)]:
             raise ValueError(
                 f"query heads are sharded over {heads!r} and key/value heads over {kv_heads!r}; "
-                f"give both the same rule, or key/value heads none"
+                f"give both the same rule, or key/value heads the first axes of it, or None"
             )
-        return cls(tuple(batch), length, heads, kv_heads, manual)
+        return cls(tuple(batch), length, heads, kv_heads, pack_entry(over), manual)
 
     @property
     def devices(self) -> int:
         """The number of devices that the queries are sharded over."""
         return _devices(self.length)
 
-    def by_heads(self) -> "Division":
-        """Return the division with heads sharded over the queries' devices too."""
-        heads = (*unpack_entry(self.heads), *unpack_entry(self.length))
-        return self._replace(length=None, heads=heads, kv_heads=heads)
+    def by_heads(self, moved: int) -> "Division":
+        """Return the division with the last `moved` mesh axes of positions sharding heads instead.
+
+        The last axes are the minor ones, so a device's positions stay consecutive.
+        """
+        if moved == 0:
+            return self
+        axes = unpack_entry(self.length)
+        heads = (*unpack_entry(self.heads), *axes[-moved:])
+        return self._replace(length=pack_entry(axes[:-moved]), heads=heads, kv_heads=heads)
+
+    def inside(self, strategy: str | None, dims: Dims) -> "Division":
+        """Return the division inside a strategy's attention.
+
+        `usp` moves the most mesh axes over which heads divide, and at least one stays.
+        """
+        n = len(unpack_entry(self.length))
+        moves = {"ulysses": [n], "usp": range(n - 1, 0, -1)}.get(strategy or "") or [0]
+        divisions = [self.by_heads(moved) for moved in moves]
+        return next((x for x in divisions if x.divides_heads(dims)), divisions[-1])
+
+    @property
+    def head_devices(self) -> int:
+        """The number of devices that the query heads are sharded over."""
+        return _devices(self.heads)
+
+    def divides_heads(self, dims: Dims) -> bool:
+        """Return True if the query and key/value heads divide over the mesh axes of heads."""
+        return dims.N % self.head_devices == 0 and dims.K % self.head_devices == 0
 
     def over_queries(self) -> P:
         """Return the PartitionSpec of queries and outputs [*B, T, N, H]."""
@@ -88,55 +124,13 @@ class Division(NamedTuple):
 
     def over_scores(self, shape: tuple[int, ...]) -> P:
         """Return the PartitionSpec of an array over the scores. Axes of 1 are replicated."""
-        axes = (*self.batch, self.heads, self.length, None)
+        axes = (*self.batch, self.heads, self.length, self.slots)
         return P(*(None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)))
 
 
 def _devices(axes: Any) -> int:
     sizes = dict(jax.sharding.get_abstract_mesh().shape)
     return math.prod(sizes[axis] for axis in unpack_entry(axes))
-
-
-def refusals(kernel: str, normalizer: str, division: Division, dims: Dims) -> dict[str, str]:
-    """Return the reasons against context-parallel strategies for a call, if any."""
-    n, refused = division.devices, {}
-    if n == 1:
-        return {}
-    several = _devices(division.heads) * n
-    if dims.N % several or dims.K % several:
-        refused["ulysses"] = (
-            f"it divides heads over the {several} devices that divide heads or queries, and there "
-            f"are {dims.N} query heads and {dims.K} key/value heads"
-        )
-    if dims.S % n:
-        refused["ring"] = f"{dims.S} keys do not divide over {n} devices"
-    if normalizer != SOFTMAX:
-        refused["ring"] = f"it merges parts of a softmax, got normalizer={normalizer!r}"
-    if derivatives.all_asked() or kernel == "checkpointed":
-        refused["ring"] = "it has not every derivative, which this call asks for"
-    return refused
-
-
-def pick_strategy(kernel: str, normalizer: str, division: Division, dims: Dims) -> str | None:
-    """Return the named strategy or the best one, or None if the sequence is not sharded.
-
-    1. `ulysses`: every device has equal work under any mask, in any order of the tokens.
-    2. `all_gather`, if all keys and values take no more memory than a device's queries. It then
-       sends less than `ulysses`, but under a causal mask the last device computes twice the mean.
-    3. `ring`, which also shards the memory of keys and values.
-
-    Raises:
-      ValueError: if the named strategy does not support the call.
-    """
-    if division.devices == 1:
-        return None
-    refused = refusals(kernel, normalizer, division, dims)
-    strategy, _ = choose.parse_kernel(kernel)
-    if strategy in refused:
-        raise choose.refusal(strategy, refused[strategy])
-    small = dims.S * dims.K * division.devices <= dims.T * dims.N
-    names = ("ulysses", "all_gather", "ring") if small else ("ulysses", "ring", "all_gather")
-    return strategy or next(name for name in names if name not in refused)
 
 
 def run(
@@ -152,10 +146,13 @@ def run(
         # XLA does not support empty shards.
         attend = functools.partial(choose.run, name, current_platform())
         return sharding.auto(attend, (sharding.HEADS, _LSE), q, k, v, spec)
-    strategy = pick_strategy(kernel, spec.normalizer, division, Dims.of(q, k, v))
+    dims = Dims.of(q, k, v)
+    strategy = pick_strategy(kernel, spec.normalizer, division, dims)
     platform = current_platform(division.manual)
     attend = functools.partial(choose.run, name, platform)
-    divided = division.by_heads() if strategy == "ulysses" else division
+    if division.slots is not None:
+        attend = functools.partial(slots.attend, division.slots, attend)
+    divided = division.inside(strategy, dims)
     inside, ins, args = _shard_call(attend, ring.attend, strategy, divided, platform, q, k, v, spec)
     outs = divided.over_queries(), divided.over_lse()
     out, lse = shard_map.run_on_shards(inside, divided.manual, ins, outs, *args)
@@ -170,7 +167,7 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Return the explanation of `run`, for a platform or the current one.
 
-    For a ring, it explains the first block of keys.
+    For `ring` and `usp`, it explains the first block of keys.
     """
     named, name = choose.parse_kernel(kernel)
     dims = Dims.of(q, k, v)
@@ -183,7 +180,7 @@ def explain(
     if _is_empty(q, k):
         explanation = explain_shard(q, k, v, spec)
     else:
-        divided = division.by_heads() if strategy == "ulysses" else division
+        divided = division.inside(strategy, dims)
         inside, ins, args = _shard_call(
             explain_shard, ring.explain, strategy, divided, platform, q, k, v, spec
         )
@@ -203,25 +200,30 @@ def _shard_call(
 
     On a ring of devices, the function is attend_ring(ring, attend, q, k, v, spec).
     """
-    dims, by_ring = Dims.of(q, k, v), strategy == "ring"
+    dims, by_ring = Dims.of(q, k, v), strategy in ("ring", "usp")
     if by_ring:
         devices = ring.Ring.of(division.length, division.devices, spec, dims, platform)
         attend = functools.partial(attend_ring, devices, attend)
+        if spec.q_pos is not None:
+            size = piece_size(dims.T // division.devices, spec.q_pos.array)
+            spec = spec.replace(piece=size)
     sinks = spec.sinks
-    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_ring)
-    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_ring), division)
+    by_key = by_ring or division.slots is not None
+    spec = spec.replace(sinks=None, reads_lse=spec.reads_lse or by_key)
+    arrays, axes, static = _split_spec(_add_positions(spec, dims, division, by_key), division)
 
     dtypes = jax.tree.map(lambda x: x.dtype, (k, v))
 
     def inside(q: jax.Array, k: Any, v: Any, sinks: Any, arrays: Any) -> Any:
         spec = combine(arrays, static, is_score_array).replace(sinks=sinks)
         k, v = jax.tree.map(lambda x, dtype: x.astype(dtype), (k, v), dtypes)
-        if spec.head_ids is not None and division.kv_heads is None:
+        if spec.head_ids is not None and division.kv_heads != division.heads:
             k, v = _take_kv_heads(k, v, spec.head_ids.array.reshape(-1), dims.G)
         return attend(q, k, v, spec)
 
     over_q = division.over_queries()
-    over_k = P(*division.batch, division.length if by_ring else None, division.kv_heads, None)
+    keys = division.length if by_ring else division.slots
+    over_k = P(*division.batch, keys, division.kv_heads, None)
     q = layout.reshard(q, over_q)
     # The scales of stored keys and values are sharded as the values.
     k, v = jax.tree.map(lambda x: layout.reshard(x, over_k), (k, v))
@@ -272,12 +274,15 @@ def _split_spec(spec: AttentionSpec, division: Division) -> tuple[Any, Any, Atte
 
 
 def _take_kv_heads(k: Any, v: Any, heads: jax.Array, G: int) -> Any:
-    """Return the key/value heads that a device's query heads read, in groups of G."""
-    n = len(heads)
+    """Return those of a device's key/value heads that its query heads read, in groups of G."""
+    n, K = len(heads), k.shape[-2]
+    if K == 1 or n == K * G:
+        # Picking would copy a cache.
+        return k, v
     if n % G == 0:
         heads = heads[::G]
     elif G % n == 0:
         heads = heads[:1]
     # Otherwise shards cut groups apart, and each query head gets a copy.
-    kv_heads = heads // G
+    kv_heads = heads // G % K
     return jax.tree.map(lambda x: jnp.take(x, kv_heads, axis=-2), (k, v))

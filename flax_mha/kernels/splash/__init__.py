@@ -24,7 +24,7 @@ from flax_mha.base import shapes, trees
 from flax_mha.base.coordinates import Array
 from flax_mha.kernels import tpu
 from flax_mha.kernels.softmax import finite, nan_flag
-from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal
+from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, name_result
 from flax_mha.kernels.splash import mask
 from flax_mha.kernels.splash.mask import Blocks, SplashMasks
 from flax_mha.scores import SoftCap
@@ -207,7 +207,7 @@ def _outputs(
 
 
 def _forward(call: SplashCall, *args: Any) -> tuple[Any, Any]:
-    result = _outputs(call, *args)
+    result = name_result(*_outputs(call, *args))
     return result, (args, result)
 
 

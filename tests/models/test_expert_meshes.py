@@ -1,0 +1,191 @@
+"""Experts on meshes: equality with one device, memory, and the bytes that devices send."""
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.plan.collectives import read, total
+from flax_mha import Experts, sharding
+from tests.kernels.cases import pairs
+from tests.models.expert_cases import (
+    CLIPPED,
+    KEY,
+    METHODS,
+    PLAIN,
+    X,
+    check_balance,
+    parameters,
+    run,
+    use,
+)  # fmt: skip
+from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on
+from tests.support.oracle import error
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with each method."""
+    use(request.param, monkeypatch)
+    return request.param
+
+
+RULES = {
+    "features divided": sharding.RULES,
+    "experts divided": changed(experts="model", mlp=None),
+    "both": changed(experts="data", batch=None),
+    "over the tokens' axis, and features": changed(experts="data"),
+    "over the tokens' axis": changed(experts="data", mlp=None),
+    "over all axes of tokens": changed(
+        length="model", experts=("data", "model"), mlp=None, heads=None, kv_heads=None
+    ),
+    "over one axis of tokens and one more": changed(experts=("model", "data"), mlp=None),
+    "over the sequence": changed(
+        length="model", experts="model", mlp=None, heads=None, kv_heads=None
+    ),
+    "over the sequence, and features": changed(
+        batch=None, length="model", experts="model", mlp="data", heads=None, kv_heads=None
+    ),
+    "features over the tokens' axis": changed(mlp="data"),
+    "sequence parallel norms": changed(norm_length="model"),
+    "tokens divided": changed(length="model", mlp=None, heads=None, kv_heads=None),
+    "FSDP": changed(embed="data"),
+    "some rules": (("experts", "model"),),
+}
+
+
+@functools.cache
+def on_one_device(method: str) -> Any:
+    """Return parameters, and the method's output with them."""
+    params = jax.jit(CLIPPED.init)(KEY, X)
+    bias = {name: x for name, x in parameters(CLIPPED)["params"].items() if "bias" in name}
+    params = {"params": params["params"] | bias}
+    return jax.device_get((params, run(CLIPPED, params, X)))
+
+
+# All pairs of these occur, not their whole product.
+@pytest.mark.sampled(0.12)
+@pytest.mark.parametrize(
+    ("name", "kind", "method"),
+    pairs(name=(*RULES,), kind=(*KINDS,), method=(*METHODS,)),
+    indirect=["method"],
+)
+def test_sharded_experts_match_one_device(name: str, kind: str, method: str) -> None:
+    params, wanted = on_one_device(method)
+    mesh, leave = on(kind, RULES[name])
+    try:
+        places = sharding.of(CLIPPED.init, KEY, X)
+        x = jax.device_put(X, NamedSharding(mesh, P("data" if name != "both" else None)))
+        got = jax.device_get(run(CLIPPED, jax.device_put(params, places), x))
+    finally:
+        leave()
+    if name in ("experts divided", "both", "some rules") or name.startswith("over "):
+        assert places["params"]["gate_kernel"].spec[0] is not None
+    assert error(got[1], wanted[1]) < FORWARD
+    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+def test_two_shardings_over_one_axis_raise() -> None:
+    _, leave = on("Auto", changed(experts="model"))
+    try:
+        with pytest.raises(
+            ValueError, match="'experts' is to be sharded over 'model', which another"
+        ):
+            sharding.init(PLAIN, KEY, X)
+    finally:
+        leave()
+
+
+def test_exchange_sends_tokens_and_no_weights(optimized: None) -> None:
+    """On CPUs, devices gather the tokens of each part, and scatter the sums of the outputs."""
+    n, (rows, features), top_k = 8, (128, 64), 2
+    module = Experts(96, n, top_k)
+    x = jnp.zeros((n, rows, features))
+    mesh, leave = on("Auto", changed(experts="data", mlp=None), (n, 1))
+    try:
+        params = described(module, x)
+        x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("data")))
+        places = jax.tree.map(lambda a: a.sharding, (params, x))
+        programs = [
+            jax.jit(module.apply, out_shardings=places[1]).lower(params, x).compile(),
+            jax.jit(lambda *args: run(module, *args)[0], out_shardings=places)
+            .lower(params, x).compile(),
+        ]  # fmt: skip
+    finally:
+        leave()
+    forward, both = (total(read(program.as_text(), n)) for program in programs)
+    tokens, choices, parts = 4 * n * rows * features, 4 * n * rows * top_k, n
+    assert forward == {
+        "all-gather": (3 * parts, tokens + 2 * choices),
+        "reduce-scatter": (parts, tokens // n),
+    }
+    # Each part is gathered again, and so are the gradients of the outputs.
+    assert both == {
+        "all-gather": (7 * parts, 3 * tokens + 4 * choices),
+        "reduce-scatter": (3 * parts, (2 * tokens + choices) // n),
+        "all-reduce": (1, 4 * n * features),
+    }
+
+
+@pytest.mark.parametrize("name", ["the tokens' axis", "an own axis"])
+def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized: None) -> None:
+    """With rows for all choices of all tokens, each array of hidden features would take 16 MiB."""
+    module, rows, features = Experts(1024, 8, 2), 2048, 64
+    axis = "data" if name == "the tokens' axis" else "model"
+    mesh, leave = on("Auto", changed(experts=axis, mlp=None), (8, 1) if axis == "data" else (1, 8))
+    try:
+        x = jax.ShapeDtypeStruct((8, rows // 8, features), jnp.float32,
+                                 sharding=NamedSharding(mesh, P("data")))  # fmt: skip
+        params = described(module, x)
+        places = jax.tree.map(lambda a: a.sharding, (params, x))
+        fn = jax.jit(lambda *args: run(module, *args)[0], out_shardings=places)
+        temporaries = fn.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+    finally:
+        leave()
+    assert temporaries < 16 * 2**20
+
+
+@pytest.mark.slow
+def test_experts_over_two_processes_match_one_device() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.models.expert_process", address, str(i)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (out, errors) in zip(processes, told, strict=True):
+        assert process.returncode == 0, errors
+        assert float(out.splitlines()[-1]) < BACKWARD
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_balance_loss_counts_the_tokens_of_all_devices(kind: str) -> None:
+    params = parameters(CLIPPED)
+    mesh, leave = on(kind, changed(experts="data", length="model", mlp=None, heads=None))
+    try:
+        placed = jax.device_put(params, sharding.of(CLIPPED.init, KEY, X))
+        x = jax.device_put(X, NamedSharding(mesh, P("data", "model")))
+        check_balance(CLIPPED, placed, x, params["params"]["router"])
+    finally:
+        leave()

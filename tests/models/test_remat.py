@@ -1,0 +1,177 @@
+"""Activations that a block stores by name, and recomputes otherwise."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_mha.nnx
+from flax_mha import Decoder, DecoderBlock, MultiHeadAttention
+from flax_mha.kernels import spec
+from flax_mha.layer import core
+from flax_mha.models import blocks, feed_forward, remat
+from flax_mha.positions import Rotary
+from tests.support.programs import count_equations, instructions
+
+T, D = 16, 16
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, D)), jnp.float32)
+# From the least memory to the most: each stores more than the one before.
+POLICIES: tuple[Any, ...] = (
+    True, ("z",), ("z", "lse"), ("q", "k", "v", "z", "lse"),
+    ("q", "k", "v", "z", "lse", "mlp_pre"), remat.NAMES, False,
+)  # fmt: skip
+
+
+def model(remat: Any, scan: bool = False, **fields: Any) -> Decoder:
+    layer = MultiHeadAttention(4, num_kv_heads=2, kernel="blockwise", rotary=Rotary())
+    block = DecoderBlock(layer, 32, remat=remat, norm="rmsnorm", gated=True, **fields)
+    return Decoder(2, block, scan=scan)
+
+
+def parameters(scan: bool = False, **fields: Any) -> Any:
+    return jax.jit(model(False, scan, **fields).init)(jax.random.key(1, impl="unsafe_rbg"), X)
+
+
+def loss(module: Decoder) -> Callable[[Any], jax.Array]:
+    return lambda params: jnp.sum(module.apply(params, X) ** 2)
+
+
+def stored(fn: Callable[..., Any], *args: Any, capsys: pytest.CaptureFixture) -> tuple[int, str]:
+    """Return the bytes that the backward pass reads of float32 activations, and JAX's report."""
+    jax.ad_checkpoint.print_saved_residuals(fn, *args)
+    report = capsys.readouterr().out
+    activations = [line for line in report.splitlines() if "from the argument" not in line]
+    shapes = [re.match(r"f32\[([\d,]*)\]", line) for line in activations]
+    return 4 * sum(
+        int(np.prod([int(n) for n in m[1].split(",") if n])) for m in shapes if m
+    ), report
+
+
+@pytest.mark.parametrize(
+    ("policy", "scan"),
+    [
+        (("z", "lse", "offload:mlp_pre"), True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            (True, True), (("z", "lse"), False), (remat.NAMES, True), ((), False),
+            (["q", "offload:z"], False), (jax.checkpoint_policies.dots_saveable, False),
+        )),
+    ],
+)  # fmt: skip
+def test_policies_change_no_gradient(policy: Any, scan: bool) -> None:
+    params = parameters(scan)
+    expected, actual = (
+        jax.jit(jax.value_and_grad(loss(model(each, scan))))(params) for each in (False, policy)
+    )
+    size = max(map(np.max, map(np.abs, jax.tree.leaves(expected[1]))))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_each_policy_stores_what_it_names(scan: bool, capsys: pytest.CaptureFixture) -> None:
+    params = parameters(scan)
+    sizes = [stored(loss(model(each, scan)), params, capsys=capsys)[0] for each in POLICIES]
+    assert sizes == sorted(sizes), sizes
+    # By hand, for two layers: z [2, T, 16], and two statistics [2, 4, T] of the kernel.
+    layer = 4 * 2 * 2 * T
+    assert sizes[1] - sizes[0] == layer * D
+    assert sizes[2] - sizes[1] == layer * 2 * 4
+    assert sizes[3] - sizes[2] == layer * (D + 8 + 8)
+    assert sizes[4] - sizes[3] == layer * 2 * 32
+
+
+@pytest.mark.slow
+def test_compiled_memory_follows_the_policies() -> None:
+    """Activations of 16 layers outweigh the temporaries of one."""
+    params = jax.eval_shape(model(False, True).clone(num_layers=16).init, jax.random.key(0), X)
+
+    def temporaries(policy: Any) -> int:
+        module = model(policy, True).clone(num_layers=16)
+        compiled = jax.jit(jax.grad(loss(module))).lower(params).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    sizes = [temporaries(POLICIES[i]) for i in (0, 2, 4, 6)]
+    assert sizes == sorted(sizes), sizes
+
+
+def test_names_are_those_of_the_program(capsys: pytest.CaptureFixture) -> None:
+    """With norms of the branches' outputs the backward pass reads every activation."""
+    fields: Any = {"branch_norm": True}
+    params = parameters(**fields)
+    report = stored(loss(model(remat.NAMES, **fields)), params, capsys=capsys)[1]
+    assert {*re.findall(r"named '(\w+)'", report)} == {*remat.NAMES}
+    text = str(jax.make_jaxpr(jax.grad(loss(model(False, **fields))))(params))
+    assert {*re.findall(r"name\[name=(\w+)\]", text)} == {*remat.NAMES}
+
+
+def test_stored_activations_spare_products() -> None:
+    params = parameters()
+
+    def products(policy: Any) -> int:
+        return count_equations(jax.make_jaxpr(jax.grad(loss(model(policy))))(params), "dot_general")
+
+    everything = ("q", "k", "v", "z", "lse", "out", "mlp_pre")
+    counts = {name: products(name) for name in (False, True, everything, ("mlp_hidden",))}
+    assert counts[everything] == counts[False] < counts[True]
+    # The gradient needs both projections that it is the product of.
+    assert counts["mlp_hidden",] == counts[True]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    ["blockwise", *(pytest.param(x, marks=pytest.mark.slow) for x in ("reference", "auto"))],
+)
+def test_names_change_no_program(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = MultiHeadAttention(2, kernel=kernel)
+    module = Decoder(1, DecoderBlock(layer, 8, remat=kernel == "blockwise"))
+    params = jax.eval_shape(module.init, jax.random.key(0), X)
+
+    def program() -> list[str]:
+        jax.clear_caches()  # Kernels share traces between calls.
+        return instructions(jax.jit(jax.grad(loss(module))).lower(params).compile())
+
+    named = program()
+    assert len(named) > 100
+    for place in (spec, core, blocks, feed_forward):
+        monkeypatch.setattr(place, "checkpoint_name", lambda x, name: x)
+    assert program() == named
+    assert "name[" not in str(jax.make_jaxpr(jax.grad(loss(module)))(params))
+
+
+@pytest.mark.parametrize(
+    ("policy", "got"),
+    [
+        (("z", "lsd"), r"'lsd'"), ("z", "'z' of str"), (1, "1 of int"),
+        (("z", "offload:z"), "offload:z"), ((3,), r"\(3,\)"), (("offload:",), "offload:"),
+        (None, "None"),
+    ],
+)  # fmt: skip
+def test_wrong_policies_name_those_that_exist(policy: Any, got: str) -> None:
+    names = ", ".join(remat.NAMES)
+    with pytest.raises(ValueError, match=f"remat must be .* names among {names}, .*, got .*{got}"):
+        jax.eval_shape(model(policy).init, jax.random.key(0), X)
+
+
+def test_nnx_layers_have_the_names(capsys: pytest.CaptureFixture) -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(4, D, kernel="blockwise", rngs=nnx.Rngs(0))
+    policy = jax.checkpoint_policies.save_only_these_names("z", "lse")
+    graph, state = nnx.split(layer)
+
+    def run(state: Any, x: jax.Array) -> jax.Array:
+        return jnp.sum(nnx.merge(graph, state)(x) ** 2)
+
+    def named(state: Any, x: jax.Array) -> jax.Array:
+        def call(layer: Any, x: jax.Array) -> jax.Array:
+            return layer(x)
+
+        return jnp.sum(nnx.remat(call, policy=policy)(nnx.merge(graph, state), x) ** 2)
+
+    report = stored(named, state, X, capsys=capsys)[1]
+    assert re.findall(r"named '(\w+)'", report) == ["z", "lse", "lse"]
+    expected, actual = (jax.jit(jax.grad(fn))(state, X) for fn in (run, named))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)

@@ -1,0 +1,115 @@
+"""Orders of tokens that balance a ring of devices."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments import ring_orders
+from flax_mha import MultiHeadAttention, masks, sharding
+from flax_mha.positions import Rotary
+from flax_mha.sharding.order import piece_size
+from tests.support.meshes import BACKWARD, FORWARD, FOUR, KEY, on
+from tests.support.oracle import error
+
+RNG = np.random.default_rng(8)
+
+
+def test_documents_are_balanced_over_eight_devices() -> None:
+    """Five draws of log-normal documents, 16,384 tokens, tiles of 128."""
+    for draw in range(5):
+        lengths = ring_orders.documents(2**14, draw)
+        order = sharding.balanced(lengths, 8, tile=128)
+        mask = masks.Causal() & masks.Documents(lengths)
+        contiguous, balanced = (
+            ring_orders.lockstep(mask, one, 8, 128).ratio for one in (np.arange(2**14), order)
+        )
+        assert balanced <= 1.06 < 1.5 < contiguous
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=6), min_size=1, max_size=3),
+    st.integers(1, 5), st.sampled_from([1, 4, 8]), st.sampled_from([None, masks.Window(9, 4)]),
+)  # fmt: skip
+def test_each_device_gets_equally_many_pieces(
+    rows: list[list[int]], devices: int, tile: int, mask: Any
+) -> None:
+    """It is the same permutation each time, of whole tiles, ascending on each device."""
+    size = devices * tile
+    T = size * max(-(-sum(row) // size) for row in [*rows, [1]])
+    lengths = np.zeros((len(rows), 7), int)
+    for row, into in zip(rows, lengths, strict=True):
+        into[: len(row)] = row
+        into[6] = T - sum(row)
+    order = sharding.balanced(lengths, devices, mask=mask, tile=tile)
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(order), np.arange(T))
+    assert (np.diff(order.reshape(-1, tile)) == 1).all()
+    assert (np.diff(order.reshape(devices, -1)) > 0).all()
+    again = sharding.balanced(jnp.asarray(lengths), devices, mask=mask, tile=tile)
+    np.testing.assert_array_equal(order, again)
+
+
+def test_pieces_of_static_orders_are_their_runs() -> None:
+    """Tiles of a ring are no larger. With traced positions they are those of `balanced`."""
+
+    def size(order: Any, devices: int = 8) -> int:
+        return piece_size(len(order) // devices, order[None, None, :, None])
+
+    assert size(np.arange(2**14)) == 2**11
+    assert size(sharding.zigzag(2**14, 8)) == 2**10
+    assert size(sharding.balanced([2**14], 8, tile=256)) == 256
+    assert size(RNG.permutation(2**14)) == 128
+    assert [size(jnp.arange(2**n)) for n in (14, 15, 16, 20)] == [128, 256, 512, 512]
+    lengths = [5000, 2**17 - 5000]
+    assert (np.diff(sharding.balanced(lengths, 8).reshape(-1, 512)) == 1).all()
+
+
+LENGTHS = [9, 30, 3, 14, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [("ring:reference", "Auto"), ("ring", "Explicit"), ("ring:blockwise", "Explicit")],
+)
+def test_ring_of_balanced_documents_matches_one_device(kernel: str, kind: str) -> None:
+    """The layer's values and gradients, with the order and the lengths traced."""
+    layer = MultiHeadAttention(8, kernel=kernel, rotary=Rotary())
+    x = jnp.asarray(RNG.normal(size=(2, sum(LENGTHS), 32)), jnp.float32)
+    variables = layer.init(KEY, x)
+    order = sharding.balanced(LENGTHS, 4, tile=4)
+
+    def loss(variables: Any, x: jax.Array, lengths: jax.Array, order: Any) -> Any:
+        mask = masks.Causal() & masks.Documents(lengths)
+        out = layer.apply(variables, x, mask=mask, order=order)
+        return jnp.sum(jnp.sin(3 * out) ** 2), out
+
+    pull = jax.grad(loss, (0, 1), has_aux=True)
+    (slopes, dx), out = jax.jit(pull)(variables, x, jnp.asarray(LENGTHS), None)
+    mesh, leave = on(kind, FOUR)
+    try:
+        x = jax.device_put(x[:, order], NamedSharding(mesh, P(None, "model")))
+        args = variables, x, jnp.asarray(LENGTHS), jnp.asarray(order)
+        (got_slopes, got_dx), got = jax.device_get(jax.jit(pull)(*args))
+    finally:
+        leave()
+    back = np.argsort(order)
+    assert error(got[:, back], out) < FORWARD
+    assert error(got_dx[:, back], dx) < BACKWARD
+    for a, b in zip(jax.tree.leaves(got_slopes), jax.tree.leaves(slopes), strict=True):
+        assert error(a, b) < BACKWARD
+
+
+@pytest.mark.slow
+def test_table_in_the_docs_is_up_to_date() -> None:
+    page = Path(ring_orders.__file__).parent.parent / "docs" / "sharding.md"
+    assert ring_orders.table() in page.read_text()
