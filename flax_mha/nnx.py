@@ -16,7 +16,6 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.arguments import InitSignature, check_known, described_as, with_options
 from flax_mha.base.shapes import Shape
 from flax_mha.cache import KVCache, as_cache_config, sources
-from flax_mha.kernels.capture import as_capture
 from flax_mha.layer import core
 from flax_mha.layer.edits import Edits
 from flax_mha.layer.linear import Linear, answer
@@ -146,10 +145,7 @@ class MultiHeadAttention(Attention, nnx.Module):
         table = self.table(D, self.in_kv_features, self.in_kv_features)
         N, K, H, Hv = self.sizes(D)
         self.num_kv_heads, self.head_dim, self.v_head_dim, self.qkv_features = K, H, Hv, N * H
-        self.cache, self.capture = (
-            as_cache_config(self.cache),
-            as_capture(self.capture, in_layer=True),
-        )
+        self.cache = as_cache_config(self.cache)
         self.scores = nnx.data(as_scores(self.scores))
         # A tuple, so that the layer's definition can be hashed.
         self._entries = tuple(table.items())

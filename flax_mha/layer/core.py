@@ -17,7 +17,7 @@ from flax_mha.cache import KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
-from flax_mha.layer import custom_attention, points
+from flax_mha.layer import custom_attention, head_points
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
@@ -82,16 +82,12 @@ def attend(
     q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-    taps = call.points
-    q = checkpoint_name(points.of_heads(taps, "q", q), "q")
+    points = call.points
+    if points is not None:
+        q, k, v, cache = head_points.edit_inputs(points, q, k, v, cache)
+    q = checkpoint_name(q, "q")
     if k is not None:
-        k, v = (
-            checkpoint_name(points.of_keys(taps, name, x, q), name)
-            for name, x in (("k", k), ("v", v))
-        )
-    elif isinstance(cache, KeyValue):
-        k, v = (points.of_keys(taps, n, x, q) for n, x in (("k", cache.key), ("v", cache.value)))
-        cache = cache.replace(key=k, value=v)
+        k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
@@ -101,7 +97,8 @@ def attend(
     source, cache = sources.open_source(
         cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
     )
-    points.of_scores(taps, arguments, q, source.key.shape[-3])
+    if points is not None:
+        head_points.edit_scores(points, arguments, q, source.key.shape[-3])
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
@@ -111,18 +108,17 @@ def attend(
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
-    x = points.of_heads(taps, "z", x)
+    x = x if points is None else head_points.edit_heads(points, x)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)
     captured = more[-1] if arguments["capture"] else {}
     with jax.named_scope("merge"):
         out = p["out"](x) if "out" in p else jax.lax.collapse(x, x.ndim - 2)
-        if "out" in p:
-            out = points.of_results(taps, p["out"], x, out)
-        out = checkpoint_name(taps("out", out, pick=points.pick_tokens), "out")
-    taps.finish()
-    captured = taps.captured | captured
+    if points is not None:
+        out = head_points.edit_output(points, p.get("out"), x, out)
+        captured = points.captured | captured
+    out = checkpoint_name(out, "out")
     return Output(out, more[0] if call.return_weights else None, captured, cache, source)
 
 
@@ -141,7 +137,7 @@ def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
 
 def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str, Any]:
     """Return the arguments of attention beside queries, keys and values."""
-    capture = call.points.capture
+    capture = None if call.points is None else call.points.of_softmax()
     scale = settings.scale if call.scale is None else call.scale
     arguments: dict[str, Any] = {
         "mask": masks.combine(settings.mask, call.mask), "bias": call.bias,
@@ -149,7 +145,7 @@ def _arguments(p: Mapping[str, Any], settings: Settings, call: Call) -> dict[str
         "precision": settings.precision, "normalizer": settings.normalizer,
         # A learned scale is in the queries.
         "scale": 1.0 if "score_scale" in p else scale,
-        "capture": capture and capture.of_softmax(), "return_weights": call.return_weights,
+        "capture": capture, "return_weights": call.return_weights,
     }  # fmt: skip
     if call.dropout_rng is not None:
         arguments |= {

@@ -8,30 +8,22 @@ Addition", 2023 (steering).
 import contextlib
 import contextvars
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import At, ScoreArray
-from flax_mha.base.shapes import Dims
-from flax_mha.kernels import Capture, dot_product_attention, observe
-from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.stored import dequantize
-from flax_mha.layer.linear import Linear
-from flax_mha.scores import Bias, ScoreMod
+from flax_mha.kernels import Capture
 
 Path: TypeAlias = tuple[str, ...]
 COLLECTION = "edits"
-_FEATURES = ("batch", "norm_length", None)
+FEATURES = ("batch", "norm_length", None)
 
 
 class Edit(struct.PyTreeNode):
@@ -102,7 +94,7 @@ class Points:
     Attributes:
       path: the module's path.
       edits: the edits by name.
-      capture: the names to read, without prefix, or None.
+      reads: the names to read, without prefix, or None.
       prefix: the prefix of all names.
       parameter: the shape of the module's first parameter, or None.
       captured: the tensors read so far, by name without prefix.
@@ -111,11 +103,16 @@ class Points:
 
     path: Path = ()
     edits: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    capture: Capture | None = None
+    reads: Capture | None = None
     prefix: str = "attention_"
     parameter: tuple[int, ...] | None = None
     captured: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     seen: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_active(self) -> bool:
+        """True if there is something to edit, read or list."""
+        return bool(self.edits) or self.reads is not None or _LISTING.get() is not None
 
     def edit(self, name: str, x: jax.Array | jax.ShapeDtypeStruct) -> Edit | None:
         """Return the edit of a point whose tensor is like x, or None.
@@ -141,7 +138,7 @@ class Points:
         return edit
 
     def __call__(
-        self, name: str, x: jax.Array, axes: sharding.LogicalNames = _FEATURES,
+        self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES,
         pick: Callable[[jax.Array, Capture], jax.Array] = lambda x, _: x,
     ) -> jax.Array:  # fmt: skip
         """Return x as edited, and keep it if it is to be read.
@@ -155,13 +152,17 @@ class Points:
         edit = self.edit(name, x)
         if edit is not None:
             x = sharding.auto(lambda x, edit: edit(x), axes, x, edit)
-        if self.capture is not None and name in self.capture.what:
-            self.captured[name] = pick(x, self.capture)
+        if self.reads is not None and name in self.reads.what:
+            self.captured[name] = pick(x, self.reads)
         return x
+
+    def of_softmax(self) -> Capture | None:
+        """Return the capture of the values of a softmax alone, or None if there are none."""
+        return None if self.reads is None else self.reads.of_softmax()
 
     def needs(self, name: str) -> bool:
         """Return True if a point that costs something is to be read, edited or listed."""
-        is_read = self.capture is not None and name in self.capture.what
+        is_read = self.reads is not None and name in self.reads.what
         return is_read or self.prefix + name in self.edits or _LISTING.get() is not None
 
     def finish(self, module: nn.Module | None = None) -> None:
@@ -180,7 +181,7 @@ class Points:
                 module.sow("intermediates", self.prefix + name, x)
 
 
-def of_module(module: nn.Module, capture: Capture | None = None, prefix: str = "") -> Points:
+def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "") -> Points:
     """Return the points of a call of a linen module, with the edits at its path.
 
     They are in the collection `edits`, or beside the module's parameters under that name, where a
@@ -191,143 +192,6 @@ def of_module(module: nn.Module, capture: Capture | None = None, prefix: str = "
     values = {**variables.get(COLLECTION, {}), **parameters.pop(COLLECTION, {})}
     edits = {name: edit for name, edit in values.items() if isinstance(edit, Edit)}
     leaves = jax.tree.leaves(parameters) if _LISTING.get() is not None else ()
-    capture = capture if module.is_mutable_collection("intermediates") else None
+    reads = reads if module.is_mutable_collection("intermediates") else None
     shape = np.shape(leaves[0]) if leaves else None
-    return Points(tuple(module.path), edits, capture, prefix, shape)
-
-
-def pick_tokens(x: jax.Array, capture: Capture) -> jax.Array:
-    """Return the captured queries of features [*B, T, D]."""
-    return _pick_heads(x[..., None, :], dataclasses.replace(capture, heads=None))[..., 0, :]
-
-
-def _pick_heads(x: jax.Array, capture: Capture) -> jax.Array:
-    """Return the captured queries and heads of x [*B, T, N, H]."""
-    heads, queries = capture.chosen(Dims.of(x, x, x))
-    return jnp.swapaxes(observe.pick(jnp.swapaxes(x, -3, -2), heads, queries), -3, -2)
-
-
-def of_heads(points: Points, name: str, x: jax.Array) -> jax.Array:
-    """Apply a point of queries or outputs of heads [*B, T, N, H]."""
-    return points(name, x, sharding.HEADS, _pick_heads)
-
-
-def of_keys(points: Points, name: str, x: jax.Array, q: jax.Array) -> jax.Array:
-    """Apply a point of keys or values [*B, S, K, H], for queries [*B, T, N, H]."""
-
-    def pick(x: jax.Array, capture: Capture) -> jax.Array:
-        heads, _ = capture.chosen(Dims.of(q, q, q))
-        return x if heads is None else jnp.take(x, heads // (q.shape[-2] // x.shape[-2]), -2)
-
-    return points(name, x, sharding.KV_HEADS, pick)
-
-
-def of_results(points: Points, linear: Linear, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the point of each head's share of the output, [*B, T, N, D], if it is needed.
-
-    Args:
-      points: the points of the call.
-      linear: the output projection.
-      x: the heads' outputs [*B, T, N, Hv].
-      out: the output [*B, T, D].
-
-    Returns:
-      out, or the sum of edited shares.
-    """
-    if linear.kernel is None or not points.needs("result"):
-        return out
-
-    def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        x, kernel = promote_dtype(x, kernel, dtype=linear.dtype)
-        return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
-
-    names = ("batch", "length", "heads", None)
-    shares = points("result", sharding.auto(share, names, x, linear.kernel), names, _pick_heads)
-    if points.prefix + "result" not in points.edits:
-        return out
-
-    def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
-        total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
-        if bias is not None:
-            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
-        return total.astype(out_dtype)
-
-    out_dtype = out.dtype
-    return sharding.auto(add, _FEATURES, shares, linear.bias)
-
-
-def of_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int) -> None:
-    """Put edits of scores and weights into the arguments of attention from q to S keys."""
-    *B, T, N, _ = q.shape
-    scores = jax.ShapeDtypeStruct((*B, N, T, S), shapes.wide(q.dtype))
-    edit = points.edit("scores", scores)
-    if edit is not None:
-        bias = arguments.pop("bias")
-        before = () if bias is None else (Bias(bias),)
-        arguments["scores"] = (*arguments["scores"], *before, _EditedScores(edit))
-    if "attention" not in arguments:
-        edit = points.edit("weights", scores.update(dtype=q.dtype))
-        if edit is not None:
-            arguments["attention"] = functools.partial(_attend_with_weights, edit)
-
-
-class _EditedScores(ScoreMod):
-    """keep·score + add, for arrays that broadcast to the scores [*B, N, T, S]."""
-
-    edit: Edit
-
-    def bind(self, dims: Dims) -> Self:
-        def over_scores(x: Any) -> ScoreArray:
-            return ScoreArray(shapes.lead(jnp.asarray(x, jnp.float32), len(dims.logits)))
-
-        return self.replace(edit=jax.tree.map(over_scores, self.edit))
-
-    def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        return Edit(self.edit.keep.array, self.edit.add.array)(score)
-
-
-def _attend_with_weights(
-    edit: Edit, q: jax.Array, k: Any, v: Any, *, capture: Capture | None = None,
-    return_weights: bool = False, **call: Any,
-) -> Any:  # fmt: skip
-    """Compute attention with the weights of some heads edited. The others are the kernel's."""
-    if call.get("dropout_rate"):
-        raise ValueError(
-            f"an edit of attention_weights needs a call without dropout, got dropout_rate="
-            f"{call['dropout_rate']}; give deterministic=True"
-        )
-    dims = shapes.attention_dims(q, k, v)
-    names = () if capture is None else tuple(capture.what)
-    chosen, _ = Capture((), edit.heads).chosen(dims)
-    heads = np.arange(dims.N) if chosen is None else chosen
-    kept, queries = (capture or Capture((), edit.heads)).chosen(dims)
-    read = np.arange(dims.N) if kept is None else kept
-    both = np.union1d(heads, read)
-    out, *whole, values = dot_product_attention(
-        q, k, v, capture=Capture((*{*names, "weights"},), tuple(both.tolist())),
-        return_weights=return_weights, **call,
-    )  # fmt: skip
-
-    def change(edit: Edit, v: jax.Array, out: jax.Array, w: jax.Array, *whole: jax.Array) -> Any:
-        at = np.searchsorted(both, heads)
-        new = edit(w[..., at, :, :])
-        v = jnp.take(v, heads // dims.G, -2)
-        z = jnp.einsum("...hts,...shd->...thd", new, finite(v), precision=call.get("precision"))
-        # A weight of 0 hides a value that is not finite.
-        bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
-        bad = jnp.swapaxes(((new != 0) & bad).any(-1), -1, -2)[..., None]
-        out = out.at[..., heads, :].set(jnp.where(bad, jnp.nan, z).astype(out.dtype))
-        return [
-            out,
-            w.at[..., at, :, :].set(new),
-            *(x.at[..., heads, :, :].set(new) for x in whole),
-        ]
-
-    axes = ("batch", None, "length", None)
-    out, values["weights"], *whole = sharding.auto(
-        change, [sharding.HEADS, axes, *(axes for _ in whole)],
-        edit, dequantize(v), out, values["weights"], *whole,
-    )  # fmt: skip
-    at = None if read.size == both.size else np.searchsorted(both, read)
-    captured = {name: observe.pick(values[name], at, queries) for name in names}
-    return (out, *whole, *([captured] if capture else []))
+    return Points(tuple(module.path), edits, reads, prefix, shape)

@@ -133,7 +133,7 @@ class Call:
       scale: the scale of the scores, in place of the layer's.
       dropout_rng: a key for dropout, or None for no dropout.
       return_weights: True to return the weights.
-      points: the named tensors of the call, to change and to read.
+      points: the named tensors of the call to change, read or list; None for none.
       sower: the module that an `attention_fn` sows weights into.
     """
 
@@ -148,7 +148,7 @@ class Call:
     scale: float | None = None
     dropout_rng: jax.Array | None = None
     return_weights: bool = False
-    points: Points = dataclasses.field(default_factory=Points)
+    points: Points | None = None
     sower: Any = None
 
 

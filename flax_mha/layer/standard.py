@@ -93,11 +93,11 @@ class Attention(Fields):
           return_weights: True to return the weights.
         """
         sow_weights = checks.flag("sow_weights", options.get("sow_weights", False))
-        points.capture = captured(self.capture, sow_weights, is_captured, self.attention_fn)
+        points.reads = captured(self.capture, sow_weights, is_captured, self.attention_fn)
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights, "points": points,
+            "return_weights": return_weights, "points": points if points.is_active else None,
             "sower": self if sow_weights else None,
         }  # fmt: skip
         return Call(**named)
