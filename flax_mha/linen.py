@@ -85,7 +85,8 @@ class MultiHeadAttention(Attention, nn.Module):
       sinks: True to learn one more score for each head, which takes weight in the softmax and adds
         nothing to the output.
       capture: internals of a call to sow as intermediates, such as
-        `Capture(("z", "entropy"))`, under `attention_z`, `attention_entropy` and so on. The output is the same to the bit.
+        `Capture(("z", "entropy"))`, under `attention_z`, `attention_entropy` and so on. The output
+        is the same to the bit.
       rotary: a rotation of queries and keys by their positions, such as `positions.Rotary()`.
       normalizer: the function from scores to weights: "softmax", "sigmoid" or "softpick". The last
         two need the kernel `reference`; see `flax_mha.kernels.reference`.
