@@ -70,7 +70,7 @@ class TalkingHeadsAttention(TalkingHeads, MultiHeadAttention):
     Longer vectors compute the sums, so that any kernel can: query n holds all P_mn q_m, key and
     value hold those of all heads. Memory stays that of the kernel; both products take K times those
     of `MultiHeadAttention`. Where heads are sharded, each device receives the queries, keys and
-    values of all, and outputs are summed on the device of their head (see docs/sharding.md).
+    values of all, and outputs are summed on the device of their head (see docs/communication.md).
 
     Source: Shazeer et al., "Talking-Heads Attention", 2020.
     """

@@ -36,10 +36,12 @@ SLOW = {f"docs/{name}.md" for name in SLOW_NAMES}
 
 
 def sharding(scope: Scope) -> None:
-    y = scope["y"]
+    y, out = scope["y"], scope["out"]
     assert y.sharding.spec[0] == "data"
+    assert out.sharding.spec[0] == ("dcn", "data")
     expected = scope["model"].apply(jax.device_get(scope["variables"]), scope["x"])
-    np.testing.assert_allclose(jax.device_get(y), expected, atol=1e-5)
+    for found in (y, out):
+        np.testing.assert_allclose(jax.device_get(found), expected, atol=1e-5)
 
 
 def decoding(scope: Scope) -> None:
