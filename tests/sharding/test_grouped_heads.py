@@ -77,6 +77,12 @@ def test_shared_heads_match_one_device(name: str, kernel: str, kind: str) -> Non
     compare(attend, (q, k, v, bias, sinks), kind, GROUPED, [P()] * 5, shape)
 
 
+def test_devices_take_the_heads_that_their_queries_read() -> None:
+    """A device holds two key/value heads, and its query heads read one."""
+    q, k, v = (jnp.asarray(RNG.normal(size=(B, 8, n, H)), jnp.float32) for n in (24, 4, 4))
+    compare(dot_product_attention, (q, k, v), "Auto", GROUPED, [P()] * 3, (1, 2, 4))
+
+
 LAYERS: dict[str, MultiHeadAttention] = {
     "grouped": MultiHeadAttention(
         8, num_kv_heads=4, rotary=Rotary(), qk_norm=QKNorm("rmsnorm"), gate="head", sinks=True,
