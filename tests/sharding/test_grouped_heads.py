@@ -55,7 +55,7 @@ HEADS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sampled(0.12)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("kernel", ["reference", "blockwise"])
 @pytest.mark.parametrize("name", HEADS)
@@ -108,7 +108,7 @@ def randomized(params: Any) -> Any:
     return jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape) / 4, x.dtype), params)
 
 
-@pytest.mark.sampled(0.1)
+@pytest.mark.sampled(0.05)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_with_shared_heads_match_one_device(name: str, kind: str) -> None:
