@@ -76,9 +76,7 @@ def together(
 
     All of them have ended when the context exits.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     commands = [
         [
             "-m", module, "--distributed", f"--coordinator_address={address}",
@@ -87,6 +85,20 @@ def together(
         ]
         for i in range(count)
     ]  # fmt: skip
+    with started(commands, logs) as processes:
+        yield processes
+
+
+def free_address() -> str:
+    """Return an address of this machine with a port that is free now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def started(commands: Sequence[Sequence[str]], logs: Path) -> Iterator[Processes]:
+    """Run a process of each command. All of them have ended when the context exits."""
     processes = Processes(commands, logs)
     try:
         yield processes

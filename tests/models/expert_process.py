@@ -1,7 +1,6 @@
-"""Train experts for a step on two processes, and print the largest error against one device.
+"""Train experts for a step on several processes, and print the largest error against one device.
 
-python -m tests.models.expert_process ADDRESS PROCESS, with the devices of each process in
-XLA_FLAGS.
+python -m tests.models.expert_process ADDRESS COUNT PROCESS, as `tests.support.processes` runs it.
 """
 
 import sys
@@ -11,9 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from flax_mha import Experts, sharding
+from tests.support import processes
 
 MODULE = Experts(24, 8, 2)
 RULES = tuple((name, "data" if name == "experts" else axis) for name, axis in sharding.RULES)
@@ -29,21 +28,18 @@ def step(params: Any, x: Any) -> Any:
     return jax.grad(loss, (0, 1), has_aux=True)(params, x)
 
 
-def main(address: str, process: str) -> None:
+def main(*identity: str) -> None:
     """Print the error of outputs and gradients."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(address, 2, int(process))
+    processes.join(*identity)
     x = np.random.default_rng(0).normal(size=(8, 4, 16)).astype("f")
     with jax.default_device(jax.local_devices()[0]):
         params = jax.device_get(jax.jit(MODULE.init)(jax.random.key(0), x))
         wanted = jax.device_get(jax.jit(step)(params, x))
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         places = sharding.of(MODULE.init, jax.random.key(0), x)
         placed = jax.device_put((params, x), (places, jax.NamedSharding(mesh, jax.P("data"))))
-        got = multihost_utils.process_allgather(jax.jit(step)(*placed), tiled=True)
-    errors = jax.tree.map(lambda a, b: np.abs(a - b).max() / np.abs(b).max(), got, wanted)
-    print(max(jax.tree.leaves(errors)))
+        processes.tell_error("experts", jax.jit(step)(*placed), wanted)
 
 
 if __name__ == "__main__":

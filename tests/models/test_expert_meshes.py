@@ -1,10 +1,7 @@
 """Experts on meshes: equality with one device, memory, and the bytes that devices send."""
 
 import functools
-import os
-import socket
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +24,7 @@ from tests.models.expert_cases import (
     run,
     use,
 )  # fmt: skip
+from tests.support import processes
 from tests.support.meshes import BACKWARD, FORWARD, KINDS, changed, described, on
 from tests.support.oracle import error
 
@@ -155,28 +153,11 @@ def test_device_needs_the_memory_of_its_share(name: str, method: str, optimized:
 
 
 @pytest.mark.slow
-def test_experts_over_two_processes_match_one_device() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.models.expert_process", address, str(i)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for i in range(2)
-    ]  # fmt: skip
-    try:
-        told = [process.communicate(timeout=300) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (out, errors) in zip(processes, told, strict=True):
-        assert process.returncode == 0, errors
-        assert float(out.splitlines()[-1]) < BACKWARD
+@pytest.mark.parametrize("count", [2, 4])
+def test_experts_over_processes_match_one_device(count: int, tmp_path: Path) -> None:
+    for told in processes.run_together("tests.models.expert_process", count, tmp_path / "logs"):
+        assert told.keys() == {"experts"}
+        assert told["experts"] < BACKWARD
 
 
 @pytest.mark.parametrize("kind", KINDS)
