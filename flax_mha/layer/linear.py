@@ -20,12 +20,7 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.shapes import Shape
 from flax_mha.sharding import LogicalNames
 from flax_mha.sharding.rules import unpack_entry
-from flax_mha.sharding.tensor_parallel import (
-    column_parallel,
-    gather_kernels,
-    gathered,
-    row_parallel,
-)
+from flax_mha.sharding.tensor_parallel import column_parallel, gather_all, gathered, row_parallel
 
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
@@ -109,13 +104,12 @@ class Linear(struct.PyTreeNode):
             return _plus(multiply(x, kernel), bias)
 
         def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            kernel = sharding.constrain(kernel, gathered(self.names))
             y = column_parallel(multiply, x, [self], kernel) if self.contracted == 1 else None
             y = row_parallel(multiply, x, self, kernel) if y is None else y
             return multiply(x, kernel) if y is None else y
 
         def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            return _plus(gather_kernels(whole, x, [self], kernel), bias)
+            return _plus(gather_all(whole, x, [self], kernel), bias)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
 
@@ -194,16 +188,12 @@ def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
         return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(parts, kernels, strict=True)]
 
     def whole(x: jax.Array, *kernels: jax.Array) -> Any:
-        constrained = [
-            sharding.constrain(w, gathered(p.names))
-            for w, p in zip(kernels, projections, strict=True)
-        ]
-        parts = column_parallel(multiply, x, projections, *constrained)
-        return multiply(x, *constrained) if parts is None else parts
+        parts = column_parallel(multiply, x, projections, *kernels)
+        return multiply(x, *kernels) if parts is None else parts
 
     def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
         kernels, biases = parameters[: len(projections)], parameters[len(projections) :]
-        parts = gather_kernels(whole, x, projections, *kernels)
+        parts = gather_all(whole, x, projections, *kernels)
         return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
 
     names = [p.names_of_result for p in projections]

@@ -66,12 +66,12 @@ def row_parallel(
     return sharding.local(local, names, (shape, outer), x, kernel)
 
 
-def gather_kernels(
+def gather_all(
     fn: Callable[..., Any], x: jax.Array, projections: Sequence[Any], *kernels: jax.Array
 ) -> Any:
-    """Return fn(x, *kernels), with kernels that FSDP shards gathered on Manual axes.
+    """Return fn(x, *kernels), with kernels sharded by FSDP gathered on Manual axes.
 
-    The gradients are reduce-scattered: XLA alone would all-reduce them, and then slice.
+    Their gradients are reduce-scattered. XLA alone would all-reduce them, and then slice.
     """
     rows, shape = projections[0].rows, x.shape[: x.ndim - projections[0].contracted]
     at = len(shape) - len(rows)
@@ -82,7 +82,7 @@ def gather_kernels(
         for w, p in zip(kernels, projections, strict=True)
     ]
     if not any(map(any, specs)):
-        return fn(x, *kernels)
+        return fn(x, *map(sharding.constrain, kernels, names))
 
     def gather(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
         for i, over in enumerate(spec):
@@ -95,7 +95,7 @@ def gather_kernels(
             sharding.local(functools.partial(gather, spec=spec), [n], (w.shape, n), shard)
             for spec, n, w, shard in zip(specs, names, kernels, shards, strict=True)
         ]
-        return fn(x, *whole)
+        return fn(x, *map(sharding.constrain, whole, names))
 
     rows_of_device = PartitionSpec(*[None] * at, rules.pack_entry(axes))
     return run_on_shards(local, set(axes), [rows_of_device, *specs], rows_of_device, x, *kernels)

@@ -16,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from experiments.plan.collectives import read
-from flax_mha import MLP, Encoder, EncoderBlock, MultiHeadAttention
+from flax_mha import MLP, Encoder, EncoderBlock, MultiHeadAttention, sharding
 from flax_mha import nnx as flax_mha_nnx
 from flax_mha.layer import linear
 from flax_mha.positions import Rotary
+from flax_mha.sharding.tensor_parallel import gathered
 from tests.support.meshes import (
     BACKWARD,
     FORWARD,
@@ -52,7 +53,8 @@ CASES: dict[str, tuple[nn.Module, Any]] = {
     "both axes for both": (LAYER, changed(batch=ROWS, embed=ROWS)),
     "rows elsewhere": (BLOCK, changed(batch="data", embed="group")),
     "positions over an axis": (
-        BLOCK, changed(batch=ROWS, embed="group", length="model", heads=None, kv_heads=None, mlp=None),
+        BLOCK,
+        changed(batch=ROWS, embed="group", length="model", heads=None, kv_heads=None, mlp=None),
     ),
 }  # fmt: skip
 
@@ -140,7 +142,12 @@ def test_gradients_are_reduce_scattered(optimized: None, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_programs_without_fsdp_stay_the_same(kind: str, monkeypatch: Any) -> None:
-    """Without a rule for `embed`, and with one over devices with the same rows."""
+    """The rule for `embed` is missing, or names an axis of devices with the same rows."""
+
+    def plain(fn: Any, x: jax.Array, projections: Any, *kernels: jax.Array) -> Any:
+        whole = zip(kernels, projections, strict=True)
+        return fn(x, *(sharding.constrain(w, gathered(p.names)) for w, p in whole))
+
     lowered: dict[bool, list[str]] = {}
     for is_plain in (False, True):
         if is_plain:
