@@ -83,7 +83,7 @@ def test_layers_match_one_device(name: str, kind: str) -> None:
         leave()
     assert error(got_out, out) < 5 * FORWARD
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert error(a, b) < BACKWARD
+        assert error(a, b) < 2 * BACKWARD
 
 
 @pytest.mark.sampled(0.5)
@@ -104,7 +104,7 @@ def test_nnx_layer_matches_one_device(kind: str) -> None:
     finally:
         leave()
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert error(a, b) < BACKWARD
+        assert error(a, b) < 2 * BACKWARD
 
 
 @pytest.mark.parametrize("kind", KINDS)
