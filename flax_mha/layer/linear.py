@@ -20,7 +20,7 @@ from flax_mha.base import checks, shapes
 from flax_mha.base.shapes import Shape
 from flax_mha.sharding import LogicalNames
 from flax_mha.sharding.rules import unpack_entry
-from flax_mha.sharding.tensor_parallel import column_parallel, gathered, row_parallel
+from flax_mha.sharding.tensor_parallel import column_parallel, gather_all, gathered, row_parallel
 
 default_kernel_init = nn.linear.default_kernel_init
 default_bias_init = nn.initializers.zeros_init()
@@ -103,12 +103,13 @@ class Linear(struct.PyTreeNode):
         if jax.sharding.get_abstract_mesh().empty:
             return _plus(multiply(x, kernel), bias)
 
-        def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-            kernel = sharding.constrain(kernel, gathered(self.names))
+        def whole(x: jax.Array, kernel: jax.Array) -> jax.Array:
             y = column_parallel(multiply, x, [self], kernel) if self.contracted == 1 else None
             y = row_parallel(multiply, x, self, kernel) if y is None else y
-            y = multiply(x, kernel) if y is None else y
-            return _plus(y, bias)
+            return multiply(x, kernel) if y is None else y
+
+        def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+            return _plus(gather_all(whole, x, [self], kernel), bias)
 
         return sharding.auto(product, self.names_of_result, x, kernel, bias)
 
@@ -186,15 +187,13 @@ def _join(x: jax.Array, projections: Sequence[Linear]) -> list[jax.Array]:
         parts = jnp.split(y, list(ends), axis=-1)
         return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(parts, kernels, strict=True)]
 
+    def whole(x: jax.Array, *kernels: jax.Array) -> Any:
+        parts = column_parallel(multiply, x, projections, *kernels)
+        return multiply(x, *kernels) if parts is None else parts
+
     def product(x: jax.Array, *parameters: Any) -> list[jax.Array]:
         kernels, biases = parameters[: len(projections)], parameters[len(projections) :]
-        constrained = [
-            sharding.constrain(w, gathered(p.names))
-            for w, p in zip(kernels, projections, strict=True)
-        ]
-        parts = column_parallel(multiply, x, projections, *constrained)
-        if parts is None:
-            parts = multiply(x, *constrained)
+        parts = gather_all(whole, x, projections, *kernels)
         return [_plus(y, bias) for y, bias in zip(parts, biases, strict=True)]
 
     names = [p.names_of_result for p in projections]

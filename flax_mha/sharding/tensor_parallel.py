@@ -3,14 +3,17 @@
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from flax_mha import sharding
 from flax_mha.base.shapes import Shape
 from flax_mha.sharding import LogicalNames, rules
+from flax_mha.sharding.shard_map import run_on_shards
 
 
 def column_parallel(
@@ -61,6 +64,41 @@ def row_parallel(
         return jax.lax.psum_scatter(multiply(x, kernel), axes, scatter_dimension=at, tiled=True)
 
     return sharding.local(local, names, (shape, outer), x, kernel)
+
+
+def gather_all(
+    fn: Callable[..., Any], x: jax.Array, projections: Sequence[Any], *kernels: jax.Array
+) -> Any:
+    """Return fn(x, *kernels), with kernels sharded by FSDP gathered on Manual axes.
+
+    Their gradients are reduce-scattered. XLA alone would all-reduce them, and then slice.
+    """
+    rows, shape = projections[0].rows, x.shape[: x.ndim - projections[0].contracted]
+    at = len(shape) - len(rows)
+    axes = rules.unpack_entry(sharding.spec(shape, rows)[at]) if at >= 0 else ()
+    names = [gathered(p.names) for p in projections]
+    specs = [
+        rules.keep_axes(rules.fill_unconstrained(sharding.spec(w.shape, p.names)), axes)
+        for w, p in zip(kernels, projections, strict=True)
+    ]
+    if not any(map(any, specs)):
+        return fn(x, *map(sharding.constrain, kernels, names))
+
+    def gather(kernel: jax.Array, spec: PartitionSpec) -> jax.Array:
+        for i, over in enumerate(spec):
+            kernel = jax.lax.all_gather(kernel, over, axis=i, tiled=True) if over else kernel
+        return kernel
+
+    def local(x: jax.Array, *shards: jax.Array) -> Any:
+        # XLA would gather axes left Auto, too.
+        whole = [
+            sharding.local(functools.partial(gather, spec=spec), [n], (w.shape, n), shard)
+            for spec, n, w, shard in zip(specs, names, kernels, shards, strict=True)
+        ]
+        return fn(x, *map(sharding.constrain, whole, names))
+
+    rows_of_device = PartitionSpec(*[None] * at, rules.pack_entry(axes))
+    return run_on_shards(local, set(axes), [rows_of_device, *specs], rows_of_device, x, *kernels)
 
 
 def _sequence_axes(shape: Shape, at: int) -> tuple[str, ...]:
