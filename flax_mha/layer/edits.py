@@ -85,6 +85,7 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     def store(outside: Mapping[Path, Edit], inside: Mapping[Path, Edit]) -> dict[str, Any]:
         parameters = traverse_util.flatten_dict(variables.get("params", {}))
+        parameters = {path: x for path, x in parameters.items() if COLLECTION not in path[-2:-1]}
         parameters |= {(*path[:-1], COLLECTION, path[-1]): x for path, x in inside.items()}
         nested = (traverse_util.unflatten_dict(flat) for flat in (parameters, outside))
         return {**variables, **dict(zip(("params", COLLECTION), nested, strict=True))}

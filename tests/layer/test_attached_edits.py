@@ -44,6 +44,8 @@ def test_edits_reach_a_layer_whose_scan_drops_collections() -> None:
     np.testing.assert_allclose(model.apply(attached, X), x, rtol=1e-5, atol=1e-5)
     grads = jax.grad(lambda v: model.apply(v, X).sum())(attached)
     assert np.abs(grads["params"]["attention"]["edits"]["attention_z"].keep).min() > 0
+    again = edits.attach(model, attached, {}, X)
+    assert jax.tree.structure(again["params"]) == jax.tree.structure(values["params"])
 
 
 def test_a_sweep_is_a_loop() -> None:
