@@ -11,9 +11,9 @@ from tests.experiments.launch import free_address, started
 
 
 def run_together(module: str, count: int, logs: Path) -> list[dict[str, float]]:
-    """Run `python -m module ADDRESS COUNT PROCESS` in each process, and return what they print.
+    """Run `python -m module ADDRESS COUNT PROCESS` in each process, and return its numbers by name.
 
-    Each prints lines of a name and a number.
+    Each prints lines of a name, " = " and a number.
     """
     address = free_address()
     commands = [["-m", module, address, str(count), str(i)] for i in range(count)]
