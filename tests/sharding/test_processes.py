@@ -6,14 +6,14 @@ import pytest
 
 from tests.sharding.head_process import cases
 from tests.support import processes
-from tests.support.meshes import BACKWARD, KINDS
+from tests.support.meshes import BACKWARD
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_heads_and_slots_over_processes_match_one_device(count: int, tmp_path: Path) -> None:
     """Values and gradients of a layer, and a few steps of decoding with their cache."""
-    names = {f"{name}, {kind}" for name, *_ in cases() for kind in KINDS}
+    names = {name for name, *_ in cases()}
     for told in processes.run_together("tests.sharding.head_process", count, tmp_path / "logs"):
         assert told.keys() == names
         assert {name: error for name, error in told.items() if not error < BACKWARD} == {}
