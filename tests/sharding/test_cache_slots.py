@@ -19,6 +19,7 @@ from flax_mha import (
     sharding,
 )
 from flax_mha.positions import Rotary
+from tests.kernels.cases import pairs
 from tests.sharding.test_grouped_heads import LAYERS as SHARED
 from tests.sharding.test_grouped_heads import randomized
 from tests.support.arrays import zeros
@@ -78,10 +79,10 @@ def check(name: str, rules: str, kind: str, x: jax.Array, pieces: tuple[int, ...
     return held["kv"].key
 
 
-@pytest.mark.sampled(0.012)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sampled(0.024)
+@pytest.mark.parametrize(
+    ("name", "rules", "kind"), pairs(name=[*LAYERS], rules=[*RULES], kind=[*KINDS])
+)
 def test_sharded_slots_match_one_device(name: str, rules: str, kind: str) -> None:
     key = check(name, rules, kind, X, (6, 1, 1, 8))
     slots = {"own axis": 8, "axis of groups": 8, "axis of heads": 4, "whole": 16}[rules]

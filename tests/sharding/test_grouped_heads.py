@@ -27,6 +27,7 @@ from flax_mha.variants import (
     MultiHeadLatentAttention,
     TalkingHeadsAttention,
 )
+from tests.kernels.cases import pairs
 from tests.support.meshes import (
     BACKWARD,
     GROUPED,
@@ -55,10 +56,11 @@ HEADS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.sampled(0.05)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kernel", ["reference", "blockwise"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize(
+    ("name", "kernel", "kind"),
+    pairs(name=[*HEADS], kernel=["reference", "blockwise"], kind=[*KINDS]),
+)
 def test_shared_heads_match_one_device(name: str, kernel: str, kind: str) -> None:
     """Values and gradients, with every array that heads index."""
     N, K, shape = HEADS[name]
