@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from absl import app
 
+from experiments.runs import settings
 from experiments.trainer import loop, mesh
 from experiments.trainer.checkpoints import Checkpoints
 
@@ -53,4 +54,4 @@ if __name__ == "__main__":
     from experiments import train  # Its flags must not be defined in other test processes.
 
     loop.Checkpoints = Checked
-    app.run(train.main, flags_parser=train._parse)
+    app.run(train.main, flags_parser=lambda argv: settings.parse(argv, train.DEFAULT))
