@@ -138,7 +138,7 @@ ARGUMENTS = names_of(dot_product_attention)
 
 def _check_lse(normalizer: str, weights: bool, lse: bool, capture: Capture | None) -> None:
     """Check that a call without a softmax asks for no lse and no values derived from it."""
-    names = set() if capture is None else {*capture.what} - {"max_logit"}
+    names = set() if capture is None else {*capture.what} - {"max_logit", "scores"}
     names |= {"weights"} if weights else set()
     names |= {"lse"} if lse else set()
     if normalizer != SOFTMAX and names:

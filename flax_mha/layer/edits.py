@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.trees import combine, partition
 from flax_mha.layer import points
 from flax_mha.layer.points import COLLECTION, Edit, Path, Visit
@@ -70,6 +70,7 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
       ValueError: if a path names no point, or an edit does not broadcast to its tensor.
+      TypeError: if a value is not an `Edit`.
     """
     if isinstance(model, nnx.Module):
         return _attach_nnx(model, *args, **kwargs)
@@ -82,6 +83,7 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
         whole, rank = _whole(variables, path, visits[path]).shape, len(visits[path].tensor.shape)
         if len(whole) > rank:
             chosen[path] = _of_layers("/".join(path), edit, whole[0])
+    _check_types(chosen)
 
     def store(outside: Mapping[Path, Edit], inside: Mapping[Path, Edit]) -> dict[str, Any]:
         parameters = traverse_util.flatten_dict(variables.get("params", {}))
@@ -111,13 +113,14 @@ def _attach_nnx(model: nnx.Module, edits: Any, *inputs: Any, **kwargs: Any) -> n
     detach(model)
     chosen = _flat(edits)
     _check(chosen, _trace(model, *inputs, **kwargs), "points of the model")
+    _check_types(chosen)
     for path, layer in _layers(model):
         own = {point[-1]: edit for point, edit in chosen.items() if point[:-1] == path}
         if own:
             layer.edits = nnx.data(Edits(own))
     try:
         _trace(model, *inputs, **kwargs)
-    except ValueError:
+    except Exception:
         detach(model)
         raise
     return model
@@ -237,3 +240,12 @@ def _check(edits: Mapping[Path, Any], visits: Mapping[Path, Any], rule: str) -> 
     if unknown := ["/".join(path) for path in edits if path not in visits]:
         known = "\n  ".join("/".join(path) for path in visits) or "none"
         raise ValueError(f"edits must be of {rule}, got {unknown}; give some of\n  {known}")
+
+
+def _check_types(edits: Mapping[Path, Any]) -> None:
+    for path, edit in edits.items():
+        if not isinstance(edit, Edit):
+            raise TypeError(
+                f"the edit of {'/'.join(path)} must be an Edit, or under nn.scan a dict of them by "
+                f"layer, got {checks.describe(edit)}; give edits.Edit(keep=0), say"
+            )

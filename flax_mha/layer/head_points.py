@@ -181,6 +181,12 @@ def _attend_with_weights(
         change, [sharding.HEADS, axes, *(axes for _ in whole)],
         edit, dequantize(v), out, values["weights"], *whole,
     )  # fmt: skip
-    at = None if read.size == both.size else np.searchsorted(both, read)
-    captured = {name: observe.pick(values[name], at, queries) for name in names}
+    at = np.searchsorted(both, read)
+    captured = {}
+    for name in names:
+        # Values of a query have no axis of keys.
+        is_square = values[name].ndim == values["weights"].ndim
+        x = values[name] if is_square else values[name][..., None]
+        x = observe.pick(x, at, queries)
+        captured[name] = x if is_square else x[..., 0]
     return (out, *whole, *([captured] if capture else []))

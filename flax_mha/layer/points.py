@@ -29,8 +29,8 @@ FEATURES = ("batch", "norm_length", None)
 class Edit(struct.PyTreeNode):
     """A change of a named tensor: x ← keep·x + add.
 
-    Both numbers or arrays broadcast to x, have gradients, and are used in float32 at least. A
-    `keep` of 0 removes x even where it is NaN.
+    `keep` and `add` are numbers or arrays that broadcast to x. They have gradients, and are used in
+    float32 at least. A `keep` of 0 removes x even where it is NaN.
 
     Attributes:
       keep: the factor (default: 1).

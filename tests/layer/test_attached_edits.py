@@ -87,6 +87,15 @@ def test_a_wrong_edit_is_an_error(changes: Any, message: str) -> None:
     assert twin.edits is None
 
 
+@pytest.mark.parametrize("value", [3.0, {0: Edit()}])
+def test_a_value_that_is_no_edit_is_an_error(value: Any) -> None:
+    layer = LAYERS["grouped"]
+    twin = flax_mha.nnx.MultiHeadAttention(N, D, num_kv_heads=K, rngs=nnx.Rngs(0))
+    for model, first in ((layer, (variables(layer, X),)), (twin, ())):
+        with pytest.raises(TypeError, match="the edit of attention_z must be an Edit, or under"):
+            edits.attach(model, *first, {"attention_z": value}, X)
+
+
 def test_edits_that_find_no_point_in_a_call_are_an_error() -> None:
     layer = LAYERS["grouped"]
     values = variables(layer, X)

@@ -209,6 +209,44 @@ def test_capture_reads_chosen_heads_and_queries() -> None:
         np.testing.assert_allclose(part, want, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+def test_values_read_beside_edited_weights_are_of_the_chosen_heads() -> None:
+    names = ("weights", "scores", "lse", "entropy")
+    values = random_variables(LAYER, X)
+    attached = {**values, "edits": {"attention_weights": Edit(2.0, heads=(3, 0))}}
+    some = LAYER.clone(capture=Capture(names, heads=(3, 1, 0), queries=(5, 2)))
+    read, plain = (
+        some.apply(v, X, mutable="intermediates")[1]["intermediates"] for v in (attached, values)
+    )
+    for name in names:
+        got, want = (np.asarray(x[f"attention_{name}"][0]) for x in (read, plain))
+        if name == "weights":
+            want = want * np.array([2, 1, 2])[:, None, None]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_names_are_the_same_when_asked_again() -> None:
+    """Also where JAX keeps the trace of an earlier call."""
+    layer = LAYER.clone(capture=Capture(("z",)))
+    for scan in (False, True):
+        model = Encoder(2, EncoderBlock(layer, 32, remat=True), scan=scan)
+        values = random_variables(model, X)
+        jax.jit(model.apply)(values, X)
+        first = edits.names(model, values, X)
+        assert len(first) > 10
+        assert edits.names(model, values, X) == first
+
+
+@pytest.mark.parametrize("normalizer", ["sigmoid", "softpick"])
+def test_scores_are_read_without_a_softmax(normalizer: str) -> None:
+    layer = LAYER.clone(normalizer=normalizer, capture=Capture(("scores",)))
+    values = random_variables(layer, X)
+    _, sown = layer.apply(values, X, mutable="intermediates")
+    _, expected = layer.clone(normalizer="softmax").apply(values, X, mutable="intermediates")
+    np.testing.assert_array_equal(
+        *(s["intermediates"]["attention_scores"][0] for s in (sown, expected))
+    )
+
+
 @pytest.mark.parametrize("kernel", ["blockwise", "checkpointed"])
 def test_scores_are_edited_inside_kernels(kernel: str) -> None:
     values = random_variables(LAYER, X)
