@@ -1,5 +1,6 @@
 """Key blocks chosen by data: numbers, visited tiles, and transformations."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from flax_mha.base.shapes import attention_dims
 from flax_mha.kernels import tpu as blocks_of_tpu
 from flax_mha.kernels.bind import bind_call
 from flax_mha.kernels.decode import QUERIES
-from flax_mha.kernels.flex import trace
+from flax_mha.kernels.flex.tpu import MACHINE
+from flax_mha.kernels.flex.traced import trace
 from flax_mha.kernels.tile_plan import plan_call, smallest_blocks
 from flax_mha.masks import Causal, Chosen, Lengths, Mask, PerHead, Window
 from tests.kernels.oracle_check import B, N, arrays, check
@@ -232,8 +234,10 @@ def test_chosen_blocks_with_flex_match_oracle(tpu, sizes: Any) -> None:
 
 
 def test_tpu_tiles_are_as_small_as_tables_allow() -> None:
+    kernel = functools.partial(trace, machine=MACHINE)
+
     def tiles(T: int, *grain: int) -> tuple[int, int]:
-        plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, trace).call.plan
+        plan = planned(Chosen(np.zeros((1, 1), int), *grain), T, kernel).call.plan
         return plan.block_q, plan.block_k
 
     most = max(blocks_of_tpu.BLOCKS.values())

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, sharding
-from flax_mha.kernels import flex
+from flax_mha.kernels.flex import tpu as machine
 from flax_mha.masks import Causal, Lengths, Mask, PerHead, Predicate, Segments, Window
 from flax_mha.scores import Alibi, RelativeBias, Score, SoftCap
 from tests.kernels.problems import SINKS
@@ -246,7 +246,7 @@ def test_flex_on_mesh_matches_one_device(tpu, name: str) -> None:
 @pytest.mark.slow
 def test_large_tile_tables_are_merged(tpu, monkeypatch) -> None:
     """Into one table for all heads and rows."""
-    monkeypatch.setattr(flex, "TABLE", 4)
+    monkeypatch.setattr(machine, "MACHINE", machine.MACHINE._replace(table=4))
     mask = PerHead([Causal(), Window(4, 4), ~Causal(), Causal()]) & PACKED
     args = (lambda x: {"mask": mask}), arrays(), {}
     close(pulled("flex", *args), pulled("reference", *args))

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 from flax_mha import dot_product_attention, explain
-from flax_mha.kernels import flex
+from flax_mha.kernels.flex import tpu as machine
 from flax_mha.masks import Causal, Predicate
 from flax_mha.scores import Alibi, Score
 from tests.support.arrays import zeros
@@ -54,7 +54,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_flex_refuses_with_reason(tpu, monkeypatch, name: str) -> None:
     """Both functions give the same reason, and auto takes another kernel."""
-    monkeypatch.setattr(flex, "TABLE", 20)
+    monkeypatch.setattr(machine, "MACHINE", machine.MACHINE._replace(table=20))
     reason, call = REFUSED[name]
     sizes = {"t": T, "s": S, "batch": B, "features": H, "dtype": "float32"}
     sizes |= {key: call[key] for key in call if key in sizes}

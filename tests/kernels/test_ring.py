@@ -24,7 +24,7 @@ from tests.support import oracle
 RULES = (("length", "model"), ("heads", None), ("kv_heads", None), ("batch", None))
 # The module and name of each kernel's forward function.
 FORWARD = {
-    "flex": ("flex.kernels", "_attend"),
+    "flex": ("flex.core", "_attend"),
     "blockwise": ("blockwise", "_loops"),
     "cudnn": ("cudnn.primitives", "forward"),
 }

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from flax_mha.base.coordinates import Array, flat_batch
-from flax_mha.kernels.flex.mosaic import flat
+from flax_mha.base.coordinates import Array
+from flax_mha.kernels.flex.operand import Operand
 from flax_mha.kernels.tile_plan import Plan, make_visit_lists
 from flax_mha.masks import EMPTY, FULL, PARTIAL
 
@@ -119,73 +119,21 @@ class TileOrder(NamedTuple):
         return pl.BlockSpec(tuple(shape), index)
 
 
-class Operand(NamedTuple):
-    """The layout of an array of the mask or the scores in a kernel.
+# The tile coordinates of the last two axes of an operand's layout.
+_AXES = {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}
 
-    Attributes:
-      layout: `tile` of queries × keys, `column` of queries, `row` of keys, `one` for one number per
-        row and head, or `whole`.
-      shape: the shape in a tile, of two axes.
-      dtype: the dtype that functions see.
-    """
 
-    layout: str
-    shape: tuple[int, ...]
-    dtype: Any
+def blocks_of(operand: Operand, order: TileOrder, x: Any) -> pl.BlockSpec:
+    """Return the blocks of an operand's array. Columns are rows: Mosaic pads the last axis."""
+    if operand.layout == "whole":
+        return order.block(x.shape, "." * x.ndim)
+    lead = ("r" if x.shape[0] > 1 else ".") + ("n" if x.shape[1] > 1 else ".")
+    shape = operand.shape[::-1] if operand.layout == "column" else operand.shape
+    return order.block((None, None, *shape), lead + _AXES[operand.layout])
 
-    @property
-    def is_learned(self) -> bool:
-        """True if the array takes gradients."""
-        return bool(jnp.issubdtype(self.dtype, jnp.floating))
 
-    @property
-    def axes(self) -> str:
-        """The tile coordinates of its last two axes."""
-        return {"tile": "ij", "column": ".i", "row": ".j", "one": "..", "whole": ".."}[self.layout]
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """The shape of a block. Columns are rows, because Mosaic pads the last axis to 128."""
-        return self.shape[::-1] if self.layout == "column" else self.shape
-
-    def spec(self, order: TileOrder, x: Any) -> pl.BlockSpec:
-        """Return the blocks of an array in the layout of `store`."""
-        if self.layout == "whole":
-            return order.block(x.shape, "." * x.ndim)
-        lead = ("r" if x.shape[0] > 1 else ".") + ("n" if x.shape[1] > 1 else ".")
-        return order.block((None, None, *self.block), lead + self.axes)
-
-    @classmethod
-    def of(cls, x: Any, over_scores: bool, plan: Plan) -> "Operand":
-        """Describe an array, which is over the scores or an argument of a function."""
-        dtype = jnp.result_type(x)
-        if jnp.issubdtype(dtype, jnp.floating):
-            dtype = dtype if over_scores and dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
-        elif jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.uint32:
-            dtype = jnp.dtype(jnp.int32)
-        if not over_scores:
-            return cls("whole", flat(jnp.shape(x)), dtype)
-        t, s = (n > 1 for n in jnp.shape(x)[-2:])
-        layout = ("tile" if s else "column") if t else "row" if s else "one"
-        return cls(layout, (plan.block_q if t else 1, plan.block_k if s else 1), dtype)
-
-    def store(self, x: Any, plan: Plan) -> jax.Array:
-        """Return the array in the layout that blocks are cut from."""
-        dtype = self.dtype
-        if dtype == jnp.bool_:
-            # Memory holds no bools. Only tiles are large enough for int8 to matter.
-            dtype = jnp.int8 if self.layout == "tile" else jnp.int32
-        x = jnp.asarray(x).astype(dtype)
-        if self.layout == "whole":
-            return x.reshape(self.shape)
-        x = jnp.asarray(flat_batch(x, plan.dims))
-        missing = plan.nq * plan.block_q - plan.dims.T, plan.nk * plan.block_k - plan.dims.S
-        fill = [(0, n if block > 1 else 0) for block, n in zip(self.shape, missing, strict=True)]
-        x = jnp.pad(x, [(0, 0), (0, 0), *fill], mode="edge")
-        return x.swapaxes(-1, -2) if self.layout == "column" else x
-
-    def read(self, ref: Any) -> jax.Array:
-        """Load the array's block of a tile."""
-        x = ref[...]
-        x = x.T if self.layout == "column" else x
-        return x.astype(jnp.int32) != 0 if self.dtype == jnp.bool_ else x
+def read(operand: Operand, ref: Any) -> jax.Array:
+    """Load the block of an operand's array."""
+    x = ref[...]
+    x = x.T if operand.layout == "column" else x
+    return x.astype(jnp.int32) != 0 if operand.dtype == jnp.bool_ else x

@@ -1,61 +1,97 @@
-"""The kernels of flex: forward, and the gradients of queries, keys and values, and leaves."""
+"""The kernels of flex for TPUs: forward, and the gradients of queries, keys, values and leaves."""
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from flax_mha.base.coordinates import At
 from flax_mha.kernels import softmax
-from flax_mha.kernels.flex.tile import FlexCall, GridStep, Tile
-from flax_mha.kernels.flex.tile_order import Operand, TileOrder
-from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.spec import Result, name_result
+from flax_mha.kernels.flex.core import Arrays
+from flax_mha.kernels.flex.tile import FlexCall, Tile
+from flax_mha.kernels.flex.tpu.order import FlexTile, Operand, TileOrder, blocks_of, read
+from flax_mha.masks import FULL, PARTIAL
 
 Shape = jax.ShapeDtypeStruct
 
 
-class Arrays(NamedTuple):
-    """The arrays of a call on one device, or their gradients.
+class GridStep(NamedTuple):
+    """A step of a kernel's grid.
 
     Attributes:
-      q: [R, N, T′, H]; T′ and S′ are T and S rounded up to whole blocks.
-      k: [R, K, S′, H].
-      v: [R, K, S′, Hv].
-      leaves: the spec's leaves.
-      sinks: float32 [1, N, 1, 1], or None.
-      closed: the arrays that the functions close over.
-      states: the states of the tiles, int32 [R|1, N|1, nq, nk].
-      rows: the rows' indices, int32 [R].
-      heads: the query heads' indices, int32 [N].
+      call: the static part of the call.
+      tile: the step's tile.
+      first: True where a sum begins.
+      last: True where a sum ends.
+      row: the row's index in the whole batch, not in the device's part.
+      head: the query head's index in the whole call.
+      refs: references to the closed-over arrays and the spec's leaves.
     """
 
-    q: Any
-    k: Any
-    v: Any
-    leaves: list[Any]
-    sinks: Any
-    closed: Any
-    states: Any
-    rows: Any
-    heads: Any
+    call: FlexCall
+    tile: FlexTile
+    first: jax.Array
+    last: jax.Array
+    row: jax.Array
+    head: jax.Array
+    refs: Sequence[Any]
+
+    def visit(self, fn: Callable[["Tile"], None]) -> None:
+        """Run fn on the tile, if it is not empty."""
+        for state, may_be in zip((FULL, PARTIAL), self.call.states, strict=True):
+            if may_be:
+
+                @pl.when(self.tile.state == state)
+                def _(masked: bool = state == PARTIAL) -> None:
+                    fn(self._tile(masked))
+
+    def _tile(self, masked: bool) -> "Tile":
+        plan, call = self.call.plan, self.call
+        refs = zip((*call.closed, *call.leaves), self.refs, strict=True)
+        values = [read(operand, ref) for operand, ref in refs]
+        sizes = (plan.block_q, 1), (1, plan.block_k)
+        q, k = (
+            lax.broadcasted_iota(jnp.int32, size, axis) + block * max(size)
+            for axis, (size, block) in enumerate(
+                zip(sizes, (self.tile.i, self.tile.j), strict=True)
+            )
+        )
+        row, head = (jnp.full((1, 1), x, jnp.int32) for x in (self.row, self.head))
+        return Tile.of(call, masked, values, At(row, head, q, k))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def core(call: FlexCall, result: Result | None, x: Arrays) -> Result:
-    """Return out [R, N, T′, Hv] and float32 lse [R, N, T′], precomputed or computed."""
-    if result is not None:
-        return result
-    out, stats = _attend(call, x, x.q.dtype)
-    return out, _lse(stats)
+def _dot(call: FlexCall, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    """Return the matmul of a and b over one axis of each, in float32."""
+    return lax.dot_general(
+        a, b, (((axis_a,), (axis_b,)), ((), ())),
+        precision=call.precision if a.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
 
 
-def _lse(stats: jax.Array) -> jax.Array:
-    return softmax.minus_infinity(softmax.finish(stats[:, :, 0], stats[:, :, 1])[1])
+def _gradient(
+    tile: Tile, operands: Sequence[Any], learned: Sequence[int] = ()
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Return the kept weights, and the gradients of q·kᵀ and of learned leaves."""
+    q, k, v, dout, stats = operands
+    call, (top, share, delta) = tile.call, (stats[n : n + 1, :].T for n in range(3))
+
+    def score(s: jax.Array, arrays: list[jax.Array]) -> jax.Array:
+        leaves = list(tile.leaves)
+        for n, x in zip(learned, arrays, strict=True):
+            leaves[n] = x
+        return tile.score(s, leaves)
+
+    dot = _dot(call, q[...], k[...], 1, 1)
+    s, pull = jax.vjp(score, dot, [tile.leaves[n] for n in learned])
+    p = softmax.weights(s, top, share, guarded=True)
+    dp = call.gain(tile.drop(_dot(call, dout[...], v[...], 1, 1)))
+    return tile.drop(p), *pull(softmax.gradient(p, dp, delta))
 
 
 def _run(
@@ -78,6 +114,13 @@ def _run(
     }  # fmt: skip
     arrays = {"q": x.q, "k": x.k, "v": x.v, "b": x.sinks} | more
     operands = [*zip(call.closed, x.closed, strict=True), *zip(call.leaves, x.leaves, strict=True)]
+
+    def place(letter: str) -> pl.BlockSpec:
+        shape, axes = blocks[letter]
+        return order.block((None, None, *shape), axes)
+
+    blocks_in = [*map(place, inputs), *(blocks_of(y, order, array) for y, array in operands)]
+    blocks_out = [place(b) if isinstance(b, str) else blocks_of(b, order, y) for y, b in outputs]
     prefetched = [x.rows, x.heads, *tables]
 
     def kernel(*refs: Any) -> None:
@@ -90,18 +133,14 @@ def _run(
         step = GridStep(call, tile, first, last, rows[tile.r], heads[tile.n], others)
         body(step, ins, outs, sums)
 
-    def place(letter: str) -> pl.BlockSpec:
-        shape, axes = blocks[letter]
-        return order.block((None, None, *shape), axes)
-
     semantics: Any = ("parallel",) * (len(axes) - inner) + ("arbitrary",) * inner
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=order.sizes,
-            in_specs=[*map(place, inputs), *(operand.spec(order, y) for operand, y in operands)],
-            out_specs=[place(b) if isinstance(b, str) else b.spec(order, y) for y, b in outputs],
+            in_specs=blocks_in,
+            out_specs=blocks_out,
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
         ),
         out_shape=[shape for shape, _ in outputs],
@@ -110,7 +149,7 @@ def _run(
     )(*map(jnp.asarray, prefetched), *(arrays[a] for a in inputs), *(y for _, y in operands))
 
 
-def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′]."""
     R, N, T, _ = x.q.shape
     bq, Hv = call.plan.block_q, x.v.shape[-1]
@@ -126,10 +165,10 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
             top[...] = jnp.broadcast_to(sinks[0][...], top.shape) if sinks else initial
 
         def visit(tile: Tile) -> None:
-            s = tile.score(call.dot(q[...], k[...], 1, 1), tile.leaves)
+            s = tile.score(_dot(call, q[...], k[...], 1, 1), tile.leaves)
             top[...], total[...], p, old = softmax.step(top[...], total[...], s)
             p = tile.drop(p).astype(v.dtype)
-            acc[...] = acc[...] * old + call.dot(p, v[...], 1, 0)
+            acc[...] = acc[...] * old + _dot(call, p, v[...], 1, 0)
 
         step.visit(visit)
 
@@ -146,33 +185,13 @@ def _attend(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     return _run(call, x, "rnit", 1, body, "flex_forward", inputs, {}, outputs, scratch)
 
 
-def _forward(call: FlexCall, result: Result | None, x: Arrays) -> tuple[Result, Any]:
-    if result is not None:
-        return result, (x, result[0], jnp.stack(softmax.split_lse(result[1]), 2))
-    # In float32, because δ must cancel with products of weights that are not rounded.
-    out, stats = name_result(*_attend(call, x, jnp.float32))
-    return (out.astype(x.q.dtype), _lse(stats)), (x, out, stats)
-
-
-def _backward(call: FlexCall, residuals: Any, cotangents: Any) -> tuple[None, Arrays]:
-    x, out, stats = residuals
-    top, total = stats[:, :, 0], stats[:, :, 1]
-    dout, share, delta = softmax.gradient_inputs(out, total != 0, top, total, *cotangents)
-    more = {"o": dout.astype(x.q.dtype), "s": jnp.stack([top, share, delta], 2)}
-    if call.guarded:
-        # Masked gradients are 0, so their factors must be finite. A visible NaN is in the sum.
-        x = x._replace(q=finite(x.q), k=finite(x.k))
-    dq = _query_gradient(call, x, more)
+def gradients(
+    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array | None]]:
+    """Return the gradients of q, k, v and the learned leaves. See `Machine`."""
+    more = {"o": dout, "s": stats}
     dk, dv = _key_gradients(call, x, more)
-    leaves = _leaf_gradients(call, x, more)
-    sinks = None
-    if x.sinks is not None:
-        by_row = softmax.sink_gradient(x.sinks[:, :, 0], top, share, delta)
-        sinks = by_row.sum((0, 2))[None, :, None, None]
-    return None, Arrays(dq, dk, dv, leaves, sinks, None, None, None, None)
-
-
-core.defvjp(_forward, _backward)
+    return _query_gradient(call, x, more), dk, dv, _leaf_gradients(call, x, more)
 
 
 def _zero_at_first(step: GridStep, sums: Sequence[Any]) -> None:
@@ -192,8 +211,8 @@ def _query_gradient(call: FlexCall, x: Arrays, more: dict[str, jax.Array]) -> ja
 
         def visit(tile: Tile) -> None:
             k = inputs[1][...]
-            _, ds, _ = tile.gradient(inputs)
-            acc[...] += call.dot(ds.astype(k.dtype), k, 1, 0)
+            _, ds, _ = _gradient(tile, inputs)
+            acc[...] += _dot(call, ds.astype(k.dtype), k, 1, 0)
 
         step.visit(visit)
 
@@ -215,9 +234,9 @@ def _key_gradients(
 
         def visit(tile: Tile) -> None:
             q, dout = inputs[0][...], inputs[3][...]
-            p, ds, _ = tile.gradient(inputs)
-            scratch[0][...] += call.dot(ds.astype(q.dtype), q, 0, 0)
-            scratch[1][...] += call.dot(p.astype(q.dtype), dout, 0, 0)
+            p, ds, _ = _gradient(tile, inputs)
+            scratch[0][...] += _dot(call, ds.astype(q.dtype), q, 0, 0)
+            scratch[1][...] += _dot(call, p.astype(q.dtype), dout, 0, 0)
 
         step.visit(visit)
 
@@ -250,7 +269,7 @@ def _leaf_gradients(
             _zero_at_first(step, outputs)
 
             def visit(tile: Tile) -> None:
-                _, _, of_tile = tile.gradient(inputs, learned)
+                _, _, of_tile = _gradient(tile, inputs, learned)
                 for n, out, d in zip(learned, outputs, of_tile, strict=True):
                     d = d.astype(jnp.float32)
                     out[...] += d.T if call.leaves[n].layout == "column" else d

@@ -19,6 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from flax_mha.kernels.flex.function import (
+    DTYPES,
+    Function,
+    UnsupportedPrimitive,
+    open_jaxpr,
+    run,
+)
+from flax_mha.kernels.flex.operand import flat
+
 # The maximum entries of a look-up table, because each entry is an unrolled selection.
 ENTRIES = 256
 
@@ -31,46 +40,22 @@ _NAMES = """
     shift_right_logical sign sin sqrt square squeeze stop_gradient sub tan tanh xor
 """
 _ALLOWED = frozenset(_NAMES.split())
-# The dtypes of intermediates and closed-over arrays.
-DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32", "uint32", "bool")))
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint"))
 
 
-def flat(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a kernel's shape of an array: [1, 1] for one element, [1, n] for a vector."""
-    if math.prod(shape) == 1:
-        return (1, 1)
-    return (1, *shape) if len(shape) == 1 else tuple(shape)
+def call(function: Function, *args: Any) -> Any:
+    """Return the result for closed-over arrays and arguments, of `flat` shapes as the result."""
+    (out,) = _run(function.jaxpr, args)
+    return _broadcast(out, function.jaxpr.outvars[0])
 
 
-class Function(NamedTuple):
-    """A traced function with one result. It takes and returns arrays of `flat` shapes."""
-
-    jaxpr: Any
-
-    @classmethod
-    def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
-        """Trace fn, and return the function and its closed-over arrays, its first arguments."""
-        closed = jax.make_jaxpr(fn)(*avals)
-        return cls(closed.jaxpr), list(closed.consts)
-
-    def __call__(self, *args: Any) -> Any:
-        """Return the result for closed-over arrays and arguments."""
-        (out,) = _run(self.jaxpr, args)
-        return _broadcast(out, self.jaxpr.outvars[0])
-
-    def missing_operation(self) -> str | None:
-        """Return the name of an operation that Mosaic lacks, or None."""
-        avals = [x.aval for x in (*self.jaxpr.constvars, *self.jaxpr.invars)]
-        args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
-        try:
-            return _missing_operation(jax.make_jaxpr(self.__call__)(*args).jaxpr)
-        except UnsupportedPrimitive as error:
-            return str(error)
-
-
-class UnsupportedPrimitive(Exception):  # noqa: N818 — it names the operation
-    """An operation that cannot run in a kernel."""
+def missing_operation(function: Function) -> str | None:
+    """Return the name of an operation that Mosaic lacks, or None."""
+    avals = [x.aval for x in (*function.jaxpr.constvars, *function.jaxpr.invars)]
+    args = [jax.ShapeDtypeStruct(flat(x.shape), x.dtype) for x in avals]
+    try:
+        return _missing_operation(jax.make_jaxpr(lambda *x: call(function, *x))(*args).jaxpr)
+    except UnsupportedPrimitive as error:
+        return str(error)
 
 
 def _missing_operation(jaxpr: Any) -> str | None:
@@ -86,14 +71,9 @@ def _missing_operation(jaxpr: Any) -> str | None:
                 return f"{name} to {x.aval.dtype}"
         for x in eqn.params.values():
             is_program = isinstance(x, core.Jaxpr | core.ClosedJaxpr)
-            if is_program and (missing := _missing_operation(_open(x)[0])):
+            if is_program and (missing := _missing_operation(open_jaxpr(x)[0])):
                 return missing
     return None
-
-
-def _open(x: Any) -> tuple[Any, list[Any]]:
-    """Return a jaxpr and its constants, given a closed or an open jaxpr."""
-    return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
 
 
 class _Index(NamedTuple):
@@ -103,25 +83,8 @@ class _Index(NamedTuple):
 
 
 def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    """Return the results of a jaxpr for its constants and arguments.
-
-    A broadcast array stays small until it is read.
-    """
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-
-    def read(x: Any) -> Any:
-        return x.val if isinstance(x, core.Literal) else values[x]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(x) for x in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            body, consts = _open(eqn.params["jaxpr"])
-            results = _run(body, [*consts, *inputs])
-        else:
-            results = _RULES.get(eqn.primitive.name, _bind)(eqn, *inputs)
-            results = results if eqn.primitive.multiple_results else [results]
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+    """Run a jaxpr. A broadcast array stays small until it is read."""
+    return run(jaxpr, args, _RULES, _bind)
 
 
 def _broadcast(x: Any, var: Any) -> Any:
@@ -172,7 +135,7 @@ def _branch(eqn: Any, which: Any, *args: Any) -> Any:
     """Select among the results of all branches, because Mosaic's branches return no bools."""
     branches = []
     for branch in eqn.params["branches"]:
-        body, consts = _open(branch)
+        body, consts = open_jaxpr(branch)
         branches.append(_run(body, [*consts, *args]))
     index = jnp.asarray(which).astype(jnp.int32)
     outs = []

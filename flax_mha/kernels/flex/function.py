@@ -1,0 +1,68 @@
+"""Traced functions of masks and scores, which each machine runs in operations of its own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+# The dtypes of closed-over arrays.
+DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32", "uint32", "bool")))
+CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint"))
+
+
+class Function(NamedTuple):
+    """A traced function with one result."""
+
+    jaxpr: Any
+
+    @classmethod
+    def of(cls, fn: Callable, *avals: Any) -> "tuple[Function, list[Any]]":
+        """Trace fn, and return the function and its closed-over arrays, its first arguments."""
+        closed = jax.make_jaxpr(fn)(*avals)
+        return cls(closed.jaxpr), list(closed.consts)
+
+    @property
+    def operations(self) -> int:
+        """The number of operations."""
+        return _operations(self.jaxpr)
+
+
+def _operations(jaxpr: Any) -> int:
+    calls = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name in CALLS)
+    return len(jaxpr.eqns) + sum(_operations(open_jaxpr(x)[0]) for x in calls)
+
+
+class UnsupportedPrimitive(Exception):  # noqa: N818 — it names the operation
+    """An operation that cannot run in a kernel."""
+
+
+def open_jaxpr(x: Any) -> tuple[Any, list[Any]]:
+    """Return a jaxpr and its constants, given a closed or an open jaxpr."""
+    return getattr(x, "jaxpr", x), list(getattr(x, "consts", ()))
+
+
+def run(
+    jaxpr: Any, args: Sequence[Any], rules: Mapping[str, Callable], otherwise: Callable
+) -> list[Any]:
+    """Return the results of a jaxpr for its constants and arguments, in a machine's operations.
+
+    `rules` has a function of an equation and its inputs for each primitive, and `otherwise` is the
+    function for all others.
+    """
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, core.Literal) else values[x]
+
+    for eqn in jaxpr.eqns:
+        inputs = [read(x) for x in eqn.invars]
+        if eqn.primitive.name in CALLS:
+            body, consts = open_jaxpr(eqn.params["jaxpr"])
+            results = run(body, [*consts, *inputs], rules, otherwise)
+        else:
+            results = rules.get(eqn.primitive.name, otherwise)(eqn, *inputs)
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]

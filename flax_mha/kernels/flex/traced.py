@@ -1,0 +1,126 @@
+"""A call's masks and scores as functions of tiles, for any machine."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from flax_mha.base.coordinates import At, is_score_array
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels.flex.function import DTYPES, Function
+from flax_mha.kernels.flex.operand import Operand
+from flax_mha.kernels.flex.tile import FlexCall, Machine
+from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.tile_plan import Plan, smallest_blocks
+from flax_mha.masks.base import evaluate
+
+# The maximum entries of a function's argument, in fast memory.
+WHOLE = 2**17
+PRECISIONS: dict[Any, Any] = {
+    None: None, "default": None, lax.Precision.DEFAULT: None,
+    "highest": lax.Precision.HIGHEST, lax.Precision.HIGHEST: lax.Precision.HIGHEST,
+}  # fmt: skip
+
+
+class Traced(NamedTuple):
+    """A call's masks and scores as functions of tiles.
+
+    Attributes:
+      call: the static part, with `visits` and `states` for an unknown mask.
+      closed: the arrays that the functions close over.
+      leaves: the spec's leaves.
+    """
+
+    call: FlexCall
+    closed: list[Any]
+    leaves: list[Any]
+
+
+def trace(spec: AttentionSpec, dims: Dims, machine: Machine) -> Traced | str:
+    """Return the functions of a call, or the reason why they cannot run in a kernel."""
+    plan = _divide(spec, dims, machine)
+    if plan.nq * plan.nk > machine.table:
+        return (
+            f"divides scores into at most {machine.table} tiles, T·S = {dims.T}·{dims.S} need more"
+        )
+    spec = spec.replace(sinks=None, row_ids=None, head_ids=None)
+    if spec.dropout is not None:
+        seed = spec.dropout.seed
+        spec = spec.replace(dropout=spec.dropout.replace(seed=(seed[0], seed[1])))
+    arrays, tree = jax.tree.flatten(spec)
+    over_scores = [is_score_array(x) for x in jax.tree.leaves(spec, is_leaf=is_score_array)]
+    for x, is_over in zip(arrays, over_scores, strict=True):
+        if not is_over and (jnp.ndim(x) > 2 or jnp.size(x) > WHOLE):
+            return (
+                f"takes arguments of masks and scores of at most two axes and {WHOLE} entries, "
+                f"got {jnp.shape(x)}"
+            )
+    leaves = [Operand.of(x, is_over, plan) for x, is_over in zip(arrays, over_scores, strict=True)]
+    blocks = [
+        jax.ShapeDtypeStruct(operand.shape if is_over else jnp.shape(x), operand.dtype)
+        for operand, x, is_over in zip(leaves, arrays, over_scores, strict=True)
+    ]
+    traced = _trace_functions(jax.tree.unflatten(tree, blocks), plan, machine)
+    if isinstance(traced, str):
+        return traced
+    (plain, first), (masked, second) = traced
+    closed = [*first, *second]
+    call = FlexCall(
+        machine, plan, (plan.nk, plan.nq), (True, True), plain, masked, len(first),
+        tuple(Operand.of(x, False, plan) for x in closed), tuple(leaves), tree,
+        spec.mask is not None, PRECISIONS[spec.precision],
+    )  # fmt: skip
+    return Traced(call, closed, arrays)
+
+
+def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
+    """Divide the scores into tiles as fine as the mask's blocks, if the table is small enough."""
+    most = machine.blocks(dims)
+    least = smallest_blocks(spec.mask, spec.piece) or most
+    sizes = [min(128 * -(-n // 128), size) for n, size in zip(least, most, strict=True)]
+    while sizes != [*most]:
+        plan = Plan(dims, sizes[0], sizes[1])
+        if math.prod(dims.B) * dims.N * plan.nq * plan.nk <= machine.table:
+            return plan
+        # Enlarge the tiles, because a table shared by all heads would skip fewer tiles.
+        axis = min((0, 1), key=lambda n: (sizes[n] == most[n], sizes[n]))
+        sizes[axis] = min(2 * sizes[axis], most[axis])
+    return Plan(dims, *most)
+
+
+def _trace_functions(
+    tile: AttentionSpec, plan: Plan, machine: Machine
+) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
+    """Trace the scores of a tile, without and with the mask, and return the closed-over arrays."""
+
+    def plain(tile: AttentionSpec, at: At, s: jax.Array) -> jax.Array:
+        return tile.replace(mask=None).apply(s * tile.scale, at)[0]
+
+    def masked(tile: AttentionSpec, at: At, s: jax.Array, *inside: jax.Array) -> jax.Array:
+        s = s * tile.scale
+        allowed = jnp.ones((1, 1), bool) if tile.mask is None else evaluate(tile.mask, at)
+        for x in inside:
+            allowed = allowed & x
+        allowed = jnp.broadcast_to(allowed, s.shape)
+        # Masked scores must not enter the score functions (see `AttentionSpec.apply`).
+        s, _ = tile.replace(mask=None).apply(jnp.where(allowed, s, 0.0), at)
+        return jnp.where(allowed, s, -jnp.inf)
+
+    def aval(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    q = aval((plan.block_q, 1)) if tile.q_pos is None else tile.q_pos.array
+    k = aval((1, plan.block_k)) if tile.k_pos is None else tile.k_pos.array
+    at, scores = At(aval((1, 1)), aval((1, 1)), q, k), (plan.block_q, plan.block_k)
+    functions = []
+    for fn, more in ((plain, []), (masked, [aval(scores, jnp.bool_)] if plan.ragged else [])):
+        function, consts = Function.of(fn, tile, at, aval(scores, jnp.float32), *more)
+        if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
+            shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
+            return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
+        if lacking := machine.missing(function):
+            return f"its compiler lacks an operation of a mask or a score: {lacking}"
+        functions.append((function, consts))
+    return functions[0], functions[1]
