@@ -91,7 +91,8 @@ NAMES: dict[str, tuple[Name, ...]] = {
         Name(_SPLASH + "mask_info", "process_mask", ("mask block_shape",)),
         Name(_SPLASH + "mask_info", "process_mask_dkv", ("mask block_shape",)),
     ),
-    "flex": (
+    "flex": _names("jax.extend.core", "Jaxpr ClosedJaxpr Literal"),
+    "flex.tpu": (
         Name(_PALLAS, "pallas_call", ("kernel out_shape * grid_spec compiler_params name",)),
         *_names(_PALLAS, "BlockSpec when program_id"),
         Name(_PALLAS + ".tpu", "PrefetchScalarGridSpec", (
@@ -99,7 +100,20 @@ NAMES: dict[str, tuple[Name, ...]] = {
         )),
         Name(_PALLAS + ".tpu", "CompilerParams", ("* dimension_semantics",)),
         *_names(_PALLAS + ".tpu", "VMEM"),
-        *_names("jax.extend.core", "Jaxpr ClosedJaxpr Literal"),
+    ),
+    "flex.hopper": (
+        *_names(_PALLAS, "ds loop run_scoped when"),
+        Name(_PALLAS + ".mosaic_gpu", "kernel", (
+            "body * out_type scratch_types compiler_params grid grid_names num_threads thread_name",
+        )),
+        Name(_PALLAS + ".mosaic_gpu", "load", ("src * layout optimized",)),
+        Name(_PALLAS + ".mosaic_gpu", "store", ("dst value * optimized",)),
+        Name(_PALLAS + ".mosaic_gpu", "CompilerParams", ("* approx_math",)),
+        Name(_PALLAS + ".mosaic_gpu", "Barrier", ("* num_arrivals num_barriers",)),
+        *_names(_PALLAS + ".mosaic_gpu", "ACC Layout.WGMMA.reduce SMEM SwizzleTransform"),
+        *_names(_PALLAS + ".mosaic_gpu", "TilingTransform barrier_arrive barrier_wait"),
+        *_names(_PALLAS + ".mosaic_gpu", "broadcasted_iota commit_smem copy_gmem_to_smem"),
+        *_names(_PALLAS + ".mosaic_gpu", "layout_cast set_max_registers wgmma"),
     ),
     "limits": (
         *_names("jax.extend.core", "Primitive"),

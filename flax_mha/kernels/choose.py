@@ -13,12 +13,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 
 from flax_mha.base import private_jax, symbols
-from flax_mha.kernels import derivatives, softmax
+from flax_mha.kernels import derivatives, gpus, softmax
 from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.spec import AttentionSpec, Lowered, Platform, Refusal, Result
 from flax_mha.kernels.stored import Stored, dequantize
 from flax_mha.kernels.tile_plan import computes_in_bfloat16
 
+# The compute capabilities of GPUs on which experiments.gpu_day has run the contract of flex. `auto`
+# takes it on these only.
+FLEX_GPUS: frozenset[tuple[int, int]] = frozenset()
 # The maximum number of scores for which `auto` takes `reference` on a GPU: 1 GiB of float32.
 MOST_SCORES = 2**28
 # On a CPU under a traced mask: 64 MiB. With twice as many, JAX 0.10 was slower forward.
@@ -48,8 +51,8 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: the module's name.
-      platform: JAX's name of its only platform; None for all.
-      called: the platform's name in errors.
+      platforms: JAX's names of its platforms; empty for all.
+      called: the platforms' name in errors.
       takes_result: True if it can compute the gradients from a precomputed result of these and
         other keys, without sinks.
       stored: True if it reads `Stored` keys and values.
@@ -60,7 +63,7 @@ class Kernel(NamedTuple):
     """
 
     name: str
-    platform: str | None = None
+    platforms: tuple[str, ...] = ()
     called: str = ""
     takes_result: bool = False
     stored: bool = False
@@ -73,7 +76,7 @@ class Kernel(NamedTuple):
         self, q: jax.Array, k: Any, v: Any, spec: AttentionSpec, platform: Platform
     ) -> Lowered | Refusal:
         """Return a function that computes the call, or the reason why the kernel cannot."""
-        if self.platform not in (None, platform.name):
+        if self.platforms and platform.name not in self.platforms:
             return Refusal(f"runs on {self.called} only, this is {platform.name}")
         if reason := private_jax.missing(self.name):
             return Refusal(reason)
@@ -102,9 +105,9 @@ def _module(name: str) -> Any:
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
-        Kernel("cudnn", "gpu", "NVIDIA GPUs", takes_result=True, limit="first"),
-        Kernel("splash", "tpu", "TPU", limit="first"),
-        Kernel("flex", "tpu", "TPU", takes_result=True, limit="first"),
+        Kernel("cudnn", ("gpu",), "NVIDIA GPUs", takes_result=True, limit="first"),
+        Kernel("splash", ("tpu",), "TPU", limit="first"),
+        Kernel("flex", ("tpu", "gpu"), "TPU and NVIDIA GPUs", takes_result=True, limit="first"),
         Kernel("blockwise", takes_result=True, vectors=True, symbolic=True, limit="inner"),
         Kernel("checkpointed", vectors=True, symbolic=True),
         Kernel("reference", normalizes=True, vectors=True, symbolic=True),
@@ -198,7 +201,13 @@ def decide(
         lowered = KERNELS[name].lower(q, k, v, spec, platform)
         if isinstance(lowered, Refusal):
             refused[name] = lowered.reason
-        elif chosen is None and name in names:
+        elif name not in names:
+            if kernel == "auto":
+                refused[name] = (
+                    f"auto does not take it before experiments.gpu_day has run its contract on "
+                    f"{platform.device}; name it to run it"
+                )
+        elif chosen is None:
             chosen, chosen_call = name, lowered
     return Explanation(chosen, refused), chosen_call
 
@@ -215,7 +224,7 @@ def preference(
     | CPU, bfloat16 | the same, but only with fewer than 64 queries or keys |
     | GPU | `cudnn`, `reference` up to 2,048² and 2²⁸ scores in all, then the others in order |
 
-    With keys of a cache, `decode` comes first.
+    With keys of a cache, `decode` comes first. `flex` is left out on GPUs other than `FLEX_GPUS`.
     """
     scores, rows = q.shape[-3] * k.shape[-3], math.prod(q.shape[:-3]) * q.shape[-2]
     if platform.name == "cpu" and computes_in_bfloat16(q.dtype, q.shape[-3], k.shape[-3]):
@@ -233,7 +242,8 @@ def preference(
         fits = symbols.at_most(scores, 2048**2) and symbols.at_most(scores * rows, MOST_SCORES)
         first = ["cudnn", "reference"] if fits else ["cudnn"]
     first = ["decode", *first] if isinstance(k, Stored) else first
-    return first + [name for name in KERNELS if name not in first]
+    held = platform.name == "gpu" and gpus.capability(platform.device) not in FLEX_GPUS
+    return first + [name for name in KERNELS if name not in first and not (held and name == "flex")]
 
 
 def refusal(name: str, reason: str) -> ValueError:

@@ -1,6 +1,7 @@
 """Fixtures that stand in for accelerators in tests of kernels."""
 
 import functools
+import importlib
 from collections.abc import Iterator
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from flax_mha import sharding
 from flax_mha.base import private_jax
-from flax_mha.kernels import splash
+from flax_mha.kernels import gpus, splash
 from flax_mha.kernels import tpu as blocks
 from flax_mha.kernels.cudnn import primitives
 from tests.kernels import cudnn_model
@@ -48,6 +49,25 @@ def _interpret(monkeypatch: pytest.MonkeyPatch, how: object) -> None:
 
     call.real = real
     monkeypatch.setattr(pl, "pallas_call", call)
+
+
+@pytest.fixture
+def hopper_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the one device report itself as a Hopper GPU, with Mosaic GPU's kernels interpreted.
+
+    A race raises an error.
+    """
+    if reason := private_jax.missing("flex.hopper"):
+        pytest.skip(reason)
+    mosaic = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    how = mosaic.InterpretGPUParams(detect_races=True, on_race="raise")
+    monkeypatch.setattr(mosaic, "kernel", functools.partial(mosaic.kernel, interpret=how))
+    monkeypatch.setattr(sharding, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    yield
+    package = "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
+    importlib.import_module(package).reset_gpu_interpret_mode_state()
 
 
 @pytest.fixture

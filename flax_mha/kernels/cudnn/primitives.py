@@ -13,6 +13,7 @@ import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo
 
 from flax_mha.base import private_jax
+from flax_mha.kernels import gpus
 from flax_mha.kernels.spec import Platform
 
 # Private. `private_jax.NAMES` lists the names used here.
@@ -36,18 +37,9 @@ class Gpu(NamedTuple):
         return 256 if self.capability[0] == 9 else 128
 
 
-# The compute capability of GPUs by a word of their names, to compile for GPUs that are not local.
-# Source: developer.nvidia.com/cuda/gpus.
-_CAPABILITIES = {
-    "V100": (7, 0), "T4": (7, 5), "A100": (8, 0), "A10": (8, 6), "A10G": (8, 6), "A40": (8, 6),
-    "L4": (8, 9), "L40": (8, 9), "L40S": (8, 9), "H100": (9, 0), "H200": (9, 0), "H20": (9, 0),
-    "GH200": (9, 0), "B200": (10, 0), "GB200": (10, 0), "B300": (10, 3), "GB300": (10, 3),
-}  # fmt: skip
-
-
 def gpu(platform: Platform) -> Gpu | str:
     """Return the GPU that a call will run on, local or not, or the reason against cuDNN."""
-    capability = _capability(platform.device)
+    capability = gpus.capability(platform.device)
     if isinstance(capability, str):
         return capability
     if platform.cudnn is not None:
@@ -56,19 +48,6 @@ def gpu(platform: Platform) -> Gpu | str:
         return "cuDNN is not detected"
     version = fused.cuda_versions.cudnn_get_version()
     return Gpu(capability, (version // 10000, version // 100 % 100, version % 100))
-
-
-def _capability(device: str) -> tuple[int, int] | str:
-    local = jax.local_devices()[0]
-    if device == local.device_kind:
-        if "cuda" not in local.client.platform_version:
-            return f"runs on NVIDIA GPUs only, this is {local.device_kind}"
-        major, minor = (int(x) for x in local.compute_capability.split("."))
-        return major, minor
-    # As NVIDIA's driver names them: "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3".
-    words = device.replace("-", " ").split()
-    known = (_CAPABILITIES[word] for word in words if word in _CAPABILITIES)
-    return next(known, f"knows no compute capability of {device!r}, which is not here")
 
 
 class CudnnCall(NamedTuple):

@@ -1,10 +1,10 @@
-"""Attention under any mask and score function on TPUs: a Pallas kernel.
+"""Attention under any mask and score function on TPUs and NVIDIA GPUs: Pallas kernels.
 
     out = dropout(softmax(scores(q·kᵀ·scale), over the keys that the mask allows, and the sink))·v
 
 Memory is O(T + S), except for the arrays of masks and scores. Empty tiles are skipped, forward and
 backward, and the mask is evaluated only in partial tiles. Masks and score functions, user-defined
-ones included, run in the kernel (see `mosaic`), and so do the derivatives of scores. The backward
+ones included, run in the kernel, and so do the derivatives of scores. The backward
 pass recomputes the scores from the saved maximum and sum, once for dq, once for dk and dv, and once
 for the learned arrays of each layout over the scores. If rows and heads share a bias of
 queries × keys, its gradient is summed in the kernel. XLA removes the passes that are not needed.
@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mha.base import shapes
+from flax_mha.base import private_jax, shapes
 from flax_mha.base.coordinates import Array, flat_batch
 from flax_mha.base.shapes import Dims
+from flax_mha.kernels import blockwise
 from flax_mha.kernels.flex.core import Arrays, core
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.flex.traced import PRECISIONS, Traced, trace
@@ -35,15 +36,18 @@ from flax_mha.masks import EMPTY, FULL, PARTIAL
 from flax_mha.masks.tiles import is_static
 
 # The module of each platform's part, loaded when a call asks for it.
-_MACHINES = {"tpu": "tpu"}
+_MACHINES = {"tpu": "tpu", "gpu": "hopper"}
 
 
 def lower(
     q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, platform: Platform
 ) -> Lowered | Refusal:
     """Prepare the call, or return the reason why this kernel does not support it."""
-    machine = _machine(platform.name)
-    if reason := machine.check(q, k, v):
+    folder = _MACHINES[platform.name]
+    if reason := private_jax.missing(f"flex.{folder}"):
+        return Refusal(reason)
+    machine: Machine = importlib.import_module(f"{__name__}.{folder}").MACHINE
+    if reason := machine.check(q, k, v, platform):
         return Refusal(reason)
     if spec.precision not in PRECISIONS:
         return Refusal(f"has the precisions default and highest, got {spec.precision}")
@@ -53,10 +57,6 @@ def lower(
     if platform.not_partitionable:
         return Refusal(platform.not_partitionable)
     return functools.partial(_attend, q, k, v, spec, traced)
-
-
-def _machine(platform: str) -> Machine:
-    return importlib.import_module(f"{__name__}.{_MACHINES[platform]}").MACHINE
 
 
 def _attend(
@@ -91,12 +91,47 @@ def _attend(
         flat_batch(at.row, dims).reshape(-1),
         at.head.reshape(-1),
     )  # fmt: skip
+    given = result
     if result is not None:
         out, lse = (heads_first(x, T) for x in (result[0], shapes.by_query(result[1])))
         result = out.astype(q.dtype), lse[..., 0]
     out, lse = core(call, result, operands)
     out = jnp.swapaxes(out[:, :, : dims.T], 1, 2).reshape(*dims.B, dims.T, dims.N, dims.Hv)
-    return out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+    found = out, lse[..., : dims.T].reshape(*dims.B, dims.N, dims.T)
+    if call.machine.learns or not any(operand.is_learned for operand in call.leaves):
+        return found
+    if spec.sinks is not None:
+        spec = spec.replace(sinks=jax.lax.stop_gradient(spec.sinks))
+    return _learn((q, k, v, spec), given, found)
+
+
+@jax.custom_vjp
+def _learn(
+    call: tuple[Any, Any, Any, AttentionSpec], given: Result | None, found: Result
+) -> Result:
+    """Return the result, whose gradients reach the arrays of masks and scores in XLA, tile by tile.
+
+    XLA removes the pass if they are not needed. It computes the output again, if none was given: δ
+    must cancel with products of weights that are not rounded.
+    """
+    del call, given
+    return found
+
+
+def _learn_backward(
+    residuals: tuple[tuple[Any, Any, Any, AttentionSpec], Result | None], cotangents: Result
+) -> tuple[Any, None, Result]:
+    (q, k, v, spec), given = residuals
+
+    def again(spec: AttentionSpec) -> Result:
+        lowered: Any = blockwise.lower(q, k, v, spec, Platform("gpu"))
+        return lowered() if given is None else lowered(given)
+
+    (dspec,) = jax.vjp(again, spec)[1](cotangents)
+    return (None, None, None, dspec), None, cotangents
+
+
+_learn.defvjp(lambda call, given, found: (found, (call, given)), _learn_backward)
 
 
 def _tile_states(spec: AttentionSpec, dims: Dims, plan: Plan, table: int) -> Array:

@@ -10,7 +10,7 @@ from flax_mha.base.coordinates import Array, At
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels.flex.function import Function
 from flax_mha.kernels.flex.operand import Operand
-from flax_mha.kernels.spec import AttentionSpec
+from flax_mha.kernels.spec import AttentionSpec, Platform
 from flax_mha.kernels.tile_plan import Plan
 
 
@@ -18,21 +18,23 @@ class Machine(NamedTuple):
     """The part of the kernel that each kind of device has of its own.
 
     Attributes:
-      check: the reason why no call with these q, k and v can run, or None.
+      check: the reason why no call with these q, k and v can run on a platform, or None.
       blocks: the most queries and keys of a tile.
       table: the most entries of a table of tiles.
       missing: the reason why a `Function` cannot run in a kernel, or None.
       run: the result of a `Function` for its closed-over arrays and arguments, in a kernel.
+      learns: True if `gradients` has those of leaves.
       forward: out in a dtype, and each query's maximum and sum of exponentials, [R, N, 2, T′].
       gradients: the gradients of q, k, v and leaves, from `Arrays`, the cotangent of out, and
         [R, N, 3, T′]: the maximum, 1/sum, and δ of `softmax.gradient_inputs`.
     """
 
-    check: Callable[[jax.Array, jax.Array, jax.Array], str | None]
+    check: Callable[[jax.Array, jax.Array, jax.Array, Platform], str | None]
     blocks: Callable[[Dims], tuple[int, int]]
     table: int
     missing: Callable[[Function], str | None]
     run: Callable[..., Any]
+    learns: bool
     forward: Callable[..., tuple[jax.Array, jax.Array]]
     gradients: Callable[..., tuple[Any, Any, Any, list[Any]]]
 

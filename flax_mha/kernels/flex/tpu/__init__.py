@@ -1,9 +1,18 @@
 """The part of flex for TPUs, in Pallas' Mosaic: blocks of fast memory, in the order of a grid."""
 
+import jax
+
 from flax_mha.kernels import tpu
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.flex.tpu.kernels import forward, gradients
 from flax_mha.kernels.flex.tpu.mosaic import call, missing_operation
+from flax_mha.kernels.spec import Platform
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str | None:
+    del platform
+    return tpu.check(q, k, v)
+
 
 # Tables of tiles are in scalar memory.
-MACHINE = Machine(tpu.check, tpu.blocks, 2**16, missing_operation, call, forward, gradients)
+MACHINE = Machine(_check, tpu.blocks, 2**16, missing_operation, call, True, forward, gradients)

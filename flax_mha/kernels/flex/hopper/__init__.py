@@ -1,0 +1,42 @@
+"""The part of flex for NVIDIA's Hopper, in Pallas' Mosaic GPU: a producer and two consumers."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from flax_mha.base import shapes
+from flax_mha.base.shapes import Dims
+from flax_mha.kernels import gpus
+from flax_mha.kernels.flex.hopper.fragments import call, missing
+from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward, gradients
+from flax_mha.kernels.flex.hopper.launch import BLOCK
+from flax_mha.kernels.flex.tile import Machine
+from flax_mha.kernels.spec import Platform
+from flax_mha.sharding.shard_map import varying
+
+# Its compute capability, whose matmuls (`wgmma`) no later generation has.
+HOPPER = (9, 0)
+
+
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, platform: Platform) -> str | None:
+    dims, capability = shapes.Dims.of(q, k, v), gpus.capability(platform.device)
+    if isinstance(capability, str):
+        return capability
+    if capability != HOPPER:
+        return f"runs on NVIDIA GPUs of the Hopper generation only, this is {platform.device}"
+    if q.dtype not in (jnp.float16, jnp.bfloat16):
+        return f"takes float16 and bfloat16 on NVIDIA GPUs, got {q.dtype}"
+    if not (dims.T and dims.S and math.prod(dims.B)):
+        return "there are no rows, queries or keys"
+    if max(dims.H, dims.Hv) > max(FORWARD):
+        return f"takes heads of at most {max(FORWARD)} features, got {max(dims.H, dims.Hv)}"
+    return "inside jax.shard_map it needs check_vma=False" if varying(q) else None
+
+
+def _blocks(dims: Dims) -> tuple[int, int]:
+    del dims
+    return BLOCK, BLOCK
+
+
+MACHINE = Machine(_check, _blocks, 2**22, missing, call, False, forward, gradients)

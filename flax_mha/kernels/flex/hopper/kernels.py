@@ -1,0 +1,199 @@
+"""The kernels of flex for Hopper: forward, and the gradients of queries, keys and values."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from flax_mha.kernels import softmax
+from flax_mha.kernels.flex.core import Arrays
+from flax_mha.kernels.flex.hopper.launch import ROW, Block, Size, padded, run, spread, zeros
+from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
+from flax_mha.kernels.flex.tile import FlexCall, Tile
+
+LOG2E = math.log2(math.e)
+# The most features of heads whose gradients of keys and values are summed together.
+TOGETHER = 64
+# The sizes of kernels by the features of a head.
+FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(64, 2), 256: Size(32, 4)}
+BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
+
+
+# The most operations of a mask and a score on a tile of 128 columns, before registers spill.
+SIMPLE = 24
+
+
+def _size(sizes: dict[int, Size], features: int, call: FlexCall) -> Size:
+    """Return the sizes for heads of these features, smaller if the scores are complex."""
+    size = sizes[features]
+    is_complex = call.masked.operations > SIMPLE or call.spec(call.leaves).dropout is not None
+    return size._replace(step=min(size.step, 64)) if is_complex else size
+
+
+def _widths(features: int, size: Size) -> list[int]:
+    return [size.width] * (features // size.width)
+
+
+def _store(out: Any, block: Block, first: Any, parts: Sequence[jax.Array]) -> None:
+    """Store the parts of the columns of a warpgroup's result, from registers."""
+    for n, y in enumerate(parts):
+        at = out.at[block.r, block.h, pl.ds(first, ROW), pl.ds(n * y.shape[1], y.shape[1])]
+        plgpu.store(at, y.astype(out.dtype), optimized=False)
+
+
+def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return out in a dtype, and each query's maximum and sum of exponentials. See `Machine`."""
+    q, k, v = padded(x.q), padded(x.k), padded(x.v)
+    Hv = v.shape[-1]
+    size = _size(FORWARD, max(q.shape[-1], Hv), call)
+    shape = (ROW, size.step)
+
+    def body(
+        block: Block, first: Any, own: Any, rings: Any, buffers: Any, more: Any, outputs: Any
+    ) -> None:
+        (keys, values), (out, stats) = rings, outputs
+
+        def step(masked: bool, number: Any, g: Any, start: Any, carry: Any) -> Any:
+            top, total, outs = carry
+            s = multiply(own(0, start), keys.wait(number).transpose((1, 0)))
+            keys.release(number)
+            tile = block.tile(masked, g, first, start)
+            s = tile.score(s, tile.leaves) * LOG2E
+            new = jnp.maximum(top, s.max(-1))
+            p, old = jnp.exp2(s - spread(new, 0, shape)), jnp.exp2(top - new)
+            total = total * old + p.sum(-1)
+            rescale = functools.partial(spread, old, 0)
+            outs = add_product(outs, tile.drop(p), buffers[0], values.wait(number), rescale)
+            values.release(number)
+            return new, total, outs
+
+        top = softmax.begin(zeros(ROW))
+        total = zeros(ROW)
+        if x.sinks is not None:
+            top, total = zeros(ROW) + more[0][0, block.h, 0, 0] * LOG2E, zeros(ROW) + 1.0
+        outs = [zeros(ROW, width) for width in _widths(Hv, size)]
+        _, (top, total, outs) = block.each(step, (top, total, outs))
+        share = 1 / softmax.divisor(total)
+        outs = [call.gain(y) * spread(share, 0, y.shape) for y in outs]
+        _store(out, block, first, outs)
+        for n, y in enumerate((top / LOG2E, total)):
+            plgpu.store(stats.at[block.r, block.h, n, pl.ds(first, ROW)], y, optimized=False)
+
+    R, N, T, _ = q.shape
+    outputs = [
+        jax.ShapeDtypeStruct((R, N, T, Hv), dtype), jax.ShapeDtypeStruct((R, N, 2, T), jnp.float32),
+    ]  # fmt: skip
+    sinks = [] if x.sinks is None else [x.sinks]
+    out, stats = run(call, x, True, size, "flex_forward", [q], [k, v], sinks, 1, outputs, body)
+    return out[..., : x.v.shape[-1]], stats
+
+
+def _gradient(
+    tile: Tile, dot: jax.Array, dp: jax.Array, top: jax.Array, share: jax.Array, delta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the weights of a tile before dropout, and the gradient of q·kᵀ.
+
+    A score depends on one product only, so its derivative is a tile too. `top` is in base 2.
+    """
+
+    def score(s: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(tile.score(s, tile.leaves), s.shape)
+
+    s, slope = jax.jvp(score, (dot,), (jnp.ones_like(dot),))
+    p = jnp.where(s == -jnp.inf, 0.0, jnp.exp2(s * LOG2E - top) * share)
+    return p, softmax.gradient(p, tile.call.gain(tile.drop(dp)), delta) * slope
+
+
+def _query_gradient(
+    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any
+) -> jax.Array:
+    size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    shape, widths = (ROW, size.step), _widths(q.shape[-1], size)
+
+    def body(
+        block: Block, first: Any, own: Any, rings: Any, buffers: Any, more: Any, outputs: Any
+    ) -> None:
+        line = more[0].at[block.r, block.h]
+        rows = [
+            plgpu.load(line.at[n, pl.ds(first, ROW)], layout=ROWS, optimized=False)
+            for n in range(3)
+        ]
+        rows[0] = rows[0] * LOG2E
+
+        def step(masked: bool, number: Any, g: Any, start: Any, sums: Any) -> Any:
+            keys, values = (ring.wait(number) for ring in rings)
+            dot = multiply(own(0, start), keys.transpose((1, 0)))
+            dp = multiply(own(1, start), values.transpose((1, 0)))
+            rings[1].release(number)
+            tile = block.tile(masked, g, first, start)
+            _, ds = _gradient(tile, dot, dp, *(spread(y, 0, shape) for y in rows))
+            sums = add_product(sums, ds, buffers[0], keys)
+            rings[0].release(number)
+            return sums
+
+        sums = block.each(step, [zeros(ROW, width) for width in widths])[1]
+        _store(outputs[0], block, first, sums)
+
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    given = [q, dout], [k, v], [stats]
+    return run(call, x, True, size, "flex_dq", *given, 1, outputs, body)[0]
+
+
+def _key_gradients(
+    call: FlexCall, x: Arrays, q: Any, k: Any, v: Any, dout: Any, stats: Any, of: str
+) -> list[jax.Array]:
+    """Return the gradients of keys and values, or only those that `of` names, `k` and `v`."""
+    size = _size(BACKWARD, max(q.shape[-1], v.shape[-1]), call)
+    shape = (ROW, size.step)
+    wanted = [y for y, name in ((k, "k"), (v, "v")) if name in of]
+    widths = [_widths(y.shape[-1], size) for y in wanted]
+
+    def body(
+        block: Block, first: Any, own: Any, rings: Any, buffers: Any, more: Any, outputs: Any
+    ) -> None:
+        def step(masked: bool, number: Any, g: Any, start: Any, sums: Any) -> Any:
+            queries, douts = (ring.wait(number) for ring in rings)
+            line = more[0].at[block.r, block.query_head(g)]
+            top, share, delta = (block.numbers(line.at[n], start, 1, shape) for n in range(3))
+            dot = multiply(own(0, start), queries.transpose((1, 0)))
+            dp = multiply(own(1, start), douts.transpose((1, 0))) if "k" in of else zeros(*shape)
+            tile = block.tile(masked, g, first, start)
+            p, ds = _gradient(tile, dot, dp, top * LOG2E, share, delta)
+            factors = {"k": (ds, queries), "v": (tile.drop(p), douts)}
+            found = []
+            for name, before in zip(of, sums, strict=True):
+                weights, factor = factors[name]
+                found.append(add_product(before, weights, buffers[0], factor))
+            for ring in rings:
+                ring.release(number)
+            return found
+
+        begin = [[zeros(ROW, width) for width in some] for some in widths]
+        sums = block.each(step, begin)[1]
+        for name, out, parts in zip(of, outputs, sums, strict=True):
+            parts = [call.gain(y) if name == "v" else y for y in parts]
+            _store(out, block, first, parts)
+
+    outputs = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in wanted]
+    given = [k, v] if "k" in of else [k], [q, dout], [stats]
+    return run(call, x, False, size, f"flex_d{of}", *given, 1, outputs, body)
+
+
+def gradients(
+    call: FlexCall, x: Arrays, dout: jax.Array, stats: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, list[None]]:
+    """Return the gradients of q, k and v; those of leaves come from elsewhere. See `Machine`."""
+    q, k, v, wide = map(padded, (x.q, x.k, x.v, dout))
+    together = max(q.shape[-1], v.shape[-1]) <= TOGETHER
+    found: list[jax.Array] = []
+    for of in ("kv",) if together else ("k", "v"):
+        found += _key_gradients(call, x, q, k, v, wide, stats, of)
+    (dk, dv), dq = found, _query_gradient(call, x, q, k, v, wide, stats)
+    pairs = zip((dq, dk, dv), (x.q, x.k, x.v), strict=True)
+    dq, dk, dv = (y[..., : like.shape[-1]] for y, like in pairs)
+    return dq, dk, dv, [None] * len(x.leaves)

@@ -1,0 +1,263 @@
+"""flax_mha's own kernel for Hopper: its synchronisation, and its numbers in Pallas' interpreter."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from flax_mha import Platform, dot_product_attention, explain
+from flax_mha.base import private_jax
+from flax_mha.kernels import choose, flex
+from flax_mha.kernels.bind import bind_call
+from flax_mha.masks import Causal, Lengths, Predicate, Segments
+from flax_mha.scores import Alibi, Relative, RelativeBias, Score, SoftCap
+from tests.support import barriers, oracle
+
+H200 = Platform("gpu", "NVIDIA H200", cudnn=(9, 20, 0))
+LACKING = private_jax.missing("flex.hopper")
+needs_mosaic = pytest.mark.skipif(LACKING is not None, reason=str(LACKING))
+if LACKING is None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from flax_mha.kernels.flex.hopper import sync
+
+
+def programs(features: int) -> dict[str, Any]:
+    """Return the jaxpr of each kernel of a call and its gradients."""
+    q, k = (jax.ShapeDtypeStruct((1, 256, n, features), jnp.bfloat16) for n in (2, 1))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        lowered: Any = flex.lower(*bind_call(q, k, v, mask=Lengths(jnp.array([200]))), H200)
+        return lowered()[0].astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k)
+    return dict(barriers.kernels(jaxpr.jaxpr))
+
+
+def broken(features: int = 64) -> set[str]:
+    """Return the rules that any kernel breaks."""
+    return {x for jaxpr in programs(features).values() for x in barriers.violations(jaxpr)}
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [(64, "flex_forward flex_dkv flex_dq"), (256, "flex_forward flex_dk flex_dv flex_dq")],
+)
+def test_kernels_commit_wait_and_release_in_order(features: int, names: str) -> None:
+    found = programs(features)
+    assert set(found) == set(names.split())
+    assert not [x for jaxpr in found.values() for x in barriers.violations(jaxpr)]
+
+
+def _early(self: Any, step: jax.Array, wait: Callable = lambda *_: None) -> Any:
+    buffer = wait(self, step)
+    plgpu.barrier_arrive(self.free.at[self._slot(step)])
+    return buffer
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("no wait", "a matmul reads a buffer that is not filled"),
+        ("no commit", "a matmul reads a store that is not committed"),
+        ("no release", "a buffer is not released"),
+        ("early release", "a matmul reads a buffer that is not filled"),
+        ("release of another slot", "a slot is released that is not held"),
+        ("wait for another slot", "a matmul reads a buffer that is not filled"),
+    ],
+)
+def test_wrong_synchronisation_is_found(monkeypatch, name: str, rule: str) -> None:
+    ring = sync.Ring
+    wait, slot = ring.wait, ring._slot
+    changes: dict[str, tuple[Any, str, Any]] = {
+        "no wait": (ring, "wait", lambda self, step: self.buffers.at[slot(self, step)]),
+        "no commit": (sync.plgpu, "commit_smem", lambda: None),
+        "no release": (ring, "release", lambda self, step: None),
+        "early release": (ring, "wait", lambda self, step: _early(self, step, wait)),
+        "release of another slot": (
+            ring, "release",
+            lambda self, step: plgpu.barrier_arrive(self.free.at[slot(self, step + 1)]),
+        ),
+        "wait for another slot": (
+            ring, "wait",
+            lambda self, step: (wait(self, step + 1), self.buffers.at[slot(self, step)])[1],
+        ),
+    }  # fmt: skip
+    monkeypatch.setattr(*changes[name])
+    assert rule in broken()
+
+
+def arrays(T: int, S: int, H: int, Hv: int, b: int = 1, dtype: str = "bfloat16") -> list[jax.Array]:
+    """Return q, k, v of two query heads and one key/value head, and a cotangent."""
+    rng = np.random.default_rng(1)
+    sizes = [(T, 2, H), (S, 1, H), (S, 1, Hv), (T, 2, Hv)]
+    return [jnp.asarray(rng.normal(size=(b, *size)), dtype) for size in sizes]
+
+
+def pulled(kernel: str, call: Any, operands: Any, x: Any, wrap: Any = lambda fn: fn) -> Any:
+    """Compute out, lse and all gradients of call(x), in float32 with `reference`."""
+    if kernel == "reference":
+        operands = [y.astype(jnp.float32) for y in operands]
+    *qkv, cotangent = operands
+
+    def attend(q: Any, k: Any, v: Any, x: Any) -> Any:
+        given = {"kernel": kernel, "return_residuals": True} | call(x)
+        out, lse = dot_product_attention(q, k, v, **given)
+        return out, jnp.where(jnp.isfinite(lse), lse, 0.0)
+
+    @jax.jit
+    def both(qkv: Any, x: Any) -> Any:
+        results, pull = jax.vjp(wrap(attend), *qkv, x)
+        return results, pull((cotangent, jnp.sin(results[1])))
+
+    return both(qkv, x)
+
+
+def close(got: Any, want: Any, bound: float = 2**-7) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        assert oracle.error(a.astype(jnp.float32), b) < bound
+
+
+def test_flex_matches_reference_on_hopper(hopper_memory) -> None:
+    """With full, partial and empty tiles, and races detected."""
+    args = lambda x: {"mask": Causal()}, arrays(130, 256, 8, 8), {}
+    close(pulled("flex", *args), pulled("reference", *args))
+
+
+IDS = np.sort(np.random.default_rng(1).integers(0, 3, (1, 200)))
+PACKED = Causal() & Segments(jnp.asarray(IDS[:, :130]), jnp.asarray(IDS))
+
+
+def learned(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(2)
+    return {n: jnp.asarray(rng.normal(size=s), jnp.float32) for n, s in shapes.items()}
+
+
+def user_score(s, row, head, i, j, w, t):
+    """Look up arrays by head and distance, in functions that are composed of others."""
+    near = jnp.clip(j - i, -2, 2) + 2
+    wave = jnp.cos((i - j + head + row).astype(s.dtype)) + jnp.floor(s / 4) + jnp.expm1(s / 9)
+    return s * (1 + w * jnp.tanh(wave)) + t[head, near] + t[0, 1] + jax.nn.relu(s)
+
+
+# Each call as a function of learned arrays, their shapes, and the features of q and v.
+CALLS: dict[str, tuple[Any, dict[str, tuple[int, ...]], tuple[int, int]]] = {
+    "everything": (
+        lambda x: {
+            "mask": PACKED, "bias": x["bias"], "sinks": x["sinks"],
+            "scores": (SoftCap(1.5), Alibi(x["slopes"]), RelativeBias(x["table"])),
+            "dropout_rate": 0.3, "dropout_rng": jax.random.key(7),
+        },
+        {"slopes": (2,), "table": (2, 8), "bias": (130, 200), "sinks": (2,)}, (8, 5),
+    ),
+    "user_score": (
+        lambda x: {
+            "mask": Predicate(lambda b, n, i, j, m: (i + j) % m != b, (np.array(3),)),
+            "scores": (Score(user_score, (x["w"], x["t"])),),
+        },
+        {"w": (), "t": (2, 5)}, (128, 128),
+    ),
+    "of queries": (lambda x: {"bias": x["b"]}, {"b": (1, 1, 130, 1)}, (192, 64)),
+    "of keys": (lambda x: {"bias": x["b"], "mask": PACKED}, {"b": (2, 1, 200)}, (256, 256)),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_all_arrays_match_reference_on_hopper(hopper_memory, name: str) -> None:
+    call, shapes, features = CALLS[name]
+    args = call, arrays(130, 200, *features), learned(**shapes)
+    close(pulled("flex", *args), pulled("reference", *args), 2**-6)
+
+
+@pytest.mark.slow
+def test_fully_masked_queries_give_zero_on_hopper(hopper_memory) -> None:
+    call = lambda x: {"mask": np.zeros((130, 130), bool), "scores": (Alibi(x["s"]),)}  # noqa: E731
+    (out, _), grads = pulled("flex", call, arrays(130, 130, 8, 8), learned(s=(2,)))
+    for x in jax.tree.leaves((out, grads)):
+        np.testing.assert_array_equal(x.astype(jnp.float32), 0)
+
+
+@pytest.mark.slow
+def test_nan_reaches_exactly_its_queries_and_keys_on_hopper(hopper_memory) -> None:
+    q, k, v, cotangent = arrays(130, 130, 8, 8)
+    bad = q, k.at[:, 4].set(jnp.nan), v, cotangent
+    (out, _), (dq, dk, _, _) = pulled("flex", lambda x: {"mask": Causal()}, bad, {})
+    for x in (out, dq):
+        assert np.isnan(x[:, 4:].astype(jnp.float32)).all()
+        assert np.isfinite(x[:, :4].astype(jnp.float32)).all()
+    assert np.isnan(dk.astype(jnp.float32)).all()
+    call = lambda x: {"mask": Predicate(lambda b, n, i, j: j != 4)}  # noqa: E731
+    clean = pulled("flex", call, (q, k, v, cotangent), {})
+    jax.tree.map(np.testing.assert_array_equal, pulled("flex", call, bad, {}), clean)
+
+
+@pytest.mark.slow
+def test_flex_under_vmap_on_hopper_matches_reference(hopper_memory) -> None:
+    operands, x = arrays(64, 64, 8, 8, b=2), learned(s=(2,))
+    args = lambda x: {"mask": Causal(), "scores": (Alibi(x["s"]),)}, operands, x
+    wrap = lambda fn: jax.vmap(fn, (0, 0, 0, None))  # noqa: E731
+    close(pulled("flex", *args, wrap), pulled("reference", *args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flex", "ring:flex"])
+def test_flex_on_mesh_of_hopper_matches_reference(hopper_memory, kernel: str) -> None:
+    """On rows, with dropout by global coordinates; and around a ring, with saved results."""
+    dropout = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(7)} if kernel == "flex" else {}
+    call = lambda x: {"mask": Causal(), "scores": (Alibi(x["s"]),), **dropout}  # noqa: E731
+    args = call, arrays(256, 256, 8, 8, b=2), learned(s=(2,))
+    expected = pulled("reference", *args)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    rows, length = ("data", None) if kernel == "flex" else (None, "data")
+    rules = (("batch", rows), ("length", length), ("heads", None), ("kv_heads", None))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+        close(pulled(kernel, *args), expected)
+
+
+def explained(kernel: str = "auto", dtype: str = "bfloat16", H: int = 64, **call: Any) -> Any:
+    x = jax.ShapeDtypeStruct((1, 4096, 2, H), dtype)
+    return explain(x, x, x, kernel=kernel, platform=call.pop("platform", H200), **call)
+
+
+@needs_mosaic
+def test_auto_takes_flex_only_on_gpus_that_have_run_its_contract(monkeypatch) -> None:
+    call = {"mask": Causal(), "scores": (Alibi(),)}
+    assert explained(**call).chosen == "blockwise"
+    assert "before experiments.gpu_day has run its contract" in explained(**call).refused["flex"]
+    assert explained("flex", **call).chosen == "flex"
+    monkeypatch.setattr(choose, "FLEX_GPUS", frozenset([(9, 0)]))
+    assert explained(**call).chosen == "flex"
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    ("reason", "call"),
+    [
+        (r"float16 and bfloat16 on NVIDIA GPUs, got float32", {"dtype": "float32"}),
+        (r"at most 256 features, got 264", {"H": 264}),
+        (r"Hopper generation only, this is NVIDIA B200",
+         {"platform": Platform("gpu", "NVIDIA B200", cudnn=(9, 20, 0))}),
+        (r"lacks an operation of a mask or a score: sort",
+         {"scores": (Score(lambda s, *_: jnp.sort(s)),)}),
+        (r"score: gt of queries with keys",
+         {"scores": (Score(lambda s, b, n, i, j: jnp.where(i.reshape(1, -1) > j, s, 0)),)}),
+        (r"has no scores that see queries and keys", {"scores": (Relative(jnp.ones((3, 64))),)}),
+    ],
+)  # fmt: skip
+def test_flex_refuses_on_hopper_with_reason(reason: str, call: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(explained("flex", **call).refused["flex"])
+
+
+@pytest.mark.skipif(LACKING is None, reason="this JAX has all that the kernel needs")
+def test_flex_refuses_hopper_on_old_jax_by_name() -> None:
+    assert "jax.experimental.pallas.mosaic_gpu" in explained("flex").refused["flex"]
