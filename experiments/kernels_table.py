@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -140,10 +140,20 @@ def homes() -> dict[str, list[str]]:
     """Return the platforms that each kernel runs on."""
     found: dict[str, list[str]] = {name: [] for name in KERNELS}
     for called, platform in PLATFORMS.items():
-        refused = explain(*operands({})[0], platform=platform).refused
         for name in found:
-            if name not in refused:
+            told = explain(*operands({})[0], platform=platform, kernel=cast(Any, name))
+            if told.chosen == name:
                 found[name].append(called)
+    return found
+
+
+def columns() -> dict[str, tuple[str, list[str]]]:
+    """Return the kernel and the platforms of each column. A kernel has one for each machine."""
+    found = {}
+    for name, called in homes().items():
+        own = bool(kernels.KERNELS[name].platforms) and len(called) > 1
+        for some in [[one] for one in called] if own else [called]:
+            found[f"`{name}`, {some[0]}" if own else f"`{name}`"] = name, some
     return found
 
 
@@ -152,7 +162,9 @@ def refusals(name: str, platform: Platform) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for feature, call in FEATURES.items():
         qkv, rest = operands(call)
-        explanation = traced(functools.partial(explain, *qkv, platform=platform), rest)
+        explanation = traced(
+            functools.partial(explain, *qkv, platform=platform, kernel=cast(Any, name)), rest
+        )
         found[feature] = explanation.refused.get(name)
     for feature, differentiate in DERIVATIVES.items():
         works = _differentiates(name, platform, differentiate)
@@ -223,17 +235,17 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 
 def table() -> str:
     """Return the Markdown table: features down, kernels across, the reasons below."""
-    where = homes()
-    columns = {name: refusals(name, PLATFORMS[called[0]]) for name, called in where.items()}
+    where = columns()
+    told = {title: refusals(name, PLATFORMS[on[0]]) for title, (name, on) in where.items()}
     notes: list[str] = []
     lines = [
-        "| | " + " | ".join(f"`{name}`" for name in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-        "| runs on | " + " | ".join(", ".join(called) for called in where.values()) + " |",
+        "| | " + " | ".join(where) + " |",
+        "|---" * (len(where) + 1) + "|",
+        "| runs on | " + " | ".join(", ".join(called) for _, called in where.values()) + " |",
     ]
     for feature in (*FEATURES, *DERIVATIVES):
         cells = []
-        for column in columns.values():
+        for column in told.values():
             reason = column[feature]
             note = reason and rule(reason)
             if note and note not in notes:

@@ -57,6 +57,7 @@ CONTESTANTS: dict[str, dict[str, Contestant]] = {
         "torch-sdpa": Contestant(torch_peers.core, module="torch"),
         "torch-flex": Contestant(torch_peers.flex, module="torch"),
         "tokamax": Contestant(cores.tokamax, keeps_scores="cpu", module="tokamax"),
+        "fa4-jax": Contestant(cores.fa4, keeps_scores="cpu", module="fa4_jax"),
     },
 }
 

@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 import flax_mha
@@ -72,6 +74,26 @@ def tokamax(case: Case) -> Work:
 
     def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         out: jax.Array = attend(q, k, v, mask=_table(case) if case.documents else None)
+        return out
+
+    return jitted(case, apply)
+
+
+def fa4(case: Case) -> Work:
+    """Build FlashAttention-4 by `fa4_jax.flash_attn`."""
+    import fa4_jax
+
+    reach = case.window - 1
+    window = (reach, 0 if case.causal else reach) if case.window else None
+
+    def apply(_: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        documents = None
+        if case.documents:
+            ids = np.repeat(np.arange(case.documents, dtype=np.int32), case.lengths())
+            documents = fa4_jax.document_mask(jnp.broadcast_to(ids, (case.B, case.T)))
+        out: jax.Array = fa4_jax.flash_attn(
+            q, k, v, causal=case.causal, window_size=window, mask_mod=documents
+        )
         return out
 
     return jitted(case, apply)

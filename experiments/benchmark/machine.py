@@ -15,7 +15,7 @@ from experiments.benchmark.work import cores
 
 PACKAGES = (
     "flax_mha", "jax", "jaxlib", "flax", "numpy", "torch", "equinox", "dm-haiku", "keras",
-    "tokamax",
+    "tokamax", "fa4-jax",
 )  # fmt: skip
 
 

@@ -1,14 +1,14 @@
-"""Run all measurements that need a GPU, in 25 minutes.
+"""Run all measurements that need a GPU, in 40 minutes.
 
     python -m experiments.gpu_day --workdir=runs/h100
     python -m experiments.gpu_day --workdir=runs/h100    # again: retry failed and missing steps
     python -m experiments.gpu_day --small                # a minute on any machine, to try it
 
-The steps are: the kernels' tests against the float64 oracle, including cuDNN's contract, with
-float32 matmuls instead of TF32; attention timed beside jax.nn, and tokamax and PyTorch if installed
-(pip install -e '.[peers]'); decoding against the memory's bandwidth; the trainer's examples per
-second; and, as a diff, the length limit for plain einsums in `auto`. The command needs
-pip install -e '.[test,cuda]'.
+The steps are: the kernels' tests against the float64 oracle, including the contracts of cuDNN and
+flex, with float32 matmuls instead of TF32; attention timed beside jax.nn, and tokamax, fa4-jax and
+PyTorch if installed (pip install -e '.[peers]', pip install fa4-jax); decoding against the memory's
+bandwidth; the trainer's examples per second; and, as diffs, the length limit for plain einsums in
+`auto`, and the GPUs on which it takes flex. The command needs pip install -e '.[test,cuda]'.
 
 Results go to --workdir: report.md, day.json, and a folder for each step. The report names failed
 steps, and the others run anyway.
@@ -33,7 +33,7 @@ from experiments.phases import Phase
 from experiments.runs import files, folders
 from experiments.runs.failures import RunError
 
-TOTAL = 25 * 60.0
+TOTAL = 40 * 60.0
 GRACE = 20.0  # seconds for an interrupted step to write its results
 MOST = 2**26  # bytes of day.json: hundreds of rows
 DAMAGED = "damaged"
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--workdir", help="a new folder, or one of an interrupted day to resume")
     parser.add_argument("--small", action="store_true", help="tiny cases, on any machine")
     parser.add_argument(
-        "--total", type=_seconds, default=TOTAL, help="the time limit in seconds (default: 1500)"
+        "--total", type=_seconds, default=TOTAL, help="the time limit in seconds (default: 2400)"
     )
     flags = parser.parse_args(argv)
     try:
@@ -248,6 +248,8 @@ def page(day: dict[str, Any]) -> str:
             rows += result
             parts.append(f"## {name}, milliseconds\n\n{results.core_table(result)}")
     parts += ["## What `auto` should take", *_advice(rows)]
+    if diff := results.flex_proposal(machine["device"], found.get("flex", {}).get("result")):
+        parts.append(f"```diff\n{diff}```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

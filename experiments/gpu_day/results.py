@@ -3,11 +3,13 @@
 import difflib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.benchmark import report
+from flax_mha.kernels import choose, gpus
 
 ROOT = Path(__file__).parent.parent.parent
 # The files that state the minimum length for blockwise on GPUs, with the forms of the number.
@@ -48,14 +50,32 @@ def proposal(rows: Sequence[Row]) -> str:
     measured = limit(rows)
     if not measured or measured == LIMIT:
         return ""
-    lines: list[str] = []
+    found = ""
     for name, forms in LIMITS.items():
         old = new = (ROOT / name).read_text()
         for form in forms:
             new = new.replace(form.format(LIMIT), form.format(measured))
-        before, after = (text.splitlines(keepends=True) for text in (old, new))
-        lines += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=1)
-    return "".join(lines)
+        found += _diff(name, old, new)
+    return found
+
+
+def flex_proposal(device: str, tests: Mapping[str, Any] | None) -> str:
+    """Return a diff by which `auto` takes flex on this GPU, or "" unless all its tests passed."""
+    if not tests or tests["failed"] or not tests["passed"]:
+        return ""
+    capability = gpus.capability(device)
+    if isinstance(capability, str) or capability in choose.FLEX_GPUS:
+        return ""
+    listed = ", ".join(map(str, sorted({*choose.FLEX_GPUS, capability})))
+    name = "flax_mha/kernels/choose.py"
+    old = (ROOT / name).read_text()
+    line = r"(FLEX_GPUS: .*) = frozenset\(.*\)"
+    return _diff(name, old, re.sub(line, rf"\1 = frozenset([{listed}])", old))
+
+
+def _diff(name: str, old: str, new: str) -> str:
+    before, after = (text.splitlines(keepends=True) for text in (old, new))
+    return "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}", n=1))
 
 
 def slower_cudnn(rows: Sequence[Row]) -> list[str]:

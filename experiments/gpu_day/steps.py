@@ -18,9 +18,13 @@ CONTRACT = (
 )  # fmt: skip
 # All cases of cuDNN; an ordinary run leaves most of them out.
 ORACLE = ("tests/kernels/test_contract.py", "-m", "not grid", "-k", "cudnn")
-TESTS = {"contract": "Contract", "oracle": "cuDNN against the oracle"}  # the titles of test steps
-PEERS = ("jax-xla", "jax-cudnn", "tokamax", "torch-sdpa", "torch-flex")
-OURS = ("ours", "ours-reference", "ours-blockwise")
+# The same of flex, which `auto` takes once they pass.
+FLEX = ("tests/kernels/test_contract.py", "-m", "not grid", "-k", "Hopper")
+TESTS = {
+    "contract": "Contract", "oracle": "cuDNN against the oracle", "flex": "flex against the oracle",
+}  # fmt: skip
+PEERS = ("jax-xla", "jax-cudnn", "tokamax", "fa4-jax", "torch-sdpa", "torch-flex")
+OURS = ("ours", "ours-flex", "ours-reference", "ours-blockwise")
 # 16 heads of 128 features, 16,384 tokens per batch.
 LARGE = ("--heads=16", "--features=2048", "--tokens=16384")
 SMALL = ("--heads=2", "--features=32", "--tokens=128")
@@ -52,12 +56,15 @@ class Step(NamedTuple):
 
 
 def plan(small: bool) -> list[Step]:
-    """Return all steps, about 25 minutes together, or a minute if small."""
+    """Return all steps, about 40 minutes together, or a minute if small."""
     return _small() if small else _large()
 
 
 def _large() -> list[Step]:
-    found = [_tests("contract", 200, CONTRACT), _tests("oracle", 200, ORACLE)]
+    found = [
+        _tests("contract", 200, CONTRACT), _tests("oracle", 200, ORACLE),
+        _tests("flex", 800, FLEX),
+    ]  # fmt: skip
     long, every = "--lengths=1024,4096,16384", (*OURS, *PEERS)
     for name, seconds, flags in (
         ("causal", 200, ("--masks=causal", long)),

@@ -232,6 +232,15 @@ def test_proposal_is_a_diff_of_the_limit() -> None:
     assert results.proposal(_rows({2048: (1, 2)})) == ""
 
 
+def test_flex_is_proposed_only_if_all_its_tests_passed() -> None:
+    passed = {"passed": 60, "skipped": 5, "failed": []}
+    lines = results.flex_proposal("NVIDIA H200", passed).splitlines()
+    assert "+FLEX_GPUS: frozenset[tuple[int, int]] = frozenset([(9, 0)])" in lines
+    for tests in (None, passed | {"passed": 0}, passed | {"failed": ["one"]}):
+        assert results.flex_proposal("NVIDIA H200", tests) == ""
+    assert results.flex_proposal("a GPU", passed) == ""
+
+
 def test_slower_cudnn_is_reported() -> None:
     rows = _rows({256: (1, 5), 512: (3, 1)})
     for row in rows:

@@ -20,7 +20,7 @@ LOG2E = math.log2(math.e)
 # The most features of heads whose gradients of keys and values are summed together.
 TOGETHER = 64
 # The sizes of kernels by the features of a head.
-FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(64, 2), 256: Size(32, 4)}
+FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(32, 4), 256: Size(32, 4)}
 BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
 
 

@@ -56,6 +56,15 @@ class Size(NamedTuple):
         return tiling((8, self.width)), swizzle(2 * self.width)
 
 
+def hidden_zero(start: jax.Array) -> jax.Array:
+    """Return 0, though the compiler does not know: no start is negative.
+
+    It would else keep what is the same in every step in registers, which it lacks for the sums:
+    the address of each part of a block, and each entry of a table.
+    """
+    return jnp.minimum(start, 0)
+
+
 def spread(x: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
     """Return a number per row (axis 0) or per column (axis 1) as a tile."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), TILE)
@@ -183,7 +192,8 @@ class Block(NamedTuple):
         if operand.layout == "whole":
             if ref.shape == (1, 1):
                 return typed(ref[0, 0])
-            return Table(ref.shape, lambda index: typed(ref[tuple(index)]))
+            n, zero = len(ref.shape) - 1, hidden_zero(other)
+            return Table(ref.shape, lambda i: typed(ref[(*i[:n], i[n] + zero)]))
         shape, line = (ROW, self.size.step), _at(ref, self.r, n)
         if operand.layout == "one":
             return typed(line[0, 0])
@@ -261,9 +271,7 @@ def run(
             plgpu.barrier_wait(barrier.at[wg])
 
             def again(n: int, start: jax.Array) -> Any:
-                # No start is negative, but the compiler must not know: it would keep the address of
-                # each part of the block in registers, which lacks them for the sums.
-                return blocks[n].at[wg + jnp.minimum(start, 0)]
+                return blocks[n].at[wg + hidden_zero(start)]
 
             body(block, first, again, rings, [y.at[wg] for y in buffers], extra, outs)
 

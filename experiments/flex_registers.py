@@ -1,0 +1,142 @@
+"""The table of the kernels for Hopper in docs/absent-machine.md, by NVIDIA's compiler, with no GPU.
+
+    python -m experiments.flex_registers                 # an H200, bfloat16, no mask: minutes
+    python -m experiments.flex_registers --dtype=float16 --mask=causal --heads=64,128
+
+Each line is one kernel at one head size, without scores of your own: the registers that a consumer
+and the producer may use, the bytes that spill, the shared memory, the rows that are loaded at a
+time and the buffers for them. Beside it is the number of scores per nanosecond at which the tensor
+cores, the memory, or the exponentials are at their limits. These limits are arithmetic. Nothing is
+run or timed. It needs the wheels of the extra gpu-compile, and `ptxas` (nvidia-cuda-nvcc).
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+T, N, K = 1000, 4, 2
+HEADS = (64, 128, 192, 256)
+# The matmuls of a kernel, and the rows and columns of the other side that it loads, in heads.
+MATMULS = {"forward": 2, "dq": 3, "dkv": 4, "dk": 3, "dv": 2}
+# The exponentials of a multiprocessor per clock: NVIDIA's programming guide, throughput of
+# arithmetic instructions, compute capability 9.0.
+EXPONENTIALS = 16
+HEADER = (
+    "kernel", "head", "registers", "spilled", "shared memory", "rows × buffers", "by matmuls",
+    "by loads", "by exponentials",
+)  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What the compiler says of a kernel.
+
+    Attributes:
+      name: the kernel's name.
+      spilled: the bytes of registers that are stored to memory.
+      shared: the bytes of shared memory.
+    """
+
+    name: str
+    spilled: int
+    shared: int
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the table as Markdown, line by line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.flex_registers", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--mask", choices=("none", "causal"), default="none")
+    parser.add_argument("--heads", default=",".join(map(str, HEADS)), help="features, with commas")
+    flags = parser.parse_args(argv)
+    ptxas = _ptxas()
+    if ptxas is None:
+        sys.exit("error: needs ptxas; pip install --no-deps nvidia-cuda-nvcc")
+    print("| " + " | ".join(HEADER) + " |\n" + "|---" * len(HEADER) + "|")
+    for features in map(int, flags.heads.split(",")):
+        for found in compiled(features, flags.dtype, flags.mask, ptxas):
+            print(line(found, features), flush=True)
+
+
+def _ptxas() -> str | None:
+    """Return the path of ptxas, of a wheel or of the machine."""
+    wheels = Path(sysconfig.get_path("purelib")) / "nvidia"
+    return next((str(x) for x in wheels.glob("*/bin/ptxas")), shutil.which("ptxas"))
+
+
+def compiled(features: int, dtype: str, mask: str, ptxas: str) -> Iterator[Found]:
+    """Yield each kernel of a call and its gradients, compiled for an H200."""
+    with tempfile.TemporaryDirectory() as folder:
+        # Mosaic writes its programs there. They are compiled as a whole, because the compiler
+        # ignores the registers that a warpgroup asks for in a program that is linked later.
+        os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1"}
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        _compile(features, dtype, mask)
+        for path in sorted(Path(folder).glob("*.ptx")):
+            command = [ptxas, "-arch=sm_90a", "-v", str(path), "-o", os.devnull]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            spilled = re.search(r"(\d+) bytes spill stores", said)
+            name = re.sub(r"_\d+$", "", path.stem)
+            (resources,) = Path(folder).glob(f"{name}_*.resources.txt")
+            shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text())
+            assert spilled is not None
+            assert shared is not None
+            yield Found(name.removeprefix("flex_"), int(spilled[1]), int(shared[1]))
+
+
+def _compile(features: int, dtype: str, mask: str) -> None:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from experiments.plan import gpus
+    from flax_mha import dot_product_attention, masks
+
+    mesh = jax.sharding.Mesh(np.array(gpus.of("h200", 1)), ("x",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    q, k = (
+        jax.ShapeDtypeStruct((1, T, heads, features), dtype, sharding=whole) for heads in (N, K)
+    )
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        given = masks.Causal() if mask == "causal" else None
+        out = dot_product_attention(q, k, v, mask=given, kernel="flex")
+        return jnp.sum(out.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+
+
+def line(found: Found, features: int) -> str:
+    """Return the line of a kernel, with its limits in scores per nanosecond."""
+    from experiments.counts.chips import GPUS
+    from experiments.plan.gpus import TARGETS
+    from flax_mha.kernels.flex.hopper import kernels, launch
+
+    size = (kernels.FORWARD if found.name == "forward" else kernels.BACKWARD)[features]
+    target = TARGETS["h200"]
+    chip = GPUS[target.name]
+    by_matmuls = chip.flops / (2 * MATMULS[found.name] * features) / 1e9
+    # Each row of the other side is two vectors, for a block of rows of the own side.
+    by_loads = chip.bandwidth * launch.BLOCK / (4 * features) / 1e9
+    by_exponentials = EXPONENTIALS * target.cores * target.clock
+    cells = (
+        f"`{found.name}`", features, "{} / {}".format(*launch.REGISTERS), found.spilled,
+        f"{found.shared // 1024} KiB", f"{size.step} × {size.stages}", f"{by_matmuls:,.0f}",
+        f"{by_loads:,.0f}", f"{by_exponentials:,.0f}",
+    )  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
