@@ -36,7 +36,7 @@ HEADER = (
 
 
 class Found(NamedTuple):
-    """What the compiler says of a kernel.
+    """The compiler's figures of a kernel.
 
     Attributes:
       name: the kernel's name.
@@ -121,17 +121,17 @@ def line(found: Found, features: int) -> str:
     """Return the line of a kernel, with its limits in scores per nanosecond."""
     from experiments.counts.chips import GPUS
     from experiments.plan.gpus import TARGETS
-    from flax_mha.kernels.flex.hopper import kernels, launch
+    from flax_mha.kernels.flex.hopper import block, kernels
 
     size = (kernels.FORWARD if found.name == "forward" else kernels.BACKWARD)[features]
     target = TARGETS["h200"]
     chip = GPUS[target.name]
     by_matmuls = chip.flops / (2 * MATMULS[found.name] * features) / 1e9
     # Each row of the other side is two vectors, for a block of rows of the own side.
-    by_loads = chip.bandwidth * launch.BLOCK / (4 * features) / 1e9
+    by_loads = chip.bandwidth * block.BLOCK / (4 * features) / 1e9
     by_exponentials = EXPONENTIALS * target.cores * target.clock
     cells = (
-        f"`{found.name}`", features, "{} / {}".format(*launch.REGISTERS), found.spilled,
+        f"`{found.name}`", features, "{} / {}".format(*block.REGISTERS), found.spilled,
         f"{found.shared // 1024} KiB", f"{size.step} × {size.stages}", f"{by_matmuls:,.0f}",
         f"{by_loads:,.0f}", f"{by_exponentials:,.0f}",
     )  # fmt: skip

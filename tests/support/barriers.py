@@ -1,7 +1,7 @@
-"""A check of the synchronisation in a kernel for Hopper, on its jaxpr.
+"""Checks of the synchronisation in a kernel for Hopper, on its jaxpr.
 
-It holds what an interpreter does not see: tensor cores read only committed stores, and a buffer is
-read between the wait for its barrier and its release, with every matmul awaited before.
+Tensor cores must read committed stores only. A buffer must be read between the wait for its barrier
+and its release, which follows every matmul that reads it. An interpreter does not see all of this.
 """
 
 from collections.abc import Iterator, Sequence

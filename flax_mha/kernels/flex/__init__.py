@@ -121,13 +121,15 @@ def _learn(
 def _learn_backward(
     residuals: tuple[tuple[Any, Any, Any, AttentionSpec], Result | None], cotangents: Result
 ) -> tuple[Any, None, Result]:
-    (q, k, v, spec), given = residuals
+    (*qkv, spec), given = residuals
+    # In float32, because XLA would round the gradients of scores before it sums them.
+    (q, k, v), (dout, dlse) = (x.astype(jnp.float32) for x in qkv), cotangents
 
     def again(spec: AttentionSpec) -> Result:
         lowered: Any = blockwise.lower(q, k, v, spec, Platform("gpu"))
-        return lowered() if given is None else lowered(given)
+        return lowered() if given is None else lowered((given[0].astype(jnp.float32), given[1]))
 
-    (dspec,) = jax.vjp(again, spec)[1](cotangents)
+    (dspec,) = jax.vjp(again, spec)[1]((dout.astype(jnp.float32), dlse))
     return (None, None, None, dspec), None, cotangents
 
 

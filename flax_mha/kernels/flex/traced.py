@@ -62,7 +62,9 @@ def trace(spec: AttentionSpec, dims: Dims, machine: Machine) -> Traced | str:
         jax.ShapeDtypeStruct(operand.shape if is_over else jnp.shape(x), operand.dtype)
         for operand, x, is_over in zip(leaves, arrays, over_scores, strict=True)
     ]
-    traced = _trace_functions(jax.tree.unflatten(tree, blocks), plan, machine)
+    traced = _trace_functions(
+        jax.tree.unflatten(tree, blocks), plan, machine, [not x for x in over_scores]
+    )
     if isinstance(traced, str):
         return traced
     (plain, first), (masked, second) = traced
@@ -91,7 +93,7 @@ def _divide(spec: AttentionSpec, dims: Dims, machine: Machine) -> Plan:
 
 
 def _trace_functions(
-    tile: AttentionSpec, plan: Plan, machine: Machine
+    tile: AttentionSpec, plan: Plan, machine: Machine, whole: list[bool]
 ) -> tuple[tuple[Function, list], tuple[Function, list]] | str:
     """Trace the scores of a tile, without and with the mask, and return the closed-over arrays."""
 
@@ -120,7 +122,7 @@ def _trace_functions(
         if any(x.dtype not in DTYPES or x.ndim > 2 or x.size > WHOLE for x in consts):
             shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in consts)
             return f"a function of the mask or the scores closes over arrays it can't load: {shown}"
-        if lacking := machine.missing(function):
+        if lacking := machine.missing(function, [True] * len(consts) + whole):
             return f"its compiler lacks an operation of a mask or a score: {lacking}"
         functions.append((function, consts))
     return functions[0], functions[1]

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from flax_mha.base import shapes
 from flax_mha.base.shapes import Dims
 from flax_mha.kernels import gpus
+from flax_mha.kernels.flex.hopper.block import BLOCK
 from flax_mha.kernels.flex.hopper.fragments import call, missing
 from flax_mha.kernels.flex.hopper.kernels import FORWARD, forward, gradients
-from flax_mha.kernels.flex.hopper.launch import BLOCK
 from flax_mha.kernels.flex.tile import Machine
 from flax_mha.kernels.spec import Platform
 from flax_mha.sharding.shard_map import varying

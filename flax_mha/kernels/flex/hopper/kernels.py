@@ -12,7 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from flax_mha.kernels import softmax
 from flax_mha.kernels.flex.core import Arrays
-from flax_mha.kernels.flex.hopper.launch import ROW, Block, Size, padded, run, spread, zeros
+from flax_mha.kernels.flex.hopper.block import ROW, BlockTiles, Size, spread, zeros
+from flax_mha.kernels.flex.hopper.launch import padded, run
 from flax_mha.kernels.flex.hopper.sync import ROWS, add_product, multiply
 from flax_mha.kernels.flex.tile import FlexCall, Tile
 
@@ -22,9 +23,7 @@ TOGETHER = 64
 # The sizes of kernels by the features of a head.
 FORWARD = {64: Size(128, 3), 128: Size(128, 2), 192: Size(32, 4), 256: Size(32, 4)}
 BACKWARD = {64: Size(64, 2), 128: Size(64, 2), 192: Size(32, 2), 256: Size(32, 2)}
-
-
-# The most operations of a mask and a score on a tile of 128 columns, before registers spill.
+# The most operations of a mask and a score on a tile of 128 columns. More would lack registers.
 SIMPLE = 24
 
 
@@ -39,7 +38,7 @@ def _widths(features: int, size: Size) -> list[int]:
     return [size.width] * (features // size.width)
 
 
-def _store(out: Any, block: Block, first: Any, parts: Sequence[jax.Array]) -> None:
+def _store(out: Any, block: BlockTiles, first: Any, parts: Sequence[jax.Array]) -> None:
     """Store the parts of the columns of a warpgroup's result, from registers."""
     for n, y in enumerate(parts):
         at = out.at[block.r, block.h, pl.ds(first, ROW), pl.ds(n * y.shape[1], y.shape[1])]
@@ -54,7 +53,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
     shape = (ROW, size.step)
 
     def body(
-        block: Block, first: Any, own: Any, rings: Any, buffers: Any, more: Any, outputs: Any
+        block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
     ) -> None:
         (keys, values), (out, stats) = rings, outputs
 
@@ -68,7 +67,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
             p, old = jnp.exp2(s - spread(new, 0, shape)), jnp.exp2(top - new)
             total = total * old + p.sum(-1)
             rescale = functools.partial(spread, old, 0)
-            outs = add_product(outs, tile.drop(p), buffers[0], values.wait(number), rescale)
+            outs = add_product(outs, tile.drop(p), buffer, values.wait(number), rescale)
             values.release(number)
             return new, total, outs
 
@@ -89,7 +88,7 @@ def forward(call: FlexCall, x: Arrays, dtype: Any) -> tuple[jax.Array, jax.Array
         jax.ShapeDtypeStruct((R, N, T, Hv), dtype), jax.ShapeDtypeStruct((R, N, 2, T), jnp.float32),
     ]  # fmt: skip
     sinks = [] if x.sinks is None else [x.sinks]
-    out, stats = run(call, x, True, size, "flex_forward", [q], [k, v], sinks, 1, outputs, body)
+    out, stats = run(call, x, True, size, "flex_forward", [q], [k, v], sinks, outputs, body)
     return out[..., : x.v.shape[-1]], stats
 
 
@@ -116,7 +115,7 @@ def _query_gradient(
     shape, widths = (ROW, size.step), _widths(q.shape[-1], size)
 
     def body(
-        block: Block, first: Any, own: Any, rings: Any, buffers: Any, more: Any, outputs: Any
+        block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
     ) -> None:
         line = more[0].at[block.r, block.h]
         rows = [
@@ -132,7 +131,7 @@ def _query_gradient(
             rings[1].release(number)
             tile = block.tile(masked, g, first, start)
             _, ds = _gradient(tile, dot, dp, *(spread(y, 0, shape) for y in rows))
-            sums = add_product(sums, ds, buffers[0], keys)
+            sums = add_product(sums, ds, buffer, keys)
             rings[0].release(number)
             return sums
 
@@ -141,7 +140,7 @@ def _query_gradient(
 
     outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     given = [q, dout], [k, v], [stats]
-    return run(call, x, True, size, "flex_dq", *given, 1, outputs, body)[0]
+    return run(call, x, True, size, "flex_dq", *given, outputs, body)[0]
 
 
 def _key_gradients(
@@ -154,7 +153,7 @@ def _key_gradients(
     widths = [_widths(y.shape[-1], size) for y in wanted]
 
     def body(
-        block: Block, first: Any, own: Any, rings: Any, buffers: Any, more: Any, outputs: Any
+        block: BlockTiles, first: Any, own: Any, rings: Any, buffer: Any, more: Any, outputs: Any
     ) -> None:
         def step(masked: bool, number: Any, g: Any, start: Any, sums: Any) -> Any:
             queries, douts = (ring.wait(number) for ring in rings)
@@ -168,7 +167,7 @@ def _key_gradients(
             found = []
             for name, before in zip(of, sums, strict=True):
                 weights, factor = factors[name]
-                found.append(add_product(before, weights, buffers[0], factor))
+                found.append(add_product(before, weights, buffer, factor))
             for ring in rings:
                 ring.release(number)
             return found
@@ -181,7 +180,7 @@ def _key_gradients(
 
     outputs = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in wanted]
     given = [k, v] if "k" in of else [k], [q, dout], [stats]
-    return run(call, x, False, size, f"flex_d{of}", *given, 1, outputs, body)
+    return run(call, x, False, size, f"flex_d{of}", *given, outputs, body)
 
 
 def gradients(

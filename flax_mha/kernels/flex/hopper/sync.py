@@ -8,7 +8,7 @@ because the tensor cores read shared memory behind the program's back: they see 
 stores, and a buffer that is released too early is overwritten while they read it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +67,7 @@ class Ring(NamedTuple):
         plgpu.barrier_arrive(self.free.at[self._slot(step)])
 
 
-def load_once(pairs: Sequence[tuple[Any, Any]], barrier: Any) -> None:
+def load_once(pairs: Iterable[tuple[Any, Any]], barrier: Any) -> None:
     """Copy blocks of global memory to shared memory, and wait for them."""
     for source, buffer in pairs:
         plgpu.copy_gmem_to_smem(source, buffer, barrier)

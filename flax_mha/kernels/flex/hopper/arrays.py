@@ -1,0 +1,104 @@
+"""The arrays of functions of scores in a kernel for Hopper: tiles, numbers, and lazy tables."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mha.kernels.flex.function import UnsupportedPrimitive
+
+
+class Spread(NamedTuple):
+    """A number, or a tile that stands for an array.
+
+    Attributes:
+      x: the number [] or the tile.
+      axes: for each axis of the array, `q` or `k` if it varies along it, or an empty string.
+    """
+
+    x: Any
+    axes: tuple[str, ...]
+
+
+class LazyTable(NamedTuple):
+    """An array whose entries are computed or loaded one by one.
+
+    Attributes:
+      shape: the shape.
+      entry: the entry at an index, a sequence of numbers.
+    """
+
+    shape: tuple[int, ...]
+    entry: Callable[[Sequence[Any]], Any]
+
+
+class IndexColumns(NamedTuple):
+    """An array [..., n] of indices into a table, as one array for each of its axes."""
+
+    columns: list[Any]
+
+
+def as_number(table: LazyTable, shape: Sequence[int]) -> Spread:
+    """Return a table of one entry as a number."""
+    return Spread(table.entry((0,) * len(table.shape)), ("",) * len(shape))
+
+
+def as_spread(x: Any) -> Spread:
+    """Return a number or a tile as it is, and a literal or a table of one entry as a number."""
+    if isinstance(x, Spread):
+        return x
+    if isinstance(x, LazyTable) and math.prod(x.shape) == 1:
+        return as_number(x, x.shape)
+    if isinstance(x, LazyTable | IndexColumns):
+        raise UnsupportedPrimitive("an array that is neither over the scores nor looked up")
+    return Spread(jnp.asarray(np.asarray(x).reshape(())), ("",) * np.ndim(x))
+
+
+def entry_of(x: Any, index: Sequence[Any]) -> Any:
+    """Return the entry of a table, or a number, at an index of a broadcast shape."""
+    if isinstance(x, LazyTable):
+        return x.entry([i if n > 1 else 0 for i, n in zip(index, x.shape, strict=True)])
+    x = as_spread(x)
+    if any(x.axes):
+        raise UnsupportedPrimitive("an operation on a table and an array over the scores")
+    return x.x
+
+
+def merge_axes(name: str, axes: Sequence[tuple[str, ...]], ndim: int) -> tuple[str, ...]:
+    """Return the axes of the result of an operation on arrays with these axes."""
+    merged = []
+    for some in zip(*(x for x in axes if len(x) == ndim), strict=True):
+        kinds = {*some} - {""}
+        if len(kinds) > 1:
+            raise UnsupportedPrimitive(f"{name} of queries with keys")
+        merged.append(kinds.pop() if kinds else "")
+    return tuple(merged) or ("",) * ndim
+
+
+def select_among(which: Any, choices: Sequence[Any]) -> Any:
+    """Return choices[which], of numbers or tiles."""
+    out = choices[0]
+    index = jnp.asarray(which).astype(jnp.int32)
+    for n, choice in enumerate(choices[1:], 1):
+        chosen = index >= n if n == len(choices) - 1 else index == n
+        out = jnp.where(chosen, choice, out)
+    return out
+
+
+def reshape_table(x: LazyTable, shape: Sequence[int]) -> LazyTable:
+    """Return a table in another shape of as many entries."""
+
+    def entry(index: Sequence[Any]) -> Any:
+        flat: Any = 0
+        for i, n in zip(index, shape, strict=True):
+            flat = flat * n + i if n > 1 else flat
+        found = []
+        for n in reversed(x.shape):
+            found.append(flat % n if isinstance(flat, int) else lax.rem(flat, jnp.int32(n)))
+            flat = flat // n if isinstance(flat, int) else lax.div(flat, jnp.int32(n))
+        return x.entry(found[::-1])
+
+    return x if x.shape == tuple(shape) else LazyTable(tuple(shape), entry)

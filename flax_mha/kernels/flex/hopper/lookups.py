@@ -1,0 +1,93 @@
+"""Look-ups in tables, in a kernel for Hopper: selections among the entries."""
+
+import itertools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from flax_mha.kernels.flex.function import UnsupportedPrimitive
+from flax_mha.kernels.flex.hopper.arrays import (
+    IndexColumns,
+    LazyTable,
+    Spread,
+    as_spread,
+    merge_axes,
+)
+
+# The maximum entries of a look-up by a tile of indices, because each is an unrolled selection.
+ENTRIES = 256
+
+
+def gather(eqn: Any, table: Any, index: Any) -> Any:
+    """Look up entries of a table by an index for each axis."""
+    shape, out, params = eqn.invars[0].aval.shape, eqn.outvars[0].aval, eqn.params
+    numbers, mode = params["dimension_numbers"], params["mode"]
+    if sorted(numbers.start_index_map) != list(range(len(shape))) or numbers.offset_dims:
+        raise UnsupportedPrimitive("gather")
+    columns = [as_spread(x) for x in _columns(index, eqn.invars[1])]
+    found: dict[int, Any] = {}
+    for axis, x in zip(numbers.start_index_map, columns, strict=True):
+        i = x.x.astype(jnp.int32)
+        clipped = mode == lax.GatherScatterMode.CLIP
+        found[axis] = jnp.clip(i, 0, shape[axis] - 1) if clipped else i
+    if not isinstance(table, LazyTable):
+        number = as_spread(table).x
+        table = LazyTable(shape, lambda index: number)
+    value = _lookup(table, found)
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        fill = jnp.nan if params["fill_value"] is None else params["fill_value"]
+        inside: Any = True
+        for axis, i in found.items():
+            inside = inside & (i >= 0) & (i < shape[axis])
+        value = jnp.where(inside, value, jnp.asarray(fill, value.dtype))
+    axes = [x.axes if len(x.axes) == out.ndim else x.axes[:-1] for x in columns]
+    return Spread(value, merge_axes("gather", axes, out.ndim))
+
+
+def _lookup(table: LazyTable, indices: dict[int, Any]) -> Any:
+    wide = [axis for axis, i in indices.items() if jnp.ndim(i) and table.shape[axis] > 1]
+    sizes = [table.shape[axis] for axis in wide]
+    if math.prod(sizes) > ENTRIES:
+        raise UnsupportedPrimitive(
+            f"gather from {math.prod(sizes)} entries, of more than {ENTRIES},"
+        )
+    at: list[Any] = [
+        jnp.clip(indices[n], 0, size - 1) if size > 1 and n not in wide else 0
+        for n, size in enumerate(table.shape)
+    ]
+    number: Any = 0
+    for axis in wide:
+        number = number * table.shape[axis] + indices[axis]
+    entries = list(itertools.product(*map(range, sizes)))
+
+    def choose(first: int, bit: int) -> Any:
+        """Return the entry `number` of 2^bit entries from `first`, by its last bits."""
+        if not bit:
+            for axis, n in zip(wide, entries[first], strict=True):
+                at[axis] = n
+            return table.entry(at)
+        half = 2 ** (bit - 1)
+        low = choose(first, bit - 1)
+        if first + half >= len(entries):
+            return low
+        return jnp.where((number & half) != 0, choose(first + half, bit - 1), low)
+
+    return choose(0, max(len(entries) - 1, 0).bit_length())
+
+
+def join(eqn: Any, *inputs: Any) -> IndexColumns:
+    """Join the indices of several axes."""
+    if eqn.params["dimension"] != eqn.outvars[0].aval.ndim - 1:
+        raise UnsupportedPrimitive("concatenate")
+    parts = zip(inputs, eqn.invars, strict=True)
+    return IndexColumns([x for part, var in parts for x in _columns(part, var)])
+
+
+def _columns(x: Any, var: Any) -> list[Any]:
+    if isinstance(x, IndexColumns):
+        return x.columns
+    if var.aval.shape[-1:] != (1,):
+        raise UnsupportedPrimitive("gather")
+    return [x]
