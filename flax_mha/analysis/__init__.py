@@ -1,0 +1,3 @@
+"""Analysis of trained models."""
+
+from flax_mha.analysis.watching import watch as watch
