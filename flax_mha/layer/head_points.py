@@ -10,15 +10,17 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.cache.sources import KeyValue
 from flax_mha.kernels import Capture, dot_product_attention, observe
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.points import FEATURES, Edit, Points
+from flax_mha.masks import combine
 from flax_mha.scores import Bias, ScoreMod
 
 
@@ -122,6 +124,52 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int)
         edit = points.edit("weights", scores.update(dtype=q.dtype))
         if edit is not None:
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
+
+
+def read_pairs(points: Points, attention: Any, q: jax.Array, k: Any, v: Any, **call: Any) -> None:
+    """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
+
+    The weight of query i on pairs P is exp(lse(mask ∧ P) − lse(mask)), and the mean is over the
+    queries that see such a key. It is NaN if there are none.
+
+    Args:
+      points: the points of the call.
+      attention: the function that computes it.
+      q: the queries [*B, T, N, H].
+      k: the keys [*B, T, K, H].
+      v: the values [*B, T, K, Hv].
+      **call: the other arguments of `dot_product_attention`.
+    """
+    if not points.pairs:
+        return
+    normalizer = call["normalizer"]
+    if attention is not dot_product_attention or normalizer != SOFTMAX:
+        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
+        raise ValueError(
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
+            f"at {'/'.join(points.path) or 'the layer'}; read `weights` of this layer instead"
+        )
+    call = {name: x for name, x in call.items() if "dropout" not in name}
+    call |= {"kernel": "auto", "capture": Capture(("lse",)), "return_weights": False}
+
+    def lse(**changes: Any) -> jax.Array:
+        result: jax.Array = dot_product_attention(q, k, v, **call | changes)[-1]["lse"]
+        return result
+
+    def mean(some: jax.Array, whole: jax.Array) -> jax.Array:
+        seen = some != -jnp.inf
+        weights = jnp.exp(jnp.where(seen, some - whole, -jnp.inf))
+        axes = (*range(some.ndim - 2), -1)
+        return weights.sum(axes) / seen.sum(axes, dtype=weights.dtype)
+
+    # A sink is part of the sum over all keys, and of no pair.
+    on = {
+        name: lse(mask=combine(call["mask"], mask), sinks=None)
+        for name, mask in points.pairs.items()
+    }
+    whole = lse()
+    means: Any = {name: sharding.auto(mean, ("heads",), some, whole) for name, some in on.items()}
+    points.captured["pairs"] = means
 
 
 class _EditedScores(ScoreMod):
