@@ -107,9 +107,9 @@ def attend(
             places = {"q_positions": heads.order, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
             if points is not None and (heads.is_self_attention or is_shared):
-                head_points.read_pairs(
-                    points, attention, q, source.key, source.value, **places, **arguments
-                )
+                # A sink is part of the sum over all keys, and of no pair.
+                qkv, call_of_kernel = (q, source.key, source.value), arguments | places
+                head_points.read_pairs(points, attention, qkv, call_of_kernel, {"sinks": None})
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)

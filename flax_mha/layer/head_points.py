@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +127,10 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int)
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
 
 
-def read_pairs(points: Points, attention: Any, q: jax.Array, k: Any, v: Any, **call: Any) -> None:
+def read_pairs(
+    points: Points, attention: Any, qkv: tuple[jax.Array, Any, Any], call: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> None:  # fmt: skip
     """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
 
     The weight of query i on pairs P is exp(lse(mask ∧ P) − lse(mask)), and the mean is over the
@@ -135,10 +139,9 @@ def read_pairs(points: Points, attention: Any, q: jax.Array, k: Any, v: Any, **c
     Args:
       points: the points of the call.
       attention: the function that computes it.
-      q: the queries [*B, T, N, H].
-      k: the keys [*B, T, K, H].
-      v: the values [*B, T, K, Hv].
-      **call: the other arguments of `dot_product_attention`.
+      qkv: the queries [*B, T, N, H], keys [*B, T, K, H] and values [*B, T, K, Hv].
+      call: the other arguments of `dot_product_attention`.
+      changes: the arguments that differ for pairs.
     """
     if not points.pairs:
         return
@@ -153,7 +156,7 @@ def read_pairs(points: Points, attention: Any, q: jax.Array, k: Any, v: Any, **c
     call |= {"kernel": "auto", "capture": Capture(("lse",)), "return_weights": False}
 
     def lse(**changes: Any) -> jax.Array:
-        result: jax.Array = dot_product_attention(q, k, v, **call | changes)[-1]["lse"]
+        result: jax.Array = dot_product_attention(*qkv, **call | changes)[-1]["lse"]
         return result
 
     def mean(some: jax.Array, whole: jax.Array) -> jax.Array:
@@ -162,14 +165,11 @@ def read_pairs(points: Points, attention: Any, q: jax.Array, k: Any, v: Any, **c
         axes = (*range(some.ndim - 2), -1)
         return weights.sum(axes) / seen.sum(axes, dtype=weights.dtype)
 
-    # A sink is part of the sum over all keys, and of no pair.
-    on = {
-        name: lse(mask=combine(call["mask"], mask), sinks=None)
-        for name, mask in points.pairs.items()
-    }
-    whole = lse()
-    means: Any = {name: sharding.auto(mean, ("heads",), some, whole) for name, some in on.items()}
-    points.captured["pairs"] = means
+    whole, means = lse(), {}
+    for name, pairs in points.pairs.items():
+        some = lse(mask=combine(call["mask"], pairs), **changes)
+        means[name] = sharding.auto(mean, ("heads",), some, whole)
+    points.captured["pairs"] = cast(Any, means)
 
 
 class _EditedScores(ScoreMod):
