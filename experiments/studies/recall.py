@@ -19,19 +19,22 @@ import numpy as np
 from experiments.studies import base
 from experiments.tasks.task import Batch, Params
 from experiments.trainer.loop import one_model
-from flax_mha import CacheConfig, Decoder, DecoderBlock, LanguageModel, MultiHeadAttention, masks
+from flax_mha import (
+    CacheConfig,
+    Decoder,
+    DecoderBlock,
+    LanguageModel,
+    MultiHeadAttention,
+    masks,
+    variants,
+)
 from flax_mha.models import TokenEmbedding
 from flax_mha.positions import Rotary
-from flax_mha.variants import (
-    ChosenBlocksAttention,
-    DifferentialAttention,
-    ForgettingAttention,
-    MultiHeadLatentAttention,
-)
 
-PAIRS, KEYS, VALUES, FEATURES = 12, 24, 8, 32
+PAIRS, KEYS, VALUES, FEATURES = 8, 16, 8, 32
 LENGTH = 3 * PAIRS
-NEAR = range(4, LENGTH - 4, 4)
+NEAR = range(2, LENGTH, 3)
+OPTIMIZER = {"learning_rate": 1e-2, "final": 0.3, "b2": 0.95, "clip_norm": 10.0}
 ROTATED: dict[str, Any] = {"head_dim": 32, "rotary": Rotary(base=100.0)}
 
 
@@ -54,26 +57,24 @@ class Kind(NamedTuple):
 
 def make_kinds() -> list[Kind]:
     """Return all kinds of attention, in the order of the legend."""
-    layers = {f"{n} KV head": MultiHeadAttention(2, num_kv_heads=n, **ROTATED) for n in (2, 1)}
-    full = layers["2 KV head"]
+    layers = {f"K={n}": MultiHeadAttention(2, num_kv_heads=n, **ROTATED) for n in (2, 1)}
+    full = layers["K=2"]
     kinds = [Kind("full", size, layer) for size, layer in layers.items()]
     kinds += [Kind("full, int8", *each, CacheConfig("int8")) for each in layers.items()]
-    for slots in (4, 8, 16):
+    for slots in (8, 16):
         layer = full.clone(mask=masks.Window(slots - 1, 0))
         kinds.append(Kind("window", f"{slots} tokens", layer, CacheConfig(slots=slots)))
-    for rank in (4, 8, 16):
-        layer = MultiHeadLatentAttention(2, kv_rank=rank, rope_dim=8, **ROTATED)
+    for rank in (4, 16):
+        layer = variants.MultiHeadLatentAttention(2, kv_rank=rank, rope_dim=8, **ROTATED)
         kinds.append(Kind("latent", f"rank {rank}", layer))
-    layer = DifferentialAttention(2, **ROTATED | {"head_dim": 16})
+    layer = variants.DifferentialAttention(2, **ROTATED | {"head_dim": 16})
     kinds += [Kind("differential", "", layer)]
-    kinds += [Kind("forgetting", "", ForgettingAttention(2, head_dim=32))]
-    for count in (2, 4):
-        layer = ChosenBlocksAttention(2, block=4, count=count, **ROTATED)
-        kinds.append(Kind("chosen blocks", f"{count} of {LENGTH // 4}", layer))
-    return kinds
+    kinds += [Kind("forgetting", "", variants.ForgettingAttention(2, head_dim=32))]
+    layer = variants.ChosenBlocksAttention(2, block=4, count=2, **ROTATED)
+    return [*kinds, Kind("chosen blocks", f"2 of {LENGTH // 4}", layer)]
 
 
-def draw(key: jax.Array, rows: int = 16) -> Batch:
+def draw(key: jax.Array, rows: int = 32) -> Batch:
     """Return rows of facts and queries, with labels and weights at the queries."""
     of_keys, of_values, of_order = jax.random.split(key, 3)
     keys = jnp.argsort(jax.random.uniform(of_keys, (rows, KEYS)))[:, :PAIRS]
@@ -110,7 +111,8 @@ def count_bytes(kind: Kind) -> int:
 def main() -> None:
     """Train and decode all kinds, print their accuracy, and draw it."""
     flags = base.read_flags(__doc__, steps=500, seeds=3)
-    batch = draw(jax.random.key(7), 256)
+    batch = draw(jax.random.key(7), 512)
+    distance = np.asarray(batch["distance"])
     figure, (cost, reach) = base.make_panels("By cache", "By distance", width=4.4, height=3.4)
     points: dict[str, list[Any]] = {}
     params: dict[str, Params] = {}
@@ -118,10 +120,9 @@ def main() -> None:
         name = f"{kind.family.removesuffix(', int8')} {kind.size}"
         if name not in params:
             task = base.Labelled(kind.model(decode=False), LENGTH)
-            made = one_model(base.make_config(flags.steps, learning_rate=1e-2), task)
-            every = max(1, flags.steps // 4)
-            trained = base.train(*made, draw, steps=flags.steps, seeds=flags.seeds, every=every)
-            params[name] = trained.state.params
+            made = one_model(base.make_config(flags.steps, **OPTIMIZER), task)
+            counts = {"steps": flags.steps, "seeds": flags.seeds, "every": max(1, flags.steps // 4)}
+            params[name] = base.train(*made, draw, **counts).state.params
         run = jax.jit(jax.vmap(functools.partial(decode, kind, batch=batch)))
         right, size = np.asarray(run(params[name])), count_bytes(kind)
         accuracy = 100 * right.mean((1, 2))
@@ -133,7 +134,7 @@ def main() -> None:
         bars = (middle - y.min(1), y.max(1) - middle)
         cost.errorbar(sizes / 1024, middle, bars, label=family, color=color, fmt="o-", capsize=2)
         if family != "full, int8":  # the curve of "full"
-            near = [[100 * x[batch["distance"] == d].mean() for x in found[-1][2]] for d in NEAR]
+            near = [[100 * x[distance == d].mean() for x in found[-1][2]] for d in NEAR]
             base.draw_band(reach, NEAR, np.asarray(near), family, color)
     cost.set(xlabel="cache of a row (KiB)", xscale="log", ylabel="right answers (%)")
     cost.legend(frameon=False, fontsize=8)

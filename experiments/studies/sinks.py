@@ -38,8 +38,7 @@ KINDS: dict[str, tuple[dict[str, Any], bool]] = {
 
 def make_chain() -> np.ndarray:
     """Return the chain's transitions [TOKENS, TOKENS]: rows are distributions of the next token."""
-    logits = np.random.default_rng(0).normal(0.0, 1.5, (TOKENS, TOKENS))
-    weights = np.exp(logits)
+    weights = np.exp(np.random.default_rng(0).normal(0.0, 1.5, (TOKENS, TOKENS)))
     return weights / weights.sum(-1, keepdims=True)
 
 
@@ -77,11 +76,11 @@ class Task(base.Labelled):
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         """Return the loss, without a gradient of sinks."""
-
-        def freeze(path: Any, x: jax.Array) -> jax.Array:
-            return jax.lax.stop_gradient(x) if "sinks" in jax.tree_util.keystr(path) else x
-
-        return super().loss(jax.tree_util.tree_map_with_path(freeze, params), batch, key)
+        stop = jax.lax.stop_gradient
+        params = jax.tree_util.tree_map_with_path(
+            lambda path, x: stop(x) if "sinks" in jax.tree_util.keystr(path) else x, params
+        )
+        return super().loss(params, batch, key)
 
 
 def make_model(fields: dict[str, Any]) -> LanguageModel:

@@ -1,6 +1,7 @@
 """The study of lengths: its data, its scores, and its program on few steps."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,18 @@ import pytest
 from experiments.studies import length
 
 
+@pytest.fixture(autouse=True)
+def promote() -> Iterator[None]:
+    """Allow what programs may do."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.mark.parametrize("task", length.TASKS)
 def test_rows_hold_input_output_and_end(task: str) -> None:
     n = np.array([1, 3, 5, 6])
-    batch = length.make(task, jax.random.key(0), jnp.asarray(n), 6)
+    make = jax.jit(length.make, static_argnums=(0, 3))
+    batch = make(task, jax.random.key(0), jnp.asarray(n), 6)
     rows = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], 1)
     np.testing.assert_array_equal(batch["labels"], rows[:, 1:])
     for row, weight, size in zip(rows, np.asarray(batch["weight"]), n, strict=True):
@@ -41,9 +50,10 @@ class Told:
 
 
 def test_an_output_is_exact_if_its_end_is_too() -> None:
-    exact, right = length.score(Told(False), "sort", 3, {})
+    score = jax.jit(length.score, static_argnums=(0, 1, 2))
+    exact, right = score(Told(False), "sort", 3, {})
     np.testing.assert_array_equal([exact, right], 1.0)
-    exact, right = length.score(Told(True), "sort", 3, {})
+    exact, right = score(Told(True), "sort", 3, {})
     np.testing.assert_array_equal(exact, 0.0)
     n = np.asarray(length.LENGTHS)
     np.testing.assert_allclose(right, n / (n + 1), rtol=1e-6)
@@ -56,8 +66,7 @@ def test_a_short_run_draws_its_figure(
     path = tmp_path / "length.png"
     monkeypatch.setattr(sys, "argv", ["length", "--steps=4", "--seeds=2", f"--figure={path}"])
     monkeypatch.setattr(length, "TASKS", ("sort",))
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        length.main()
+    length.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert {row[1] for row in rows} == {*length.ENCODINGS}
     assert path.stat().st_size > 10_000

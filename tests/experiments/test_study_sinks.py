@@ -1,6 +1,7 @@
 """The study of sinks: its data, its best loss, its measures, and its program on few steps."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -11,13 +12,15 @@ import pytest
 from experiments.studies import sinks
 
 
-def allow() -> object:
-    return jax.numpy_rank_promotion("allow")
+@pytest.fixture(autouse=True)
+def promote() -> Iterator[None]:
+    """Allow what programs may do."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def test_a_trigger_repeats_the_token_before_it() -> None:
-    with allow():
-        batch = sinks.draw(jax.random.key(0), 64)
+    batch = jax.jit(sinks.draw, static_argnums=1)(jax.random.key(0), 64)
     tokens, labels = np.asarray(batch["tokens"]), np.asarray(batch["labels"])
     np.testing.assert_array_equal(tokens[:, 0], sinks.FIRST)
     np.testing.assert_array_equal(tokens[:, 1:], labels[:, :-1])
@@ -29,9 +32,8 @@ def test_a_trigger_repeats_the_token_before_it() -> None:
 
 
 def test_the_best_loss_is_that_of_the_chain() -> None:
-    with allow():
-        batch = sinks.draw(jax.random.key(1), 3)
-        found = sinks.compute_best(batch)
+    batch = jax.jit(sinks.draw, static_argnums=1)(jax.random.key(1), 3)
+    found = jax.jit(sinks.compute_best)(batch)
     chain, losses = sinks.make_chain(), []
     np.testing.assert_allclose(chain.sum(1), 1.0)
     for tokens, labels in zip(
@@ -51,9 +53,8 @@ def test_the_best_loss_is_that_of_the_chain() -> None:
 @pytest.mark.parametrize("kind", sinks.KINDS)
 def test_weights_are_those_of_the_layer(kind: str) -> None:
     model = sinks.make_model(sinks.KINDS[kind][0])
-    with allow():
-        params = model.init(jax.random.key(0), jnp.zeros((1, sinks.LENGTH), jnp.int32))["params"]
-        found = sinks.measure(model, params, jax.random.key(1))
+    params = model.init(jax.random.key(0), jnp.zeros((1, sinks.LENGTH), jnp.int32))["params"]
+    found = sinks.measure(model, params, jax.random.key(1))
     total = float(found["sum"])
     assert (abs(total - 1) < 1e-5) == (kind == "softmax")
     assert 0 < found["first"] < found["share"] + 1e-6
@@ -63,14 +64,13 @@ def test_weights_are_those_of_the_layer(kind: str) -> None:
 @pytest.mark.slow
 def test_the_sink_off_by_one_is_not_trained() -> None:
     model = sinks.make_model({"sinks": True})
-    with allow(), jax.numpy_dtype_promotion("standard"):
-        batch = sinks.draw(jax.random.key(2), 2)
-        for task, is_frozen in ((sinks.Task, True), (sinks.base.Labelled, False)):
-            made = task(model, sinks.LENGTH)
-            params = made.init(jax.random.key(0))
-            gradient, _ = jax.grad(made.loss, has_aux=True)(params, batch, jax.random.key(0))
-            of_sinks = gradient["decoder"]["layers_0"]["attention"]["sinks"]
-            assert (abs(of_sinks).max() == 0) == is_frozen
+    batch = sinks.draw(jax.random.key(2), 2)
+    for task, is_frozen in ((sinks.Task, True), (sinks.base.Labelled, False)):
+        made = task(model, sinks.LENGTH)
+        params = made.init(jax.random.key(0))
+        gradient, _ = jax.grad(made.loss, has_aux=True)(params, batch, jax.random.key(0))
+        of_sinks = gradient["decoder"]["layers_0"]["attention"]["sinks"]
+        assert (abs(of_sinks).max() == 0) == is_frozen
 
 
 @pytest.mark.slow
@@ -79,8 +79,7 @@ def test_a_short_run_draws_its_figure(
 ) -> None:
     path = tmp_path / "sinks.png"
     monkeypatch.setattr(sys, "argv", ["sinks", "--steps=4", "--seeds=2", f"--figure={path}"])
-    with allow(), jax.numpy_dtype_promotion("standard"):
-        sinks.main()
+    sinks.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "|" in line]
     assert [row[0] for row in rows] == [f"| {kind}" for kind in sinks.KINDS]
     assert path.stat().st_size > 10_000
