@@ -65,7 +65,8 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
-        "layer": ("edits", "plots"),
+        "layer.edits": ("edits",),
+        "layer.plots": ("plots",),
         "models.experts": ("Experts",),
         "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
         "layer.muon": ("muon_dimensions",),
@@ -85,13 +86,9 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         if name not in _NAMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        home = _HOME.get(name, name)
-        is_module = name not in _HOME or home == "layer"
-        value: object = importlib.import_module(
-            f"{__name__}.layer.{name}" if home == "layer" else f"{__name__}.{home}"
-        )
-        if not is_module:
-            value = getattr(value, name)
+        value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
+        if name in _HOME:
+            value = getattr(value, name, value)
         globals()[name] = value  # Python finds it without this function next time.
         return value
 

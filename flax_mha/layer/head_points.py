@@ -1,8 +1,7 @@
-"""The points of an attention layer: queries, keys, values, scores, weights, heads, output."""
+"""The points of a layer that change more than a tensor: scores, weights, and the heads' shares."""
 
-import dataclasses
 import functools
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,66 +10,16 @@ from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
 from flax_mha.base import shapes
-from flax_mha.base.coordinates import At, ScoreArray
-from flax_mha.base.shapes import Dims
-from flax_mha.cache.sources import KeyValue
 from flax_mha.kernels import Capture, dot_product_attention, observe
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.points import FEATURES, Edit, Points
-from flax_mha.scores import Bias, ScoreMod
+from flax_mha.scores import Bias
 
 
-def _pick_tokens(x: jax.Array, capture: Capture) -> jax.Array:
-    """Return the captured queries of features [*B, T, D]."""
-    return _pick_heads(x[..., None, :], dataclasses.replace(capture, heads=None))[..., 0, :]
-
-
-def _pick_heads(x: jax.Array, capture: Capture) -> jax.Array:
-    """Return the captured queries and heads of x [*B, T, N, H]."""
-    heads, queries = capture.chosen(Dims.of(x, x, x))
-    return jnp.swapaxes(observe.pick(jnp.swapaxes(x, -3, -2), heads, queries), -3, -2)
-
-
-def edit_inputs(
-    points: Points, q: jax.Array, k: Any, v: Any, kv: Any
-) -> tuple[jax.Array, Any, Any, Any]:
-    """Apply the points of queries, keys and values.
-
-    Args:
-      points: the points of the call.
-      q: the queries [*B, T, N, H].
-      k: the keys of this call [*B, S, K, H], or None.
-      v: the values of this call [*B, S, K, Hv], or None.
-      kv: keys and values in their place, such as `KeyValue`, or a cache.
-
-    Returns:
-      All four.
-    """
-    q = points("q", q, sharding.HEADS, _pick_heads)
-
-    def pick(x: jax.Array, capture: Capture) -> jax.Array:
-        heads, _ = capture.chosen(Dims.of(q, q, q))
-        return x if heads is None else jnp.take(x, heads // (q.shape[-2] // x.shape[-2]), -2)
-
-    def of_keys(name: str, x: jax.Array) -> jax.Array:
-        return points(name, x, sharding.KV_HEADS, pick)
-
-    if k is not None:
-        k, v = of_keys("k", k), of_keys("v", v)
-    elif isinstance(kv, KeyValue):
-        kv = kv.replace(key=of_keys("k", kv.key), value=of_keys("v", kv.value))
-    return q, k, v, kv
-
-
-def edit_heads(points: Points, z: jax.Array) -> jax.Array:
-    """Apply the point of the heads' outputs [*B, T, N, Hv]."""
-    return points("z", z, sharding.HEADS, _pick_heads)
-
-
-def edit_output(points: Points, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the points of heads' shares and of the output, and check that no edit is left.
+def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
+    """Apply the point of the heads' shares [*B, T, N, D] of the output, and return the output.
 
     Args:
       points: the points of the call.
@@ -78,16 +27,7 @@ def edit_output(points: Points, linear: Linear | None, x: jax.Array, out: jax.Ar
       x: the heads' outputs [*B, T, N, Hv], after gate and head mask.
       out: the output [*B, T, D].
     """
-    if linear is not None:
-        out = _edit_results(points, linear, x, out)
-    out = points("out", out, pick=_pick_tokens)
-    points.finish()
-    return out
-
-
-def _edit_results(points: Points, linear: Linear, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the point of each head's share of out, [*B, T, N, D], if it is needed."""
-    if linear.kernel is None or not points.needs("result"):
+    if linear is None or linear.kernel is None or not points.needs("result"):
         return out
 
     def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -95,7 +35,7 @@ def _edit_results(points: Points, linear: Linear, x: jax.Array, out: jax.Array) 
         return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
 
     names = ("batch", "length", "heads", None)
-    shares = points("result", sharding.auto(share, names, x, linear.kernel), names, _pick_heads)
+    shares = points("result", sharding.auto(share, names, x, linear.kernel), names)
     if points.prefix + "result" not in points.edits:
         return out
 
@@ -103,9 +43,9 @@ def _edit_results(points: Points, linear: Linear, x: jax.Array, out: jax.Array) 
         total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
         if bias is not None:
             total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
-        return total.astype(out_dtype)
+        return total.astype(dtype)
 
-    out_dtype = out.dtype
+    dtype = out.dtype
     return sharding.auto(add, FEATURES, shares, linear.bias)
 
 
@@ -117,26 +57,11 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int)
     if edit is not None:
         bias = arguments.pop("bias")
         before = () if bias is None else (Bias(bias),)
-        arguments["scores"] = (*arguments["scores"], *before, _EditedScores(edit))
+        arguments["scores"] = (*arguments["scores"], *before, edit)
     if "attention" not in arguments:
         edit = points.edit("weights", scores.update(dtype=q.dtype))
         if edit is not None:
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
-
-
-class _EditedScores(ScoreMod):
-    """keep·score + add, for arrays that broadcast to the scores [*B, N, T, S]."""
-
-    edit: Edit
-
-    def bind(self, dims: Dims) -> Self:
-        def over_scores(x: Any) -> ScoreArray:
-            return ScoreArray(shapes.lead(jnp.asarray(x, jnp.float32), len(dims.logits)))
-
-        return self.replace(edit=jax.tree.map(over_scores, self.edit))
-
-    def __call__(self, score: jax.Array, at: At) -> jax.Array:
-        return Edit(self.edit.keep.array, self.edit.add.array)(score)
 
 
 def _attend_with_weights(
@@ -150,43 +75,33 @@ def _attend_with_weights(
             "deterministic=True"
         )
     dims = shapes.attention_dims(q, k, v)
-    names = () if capture is None else tuple(capture.what)
-    chosen, _ = Capture((), edit.heads).chosen(dims)
-    heads = np.arange(dims.N) if chosen is None else chosen
-    kept, queries = (capture or Capture((), edit.heads)).chosen(dims)
-    read = np.arange(dims.N) if kept is None else kept
+    heads = Capture((), edit.heads).indices("heads", dims.N)
+    is_read = capture is not None and "weights" in capture.what
+    reads = capture if is_read and not return_weights else Capture(())
+    read = reads.indices("heads", dims.N) if is_read or return_weights else heads
     both = np.union1d(heads, read)
-    out, *whole, values = dot_product_attention(
-        q, k, v, capture=Capture((*{*names, "weights"},), tuple(both.tolist())),
-        return_weights=return_weights, **call,
-    )  # fmt: skip
+    edited = np.searchsorted(both, heads)
+    out, values = dot_product_attention(
+        q, k, v, capture=Capture(("weights",), both.tolist()), **call
+    )
 
-    def change(edit: Edit, v: jax.Array, out: jax.Array, w: jax.Array, *whole: jax.Array) -> Any:
-        at = np.searchsorted(both, heads)
-        new = edit(w[..., at, :, :])
-        v = jnp.take(v, heads // dims.G, -2)
-        z = jnp.einsum("...hts,...shd->...thd", new, finite(v), precision=call.get("precision"))
+    def change(out: jax.Array, w: jax.Array, v: jax.Array, edit: Edit) -> tuple[jax.Array, ...]:
+        new, v = edit(w[..., edited, :, :]), jnp.take(v, heads // dims.G, -2)
         # A weight of 0 hides a value that is not finite.
         bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
-        bad = jnp.swapaxes(((new != 0) & bad).any(-1), -1, -2)[..., None]
-        out = out.at[..., heads, :].set(jnp.where(bad, jnp.nan, z).astype(out.dtype))
-        return [
-            out,
-            w.at[..., at, :, :].set(new),
-            *(x.at[..., heads, :, :].set(new) for x in whole),
-        ]
+        seen = jnp.where((new != 0) & bad, jnp.nan, new)
+        z = jnp.einsum("...hts,...shd->...thd", seen, finite(v), precision=call.get("precision"))
+        out = out.at[..., heads, :].set(z.astype(out.dtype))
+        return out, w.at[..., edited, :, :].set(new)
 
-    axes = ("batch", None, "length", None)
-    out, values["weights"], *whole = sharding.auto(
-        change, [sharding.HEADS, axes, *(axes for _ in whole)],
-        edit, dequantize(v), out, values["weights"], *whole,
-    )  # fmt: skip
-    at = np.searchsorted(both, read)
-    captured = {}
-    for name in names:
-        # Values of a query have no axis of keys.
-        is_square = values[name].ndim == values["weights"].ndim
-        x = values[name] if is_square else values[name][..., None]
-        x = observe.pick(x, at, queries)
-        captured[name] = x if is_square else x[..., 0]
-    return (out, *whole, *([captured] if capture else []))
+    layouts = (sharding.HEADS, ("batch", None, "length", None))
+    out, w = sharding.auto(change, layouts, out, values["weights"], dequantize(v), edit)
+    result = [out, w] if return_weights else [out]
+    if capture is None:
+        return tuple(result)
+    # XLA computes both calls once, as they differ in what they read alone.
+    captured = dot_product_attention(q, k, v, capture=capture, **call)[-1]
+    if is_read:
+        chosen = np.searchsorted(both, capture.indices("heads", dims.N))
+        captured["weights"] = observe.pick(w, chosen, capture.indices("queries", dims.T))
+    return (*result, captured)
