@@ -17,7 +17,7 @@ from flax_mha.cache import KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
-from flax_mha.layer import custom_attention, head_points
+from flax_mha.layer import custom_attention, points
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
@@ -96,7 +96,7 @@ def attend(
         cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
     )
     if call.points is not None:
-        head_points.edit_scores(call.points, arguments, q, source.key.shape[-3])
+        points.edit_scores(call.points, arguments, q, source.key.shape[-3])
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
@@ -115,7 +115,7 @@ def attend(
     if call.points is not None:
         for name, value in (more[-1] if arguments["capture"] else {}).items():
             call.points.sow(name, value)
-        out = head_points.edit_result(call.points, p.get("out"), x, out)
+        out = points.edit_result(call.points, p.get("out"), x, out)
         out = call.points.last("out", out)
     out = checkpoint_name(out, "out")
     return Output(out, more[0] if call.return_weights else None, cache, source)

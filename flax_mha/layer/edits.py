@@ -1,16 +1,12 @@
 """Change a model while it runs: edits of its named tensors, x ← keep·x + add.
 
-    zero, mean, patch    Edit(keep=0, add=value)     at some places: keep and add are arrays
-    steer                Edit(add=direction)
-    scale, prune         Edit(keep=factor)
-
-All are values of the same two arrays, so that one compiled program runs any of them, and both have
-gradients: that with respect to `add` is the tensor's gradient.
+Edits are values of the same two arrays, so one compiled program runs any of them. Both arrays have
+gradients: that of `add` is the tensor's gradient.
 """
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -31,22 +27,18 @@ class Edits(nnx.Variable[Any]):
     """The edits of an nnx layer, a dict by name; `nnx.DiffState(0, Edits)` selects them."""
 
 
-class _Point(NamedTuple):
-    """A point that a call came to.
+class _Names(dict[str, jax.ShapeDtypeStruct]):
+    """The points of a model by path, with shapes and dtypes. `print` shows a line for each.
 
     Attributes:
-      tensor: its shape and dtype, with the layers of a scan as leading axes.
-      layers: the sizes of these axes.
-      is_edited: True if the call had an edit of it.
+      layers: the sizes of the leading axes that a scan adds, by path.
+      edited: the paths that have an edit.
     """
 
-    tensor: jax.ShapeDtypeStruct
-    layers: shapes.Shape
-    is_edited: bool
-
-
-class _Names(dict[str, jax.ShapeDtypeStruct]):
-    """The points of a model by path, with shapes and dtypes. `print` shows a line for each."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: dict[str, shapes.Shape] = {}
+        self.edited: set[str] = set()
 
     def __str__(self) -> str:
         width = max((len(name) for name in self), default=0)
@@ -62,8 +54,37 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
         leading axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
     """
-    points = _trace(model, *args, **kwargs)
-    return _Names({path: point.tensor for path, point in points.items()})
+    points = _Names()
+
+    def visit(module: Any, name: str, x: Any, is_edited: bool) -> None:
+        path, layers = "/".join((*module.path, name)), ()
+        if isinstance(module, nn.Module):
+            whole = functools.reduce(lambda x, part: x.get(part, {}), module.path, parameters)
+            # A scan slices the parameters.
+            leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
+            for outer, inner in [*zip(*leaves, strict=False)][:1]:
+                layers = np.shape(outer)[: np.ndim(outer) - np.ndim(inner)]
+        points[path] = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
+        points.layers[path] = layers
+        points.edited |= {path} if is_edited else set()
+
+    if isinstance(model, nnx.Module):
+        definition, state = nnx.split(model)
+
+        def call(state: Any, *inputs: Any) -> Any:
+            copy: Any = nnx.merge(definition, state)
+            for path, layer in _layers(copy):
+                layer.path = path
+            return copy(*inputs, **kwargs)
+
+        args = (state, *args)
+    else:
+        parameters = args[0].get("params", {})
+        mutable = nn.DenyList(("params", COLLECTION))
+        call = functools.partial(model.apply, mutable=mutable, **kwargs)
+    with visitor(visit):
+        jax.eval_shape(call, *args)
+    return points
 
 
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,24 +111,23 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
         edits, *inputs = args
         trial = nnx.clone(model)
         detach(trial)
-        chosen = _resolve(edits, _trace(trial, *inputs, **kwargs))
+        chosen = _resolve(edits, names(trial, *inputs, **kwargs))
         _set(trial, chosen)
-        _trace(trial, *inputs, **kwargs)
+        names(trial, *inputs, **kwargs)
         _set(model, chosen)
         return model
     variables, edits, *inputs = args
     variables = _store(variables, {}, ())
-    chosen = _resolve(edits, _trace(model, variables, *inputs, **kwargs))
-    lost: list[str] = []
-    for _ in range(2):
+    chosen = _resolve(edits, names(model, variables, *inputs, **kwargs))
+    lost: set[str] = set()
+    for _ in range(2):  # Edits that the collection does not bring to their layers, move.
         stored = _store(variables, chosen, lost)
-        points = _trace(model, stored, *inputs, **kwargs)
-        lost = [path for path in chosen if not points[path].is_edited]
+        lost = {*chosen} - names(model, stored, *inputs, **kwargs).edited
         if not lost:
             return stored
     raise ValueError(
-        f"edits must be of points that the model's transformations reach, got {lost}; leave them "
-        f"out, or pass parameters as they are"
+        f"edits must be of points that the model's transformations reach, got {sorted(lost)}; "
+        f"leave them out"
     )
 
 
@@ -116,9 +136,7 @@ def detach(model: nnx.Module) -> None:
     _set(model, {})
 
 
-def sweep(
-    fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None = None
-) -> Any:  # fmt: skip
+def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None = None) -> Any:
     """Return fn(edits, *args) of many edits, computed by one compiled program.
 
     Args:
@@ -143,41 +161,7 @@ def _sweep(
     return jax.lax.map(run, edits, batch_size=batch_size)
 
 
-def _trace(model: Any, *args: Any, **kwargs: Any) -> dict[str, _Point]:
-    """Return the points that a call of a model comes to, by path."""
-    points: dict[str, _Point] = {}
-
-    def visit(module: Any, name: str, x: Any, is_edited: bool) -> None:
-        layers: shapes.Shape = ()
-        if isinstance(module, nn.Module):
-            whole = functools.reduce(lambda x, part: x.get(part, {}), module.path, variables)
-            # A scan slices the parameters.
-            leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
-            for outer, inner in [*zip(*leaves, strict=False)][:1]:
-                layers = np.shape(outer)[: np.ndim(outer) - np.ndim(inner)]
-        tensor = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
-        points["/".join((*module.path, name))] = _Point(tensor, layers, is_edited)
-
-    if isinstance(model, nnx.Module):
-        definition, state = nnx.split(model)
-
-        def call(state: Any, *inputs: Any) -> Any:
-            copy: Any = nnx.merge(definition, state)
-            for path, layer in _layers(copy):
-                layer.path = path
-            return copy(*inputs, **kwargs)
-
-        args = (state, *args)
-    else:
-        variables = args[0].get("params", {})
-        mutable = nn.DenyList(("params", COLLECTION))
-        call = functools.partial(model.apply, mutable=mutable, **kwargs)
-    with visitor(visit):
-        jax.eval_shape(call, *args)
-    return points
-
-
-def _resolve(edits: Any, points: Mapping[str, _Point]) -> dict[str, Edit]:
+def _resolve(edits: Any, points: _Names) -> dict[str, Edit]:
     """Check edits, and return them by path, those of layers under a scan as one."""
     chosen: dict[str, Any] = flatten_dict(
         edits, sep="/", is_leaf=lambda _, x: not all(isinstance(key, str) for key in x)
@@ -188,28 +172,26 @@ def _resolve(edits: Any, points: Mapping[str, _Point]) -> dict[str, Edit]:
             f"edits must be of points of the model, got {unknown}; give some of\n  {known}"
         )
     for path, edit in chosen.items():
-        layers = points[path].layers
-        parts = edit.values() if layers and isinstance(edit, Mapping) else (edit,)
-        if not all(isinstance(part, Edit) for part in parts):
+        layers = points.layers[path]
+        parts = edit if layers and isinstance(edit, Mapping) else {0: edit}
+        if not all(isinstance(part, Edit) for part in parts.values()):
             raise TypeError(
                 f"the edit of {path} must be an Edit, or under nn.scan a dict of them by layer, "
                 f"got {checks.describe(edit)}; give edits.Edit(keep=0), say"
             )
-        if layers:
-            chosen[path] = _stack(path, edit, layers[0])
+        if parts is edit:
+            chosen[path] = _stack(edit, layers[0])
+        elif any(np.shape(x)[:1] != layers[:1] for x in (edit.keep, edit.add)) and layers:
+            raise ValueError(
+                f"an edit of {path} must have a leading axis of the {layers[0]} layers in `keep` "
+                f"and `add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by "
+                f"layer"
+            )
     return chosen
 
 
-def _stack(path: str, edits: Edit | Mapping[int, Edit], num_layers: int) -> Edit:
+def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
     """Return the edits of some layers as one with a leading axis of layers, neutral for others."""
-    if isinstance(edits, Edit):
-        if any(np.shape(x)[:1] != (num_layers,) for x in (edits.keep, edits.add)):
-            raise ValueError(
-                f"an edit of {path} must have a leading axis of the {num_layers} layers in `keep` "
-                f"and `add`, got {np.shape(edits.keep)} and {np.shape(edits.add)}; give a dict by "
-                f"layer"
-            )
-        return edits
     if not all(layer in range(num_layers) for layer in edits):
         raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
     heads = {edit.heads for edit in edits.values()}
@@ -220,7 +202,8 @@ def _stack(path: str, edits: Edit | Mapping[int, Edit], num_layers: int) -> Edit
     def join(*rows: Any) -> jax.Array:
         return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(row, jnp.float32) for row in rows)))
 
-    return jax.tree.map(join, *(edits.get(layer, neutral) for layer in range(num_layers)))
+    joined: Edit = jax.tree.map(join, *(edits.get(i, neutral) for i in range(num_layers)))
+    return joined
 
 
 def _store(
