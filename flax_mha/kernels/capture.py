@@ -74,15 +74,13 @@ class Capture:
     def pick(self, x: jax.Array, axes: Sequence[str | None], num_heads: int = 0) -> jax.Array:
         """Return the chosen heads and queries of a tensor with these axes.
 
-        Of keys and values, it returns those that the chosen ones of `num_heads` heads read.
+        With `num_heads`, it is keys or values, of which the chosen query heads read some.
         """
-        is_keyed = "kv_heads" in axes
         for axis, name in enumerate(axes, -len(axes)):
             if name in ("heads", "kv_heads") and self.heads is not None:
-                num_heads = num_heads if is_keyed else x.shape[axis]
-                indices = self.indices("heads", num_heads)
-                x = jnp.take(x, indices // (num_heads // x.shape[axis]), axis)
-            elif name in ("length", "norm_length") and not is_keyed and self.queries is not None:
+                N = num_heads or x.shape[axis]
+                x = jnp.take(x, self.indices("heads", N) // (N // x.shape[axis]), axis)
+            elif name in ("length", "norm_length") and not num_heads and self.queries is not None:
                 x = jnp.take(x, self.indices("queries", x.shape[axis]), axis)
         return x
 
@@ -93,12 +91,7 @@ class Capture:
 
 
 def as_capture(capture: Any, in_layer: bool = False) -> Capture | None:
-    """Check that the argument `capture` is a `Capture` or None, and return it.
-
-    Args:
-      capture: the argument.
-      in_layer: True if values outside of the softmax are allowed.
-    """
+    """Check that `capture` is a `Capture` or None, in a layer of any names, and return it."""
     if capture is None:
         return None
     if not isinstance(capture, Capture):

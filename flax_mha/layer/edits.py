@@ -90,17 +90,17 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
 def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Attach edits to a model, in place of earlier ones, and check that a call uses each.
 
-    `attach(linen_model, variables, edits, *inputs, **kwargs)` returns variables with the edits, in
-    the collection `edits`. If a transformation passes only parameters, such as the model's own
-    `nn.scan`, they are beside the layer's parameters instead: train and save the variables
-    without them. `attach(nnx_model, edits, *inputs, **kwargs)` sets the layers' variables `edits`,
-    and returns the model. The call is traced, not run.
+    `attach(linen_model, variables, edits, *inputs)` returns variables with the edits, in the
+    collection `edits`. If a transformation passes only parameters, such as the model's own
+    `nn.scan`, they are beside the layer's parameters instead: train and save the variables without
+    them. `attach(nnx_model, edits, *inputs)` sets the layers' variables `edits`, and returns the
+    model. The call is traced, not run.
 
     Args:
       model: a linen or nnx module.
-      *args: the arguments above. `edits` are by path, as `names` has them, such as
-        `{"layers_0/attention/attention_z": Edit(keep=0)}`, or nested. Under `nn.scan` an edit is a
-        dict by layer, `{3: Edit(keep=0)}`, or has a leading axis of layers.
+      *args: the arguments above. `edits` are by path, such as `{"layers_0/resid_pre": Edit(0)}`,
+        or nested. Under `nn.scan` an edit is a dict by layer, `{3: Edit(keep=0)}`, or has a leading
+        axis of layers.
       **kwargs: more arguments of `apply`, or of the call.
 
     Raises:
@@ -155,10 +155,7 @@ def sweep(fn: Callable[..., Any], edits: Any, *args: Any, batch_size: int | None
 def _sweep(
     fn: Callable[..., Any], batch_size: int | None, edits: Any, shared: Any, *args: Any
 ) -> Any:
-    def run(one: Any) -> Any:
-        return fn(combine(one, shared), *args)
-
-    return jax.lax.map(run, edits, batch_size=batch_size)
+    return jax.lax.map(lambda one: fn(combine(one, shared), *args), edits, batch_size=batch_size)
 
 
 def _resolve(edits: Any, points: _Names) -> dict[str, Edit]:
@@ -190,7 +187,7 @@ def _resolve(edits: Any, points: _Names) -> dict[str, Edit]:
     return chosen
 
 
-def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
+def _stack(edits: Mapping[int, Edit], num_layers: int) -> Any:
     """Return the edits of some layers as one with a leading axis of layers, neutral for others."""
     if not all(layer in range(num_layers) for layer in edits):
         raise ValueError(f"edits must be of layers 0 to {num_layers - 1}, got {sorted(edits)}")
@@ -202,8 +199,7 @@ def _stack(edits: Mapping[int, Edit], num_layers: int) -> Edit:
     def join(*rows: Any) -> jax.Array:
         return jnp.stack(jnp.broadcast_arrays(*(jnp.asarray(row, jnp.float32) for row in rows)))
 
-    joined: Edit = jax.tree.map(join, *(edits.get(i, neutral) for i in range(num_layers)))
-    return joined
+    return jax.tree.map(join, *(edits.get(layer, neutral) for layer in range(num_layers)))
 
 
 def _store(

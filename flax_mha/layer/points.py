@@ -104,11 +104,6 @@ class Points:
     reads: Capture | None = None
     seen: list[str] = dataclasses.field(default_factory=list)
 
-    @property
-    def is_active(self) -> bool:
-        """True if there is something to edit, read or visit."""
-        return bool(self.edits or self.reads or visitor.value)
-
     def needs(self, name: str) -> bool:
         """Return True if a point that costs something is to be edited, read or visited."""
         is_read = self.reads is not None and name in self.reads.what
@@ -130,11 +125,7 @@ class Points:
     ) -> jax.Array:
         """Return x as edited, and sow it if it is to be read.
 
-        Args:
-          name: the point's name, without prefix.
-          x: the tensor.
-          axes: the logical names of its axes.
-          num_heads: the number of query heads, if x has key/value heads.
+        `axes` are the logical names of its axes. Keys and values need the number of query heads.
         """
         edit = self.edit(name, x)
         if edit is not None:
@@ -176,14 +167,7 @@ def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "")
 
 
 def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the point of the heads' shares [*B, T, N, D] of the output, and return the output.
-
-    Args:
-      points: the points of the call.
-      linear: the output projection, or None.
-      x: the heads' outputs [*B, T, N, Hv], after gate and head mask.
-      out: the output [*B, T, D].
-    """
+    """Apply the point of the heads' shares [*B, T, N, D] in out [*B, T, D], the projection of x."""
     if linear is None or linear.kernel is None or not points.needs("result"):
         return out
 
