@@ -65,8 +65,7 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         "linen": ("MultiHeadAttention", "MultiHeadDotProductAttention", "SelfAttention"),
         "models.blocks": ("DecoderBlock", "EncoderBlock"),
         "cache": ("CacheConfig", "KVCache"),
-        "layer.edits": ("edits",),
-        "layer.plots": ("plots",),
+        "layer": ("edits", "plots"),
         "models.experts": ("Experts",),
         "layer.attention_fn": ("attention_fn", "dot_product_attention_weights"),
         "layer.muon": ("muon_dimensions",),
@@ -86,9 +85,10 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         if name not in _NAMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        value = importlib.import_module(f"{__name__}.{_HOME.get(name, name)}")
+        home = f"{__name__}.{_HOME.get(name, name)}"
+        value: object = importlib.import_module(home)
         if name in _HOME:
-            value = getattr(value, name, value)
+            value = getattr(value, name, None) or importlib.import_module(f"{home}.{name}")
         globals()[name] = value  # Python finds it without this function next time.
         return value
 

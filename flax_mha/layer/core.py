@@ -77,15 +77,19 @@ def attend(
     """
     q, k, v = heads.q, heads.k, heads.v
     q = shapes.scale_heads(q, p["score_scale"]) if "score_scale" in p else q
-    change = call.points or _keep
-    q = change("q", sharding.constrain(q, sharding.HEADS), sharding.HEADS)
-    of_keys = functools.partial(change, axes=sharding.KV_HEADS, num_heads=q.shape[-2])
-    q = checkpoint_name(q, "q")
+    q = sharding.constrain(q, sharding.HEADS)
     if k is not None:
         k, v = (sharding.constrain(x, sharding.KV_HEADS) for x in (k, v))
-        k, v = (checkpoint_name(of_keys(name, x), name) for name, x in (("k", k), ("v", v)))
-    elif isinstance(cache, KeyValue):
-        cache = cache.replace(key=of_keys("k", cache.key), value=of_keys("v", cache.value))
+    if call.points is not None:
+        q = call.points("q", q, sharding.HEADS)
+        of_keys = functools.partial(call.points, axes=sharding.KV_HEADS, num_heads=q.shape[-2])
+        if k is not None:
+            k, v = of_keys("k", k), of_keys("v", v)
+        elif isinstance(cache, KeyValue):
+            cache = cache.replace(key=of_keys("k", cache.key), value=of_keys("v", cache.value))
+    q = checkpoint_name(q, "q")
+    if k is not None:
+        k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
@@ -106,7 +110,7 @@ def attend(
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
-    x = change("z", x, sharding.HEADS)
+    x = x if call.points is None else call.points("z", x, sharding.HEADS)
     x = x if heads.gate is None else x * jax.nn.sigmoid(heads.gate).astype(x.dtype)
     x = x if call.head_mask is None else shapes.scale_heads(x, call.head_mask)
     x = sharding.constrain(x, sharding.HEADS)
@@ -119,12 +123,6 @@ def attend(
         out = call.points.last("out", out)
     out = checkpoint_name(out, "out")
     return Output(out, more[0] if call.return_weights else None, cache, source)
-
-
-def _keep(name: str, x: jax.Array, axes: Any, num_heads: int = 0) -> jax.Array:
-    """Return the tensor of a point as it is."""
-    del name, axes, num_heads
-    return x
 
 
 def returned(output: Output, return_weights: bool, return_kv: bool) -> Any:
