@@ -13,13 +13,14 @@ __all__ = [
     "MLP", "CacheConfig", "Capture", "Classifier", "Decoder", "DecoderBlock", "Encoder",
     "EncoderBlock", "Experts", "Explanation", "Generated", "KVCache", "LanguageModel",
     "MultiHeadAttention", "MultiHeadDotProductAttention", "Platform", "QKNorm", "SelfAttention",
-    "Translator", "attention_fn", "cache", "dot_product_attention",
+    "Translator", "analysis", "attention_fn", "cache", "dot_product_attention",
     "dot_product_attention_weights", "edits", "explain", "generate", "interop", "masks", "models",
     "muon_dimensions", "plots", "positions", "qk_clip", "sampling", "scores", "sharding",
     "variants",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from flax_mha import analysis as analysis
     from flax_mha import cache as cache
     from flax_mha import interop as interop
     from flax_mha import masks as masks

@@ -17,7 +17,7 @@ from flax_mha.cache import KVCache, Memory, sources
 from flax_mha.cache.sources import KeyValue, Shared
 from flax_mha.cache.sources import Source as Source
 from flax_mha.kernels import dot_product_attention
-from flax_mha.layer import custom_attention, points
+from flax_mha.layer import custom_attention, head_points
 from flax_mha.layer.heads import Heads as Heads
 from flax_mha.layer.heads import check_order as check_order
 from flax_mha.layer.heads import project_heads as project_heads
@@ -91,6 +91,7 @@ def attend(
     if k is not None:
         k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
+    is_shared = isinstance(cache, Shared)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
@@ -100,13 +101,17 @@ def attend(
         cache, k, v, heads.is_self_attention, settings.mask, own_lengths, heads.order is not None
     )
     if call.points is not None:
-        points.edit_scores(call.points, arguments, q, source.key.shape[-3])
+        head_points.edit_scores(call.points, arguments, q, source.key.shape[-3])
     with jax.named_scope("kernel"):
         if isinstance(source, KeyValue):
             attention = arguments.pop("attention", dot_product_attention)
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
             places = {"q_positions": heads.order, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
+            if call.points is not None and (heads.is_self_attention or is_shared):
+                # A sink is part of the sum over all keys, and of no pair.
+                qkv, call_of_kernel = (q, source.key, source.value), arguments | places
+                head_points.read_pairs(call.points, attention, qkv, call_of_kernel, {"sinks": None})
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)
@@ -119,7 +124,7 @@ def attend(
     if call.points is not None:
         for name, value in (more[-1] if arguments["capture"] else {}).items():
             call.points.sow(name, value)
-        out = points.edit_result(call.points, p.get("out"), x, out)
+        out = head_points.edit_result(call.points, p.get("out"), x, out)
         out = call.points.last("out", out)
     out = checkpoint_name(out, "out")
     return Output(out, more[0] if call.return_weights else None, cache, source)

@@ -5,9 +5,10 @@ Sources: Vig et al., "Causal Mediation Analysis for Interpreting Neural NLP", 20
 Addition", 2023 (steering).
 """
 
+import contextlib
+import contextvars
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import flax.linen as nn
@@ -15,21 +16,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
 from flax_mha.base import shapes
 from flax_mha.base.coordinates import At, ScoreArray
-from flax_mha.kernels import Capture, dot_product_attention, observe
-from flax_mha.kernels.softmax import finite
-from flax_mha.kernels.stored import dequantize
-from flax_mha.layer.linear import Linear
-from flax_mha.scores import Bias, ScoreMod
+from flax_mha.kernels import Capture
+from flax_mha.scores import ScoreMod
 
 COLLECTION = "edits"
 FEATURES = ("batch", "norm_length", None)
 # A function that is called with each point: the module, the name, the tensor, and True if edited.
 visitor = jax.make_user_context(None)
+
+# The masks of the pairs whose weights calls read, by name.
+_PAIRS: contextvars.ContextVar[Mapping[str, Any] | None]
+_PAIRS = contextvars.ContextVar("pairs", default=None)
+
+
+@contextlib.contextmanager
+def reading_pairs(pairs: Mapping[str, Any]) -> Iterator[None]:
+    """Let layers called in this context read the mean weights on pairs, as `attention_pairs`."""
+    token = _PAIRS.set(pairs)
+    try:
+        yield
+    finally:
+        _PAIRS.reset(token)
 
 
 class Edit(ScoreMod):
@@ -104,6 +115,16 @@ class Points:
     reads: Capture | None = None
     seen: list[str] = dataclasses.field(default_factory=list)
 
+    @property
+    def pairs(self) -> Mapping[str, Any]:
+        """The masks of pairs whose mean weights the call reads, by name."""
+        return _PAIRS.get() or {}
+
+    @property
+    def is_active(self) -> bool:
+        """True if there is something to edit, read or visit."""
+        return any((self.edits, self.reads, self.pairs, visitor.value))
+
     def needs(self, name: str) -> bool:
         """Return True if a point that costs something is to be edited, read or visited."""
         is_read = self.reads is not None and name in self.reads.what
@@ -117,7 +138,7 @@ class Points:
         if visitor.value is not None:
             visitor.value(self.module, name, x, edit is not None)
         if edit is not None:
-            edit.check(self._path(name), x.shape)
+            edit.check(self.path(name), x.shape)
         return edit
 
     def __call__(
@@ -134,8 +155,8 @@ class Points:
             self.sow(name, self.reads.pick(x, axes, num_heads))
         return x
 
-    def sow(self, name: str, x: jax.Array) -> None:
-        """Sow a tensor in the module."""
+    def sow(self, name: str, x: Any) -> None:
+        """Sow a tensor, or a tree of them, in the module."""
         self.module.sow(self.collection, self.prefix + name, x)
 
     def last(self, name: str, x: jax.Array, axes: sharding.LogicalNames = FEATURES) -> jax.Array:
@@ -144,12 +165,12 @@ class Points:
         if unseen := sorted({*self.edits} - {*self.seen}):
             raise ValueError(
                 f"edits must be of points that the call has, {self.seen}, got "
-                f"{[*map(self._path, unseen)]}; flax_mha.edits.names lists those of a model"
+                f"{[*map(self.path, unseen)]}; flax_mha.edits.names lists those of a model"
             )
         return x
 
-    def _path(self, name: str) -> str:
-        # Modules of nnx do not know their path.
+    def path(self, name: str) -> str:
+        """Return the path of a name, without that of an nnx module, which does not know it."""
         return "/".join((*getattr(self.module, "path", ()), name))
 
 
@@ -164,85 +185,3 @@ def of_module(module: nn.Module, reads: Capture | None = None, prefix: str = "")
     edits = {name: edit for name, edit in values if isinstance(edit, Edit)}
     reads = reads if module.is_mutable_collection("intermediates") else None
     return Points(module, edits, prefix, reads=reads)
-
-
-def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
-    """Apply the point of the heads' shares [*B, T, N, D] in out [*B, T, D], the projection of x."""
-    if linear is None or linear.kernel is None or not points.needs("result"):
-        return out
-
-    def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        x, kernel = promote_dtype(x, kernel, dtype=linear.dtype)
-        return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
-
-    names = ("batch", "length", "heads", None)
-    shares = points("result", sharding.auto(share, names, x, linear.kernel), names)
-    if points.prefix + "result" not in points.edits:
-        return out
-
-    def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
-        total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
-        if bias is not None:
-            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
-        return total.astype(dtype)
-
-    dtype = out.dtype
-    return sharding.auto(add, FEATURES, shares, linear.bias)
-
-
-def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int) -> None:
-    """Put edits of scores and weights into the arguments of attention from q to S keys."""
-    *B, T, N, _ = q.shape
-    scores = jax.ShapeDtypeStruct((*B, N, T, S), shapes.wide(q.dtype))
-    edit = points.edit("scores", scores)
-    if edit is not None:
-        bias = arguments.pop("bias")
-        before = () if bias is None else (Bias(bias),)
-        arguments["scores"] = (*arguments["scores"], *before, edit)
-    if "attention" not in arguments:
-        edit = points.edit("weights", scores.update(dtype=q.dtype))
-        if edit is not None:
-            arguments["attention"] = functools.partial(_attend_with_weights, edit)
-
-
-def _attend_with_weights(
-    edit: Edit, q: jax.Array, k: Any, v: Any, *, capture: Capture | None = None,
-    return_weights: bool = False, **call: Any,
-) -> Any:  # fmt: skip
-    """Compute attention with the weights of some heads edited. The others are the kernel's."""
-    if call.get("dropout_rng") is not None:
-        raise ValueError(
-            "an edit of attention_weights needs a call without dropout, got a key for it; give "
-            "deterministic=True"
-        )
-    dims = shapes.attention_dims(q, k, v)
-    own = Capture((), edit.heads)
-    read = capture if capture is not None and "weights" in capture.what else None
-    shown = Capture(()) if return_weights else read or own
-    heads = own.indices("heads", dims.N)
-    both = np.union1d(heads, shown.indices("heads", dims.N))
-    edited = np.searchsorted(both, heads)
-    out, values = dot_product_attention(
-        q, k, v, capture=Capture(("weights",), both.tolist()), **call
-    )
-
-    def change(out: jax.Array, w: jax.Array, v: jax.Array, edit: Edit) -> tuple[jax.Array, ...]:
-        new, v = edit(w[..., edited, :, :]), jnp.take(v, heads // dims.G, -2)
-        # A weight of 0 hides a value that is not finite.
-        bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
-        seen = jnp.where((new != 0) & bad, jnp.nan, new)
-        z = jnp.einsum("...hts,...shd->...thd", seen, finite(v), precision=call.get("precision"))
-        out = out.at[..., heads, :].set(z.astype(out.dtype))
-        return out, w.at[..., edited, :, :].set(new)
-
-    layouts = (sharding.HEADS, ("batch", None, "length", None))
-    out, w = sharding.auto(change, layouts, out, values["weights"], dequantize(v), edit)
-    result = [out, w] if return_weights else [out]
-    if capture is None:
-        return tuple(result)
-    # XLA runs the kernel once for both calls.
-    captured = dot_product_attention(q, k, v, capture=capture, **call)[-1]
-    if read is not None:
-        chosen = np.searchsorted(both, read.indices("heads", dims.N))
-        captured["weights"] = observe.pick(w, chosen, read.indices("queries", dims.T))
-    return (*result, captured)

@@ -16,7 +16,7 @@ from flax_mha.kernels.capture import as_capture
 from flax_mha.layer import core
 from flax_mha.layer.heads import check_rotation
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, NormEntry, Table
-from flax_mha.layer.points import Points, visitor
+from flax_mha.layer.points import Points
 from flax_mha.layer.qk_norm import as_qk_norm
 from flax_mha.layer.settings import (
     ZEROS,
@@ -97,10 +97,9 @@ class Attention(Fields):
         named = {name: options[name] for name in _OF_CALL if name in options}
         named |= {
             "scores": scores + as_scores(options.get("scores", ())), "dropout_rng": dropout_rng,
-            "return_weights": return_weights, "sower": self if sow_weights else None,
+            "return_weights": return_weights, "points": points if points.is_active else None,
+            "sower": self if sow_weights else None,
         }  # fmt: skip
-        if points.edits or points.reads or visitor.value:
-            named["points"] = points
         return Call(**named)
 
     def sizes(self: Any, features: int) -> tuple[int, int, int, int]:

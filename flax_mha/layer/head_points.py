@@ -1,0 +1,148 @@
+"""The points of a layer that are more than a tensor: scores, weights, pairs, the heads' shares."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.linen.dtypes import promote_dtype
+
+from flax_mha import sharding
+from flax_mha.base import checks, shapes
+from flax_mha.kernels import Capture, dot_product_attention, observe
+from flax_mha.kernels.normalizers import SOFTMAX
+from flax_mha.kernels.softmax import finite
+from flax_mha.kernels.stored import dequantize
+from flax_mha.layer.linear import Linear
+from flax_mha.layer.points import FEATURES, Edit, Points
+from flax_mha.masks import combine
+from flax_mha.scores import Bias
+
+
+def edit_result(points: Points, linear: Linear | None, x: jax.Array, out: jax.Array) -> jax.Array:
+    """Apply the point of the heads' shares [*B, T, N, D] in out [*B, T, D], the projection of x."""
+    if linear is None or linear.kernel is None or not points.needs("result"):
+        return out
+
+    def share(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        x, kernel = promote_dtype(x, kernel, dtype=linear.dtype)
+        return jnp.einsum("...tnv,nvd->...tnd", x, kernel, precision=linear.precision)
+
+    names = ("batch", "length", "heads", None)
+    shares = points("result", sharding.auto(share, names, x, linear.kernel), names)
+    if points.prefix + "result" not in points.edits:
+        return out
+
+    def add(shares: jax.Array, bias: jax.Array | None) -> jax.Array:
+        total = shares.sum(-2, dtype=shapes.wide(shares.dtype))
+        if bias is not None:
+            total = total + shapes.lead(bias.astype(total.dtype), total.ndim)
+        return total.astype(dtype)
+
+    dtype = out.dtype
+    return sharding.auto(add, FEATURES, shares, linear.bias)
+
+
+def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int) -> None:
+    """Put edits of scores and weights into the arguments of attention from q to S keys."""
+    *B, T, N, _ = q.shape
+    scores = jax.ShapeDtypeStruct((*B, N, T, S), shapes.wide(q.dtype))
+    edit = points.edit("scores", scores)
+    if edit is not None:
+        bias = arguments.pop("bias")
+        before = () if bias is None else (Bias(bias),)
+        arguments["scores"] = (*arguments["scores"], *before, edit)
+    if "attention" not in arguments:
+        edit = points.edit("weights", scores.update(dtype=q.dtype))
+        if edit is not None:
+            arguments["attention"] = functools.partial(_attend_with_weights, edit)
+
+
+def read_pairs(
+    points: Points, attention: Any, qkv: tuple[jax.Array, Any, Any], call: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
+
+    The weight of query i on pairs P is exp(lse(mask ∧ P) − lse(mask)), and the mean is over the
+    queries that see such a key. It is NaN if there are none.
+
+    Args:
+      points: the points of the call.
+      attention: the function that computes it.
+      qkv: the queries [*B, T, N, H], keys [*B, T, K, H] and values [*B, T, K, Hv].
+      call: the other arguments of `dot_product_attention`.
+      changes: the arguments that differ for pairs.
+    """
+    if not points.pairs:
+        return
+    normalizer = call["normalizer"]
+    if attention is not dot_product_attention or normalizer != SOFTMAX:
+        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
+        raise ValueError(
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
+            f"for {points.path('attention_pairs')}; read `weights` of this layer instead"
+        )
+    call = {name: x for name, x in call.items() if "dropout" not in name}
+    call |= {"kernel": "auto", "capture": Capture(("lse",)), "return_weights": False}
+
+    def lse(**changes: Any) -> jax.Array:
+        result: jax.Array = dot_product_attention(*qkv, **call | changes)[-1]["lse"]
+        return result
+
+    def mean(some: jax.Array, whole: jax.Array) -> jax.Array:
+        seen = some != -jnp.inf
+        weights = jnp.exp(jnp.where(seen, some - whole, -jnp.inf))
+        axes = (*range(some.ndim - 2), -1)
+        return weights.sum(axes) / seen.sum(axes, dtype=weights.dtype)
+
+    whole, means = lse(), {}
+    for name, pairs in points.pairs.items():
+        some = lse(mask=combine(call["mask"], pairs), **changes)
+        means[name] = sharding.auto(mean, ("heads",), some, whole)
+    points.sow("pairs", means)
+
+
+def _attend_with_weights(
+    edit: Edit, q: jax.Array, k: Any, v: Any, *, capture: Capture | None = None,
+    return_weights: bool = False, **call: Any,
+) -> Any:  # fmt: skip
+    """Compute attention with the weights of some heads edited. The others are the kernel's."""
+    if call.get("dropout_rng") is not None:
+        raise ValueError(
+            "an edit of attention_weights needs a call without dropout, got a key for it; give "
+            "deterministic=True"
+        )
+    dims = shapes.attention_dims(q, k, v)
+    own = Capture((), edit.heads)
+    read = capture if capture is not None and "weights" in capture.what else None
+    shown = Capture(()) if return_weights else read or own
+    heads = own.indices("heads", dims.N)
+    both = np.union1d(heads, shown.indices("heads", dims.N))
+    edited = np.searchsorted(both, heads)
+    out, values = dot_product_attention(
+        q, k, v, capture=Capture(("weights",), both.tolist()), **call
+    )
+
+    def change(out: jax.Array, w: jax.Array, v: jax.Array, edit: Edit) -> tuple[jax.Array, ...]:
+        new, v = edit(w[..., edited, :, :]), jnp.take(v, heads // dims.G, -2)
+        # A weight of 0 hides a value that is not finite.
+        bad = jnp.swapaxes(~jnp.isfinite(v).all(-1), -1, -2)[..., None, :]
+        seen = jnp.where((new != 0) & bad, jnp.nan, new)
+        z = jnp.einsum("...hts,...shd->...thd", seen, finite(v), precision=call.get("precision"))
+        out = out.at[..., heads, :].set(z.astype(out.dtype))
+        return out, w.at[..., edited, :, :].set(new)
+
+    layouts = (sharding.HEADS, ("batch", None, "length", None))
+    out, w = sharding.auto(change, layouts, out, values["weights"], dequantize(v), edit)
+    result = [out, w] if return_weights else [out]
+    if capture is None:
+        return tuple(result)
+    # XLA runs the kernel once for both calls.
+    captured = dot_product_attention(q, k, v, capture=capture, **call)[-1]
+    if read is not None:
+        chosen = np.searchsorted(both, read.indices("heads", dims.N))
+        captured["weights"] = observe.pick(w, chosen, read.indices("queries", dims.T))
+    return (*result, captured)
