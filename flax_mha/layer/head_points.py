@@ -83,7 +83,7 @@ def read_pairs(
         got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
         raise ValueError(
             f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
-            f"for {points.path('attention_pairs')}; read `weights` of this layer instead"
+            f"at {points.path('attention_pairs')}; read `weights` of this layer instead"
         )
     call = {name: x for name, x in call.items() if "dropout" not in name}
     call |= {"kernel": "auto", "capture": Capture(("lse",)), "return_weights": False}
