@@ -55,18 +55,21 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
       **kwargs: more arguments of `apply`, or of the call.
     """
     points = _Names()
+    parameters: Any = {}
 
     def visit(module: Any, name: str, x: Any, is_edited: bool) -> None:
-        path, layers = "/".join((*module.path, name)), ()
+        layers: shapes.Shape = ()
         if isinstance(module, nn.Module):
             whole = functools.reduce(lambda x, part: x.get(part, {}), module.path, parameters)
             # A scan slices the parameters.
             leaves = map(jax.tree.leaves, (whole, module.variables.get("params", {})))
             for outer, inner in [*zip(*leaves, strict=False)][:1]:
                 layers = np.shape(outer)[: np.ndim(outer) - np.ndim(inner)]
+        path = "/".join((*getattr(module, "path", ()), name))
         points[path] = jax.ShapeDtypeStruct((*layers, *x.shape), x.dtype)
         points.layers[path] = layers
-        points.edited |= {path} if is_edited else set()
+        if is_edited:
+            points.edited.add(path)
 
     if isinstance(model, nnx.Module):
         definition, state = nnx.split(model)
@@ -79,7 +82,8 @@ def names(model: Any, *args: Any, **kwargs: Any) -> _Names:
 
         args = (state, *args)
     else:
-        parameters = args[0].get("params", {})
+        # JAX's caches keep `visit`, which must not keep arrays.
+        parameters = jax.eval_shape(dict, args[0].get("params", {}))
         mutable = nn.DenyList(("params", COLLECTION))
         call = functools.partial(model.apply, mutable=mutable, **kwargs)
     with visitor(visit):
@@ -107,24 +111,26 @@ def attach(model: Any, *args: Any, **kwargs: Any) -> Any:
       ValueError: if a path names no point, or an edit does not broadcast to its tensor.
       TypeError: if a value is not an `Edit`.
     """
+    lost: set[str] = set()
     if isinstance(model, nnx.Module):
         edits, *inputs = args
         trial = nnx.clone(model)
         detach(trial)
         chosen = _resolve(edits, names(trial, *inputs, **kwargs))
         _set(trial, chosen)
-        names(trial, *inputs, **kwargs)
-        _set(model, chosen)
-        return model
-    variables, edits, *inputs = args
-    variables = _store(variables, {}, ())
-    chosen = _resolve(edits, names(model, variables, *inputs, **kwargs))
-    lost: set[str] = set()
-    for _ in range(2):  # Edits that the collection does not bring to their layers, move.
-        stored = _store(variables, chosen, lost)
-        lost = {*chosen} - names(model, stored, *inputs, **kwargs).edited
+        lost = {*chosen} - names(trial, *inputs, **kwargs).edited
         if not lost:
-            return stored
+            _set(model, chosen)
+            return model
+    else:
+        variables, edits, *inputs = args
+        variables = _store(variables, {}, ())
+        chosen = _resolve(edits, names(model, variables, *inputs, **kwargs))
+        for _ in range(2):  # First in the collection, then some beside parameters.
+            stored = _store(variables, chosen, lost)
+            lost = {*chosen} - names(model, stored, *inputs, **kwargs).edited
+            if not lost:
+                return stored
     raise ValueError(
         f"edits must be of points that the model's transformations reach, got {sorted(lost)}; "
         f"leave them out"
@@ -178,7 +184,7 @@ def _resolve(edits: Any, points: _Names) -> dict[str, Edit]:
             )
         if parts is edit:
             chosen[path] = _stack(edit, layers[0])
-        elif any(np.shape(x)[:1] != layers[:1] for x in (edit.keep, edit.add)) and layers:
+        elif layers and any(np.shape(x)[:1] != layers[:1] for x in (edit.keep, edit.add)):
             raise ValueError(
                 f"an edit of {path} must have a leading axis of the {layers[0]} layers in `keep` "
                 f"and `add`, got {np.shape(edit.keep)} and {np.shape(edit.add)}; give a dict by "
