@@ -6,6 +6,10 @@ Gu et al., "When Attention Sink Emerges in Language Models", https://arxiv.org/a
 the task of Guo et al., "Active-Dormant Attention Heads", https://arxiv.org/abs/2410.13835: a row
 begins with one fixed token and follows a Markov chain, but after a trigger comes the token before
 the trigger. A head has to look back at triggers alone. Elsewhere it has nothing to read.
+
+There the softmax gives 0.26 of its weight to the first token after 800 steps (3 seeds: 0.18 to
+0.32), and 0.003 at triggers; a learned sink 0.07, a sink of 0 0.09 (one seed: 0.33), sigmoid 0.01,
+softpick 0.05. Losses and largest scores are alike. It takes two to three minutes of CPU time.
 """
 
 import functools
@@ -122,26 +126,23 @@ def main() -> None:
     """Train the models of all kinds, print their sinks, and draw them."""
     flags = base.read_flags(__doc__, steps=800, seeds=3)
     titles = ("Loss above the best possible", "Weight on the first token", "Largest score")
-    figure, panels = base.make_panels(*titles, width=3.7, height=3.3)
+    figure, panels = base.make_panels(*titles, width=3.1, height=2.8)
     for (kind, (fields, is_frozen)), color in zip(KINDS.items(), base.COLORS, strict=False):
         model = make_model(fields)
         task = (Task if is_frozen else base.Labelled)(model, LENGTH)
         made = one_model(base.make_config(flags.steps, learning_rate=1e-2), task)
         probe, every = functools.partial(measure, model), max(1, flags.steps // 20)
-        trained = base.train(
-            *made, draw, steps=flags.steps, seeds=flags.seeds, every=every, probe=probe
-        )
+        counts = {"steps": flags.steps, "seeds": flags.seeds, "every": every}
+        trained = base.train(*made, draw, probe=probe, **counts)
         for axes, name in zip(panels, ("excess", "first", "top"), strict=True):
             base.draw_band(axes, trained.steps, trained.found[name], kind, color)
         names = ("excess", "first", "share", "sum", "first_copied", "top")
         cells = " | ".join(base.spread(trained.found[name][-1]) for name in names)
         print(f"| {kind} | {cells} |", flush=True)
-    panels[0].set(ylabel="nats", yscale="log")
-    panels[1].set(ylabel="mean weight, queries with nothing to copy", ylim=(0, None))
-    panels[2].set(ylabel="greatest score of a batch")
+    panels[0].set(xlabel="training step", ylabel="nats", yscale="log")
+    panels[1].set(xlabel="training step", ylabel="mean where nothing is copied", ylim=(0, None))
+    panels[2].set(xlabel="training step", ylabel="greatest of 64 rows")
     panels[1].legend(frameon=False, fontsize=8)
-    for axes in panels:
-        axes.set_xlabel("training step")
     base.save(figure, flags.figure)
 
 
