@@ -120,7 +120,7 @@ def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | 
         )(reader.variables, batch)
     ids, names = reader.read(prompt)
     attribution = attribute(reader.model, reader.variables, jnp.asarray([ids], jnp.int32))
-    analysis.report(out, runs, tokens, attribution=attribution, title=f"Attention heads: {prompt}")
+    analysis.report(out, runs, tokens, attribution=attribution)
     print(out)
     if png is not None:
         plots.heads(runs[prompt], names).savefig(png)

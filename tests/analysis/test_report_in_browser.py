@@ -110,15 +110,15 @@ def test_a_click_picks_a_head_and_a_token_shows_its_weights(page: Any) -> None:
     assert text(page, "#name") == "Layer 1, head 2"
     assert text(page, "#path") == "layer_1"
     assert cell.get_attribute("aria-selected") == "true"
-    queries = strip(page, "Queries of original")
+    queries = strip(page, "Queries · original")
     assert [x.text for x in queries] == SHOWN
     ActionChains(page).move_to_element(queries[3]).perform()
     for run, layers in RUNS.items():
-        keys = strip(page, f"Keys of {run}")
+        keys = strip(page, f"Keys · {run}")
         assert [x.text.splitlines()[0] for x in keys] == KEYS
         check_numbers(keys, layers[1][2, 3])
-    ActionChains(page).move_to_element(strip(page, "Keys of edited")[6]).perform()
-    check_numbers(strip(page, "Queries of edited"), RUNS["edited"][1][2, :, 6])
+    ActionChains(page).move_to_element(strip(page, "Keys · edited")[6]).perform()
+    check_numbers(strip(page, "Queries · edited"), RUNS["edited"][1][2, :, 6])
 
 
 def test_pointing_at_a_pattern_reads_both_runs_and_their_difference(page: Any) -> None:
@@ -157,9 +157,9 @@ def test_the_keyboard_moves_picks_reads_and_goes_back(page: Any) -> None:
     assert text(page, "#name") == "Layer 1, head 2"
     assert focused(page) == "query 4 ∅"
     press(Keys.ARROW_LEFT)
-    check_numbers(strip(page, "Keys of original"), RUNS["original"][1][2, 3])
+    check_numbers(strip(page, "Keys · original"), RUNS["original"][1][2, 3])
     press(Keys.ARROW_DOWN, Keys.END)
-    check_numbers(strip(page, "Queries of original"), RUNS["original"][1][2, :, 6])
+    check_numbers(strip(page, "Queries · original"), RUNS["original"][1][2, :, 6])
     press(Keys.ESCAPE, Keys.ARROW_UP)
     assert focused(page).startswith("layer 0, head 1")
 

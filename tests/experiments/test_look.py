@@ -17,6 +17,7 @@ from experiments.runs.failures import RunError
 from flax_mha import interop
 from tests.experiments.test_pretrained import BERT, QWEN, folder_of
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -65,12 +66,13 @@ def test_what_cannot_be_shown_is_refused(qwen: Path, tmp_path: Path) -> None:
         look.open_folder(str(folder_of(BERT, tmp_path / "bert")))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_a_run_is_shown(scan: bool, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
     def call(program: str, *words: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", f"experiments.{program}", f"--workdir={tmp_path / 'run'}", *words],
+            [sys.executable, "-m", f"experiments.{program}", f"--workdir={run}", *words],
             cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

@@ -210,15 +210,9 @@ def test_model_within_memory_is_accepted(config: ConfigDict) -> None:
 
 SLOW = pytest.mark.slow
 HELP = (
-    "generate",
-    "look",
-    "convert",
-    "plan",
-    "benchmark",
-    "gpu_day",
-    "kernels_memory",
+    "generate", "look", "convert", "plan", "benchmark", "gpu_day", "kernels_memory",
     "kernels_table",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("command", ["train", *(pytest.param(name, marks=SLOW) for name in HELP)])
