@@ -6,7 +6,8 @@
 
 It writes a page of HTML with the weights of every head (--out), and their picture if --png names
 one. The attribution of a head is the gradient of the first prompt's largest next logit by a factor
-on the head's output: to first order, the logit falls by it if the head is removed.
+on the head's output: to first order, the logit falls by it if the head is removed. The scores of
+kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt.
 """
 
 import sys
@@ -119,8 +120,10 @@ def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | 
             lambda variables, batch: watched.apply(variables, batch, mutable="intermediates")
         )(reader.variables, batch)
     ids, names = reader.read(prompt)
-    attribution = attribute(reader.model, reader.variables, jnp.asarray([ids], jnp.int32))
-    analysis.report(out, runs, tokens, attribution=attribution)
+    batch = jnp.asarray([ids], jnp.int32)
+    attribution = attribute(reader.model, reader.variables, batch)
+    scores = analysis.detect(reader.model, reader.variables, batch)
+    analysis.report(out, runs, tokens, attribution=attribution, scores=scores)
     print(out)
     if png is not None:
         plots.heads(runs[prompt], names).savefig(png)

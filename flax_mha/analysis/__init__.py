@@ -1,4 +1,6 @@
 """Analysis of trained models."""
 
+from flax_mha.analysis.detectors import detect as detect
+from flax_mha.analysis.detectors import token_pairs as token_pairs
 from flax_mha.analysis.report import report as report
 from flax_mha.analysis.watching import watch as watch

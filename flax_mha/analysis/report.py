@@ -34,7 +34,7 @@ def report(
       tokens: T names of the queries, or a dict of them by run.
       kv_tokens: S names of the keys, or a dict of them by run (default: `tokens`).
       attribution: a number for each head, [layers, heads] or a list by layer.
-      scores: more such numbers by name, such as the scores of detectors.
+      scores: more such numbers by name; or those that `detect` returns.
       title: the title of the page.
 
     Raises:
@@ -91,7 +91,8 @@ def _measures(
     sown = [find(tree, "attention_max_logit", 2) for tree in trees]
     if all(each.keys() == found[0].keys() for each in sown):
         numbers["max logit"] = [[x.max(-1) for x in each.values()] for each in sown]
-    numbers |= {name: [[np.asarray(x, float) for x in values]] for name, values in scores.items()}
+    given = _by_name(scores, found[0])
+    numbers |= {name: [[np.asarray(x, float) for x in values]] for name, values in given.items()}
     heads = [x.shape[:1] for x in found[0].values()]
     for name, (first, *_) in numbers.items():
         if [x.shape for x in first] != heads:
@@ -107,6 +108,18 @@ def _measures(
         {"name": name, "values": [[*map(plain, layers)] for layers in each]}
         for name, each in numbers.items()
     ]
+
+
+def _by_name(scores: Mapping[str, Any], layers: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return scores by name, also if they are by layer and name, as `detect` returns them."""
+    detected = {layer: x for layer, x in scores.items() if isinstance(x, Mapping)}
+    by_name = {name: x for name, x in scores.items() if name not in detected}
+    for pair in dict.fromkeys(name for each in detected.values() for name in each):
+        # An axis for the batch, so that a leading one is that of a scan.
+        tree = {layer: {f"pairs {pair}": x[pair][..., None, :]} for layer, x in detected.items()}
+        by_layer = find(tree, f"pairs {pair}", 1)
+        by_name[pair] = [by_layer.get(name, np.nan * x[:, 0, 0]) for name, x in layers.items()]
+    return by_name
 
 
 def _entropy(weights: np.ndarray) -> np.ndarray:

@@ -13,8 +13,11 @@ LAYERS = (
     "", "libtpu", "phases", "command", "counts", "runs", "plots", "tokenizer", "tasks", "trainer",
     "finished", "reports", "responses", "pretrained", "convert", "generate", "look", "report",
     "train", "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders",
+    "studies",
 )  # fmt: skip
-MAINTAINERS = {"plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders"}
+MAINTAINERS = {
+    "plan", "benchmark", "gpu_day", "kernels_memory", "kernels_table", "ring_orders", "studies",
+}  # fmt: skip
 # The files that a user reads to know how the layer is trained, and their lines at most.
 TRAINER = {
     "train.py": 60, "trainer/loop.py": 125, "trainer/mesh.py": 95, "trainer/optimizer.py": 36,

@@ -14,7 +14,8 @@ import pytest
 
 from experiments import look
 from experiments.runs.failures import RunError
-from flax_mha import interop
+from flax_mha import Capture, analysis, interop
+from flax_mha.layer import sown
 from tests.experiments.test_pretrained import BERT, QWEN, folder_of
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,12 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder_of(QWEN, tmp_path_factory.mktemp("qwen") / "model")
+
+
+def run_qwen(folder: Path, tokens: Any) -> Any:
+    model, variables = interop.load(folder)
+    watched = analysis.watch(model, Capture(("weights",)))
+    return watched.apply(variables, jnp.asarray(tokens), mutable="intermediates")[1]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -38,6 +45,19 @@ def test_a_folder_is_shown_on_two_prompts(qwen: Path, tmp_path: Path) -> None:
     assert data["runs"] == ["12 7 40", "12 9 40"]
     assert [names[0] for names in data["tokens"]] == [["12", "7", "40"], ["12", "9", "40"]]
     assert [layer["shape"] for layer in data["layers"]] == [[4, 3, 3]] * 2
+    names = [x["name"] for x in data["measures"]]
+    assert names == [
+        "entropy",
+        "max logit",
+        "attribution",
+        "previous",
+        "first",
+        "duplicate",
+        "induction",
+    ]
+    weights = sown.find_weights(run_qwen(qwen, [[12, 7, 40]]))
+    wanted = [(x[:, 1, 0] + x[:, 2, 1]) / 2 for x in weights.values()]
+    np.testing.assert_allclose(data["measures"][3]["values"], [wanted], rtol=1e-5)
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
