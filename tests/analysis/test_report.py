@@ -72,6 +72,24 @@ def test_each_head_has_its_entropy_max_logit_and_given_numbers(tmp_path: Path) -
     assert found["induction"] == [[[0.5, 0.25]]]
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_detected_scores_are_those_of_their_layers(scan: bool, tmp_path: Path) -> None:
+    layers = [draw(2, 3, 3) for _ in range(11)]
+    pairs = {name: RNG.random((11, 2), np.float32) for name in ("previous", "induction")}
+    runs = tree(np.stack(layers), name="layers") if scan else tree(*layers)
+    runs["intermediates"]["other"] = {"attention_weights": (draw(1, 3, 3),)}
+    detected = (
+        {"layers/attention": pairs}
+        if scan
+        else {f"layers_{i}/attention": {name: x[i] for name, x in pairs.items()} for i in range(11)}
+    )
+    report(tmp_path / "page.html", {"a": runs}, scores=detected)
+    data, _ = read(tmp_path / "page.html")
+    found = {x["name"]: x["values"][0] for x in data["measures"]}
+    for name, x in pairs.items():
+        assert found[name] == [*x.tolist(), [None]], "the last layer has no scores"
+
+
 def test_layers_are_in_the_order_of_the_model_also_under_scan() -> None:
     layers = [draw(2, 3, 3) for _ in range(11)]
     found = sown.find_weights(tree(*layers))
