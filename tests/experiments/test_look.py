@@ -111,7 +111,7 @@ def test_a_run_is_shown(scan: bool, tmp_path: Path) -> None:
     assert data["tokens"][0][0] == ["\n", r"\xc3", r"\xa9", *" </script>"]
     name = "layers[{}]" if scan else "layers_{}"
     layers = [layer["name"] for layer in data["layers"]]
-    assert layers == [f"decoder/{name.format(i)}/self_attention" for i in range(2)]
+    assert layers == [f"decoder/{name.format(i)}/attention" for i in range(2)]
     measures = {x["name"]: x["values"] for x in data["measures"]}
     assert np.abs(measures["attribution"]).max() > 0
     assert np.shape(measures["max logit"]) == (1, 2, 4)
