@@ -10,6 +10,7 @@ on the head's output: to first order, the logit falls by it if the head is remov
 kinds of heads are those of `flax_mha.analysis.detect`, on the first prompt.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ CAPTURE = Capture(("weights", "entropy", "max_logit"))
 class Reader(NamedTuple):
     """A language model, and a function from a text to its ids and their names."""
 
-    model: LanguageModel
+    model: Any
     variables: Any
     read: Callable[[str], tuple[Sequence[int], list[str]]]
 
@@ -54,12 +55,13 @@ def main(argv: Sequence[str]) -> None:
     try:
         if argv[1:]:
             raise RunError(f"unexpected {argv[1:]}; quote a prompt of several words")
-        if (WORKDIR.value is None) == (MODEL.value is None):
-            raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
-        if MODEL.value is None:
-            reader = open_run(WORKDIR.value, DATA.value, TOKENIZER.value)
+        workdir, model = WORKDIR.value, MODEL.value
+        if workdir is not None and model is None:
+            reader = open_run(workdir, DATA.value, TOKENIZER.value)
+        elif model is not None and workdir is None:
+            reader = open_folder(model)
         else:
-            reader = open_folder(MODEL.value)
+            raise RunError("give --workdir, a run, or --model, a Hugging Face folder")
         write(reader, PROMPT.value, BESIDE.value, OUT.value, PNG.value)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
@@ -111,42 +113,39 @@ def write(reader: Reader, prompt: str, beside: str | None, out: str, png: str | 
     Raises:
       ValueError: if the prompts differ in their number of tokens, or the page would be too large.
     """
-    watched = analysis.watch(reader.model, CAPTURE)
-    runs, tokens = {}, {}
-    for text in filter(None, (prompt, beside)):
-        ids, tokens[text] = reader.read(text)
-        batch = jnp.asarray([ids], jnp.int32)
-        _, runs[text] = jax.jit(
-            lambda variables, batch: watched.apply(variables, batch, mutable="intermediates")
-        )(reader.variables, batch)
-    ids, names = reader.read(prompt)
-    batch = jnp.asarray([ids], jnp.int32)
-    attribution = attribute(reader.model, reader.variables, batch)
-    scores = analysis.detect(reader.model, reader.variables, batch)
+    apply = functools.partial(
+        analysis.watch(reader.model, CAPTURE).apply, deterministic=True, mutable="intermediates"
+    )
+    texts = (prompt,) if beside is None else (prompt, beside)
+    read = {text: reader.read(text) for text in texts}
+    tokens = {text: names for text, (_, names) in read.items()}
+    batches = {text: jnp.asarray([ids], jnp.int32) for text, (ids, _) in read.items()}
+    runs = {text: jax.jit(apply)(reader.variables, batch)[1] for text, batch in batches.items()}
+    attribution = attribute(reader.model, reader.variables, batches[prompt])
+    scores = analysis.detect(reader.model, reader.variables, batches[prompt], deterministic=True)
     analysis.report(out, runs, tokens, attribution=attribution, scores=scores)
     print(out)
     if png is not None:
-        plots.heads(runs[prompt], names).savefig(png)
+        plots.heads(runs[prompt], tokens[prompt]).savefig(png)
         print(png)
 
 
-def attribute(model: LanguageModel, variables: Any, batch: jax.Array) -> list[np.ndarray]:
+def attribute(model: Any, variables: Any, batch: jax.Array) -> list[np.ndarray]:
     """Return d logit / d factor of each head's output [heads] by layer, for the largest next logit.
 
     Source: Michel et al., "Are Sixteen Heads Really Better than One?", 2019.
     """
-    ones = {
-        name: edits.Edit(
-            *(fill((*x.shape[:-4], 1, 1, x.shape[-2], 1)) for fill in (jnp.ones, jnp.zeros))
-        )
-        for name, x in edits.names(model, variables, batch).items()
-        if name.endswith("attention_z")
-    }
-    attached = edits.attach(model, variables, ones, batch)
+    ones = {}
+    for name, x in edits.names(model, variables, batch, deterministic=True).items():
+        if name.endswith("attention_z"):
+            shape = (*x.shape[:-4], 1, 1, x.shape[-2], 1)
+            ones[name] = edits.Edit(jnp.ones(shape), jnp.zeros(shape))
+    attached = edits.attach(model, variables, ones, batch, deterministic=True)
 
     @jax.jit
     def logit(changes: Any, variables: Any) -> jax.Array:
-        return model.apply({**variables, "edits": changes}, batch)[0, -1].max()
+        changed = {**variables, "edits": changes}
+        return model.apply(changed, batch, deterministic=True)[0, -1].max()
 
     gradients = jax.grad(logit)(attached["edits"], variables)
     return [x.ravel() for x in sown.find(gradients, "attention_z/keep", 3).values()]
