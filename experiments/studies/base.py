@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,8 @@ from ml_collections import ConfigDict
 from configs import pydoc_lm
 from experiments import plots
 from experiments.tasks.task import Batch, Metrics, Params
+from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
@@ -52,6 +55,67 @@ class Labelled:
         is_right = (logits.argmax(-1) == labels).astype(jnp.float32)
         loss, accuracy = ((x * weight).sum() / weight.sum() for x in (losses, is_right))
         return loss, {"accuracy": accuracy}
+
+
+class NoMLP(nn.Module):
+    """A branch that adds nothing, for blocks of attention alone."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+        """Return zeros."""
+        return jnp.zeros_like(x)
+
+
+def attention_only(
+    layers: int, heads: int, features: int, tokens: int, **attention: Any
+) -> LanguageModel:
+    """Return a language model of attention layers alone, whose other fields are `attention`."""
+    layer = MultiHeadAttention(heads, use_bias=False, **attention)
+    block = DecoderBlock(layer, mlp=NoMLP(), norm="rmsnorm")
+    return LanguageModel(TokenEmbedding(tokens, features), Decoder(layers, block), tied=False)
+
+
+def label_next(tokens: jax.Array) -> Batch:
+    """Return sequences [rows, T + 1] as a batch of `Labelled` that predicts each next token."""
+    labels = tokens[:, 1:]
+    return {"tokens": tokens[:, :-1], "labels": labels, "weight": jnp.ones(labels.shape)}
+
+
+def score_heads(model: LanguageModel, params: Params, tokens: jax.Array) -> Metrics:
+    """Return the scores of `flax_mha.analysis.detect` by kind of head, [layers, heads]."""
+    watched = analysis.watch(model, Capture(("weights",)))
+    _, sown = watched.apply({"params": params}, tokens, mutable="intermediates")
+    layers = sown["intermediates"]["decoder"]
+    w = jnp.stack(
+        [layers[f"layers_{i}"]["attention"]["attention_weights"][0] for i in range(len(layers))]
+    )
+    T = tokens.shape[-1]
+    before = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    match = (before[:, None, :] == tokens[:, :, None]) & jnp.tri(T, dtype=bool)[None]
+    i = jnp.arange(1, T)
+    there = match.any(-1)
+    ind = jnp.sum(w, -1, where=match[None, :, None])
+    return {
+        "previous": w[..., i, i - 1].mean((1, 3)),
+        "induction": ind.mean((1, 3), where=there[None, :, None]),
+    }
+
+
+def mean_outputs(model: LanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
+    """Return the output of each head, as its mean over sequences, [layers, T, heads, features]."""
+    watched = analysis.watch(model, Capture(("z",)))
+    _, sown = watched.apply({"params": params}, tokens, mutable="intermediates")
+    layers = sown["intermediates"]["decoder"]
+    names = [f"layers_{i}" for i in range(len(layers))]
+    return jnp.stack([layers[name]["attention"]["attention_z"][0].mean(0) for name in names])
+
+
+def edit_layers(params: Params, name: str, keep: jax.Array, add: jax.Array) -> Any:
+    """Return variables of a language model with edits x ← keep·x + add of each attention layer."""
+    changes = {
+        f"layers_{i}": {"attention": {name: edits.Edit(keep[i], add[i])}} for i in range(len(keep))
+    }
+    return {"params": params, "edits": {"decoder": changes}}
 
 
 def make_config(steps: int, **optimizer: Any) -> ConfigDict:
