@@ -1,0 +1,173 @@
+"""Do transformers learn a Markov chain in context, and which heads do it?
+
+Each sequence has a chain of its own, whose transition matrix has rows from a uniform Dirichlet
+distribution. So the counts of the sequence alone help to predict it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.axes import Axes
+
+from experiments.studies import base
+from experiments.tasks.task import Batch, Metrics, Params
+from experiments.trainer.loop import one_model
+from flax_mha import edits, scores
+
+STATES, LENGTH, HEADS, BATCH, HELD_OUT = 3, 64, 4, 32, 512
+KINDS = {"previous": "previous token, layer 1", "induction": "matching, layer 2"}
+
+
+def draw_chains(key: jax.Array, rows: int, length: int) -> jax.Array:
+    """Return sequences of Markov chains, int [rows, length], each with its own matrix."""
+    matrix_key, first_key, key = jax.random.split(key, 3)
+    shares = jax.random.exponential(matrix_key, (rows, STATES, STATES))  # Dirichlet, unnormalized
+    bounds = jnp.cumsum(shares / shares.sum(-1, keepdims=True), -1)[..., :-1]
+    first = jax.random.randint(first_key, (rows,), 0, STATES)
+
+    def step(state: jax.Array, draw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = jnp.sum(draw[:, None] > bounds[jnp.arange(rows), state], -1)
+        return new, new
+
+    _, others = jax.lax.scan(step, first, jax.random.uniform(key, (length - 1, rows)))
+    return jnp.concatenate([first[None], others]).T
+
+
+def draw_batch(key: jax.Array) -> Batch:
+    """Return a batch of chains for training."""
+    return base.label_next(draw_chains(key, BATCH, LENGTH + 1))
+
+
+def score_counts(tokens: jax.Array) -> dict[str, jax.Array]:
+    """Return the losses of predictors that count, in nats [rows, T − 1], by name.
+
+        unigram: (n(y) + 1) / (t + states)         bigram: (n(x, y) + 1) / (n(x) + states)
+
+    Here y is the next token, x the current one, and n counts the t tokens, or the pairs, so far.
+    The bigram predictor is Bayes' for uniform Dirichlet rows.
+    """
+    one_hot = jax.nn.one_hot(tokens, STATES)
+    now, new = one_hot[:, :-1], one_hot[:, 1:]
+    pairs = now[..., :, None] * new[..., None, :]
+    earlier = jnp.einsum("btx,btxy->bty", now, jnp.cumsum(pairs, 1) - pairs)
+    counts = {"unigram": jnp.cumsum(now, 1) + 1, "bigram": earlier + 1}
+    return {name: -jnp.log((n * new).sum(-1) / n.sum(-1)) for name, n in counts.items()}
+
+
+def ideal_weights(tokens: jax.Array) -> jax.Array:
+    """Return weights [2, rows, 1, T, T]: an ideal previous-token head, and a matching head.
+
+    The second attends evenly to the tokens after each earlier copy of the query's token. A query
+    without such keys attends to itself.
+    """
+    T = tokens.shape[-1]
+    before = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    match = (before[:, None, :] == tokens[:, :, None]) & jnp.tri(T, dtype=bool)[None]
+    previous = jnp.broadcast_to(jnp.eye(T, k=-1, dtype=bool)[None], match.shape)
+    sees, itself = jnp.stack([previous, match]), jnp.eye(T, dtype=bool)
+    sees = jnp.where(sees.any(-1, keepdims=True), sees, itself[None, None]).astype(jnp.float32)
+    return (sees / sees.sum(-1, keepdims=True))[:, :, None]
+
+
+def make_task(layers: int) -> base.Labelled:
+    """Return the task of a decoder of attention alone, with relative positions."""
+    model = base.attention_only(layers, HEADS, 32, STATES, scores=(scores.Relative(),))
+    return base.Labelled(model, LENGTH)
+
+
+def measure(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
+    """Return the loss on held-out chains, and the scores of each head [layers, heads]."""
+    batch = base.label_next(draw_chains(key, HELD_OUT, LENGTH + 1))
+    loss, _ = task.loss(params, batch, key)
+    return {"tested": loss, **base.score_heads(task.model, params, batch["tokens"])}
+
+
+def change_heads(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
+    """Return the rise of the loss by changes of the heads of a trained model of 2 layers.
+
+    They are `removed` [2, heads], by falling score in each layer: the output of one head is its
+    mean over chains; `alone`: so are all but the best previous-token head and the best matching
+    head; `ideal` [2]: the weights of the first of these, or of both, are the ideal ones.
+    """
+    batch = base.label_next(draw_chains(key, HELD_OUT, LENGTH + 1))
+    found, ideal = measure(task, params, key), ideal_weights(batch["tokens"])
+    means = base.mean_outputs(task.model, params, batch["tokens"])
+
+    def test(name: str, value: jax.Array, keep: jax.Array, params: Params) -> jax.Array:
+        variables = base.edit_layers(params, name, keep, (1 - keep) * value)
+        logits = task.model.apply(variables, batch["tokens"])
+        return task.scores(logits, batch)[0] - found["tested"]
+
+    def sweep(name: str, value: jax.Array, keep: jax.Array) -> jax.Array:
+        return edits.sweep(functools.partial(test, name, value), keep, params)
+
+    order = jnp.argsort(-jnp.stack([found[kind][i] for i, kind in enumerate(KINDS)]), -1)
+    ranks = jnp.argsort(order, -1)  # [2, heads]
+    which = (
+        jnp.arange(2 * HEADS)[:, None, None] == ranks[None] + jnp.asarray([0, HEADS])[:, None][None]
+    )
+    best = (ranks == 0).astype(jnp.float32)
+    keep = jnp.concatenate([1 - which.astype(jnp.float32), best[None]])
+    removed = sweep("attention_z", means, keep[:, :, None, :, None])
+    ideal_keep = 1 - jnp.stack([best.at[1].set(0), best])
+    return {
+        "removed": removed[:-1].reshape(2, HEADS), "alone": removed[-1],
+        "ideal": sweep("attention_weights", ideal, ideal_keep[:, :, None, :, None, None]),
+    }  # fmt: skip
+
+
+def draw(
+    axes: list[Axes], trained: dict[str, base.Trained], bayes: dict[str, float], rise: np.ndarray
+) -> None:
+    """Draw the losses and the scores over the steps, and the rise of the loss without a head."""
+    for (name, each), color in zip(trained.items(), base.COLORS, strict=False):
+        base.draw_band(axes[0], each.steps, each.found["tested"], name, color)
+    for (name, loss), style in zip(bayes.items(), ("--", ":"), strict=True):
+        axes[0].axhline(loss, color="black", linestyle=style, linewidth=1, label=f"{name} counts")
+    for i, (kind, name) in enumerate(KINDS.items()):
+        best = each.found[kind][:, :, i].max(-1)
+        base.draw_band(axes[1], each.steps, best, name, base.COLORS[i + 2])
+        middle, x = np.median(rise[:, i], 0), np.arange(HEADS) + i * (HEADS + 1)
+        error = np.abs(np.stack([rise[:, i].min(0), rise[:, i].max(0)]) - middle)
+        axes[2].bar(x, middle, yerr=error, color=base.COLORS[i + 2], label=name, capsize=2)
+    axes[2].set_xticks(
+        [*range(HEADS), *range(HEADS + 1, 2 * HEADS + 1)], [*range(1, HEADS + 1)] * 2
+    )
+    axes[0].set(xlabel="training step", ylabel="loss on held-out chains [nats]")
+    axes[1].set(xlabel="training step", ylabel="score of the best head", ylim=(0, 1.02))
+    axes[2].set(xlabel="rank of the head by its score", ylabel="rise of the loss [nats]")
+    for each_axes in axes:
+        each_axes.legend(fontsize=8)
+
+
+def main() -> None:
+    """Train, change the heads, print the numbers and draw the figure."""
+    flags = base.read_flags(__doc__, steps=600, seeds=5)
+    key, trained = jax.random.key(0), {}
+    counts = score_counts(draw_chains(key, HELD_OUT, LENGTH + 1))
+    bayes = {name: float(loss.mean()) for name, loss in counts.items()}
+    print("counts:", {name: round(loss, 4) for name, loss in bayes.items()})
+    config = base.make_config(flags.steps, learning_rate=3e-3, warmup=0.05)
+    for name, layers in (("1 layer", 1), ("2 layers", 2)):
+        task = make_task(layers)
+        result = trained[name] = base.train(
+            *one_model(config, task), draw_batch, steps=flags.steps, seeds=flags.seeds,
+            every=max(1, flags.steps // 40), probe=functools.partial(measure, task),
+        )  # fmt: skip
+        print(f"{name}: {base.spread(result.found['tested'][-1])} nats, {result.seconds:.0f} s")
+    change = jax.jit(jax.vmap(functools.partial(change_heads, task, key=key)))
+    changed = jax.device_get(change(result.state.params))
+    for i, (kind, name) in enumerate(KINDS.items()):
+        print(f"{name}: {base.spread(result.found[kind][-1, :, i].max(-1))}")
+        print("  rise without it, without the next:", *map(base.spread, changed["removed"][:, i].T))
+    print("these two alone:", base.spread(changed["alone"]))
+    print("ideal weights in layer 1, in both:", *map(base.spread, changed["ideal"].T))
+    figure, axes = base.make_panels("Loss", "Heads of 2 layers", "Without one of the heads")
+    draw(axes, trained, bayes, changed["removed"])
+    base.save(figure, flags.figure)
+
+
+if __name__ == "__main__":
+    main()
