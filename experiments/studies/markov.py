@@ -16,7 +16,7 @@ from experiments.tasks.task import Batch, Metrics, Params
 from experiments.trainer.loop import one_model
 from flax_mha import edits, scores
 
-STATES, LENGTH, HEADS, BATCH, HELD_OUT = 3, 64, 4, 32, 512
+STATES, LENGTH, HEADS, BATCH, HELD_OUT = 3, 64, 4, 32, 256
 KINDS = {"previous": "previous token, layer 1", "induction": "matching, layer 2"}
 
 
@@ -144,7 +144,7 @@ def draw(
 
 def main() -> None:
     """Train, change the heads, print the numbers and draw the figure."""
-    flags = base.read_flags(__doc__, steps=600, seeds=5)
+    flags = base.read_flags(__doc__, steps=450, seeds=3)
     key, trained = jax.random.key(0), {}
     counts = score_counts(draw_chains(key, HELD_OUT, LENGTH + 1))
     bayes = {name: float(loss.mean()) for name, loss in counts.items()}
@@ -154,7 +154,7 @@ def main() -> None:
         task = make_task(layers)
         result = trained[name] = base.train(
             *one_model(config, task), draw_batch, steps=flags.steps, seeds=flags.seeds,
-            every=max(1, flags.steps // 40), probe=functools.partial(measure, task),
+            every=max(1, flags.steps // 30), probe=functools.partial(measure, task),
         )  # fmt: skip
         print(f"{name}: {base.spread(result.found['tested'][-1])} nats, {result.seconds:.0f} s")
     change = jax.jit(jax.vmap(functools.partial(change_heads, task, key=key)))
