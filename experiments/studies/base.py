@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from ml_collections import ConfigDict
 from configs import pydoc_lm
 from experiments import plots
 from experiments.tasks.task import Batch, Metrics, Params
+from experiments.trainer.loop import one_model
 from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
 from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 
@@ -82,23 +84,12 @@ def label_next(tokens: jax.Array) -> Batch:
 
 
 def score_heads(model: LanguageModel, params: Params, tokens: jax.Array) -> Metrics:
-    """Return the scores of `flax_mha.analysis.detect` by kind of head, [layers, heads]."""
-    watched = analysis.watch(model, Capture(("weights",)))
-    _, sown = watched.apply({"params": params}, tokens, mutable="intermediates")
-    layers = sown["intermediates"]["decoder"]
-    w = jnp.stack(
-        [layers[f"layers_{i}"]["attention"]["attention_weights"][0] for i in range(len(layers))]
-    )
-    T = tokens.shape[-1]
-    before = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    match = (before[:, None, :] == tokens[:, :, None]) & jnp.tri(T, dtype=bool)[None]
-    i = jnp.arange(1, T)
-    there = match.any(-1)
-    ind = jnp.sum(w, -1, where=match[None, :, None])
-    return {
-        "previous": w[..., i, i - 1].mean((1, 3)),
-        "induction": ind.mean((1, 3), where=there[None, :, None]),
-    }
+    """Return the scores of previous-token and of induction heads, by name [layers, heads]."""
+    pairs = analysis.token_pairs(tokens)
+    pairs = {name: pairs[name] for name in ("previous", "induction")}
+    layers = analysis.detect(model, {"params": params}, tokens, pairs=pairs)
+    paths = [f"decoder/layers_{i}/attention" for i in range(len(layers))]
+    return {name: jnp.stack([layers[path][name] for path in paths]) for name in pairs}
 
 
 def mean_outputs(model: LanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
@@ -181,6 +172,16 @@ def train(
     return Trained(state, points, joined, time.monotonic() - start)
 
 
+def train_model(
+    task: Labelled, draw: Callable[[jax.Array], Batch], measure: Callable[..., Metrics],
+    flags: argparse.Namespace, rate: float,
+) -> Trained:  # fmt: skip
+    """Train models of a task by flags, with 30 measurements, measure(task, params, key)."""
+    create, step = one_model(make_config(flags.steps, learning_rate=rate, warmup=0.05), task)
+    every, probe = max(1, flags.steps // 30), functools.partial(measure, task)
+    return train(create, step, draw, steps=flags.steps, seeds=flags.seeds, every=every, probe=probe)
+
+
 def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
     """Return the flags of a study: `steps`, `seeds`, and `figure`, the path of its PNG.
 
@@ -211,6 +212,13 @@ def draw_band(axes: Axes, x: Any, y: Any, label: str, color: str, style: str = "
     """Draw the median over seeds of y [points, seeds] as a line, in a band from least to most."""
     axes.plot(x, np.median(y, -1), style, color=color, label=label, linewidth=1.6)
     axes.fill_between(x, np.min(y, -1), np.max(y, -1), color=color, alpha=0.2, linewidth=0)
+
+
+def draw_bars(axes: Axes, x: Any, y: Any, label: str, color: str, width: float = 0.8) -> None:
+    """Draw the median over seeds of y [seeds, bars], with a line from least to most."""
+    middle = np.median(y, 0)
+    error = np.abs(np.stack([np.min(y, 0), np.max(y, 0)]) - middle)
+    axes.bar(x, middle, width, yerr=error, color=color, label=label, capsize=2)
 
 
 def save(figure: Figure, path: Path) -> None:

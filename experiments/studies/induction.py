@@ -1,33 +1,33 @@
 """Do induction heads appear when a model starts to learn in context, and does it need them?
 
-The sequences are of a bigram language, and half of them repeat their first 8 to 31 tokens. The score of a head is its weight on the token after the earlier copy of the current one,
-in random tokens that are repeated once (prefix matching).
+The sequences are of a bigram language, and half of them repeat their first 4 to 15 tokens. The
+score of a head is its weight on the token after the earlier copy of the current one, in random
+tokens that are repeated once (prefix matching).
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Metrics, Params
-from experiments.trainer.loop import one_model
 from flax_mha import edits, scores
 
-TOKENS, LENGTH, HEADS, FEATURES, BATCH = 32, 64, 4, 32, 32
+TOKENS, LENGTH, HEADS, FEATURES, BATCH = 16, 32, 4, 32, 64
 HELD_OUT, REPEATED, DRAWS = 256, 32, 16  # sequences, repeated ones, random sets of heads
-PERIODS = (8, 32)  # the tokens that repeat: from the least to below the most
+PERIODS = (4, 13)  # the tokens that repeat: from the least to below the most
 THRESHOLD = 0.3  # the least score of an induction head
-PLACES = {"early": slice(4, 12), "late": slice(-8, None)}  # in a sequence
-KINDS = {"early": "tokens 6 to 13", "late": "last 8 tokens", "copies": "repeated random"}
+NUMBERS = (1, 2, 3, 4)  # of removed heads
+PLACES = {"early": slice(0, 4), "late": slice(-8, None)}  # in a sequence
+KINDS = {"early": "tokens 2 to 5", "late": "last 8 tokens", "copies": "repeated random"}
 
 
 def draw_sequences(key: jax.Array, rows: int) -> jax.Array:
     """Return sequences of the language, int [rows, length + 1], some with repeats."""
     T = LENGTH + 1
-    matrix = jax.nn.softmax(1.5 * jax.random.normal(jax.random.key(0), (TOKENS, TOKENS)))
+    matrix = jax.nn.softmax(2 * jax.random.normal(jax.random.key(0), (TOKENS, TOKENS)))
     bounds = jnp.cumsum(matrix, -1)[:, :-1]
     keys = jax.random.split(key, 4)
 
@@ -39,8 +39,13 @@ def draw_sequences(key: jax.Array, rows: int) -> jax.Array:
     _, others = jax.lax.scan(step, first, jax.random.uniform(keys[1], (T - 1, rows)))
     tokens = jnp.concatenate([first[None], others]).T
     period = jax.random.randint(keys[2], (rows, 1), *PERIODS)
-    period = jnp.where(jax.random.bernoulli(keys[3], 0.5, (rows, 1)), period, T)
-    return jnp.take_along_axis(tokens, jnp.arange(T)[None] % period, 1)
+    repeats = jnp.take_along_axis(draw_orders(keys[3], rows), jnp.arange(T)[None] % period, 1)
+    return jnp.where(jnp.arange(rows)[:, None] % 2 == 0, tokens, repeats)
+
+
+def draw_orders(key: jax.Array, rows: int) -> jax.Array:
+    """Return random orders of all tokens, int [rows, tokens]."""
+    return jnp.argsort(jax.random.uniform(key, (rows, TOKENS)), -1)
 
 
 def draw_batch(key: jax.Array) -> Batch:
@@ -48,16 +53,14 @@ def draw_batch(key: jax.Array) -> Batch:
     return base.label_next(draw_sequences(key, BATCH))
 
 
-def repeat_random(key: jax.Array) -> jax.Array:
-    """Return random orders of all tokens, twice and the first again, int [rows, length + 1]."""
-    keys = jax.random.split(key, REPEATED)
-    orders = jax.vmap(lambda key: jax.random.permutation(key, TOKENS))(keys)
-    return jnp.tile(orders, 3)[:, : LENGTH + 1]
+def repeat_orders(key: jax.Array) -> jax.Array:
+    """Return random orders of all tokens, each twice and its first again, [rows, length + 1]."""
+    return jnp.tile(draw_orders(key, REPEATED), 3)[:, : LENGTH + 1]
 
 
 def find_losses(task: base.Labelled, variables: Params, key: jax.Array) -> Metrics:
     """Return the losses of early and of late tokens, and of repeated random tokens, in nats."""
-    held, copies = (base.label_next(f) for f in (draw_sequences(key, HELD_OUT), repeat_random(key)))
+    held, copies = (base.label_next(f) for f in (draw_sequences(key, HELD_OUT), repeat_orders(key)))
 
     def score(batch: Batch, logits: jax.Array, places: slice) -> jax.Array:
         weight = jnp.zeros_like(batch["weight"]).at[:, places].set(1)
@@ -71,24 +74,29 @@ def find_losses(task: base.Labelled, variables: Params, key: jax.Array) -> Metri
 
 def measure(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
     """Return the losses, and the scores of each head [layers, heads]."""
-    found = base.score_heads(task.model, params, repeat_random(key)[:, :-1])
+    found = base.score_heads(task.model, params, repeat_orders(key)[:, :-1])
     return {**find_losses(task, {"params": params}, key), **found}
 
 
-def choose_heads(score: jax.Array, key: jax.Array) -> jax.Array:
-    """Return sets of heads [1 + draws, layers, heads], bools: the induction heads, and random ones.
+def choose_heads(score: jax.Array, number: int, key: jax.Array) -> jax.Array:
+    """Return sets of heads [1 + draws, layers, heads], bools: the best, and random other ones.
 
-    Each random set has as many heads as the first, or all others if these are fewer.
+    The first has the induction heads of greatest score, up to a number. The others are drawn
+    from the heads that are none, as many if there are.
     """
+
+    def rank(x: jax.Array) -> jax.Array:
+        flat = x.reshape(*x.shape[: -score.ndim], -1)
+        return jnp.argsort(jnp.argsort(flat, -1), -1).reshape(x.shape)
+
     is_induction = score >= THRESHOLD
+    best = (rank(-score) < number) & is_induction
     noise = jnp.where(is_induction[None], 2, jax.random.uniform(key, (DRAWS, *score.shape)))
-    ranks = jnp.argsort(jnp.argsort(noise.reshape(DRAWS, -1), -1), -1).reshape(noise.shape)
-    others = (ranks < is_induction.sum()) & ~is_induction[None]
-    return jnp.concatenate([is_induction[None], others])
+    return jnp.concatenate([best[None], (rank(noise) < number) & ~is_induction[None]])
 
 
 def remove_heads(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
-    """Return the number of induction heads, and the rise of each loss [1 + draws] without a set.
+    """Return the number of induction heads, and the rise of each loss [numbers, 1 + draws].
 
     The output of a removed head is its mean over held-out sequences.
     """
@@ -100,9 +108,11 @@ def remove_heads(task: base.Labelled, params: Params, key: jax.Array) -> Metrics
         found = find_losses(task, variables, key)
         return {name: loss - whole[name] for name, loss in found.items()}
 
-    chosen = choose_heads(whole["induction"], key)
-    keep = 1 - chosen.astype(jnp.float32)[:, :, None, :, None]
-    return {"count": chosen[0].sum(), **edits.sweep(run, keep, params)}
+    score = whole["induction"]
+    sets = jnp.concatenate([choose_heads(score, n, key) for n in NUMBERS])
+    rise = edits.sweep(run, 1 - sets.astype(jnp.float32)[:, :, None, :, None], params)
+    rise = {name: x.reshape(len(NUMBERS), 1 + DRAWS) for name, x in rise.items()}
+    return {"count": jnp.sum(score >= THRESHOLD), **rise}
 
 
 def draw(axes: list[Axes], trained: dict[str, base.Trained], removed: Metrics) -> None:
@@ -112,32 +122,24 @@ def draw(axes: list[Axes], trained: dict[str, base.Trained], removed: Metrics) -
         base.draw_band(axes[0], each.steps, best, name, color)
         in_context = each.found["late"] - each.found["early"]
         base.draw_band(axes[1], each.steps, in_context, name, color)
-    for i, name in enumerate(("induction heads", "as many other heads")):
-        y = [removed[kind][:, 1:].mean(-1) if i else removed[kind][:, 0] for kind in KINDS]
-        middle = np.median(y, -1)
-        error = np.abs(np.stack([np.min(y, -1), np.max(y, -1)]) - middle)
-        x, color = np.arange(len(KINDS)) + 0.4 * i, base.COLORS[i + 2]
-        axes[2].bar(x, middle, 0.4, yerr=error, color=color, label=name, capsize=2)
+    for i, name in enumerate(("induction heads", "other heads, drawn at random")):
+        y = removed["copies"][:, :, 1:].mean(-1) if i else removed["copies"][:, :, 0]
+        base.draw_band(axes[2], NUMBERS, y.T, name, base.COLORS[i + 2], "-o")
     axes[0].set(xlabel="training step", ylabel="best score in the last layer", ylim=(0, 1.02))
     axes[1].set(xlabel="training step", ylabel="loss, late − early tokens [nats]")
-    axes[2].set(ylabel="rise of the loss [nats]")
-    axes[2].set_xticks(np.arange(len(KINDS)) + 0.2, [*KINDS.values()], fontsize=8)
+    axes[2].set(xlabel="removed heads", ylabel="rise of the loss on repeats [nats]", xticks=NUMBERS)
     for each_axes in axes:
         each_axes.legend(fontsize=8)
 
 
 def main() -> None:
     """Train, remove heads, print the numbers and draw the figure."""
-    flags = base.read_flags(__doc__, steps=600, seeds=5)
+    flags = base.read_flags(__doc__, steps=450, seeds=5)
     trained = {}
-    config = base.make_config(flags.steps, learning_rate=3e-3, warmup=0.05)
     for name, layers in (("1 layer", 1), ("2 layers", 2)):
         model = base.attention_only(layers, HEADS, FEATURES, TOKENS, scores=(scores.Relative(),))
         task = base.Labelled(model, LENGTH)
-        result = trained[name] = base.train(
-            *one_model(config, task), draw_batch, steps=flags.steps, seeds=flags.seeds,
-            every=max(1, flags.steps // 30), probe=functools.partial(measure, task),
-        )  # fmt: skip
+        result = trained[name] = base.train_model(task, draw_batch, measure, flags, 1e-2)
         print(f"{name}: {result.seconds:.0f} s")
         for kind, tokens in KINDS.items():
             print(f"  loss, {tokens}: {base.spread(result.found[kind][-1])}")
@@ -145,9 +147,11 @@ def main() -> None:
     remove = jax.jit(jax.vmap(functools.partial(remove_heads, task, key=jax.random.key(0))))
     removed = jax.device_get(remove(result.state.params))
     print(f"induction heads: {removed['count']}")
-    for kind, tokens in KINDS.items():
-        print(f"rise without them, {tokens}: {base.spread(removed[kind][:, 0])}")
-        print(f"  without others: {base.spread(removed[kind][:, 1:].mean(-1))}")
+    for i, number in enumerate(NUMBERS):
+        for kind, tokens in KINDS.items():
+            rise = removed[kind][:, i]
+            print(f"rise without {number}, {tokens}: {base.spread(rise[:, 0])}")
+            print(f"  without others: {base.spread(rise[:, 1:].mean(-1))}")
     figure, axes = base.make_panels("Prefix matching", "In-context learning", "Without heads")
     draw(axes, trained, removed)
     base.save(figure, flags.figure)

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Metrics, Params
-from experiments.trainer.loop import one_model
-from flax_mha import edits, scores
+from flax_mha import analysis, edits, scores
 
-STATES, LENGTH, HEADS, BATCH, HELD_OUT = 3, 64, 4, 32, 256
+STATES, LENGTH, HEADS, BATCH = 3, 64, 4, 32
+HELD_OUT = 256  # chains of a measurement
 KINDS = {"previous": "previous token, layer 1", "induction": "matching, layer 2"}
 
 
@@ -62,19 +62,11 @@ def ideal_weights(tokens: jax.Array) -> jax.Array:
     The second attends evenly to the tokens after each earlier copy of the query's token. A query
     without such keys attends to itself.
     """
-    T = tokens.shape[-1]
-    before = jnp.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    match = (before[:, None, :] == tokens[:, :, None]) & jnp.tri(T, dtype=bool)[None]
-    previous = jnp.broadcast_to(jnp.eye(T, k=-1, dtype=bool)[None], match.shape)
-    sees, itself = jnp.stack([previous, match]), jnp.eye(T, dtype=bool)
-    sees = jnp.where(sees.any(-1, keepdims=True), sees, itself[None, None]).astype(jnp.float32)
-    return (sees / sees.sum(-1, keepdims=True))[:, :, None]
-
-
-def make_task(layers: int) -> base.Labelled:
-    """Return the task of a decoder of attention alone, with relative positions."""
-    model = base.attention_only(layers, HEADS, 32, STATES, scores=(scores.Relative(),))
-    return base.Labelled(model, LENGTH)
+    pairs, T = analysis.token_pairs(tokens), tokens.shape[-1]
+    sees = jnp.stack([pairs[kind].dense(T, batch=(len(tokens),)) for kind in KINDS])
+    itself = jnp.eye(T, dtype=bool)[None, None, None]
+    sees = jnp.where(sees.any(-1, keepdims=True), sees, itself).astype(jnp.float32)
+    return sees / sees.sum(-1, keepdims=True)
 
 
 def measure(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
@@ -129,9 +121,8 @@ def draw(
     for i, (kind, name) in enumerate(KINDS.items()):
         best = each.found[kind][:, :, i].max(-1)
         base.draw_band(axes[1], each.steps, best, name, base.COLORS[i + 2])
-        middle, x = np.median(rise[:, i], 0), np.arange(HEADS) + i * (HEADS + 1)
-        error = np.abs(np.stack([rise[:, i].min(0), rise[:, i].max(0)]) - middle)
-        axes[2].bar(x, middle, yerr=error, color=base.COLORS[i + 2], label=name, capsize=2)
+        x = np.arange(HEADS) + i * (HEADS + 1)
+        base.draw_bars(axes[2], x, rise[:, i], name, base.COLORS[i + 2])
     axes[2].set_xticks(
         [*range(HEADS), *range(HEADS + 1, 2 * HEADS + 1)], [*range(1, HEADS + 1)] * 2
     )
@@ -149,13 +140,10 @@ def main() -> None:
     counts = score_counts(draw_chains(key, HELD_OUT, LENGTH + 1))
     bayes = {name: float(loss.mean()) for name, loss in counts.items()}
     print("counts:", {name: round(loss, 4) for name, loss in bayes.items()})
-    config = base.make_config(flags.steps, learning_rate=3e-3, warmup=0.05)
     for name, layers in (("1 layer", 1), ("2 layers", 2)):
-        task = make_task(layers)
-        result = trained[name] = base.train(
-            *one_model(config, task), draw_batch, steps=flags.steps, seeds=flags.seeds,
-            every=max(1, flags.steps // 30), probe=functools.partial(measure, task),
-        )  # fmt: skip
+        model = base.attention_only(layers, HEADS, 32, STATES, scores=(scores.Relative(),))
+        task = base.Labelled(model, LENGTH)
+        result = trained[name] = base.train_model(task, draw_batch, measure, flags, 3e-3)
         print(f"{name}: {base.spread(result.found['tested'][-1])} nats, {result.seconds:.0f} s")
     change = jax.jit(jax.vmap(functools.partial(change_heads, task, key=key)))
     changed = jax.device_get(change(result.state.params))

@@ -12,26 +12,35 @@ from experiments.studies import base, induction
 
 
 def test_repeated_bytes_have_one_earlier_copy() -> None:
-    training = np.random.default_rng(0).integers(0, 256, 5000)
-    repeated = np.asarray(induction.repeat_bytes(training))
+    repeated = np.asarray(induction.repeat_orders(jax.random.key(0)))
     half = induction.LENGTH // 2
     np.testing.assert_array_equal(repeated[:, half:], repeated[:, : half + 1])
     assert all(len(set(row[:half])) == half for row in repeated)
-    counts = np.bincount(training, minlength=256)
-    assert counts[np.unique(repeated)].min() >= np.sort(counts)[-half]
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 6])
-def test_random_sets_have_as_many_of_the_other_heads(count: int) -> None:
-    score = np.zeros(8)
-    score[np.random.default_rng(0).permutation(8)[:count]] = 0.9
-    sets = np.asarray(induction.choose_heads(jnp.asarray(score.reshape(2, 4)), jax.random.key(0)))
-    assert sets.shape == (1 + induction.DRAWS, 2, 4)
-    np.testing.assert_array_equal(sets[0].reshape(-1), score > 0)
-    np.testing.assert_array_equal(sets[1:].sum((1, 2)), min(count, 8 - count))
-    assert not (sets[1:] & sets[:1]).any()
-    # 1 and 3 of the others can be chosen in many ways.
-    assert (len(np.unique(sets[1:], axis=0)) > 1) == (count in (1, 3))
+def test_every_second_sequence_repeats_distinct_tokens() -> None:
+    tokens = np.asarray(induction.draw_sequences(jax.random.key(0), 64))
+    periods = set()
+    for row in tokens[1::2]:
+        period = next(i for i in range(1, len(row)) if row[i] == row[0])
+        assert len(set(row[:period])) == period
+        np.testing.assert_array_equal(row[period:], row[:-period])
+        periods.add(period)
+    assert periods == set(range(*induction.PERIODS))
+    assert not any((row[4:] == row[:-4]).all() for row in tokens[::2])
+
+
+@pytest.mark.parametrize(("number", "count"), [(1, 3), (3, 3), (4, 3), (3, 6), (2, 0)])
+def test_random_sets_have_as_many_of_the_other_heads(number: int, count: int) -> None:
+    rng = np.random.default_rng(0)
+    score = rng.permutation(np.concatenate([rng.uniform(0.4, 1, count), np.zeros(8 - count)]))
+    sets = induction.choose_heads(jnp.asarray(score.reshape(2, 4)), number, jax.random.key(0))
+    sets = np.asarray(sets).reshape(1 + induction.DRAWS, 8)
+    best = np.argsort(-score)[: min(number, count)]
+    np.testing.assert_array_equal(np.flatnonzero(sets[0]), np.sort(best))
+    np.testing.assert_array_equal(sets[1:].sum(1), min(number, 8 - count))
+    assert not sets[1:, score > 0].any()
+    assert len(np.unique(sets[1:], axis=0)) > 1 or count == 6
 
 
 def test_a_model_whose_heads_are_means_sees_no_other_token() -> None:
