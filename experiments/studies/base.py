@@ -173,10 +173,10 @@ def train(
 
 
 def train_model(
-    task: Labelled, draw: Callable[[jax.Array], Batch], measure: Callable[..., Metrics],
+    task: Any, draw: Callable[[jax.Array], Batch], measure: Callable[..., Metrics],
     flags: argparse.Namespace, rate: float,
 ) -> Trained:  # fmt: skip
-    """Train models of a task by flags, with 30 measurements, measure(task, params, key)."""
+    """Train models of a `Labelled` by flags, with 30 measurements, measure(task, params, key)."""
     create, step = one_model(make_config(flags.steps, learning_rate=rate, warmup=0.05), task)
     every, probe = max(1, flags.steps // 30), functools.partial(measure, task)
     return train(create, step, draw, steps=flags.steps, seeds=flags.seeds, every=every, probe=probe)

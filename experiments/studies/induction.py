@@ -9,7 +9,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from matplotlib.axes import Axes
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Metrics, Params
@@ -21,7 +20,7 @@ PERIODS = (4, 13)  # the tokens that repeat: from the least to below the most
 THRESHOLD = 0.3  # the least score of an induction head
 NUMBERS = (1, 2, 3, 4)  # of removed heads
 PLACES = {"early": slice(0, 4), "late": slice(-8, None)}  # in a sequence
-KINDS = {"early": "tokens 2 to 5", "late": "last 8 tokens", "copies": "repeated random"}
+KINDS = {"early": "tokens 2 to 5", "late": "last 8 tokens", "copies": "repeats"}  # drawn: the last
 
 
 def draw_sequences(key: jax.Array, rows: int) -> jax.Array:
@@ -115,45 +114,35 @@ def remove_heads(task: base.Labelled, params: Params, key: jax.Array) -> Metrics
     return {"count": jnp.sum(score >= THRESHOLD), **rise}
 
 
-def draw(axes: list[Axes], trained: dict[str, base.Trained], removed: Metrics) -> None:
-    """Draw scores and losses over the steps, and the rise of each loss without sets of heads."""
-    for (name, each), color in zip(trained.items(), base.COLORS, strict=False):
-        best = each.found["induction"][:, :, -1].max(-1)
-        base.draw_band(axes[0], each.steps, best, name, color)
-        in_context = each.found["late"] - each.found["early"]
-        base.draw_band(axes[1], each.steps, in_context, name, color)
+def main() -> None:
+    """Train, remove heads, print the numbers and draw the figure."""
+    flags = base.read_flags(__doc__, steps=450, seeds=3)
+    figure, axes = base.make_panels("Prefix matching", "In-context learning", "Without heads")
+    for name, layers, color in (("1 layer", 1, 0), ("2 layers", 2, 1)):
+        model = base.attention_only(layers, HEADS, FEATURES, TOKENS, scores=(scores.Relative(),))
+        task = base.Labelled(model, LENGTH)
+        trained = base.train_model(task, draw_batch, measure, flags, 1e-2)
+        steps, found = trained.steps, trained.found
+        best, in_context = found["induction"][:, :, -1].max(-1), found["late"] - found["early"]
+        print(f"{name}: {trained.seconds:.0f} s, best score {base.spread(best[-1])}")
+        print(f"  loss, late − early tokens: {base.spread(in_context[-1])}")
+        for kind, tokens in KINDS.items():
+            print(f"  loss, {tokens}: {base.spread(found[kind][-1])}")
+        base.draw_band(axes[0], steps, best, name, base.COLORS[color])
+        base.draw_band(axes[1], steps, in_context, name, base.COLORS[color])
+    remove = jax.jit(jax.vmap(functools.partial(remove_heads, task, key=jax.random.key(0))))
+    removed = jax.device_get(remove(trained.state.params))
+    print(f"induction heads: {removed['count']}")
     for i, name in enumerate(("induction heads", "other heads, drawn at random")):
-        y = removed["copies"][:, :, 1:].mean(-1) if i else removed["copies"][:, :, 0]
-        base.draw_band(axes[2], NUMBERS, y.T, name, base.COLORS[i + 2], "-o")
+        for kind, tokens in KINDS.items():
+            rise = removed[kind][:, :, 1:].mean(-1) if i else removed[kind][:, :, 0]
+            print(f"without 1 to 4 {name}, {tokens}:", *map(base.spread, rise.T))
+        base.draw_band(axes[2], NUMBERS, rise.T, name, base.COLORS[i + 2], "-o")
     axes[0].set(xlabel="training step", ylabel="best score in the last layer", ylim=(0, 1.02))
     axes[1].set(xlabel="training step", ylabel="loss, late − early tokens [nats]")
     axes[2].set(xlabel="removed heads", ylabel="rise of the loss on repeats [nats]", xticks=NUMBERS)
-    for each_axes in axes:
-        each_axes.legend(fontsize=8)
-
-
-def main() -> None:
-    """Train, remove heads, print the numbers and draw the figure."""
-    flags = base.read_flags(__doc__, steps=450, seeds=5)
-    trained = {}
-    for name, layers in (("1 layer", 1), ("2 layers", 2)):
-        model = base.attention_only(layers, HEADS, FEATURES, TOKENS, scores=(scores.Relative(),))
-        task = base.Labelled(model, LENGTH)
-        result = trained[name] = base.train_model(task, draw_batch, measure, flags, 1e-2)
-        print(f"{name}: {result.seconds:.0f} s")
-        for kind, tokens in KINDS.items():
-            print(f"  loss, {tokens}: {base.spread(result.found[kind][-1])}")
-        print(f"  best score: {base.spread(result.found['induction'][-1].max((1, 2)))}")
-    remove = jax.jit(jax.vmap(functools.partial(remove_heads, task, key=jax.random.key(0))))
-    removed = jax.device_get(remove(result.state.params))
-    print(f"induction heads: {removed['count']}")
-    for i, number in enumerate(NUMBERS):
-        for kind, tokens in KINDS.items():
-            rise = removed[kind][:, i]
-            print(f"rise without {number}, {tokens}: {base.spread(rise[:, 0])}")
-            print(f"  without others: {base.spread(rise[:, 1:].mean(-1))}")
-    figure, axes = base.make_panels("Prefix matching", "In-context learning", "Without heads")
-    draw(axes, trained, removed)
+    for each in axes:
+        each.legend(fontsize=8)
     base.save(figure, flags.figure)
 
 

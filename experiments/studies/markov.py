@@ -1,7 +1,14 @@
 """Do transformers learn a Markov chain in context, and which heads do it?
 
-Each sequence has a chain of its own, whose transition matrix has rows from a uniform Dirichlet
-distribution. So the counts of the sequence alone help to predict it.
+    python -m experiments.studies.markov --figure=docs/_static/studies/markov.png
+
+Each sequence has its own chain, with matrix rows from a uniform Dirichlet distribution. As in the
+source, two layers predict by the counts of tokens, and from step 120 to 240 learn to count pairs:
+0.930 nats (0.930 to 0.930 in 3 seeds). The best possible is 0.911, counts of tokens give 1.015, and
+one layer 1.005. Exact weights in place of the best previous-token head cost 0.003 nats. But it is
+no circuit of two heads: two match in layer 2, and without all others the loss rises by 0.177.
+
+Source: Edelman et al., "The Evolution of Statistical Induction Heads", 2024 (arXiv:2402.11004).
 """
 
 import functools
@@ -9,7 +16,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.axes import Axes
 
 from experiments.studies import base
 from experiments.tasks.task import Batch, Metrics, Params
@@ -35,9 +41,9 @@ def draw_chains(key: jax.Array, rows: int, length: int) -> jax.Array:
     return jnp.concatenate([first[None], others]).T
 
 
-def draw_batch(key: jax.Array) -> Batch:
-    """Return a batch of chains for training."""
-    return base.label_next(draw_chains(key, BATCH, LENGTH + 1))
+def draw_batch(key: jax.Array, rows: int = BATCH) -> Batch:
+    """Return a batch of chains."""
+    return base.label_next(draw_chains(key, rows, LENGTH + 1))
 
 
 def score_counts(tokens: jax.Array) -> dict[str, jax.Array]:
@@ -71,7 +77,7 @@ def ideal_weights(tokens: jax.Array) -> jax.Array:
 
 def measure(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
     """Return the loss on held-out chains, and the scores of each head [layers, heads]."""
-    batch = base.label_next(draw_chains(key, HELD_OUT, LENGTH + 1))
+    batch = draw_batch(key, HELD_OUT)
     loss, _ = task.loss(params, batch, key)
     return {"tested": loss, **base.score_heads(task.model, params, batch["tokens"])}
 
@@ -83,77 +89,59 @@ def change_heads(task: base.Labelled, params: Params, key: jax.Array) -> Metrics
     mean over chains; `alone`: so are all but the best previous-token head and the best matching
     head; `ideal` [2]: the weights of the first of these, or of both, are the ideal ones.
     """
-    batch = base.label_next(draw_chains(key, HELD_OUT, LENGTH + 1))
+    batch = draw_batch(key, HELD_OUT)
     found, ideal = measure(task, params, key), ideal_weights(batch["tokens"])
     means = base.mean_outputs(task.model, params, batch["tokens"])
 
-    def test(name: str, value: jax.Array, keep: jax.Array, params: Params) -> jax.Array:
+    def test(name: str, value: jax.Array, keep: jax.Array) -> jax.Array:
         variables = base.edit_layers(params, name, keep, (1 - keep) * value)
         logits = task.model.apply(variables, batch["tokens"])
         return task.scores(logits, batch)[0] - found["tested"]
 
-    def sweep(name: str, value: jax.Array, keep: jax.Array) -> jax.Array:
-        return edits.sweep(functools.partial(test, name, value), keep, params)
-
-    order = jnp.argsort(-jnp.stack([found[kind][i] for i, kind in enumerate(KINDS)]), -1)
-    ranks = jnp.argsort(order, -1)  # [2, heads]
-    which = (
-        jnp.arange(2 * HEADS)[:, None, None] == ranks[None] + jnp.asarray([0, HEADS])[:, None][None]
-    )
+    score = jnp.stack([found[kind][i] for i, kind in enumerate(KINDS)])
+    ranks = jnp.argsort(jnp.argsort(-score, -1), -1)  # [2, heads]
+    numbers = ranks + jnp.asarray([[0], [HEADS]])
+    which = numbers[None] == jnp.arange(2 * HEADS)[:, None, None]
     best = (ranks == 0).astype(jnp.float32)
     keep = jnp.concatenate([1 - which.astype(jnp.float32), best[None]])
-    removed = sweep("attention_z", means, keep[:, :, None, :, None])
-    ideal_keep = 1 - jnp.stack([best.at[1].set(0), best])
-    return {
-        "removed": removed[:-1].reshape(2, HEADS), "alone": removed[-1],
-        "ideal": sweep("attention_weights", ideal, ideal_keep[:, :, None, :, None, None]),
-    }  # fmt: skip
-
-
-def draw(
-    axes: list[Axes], trained: dict[str, base.Trained], bayes: dict[str, float], rise: np.ndarray
-) -> None:
-    """Draw the losses and the scores over the steps, and the rise of the loss without a head."""
-    for (name, each), color in zip(trained.items(), base.COLORS, strict=False):
-        base.draw_band(axes[0], each.steps, each.found["tested"], name, color)
-    for (name, loss), style in zip(bayes.items(), ("--", ":"), strict=True):
-        axes[0].axhline(loss, color="black", linestyle=style, linewidth=1, label=f"{name} counts")
-    for i, (kind, name) in enumerate(KINDS.items()):
-        best = each.found[kind][:, :, i].max(-1)
-        base.draw_band(axes[1], each.steps, best, name, base.COLORS[i + 2])
-        x = np.arange(HEADS) + i * (HEADS + 1)
-        base.draw_bars(axes[2], x, rise[:, i], name, base.COLORS[i + 2])
-    axes[2].set_xticks(
-        [*range(HEADS), *range(HEADS + 1, 2 * HEADS + 1)], [*range(1, HEADS + 1)] * 2
-    )
-    axes[0].set(xlabel="training step", ylabel="loss on held-out chains [nats]")
-    axes[1].set(xlabel="training step", ylabel="score of the best head", ylim=(0, 1.02))
-    axes[2].set(xlabel="rank of the head by its score", ylabel="rise of the loss [nats]")
-    for each_axes in axes:
-        each_axes.legend(fontsize=8)
+    removed = edits.sweep(functools.partial(test, "attention_z", means), keep[:, :, None, :, None])
+    others = 1 - jnp.stack([best.at[1].set(0), best])[:, :, None, :, None, None]
+    replaced = edits.sweep(functools.partial(test, "attention_weights", ideal), others)
+    return {"removed": removed[:-1].reshape(2, HEADS), "alone": removed[-1], "ideal": replaced}
 
 
 def main() -> None:
     """Train, change the heads, print the numbers and draw the figure."""
     flags = base.read_flags(__doc__, steps=450, seeds=3)
-    key, trained = jax.random.key(0), {}
-    counts = score_counts(draw_chains(key, HELD_OUT, LENGTH + 1))
-    bayes = {name: float(loss.mean()) for name, loss in counts.items()}
-    print("counts:", {name: round(loss, 4) for name, loss in bayes.items()})
-    for name, layers in (("1 layer", 1), ("2 layers", 2)):
+    figure, axes = base.make_panels("Loss", "Heads of 2 layers", "Without one of the heads")
+    key = jax.random.key(0)
+    for name, layers, color in (("1 layer", 1, 0), ("2 layers", 2, 1)):
         model = base.attention_only(layers, HEADS, 32, STATES, scores=(scores.Relative(),))
         task = base.Labelled(model, LENGTH)
-        result = trained[name] = base.train_model(task, draw_batch, measure, flags, 3e-3)
-        print(f"{name}: {base.spread(result.found['tested'][-1])} nats, {result.seconds:.0f} s")
+        trained = base.train_model(task, draw_batch, measure, flags, 3e-3)
+        steps, found = trained.steps, trained.found
+        print(f"{name}: {base.spread(found['tested'][-1])} nats, {trained.seconds:.0f} s")
+        base.draw_band(axes[0], steps, found["tested"], name, base.COLORS[color])
+    for name, losses in score_counts(draw_chains(key, HELD_OUT, LENGTH + 1)).items():
+        loss, style = float(losses.mean()), {"unigram": "--", "bigram": ":"}[name]
+        print(f"{name} counts: {loss:.3f} nats")
+        axes[0].axhline(loss, color="black", linestyle=style, linewidth=1, label=f"{name} counts")
     change = jax.jit(jax.vmap(functools.partial(change_heads, task, key=key)))
-    changed = jax.device_get(change(result.state.params))
+    changed = jax.device_get(change(trained.state.params))
     for i, (kind, name) in enumerate(KINDS.items()):
-        print(f"{name}: {base.spread(result.found[kind][-1, :, i].max(-1))}")
-        print("  rise without it, without the next:", *map(base.spread, changed["removed"][:, i].T))
+        best, rise, color = found[kind][:, :, i].max(-1), changed["removed"][:, i], i + 2
+        print(f"{name}: {base.spread(best[-1])}, by rank:", *map(base.spread, rise.T))
+        base.draw_band(axes[1], steps, best, name, base.COLORS[color])
+        x = np.arange(HEADS) + i * (HEADS + 1)
+        base.draw_bars(axes[2], x, rise, name, base.COLORS[color])
     print("these two alone:", base.spread(changed["alone"]))
     print("ideal weights in layer 1, in both:", *map(base.spread, changed["ideal"].T))
-    figure, axes = base.make_panels("Loss", "Heads of 2 layers", "Without one of the heads")
-    draw(axes, trained, bayes, changed["removed"])
+    axes[0].set(xlabel="training step", ylabel="loss on held-out chains [nats]")
+    axes[1].set(xlabel="training step", ylabel="score of the best head", ylim=(0, 1.02))
+    axes[2].set(xlabel="rank of the head by its score", ylabel="rise of the loss [nats]")
+    axes[2].set_xticks([0, 1, 2, 3, 5, 6, 7, 8], [*"12341234"])
+    for each in axes:
+        each.legend(fontsize=8)
     base.save(figure, flags.figure)
 
 
