@@ -1,4 +1,4 @@
-"""Do induction heads appear when a model starts to learn in context, and does it need them?
+"""Induction heads: do they come with learning in context, and does the model need them?
 
 The sequences are of a bigram language, and half of them repeat their first 4 to 15 tokens. The
 score of a head is its weight on the token after the earlier copy of the current one, in random

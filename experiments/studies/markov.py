@@ -1,4 +1,4 @@
-"""Do transformers learn a Markov chain in context, and which heads do it?
+"""Markov chains: do transformers learn them in context, and which heads do it?
 
     python -m experiments.studies.markov --figure=docs/_static/studies/markov.png
 
