@@ -85,8 +85,7 @@ def measure(task: base.Labelled, params: Params, key: jax.Array) -> Metrics:
 def choose_heads(score: jax.Array, number: int, key: jax.Array) -> jax.Array:
     """Return sets of heads [1 + draws, layers, heads], bools: the best, and random other ones.
 
-    The first has the induction heads of greatest score, up to a number. The others are drawn
-    from the heads that are none, as many if there are.
+    All have a number of heads, or fewer: the first of induction heads, the others of other heads.
     """
     is_induction = score >= THRESHOLD
     best = (score >= jnp.sort(score.reshape(-1))[-number]) & is_induction
@@ -116,7 +115,7 @@ def remove_heads(task: base.Labelled, params: Params, key: jax.Array) -> Metrics
 def main() -> None:
     """Train, remove heads, print the numbers and draw the figure."""
     flags = base.read_flags(__doc__, steps=450, seeds=3)
-    figure, axes = base.make_panels("Prefix matching", "Learning in context", "Without heads")
+    figure, axes = base.make_panels("Prefix matching", "Learning in context", "Removal", width=3.5)
     for name, layers, color in (("1 layer", 1, 0), ("2 layers", 2, 1)):
         model = base.attention_only(layers, HEADS, FEATURES, TOKENS, scores=(scores.Relative(),))
         task = base.Labelled(model, LENGTH)
@@ -135,12 +134,13 @@ def main() -> None:
         for kind, tokens in KINDS.items():
             rise = removed[kind][:, :, 1:].mean(-1) if i else removed[kind][:, :, 0]
             print(f"without 1 to 4 {name}, {tokens}:", *map(base.spread, rise.T))
-            label, style = f"{name}, {tokens}", "-o" if kind == "copies" else "--o"
+            label, style = f"{name}, {tokens}", "-" if kind == "copies" else "--"
             if kind != "late":
                 base.draw_band(axes[2], NUMBERS, rise.T, label, base.COLORS[i + 2], style)
     axes[0].set(xlabel="training step", ylabel="best score in the last layer", ylim=(0, 1.02))
     axes[1].set(xlabel="training step", ylabel="loss, late − early tokens [nats]")
-    axes[2].set(xlabel="removed heads", ylabel="rise of the loss [nats]", xticks=NUMBERS)
+    axes[2].set(xlabel="removed heads", ylabel="rise of the loss [nats]", ylim=(-0.2, 5.4))
+    axes[2].set_xticks(NUMBERS)
     for each in axes:
         each.legend(fontsize=8)
     base.save(figure, flags.figure)
