@@ -4,7 +4,6 @@ Sources: nostalgebraist, "Interpreting GPT: the Logit Lens", 2020; Elhage et al.
 Framework for Transformer Circuits", 2021 (direct attribution).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -63,7 +62,7 @@ def attribute_logits(
 
     Returns:
       By path, [*B, T]: "decoder/embed", "decoder/norm/bias", and for each layer "…/mlp",
-      "…/attention" [*B, T, N] of its heads, "…/attention/bias", and cross-attention likewise.
+      "…/attention" [*B, T, N] of its heads, and "…/attention/bias". Cross-attention has the same.
 
     Raises:
       ValueError: if logits are not linear in these parts, as with a cap or norms of branches.
@@ -76,9 +75,7 @@ def attribute_logits(
     dtype, shares = direction.dtype, {}
     if norm is not None:
         if "bias" in p:
-            shares["decoder/norm/bias"] = jnp.einsum(
-                "...d,d->...", direction, p["bias"].astype(dtype)
-            )
+            shares["decoder/norm/bias"] = direction @ p["bias"].astype(dtype)
         if "scale" in p:
             direction = direction * shapes.lead(p["scale"].astype(dtype), direction.ndim)
         final = layers[-1]["resid_post"][0].astype(dtype)
@@ -107,10 +104,9 @@ def _direction(model: LanguageModel, variables: Any, targets: Any) -> jax.Array:
     name = "embedding" if model.tied else "head"
     table = parameters(variables, f"{name}/table/embedding")
     table = table.astype(shapes.wide(table.dtype)) * model.logits_scale
-    if not isinstance(targets, tuple):
-        return shapes.look_up(table, jnp.asarray(targets))
-    right, wrong = (shapes.look_up(table, jnp.asarray(x)) for x in targets)
-    return right - wrong
+    pair = targets if isinstance(targets, tuple) else (targets,)
+    right, *wrong = (shapes.look_up(table, jnp.asarray(x)) for x in pair)
+    return right - wrong[0] if wrong else right
 
 
 def _check_linear(model: LanguageModel, norm: Any) -> None:
@@ -139,21 +135,18 @@ def _capture(
             f"model must be a flax_mha.LanguageModel, got {type(model).__name__}; give the decoder "
             f"of an encoder-decoder model"
         )
-    watched = watch(model, Capture(names))
+    watched, stack = watch(model, Capture(names)), model.decoder
     _, sown = watched.apply(variables, tokens, mutable="intermediates", **kwargs)
-    return [*_by_layer(model.decoder, sown["intermediates"]["decoder"])]
-
-
-def _by_layer(stack: Any, sown: Any) -> Iterator[Any]:
-    """Yield the captured tensors of each layer of a stack."""
-    size = len(stack.blocks)
+    sown, size = sown["intermediates"]["decoder"], len(stack.blocks)
     scanned = stack.num_layers // size * size if stack.scan else 0
-    for n in range(stack.num_layers):
-        if n < scanned:
-            step = sown["layers"] if size == 1 else sown["layers"][f"block_{n % size}"]
-            yield jax.tree.map(lambda x, n=n: x[n // size], step)
-        else:
-            yield sown[f"layers_{n}"]
+
+    def layer(n: int) -> Any:
+        if n >= scanned:
+            return sown[f"layers_{n}"]
+        step = sown["layers"] if size == 1 else sown["layers"][f"block_{n % size}"]
+        return jax.tree.map(lambda x: x[n // size], step)
+
+    return [layer(n) for n in range(stack.num_layers)]
 
 
 def _final_norm(model: LanguageModel, variables: Any) -> tuple[Any, Any]:

@@ -49,7 +49,9 @@ def random_variables(module: nn.Module, *inputs: Any) -> Any:
     return oracle.random_like(jax.eval_shape(module.init, jax.random.key(0), *inputs))
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name", [x if "and b" in x else pytest.param(x, marks=pytest.mark.slow) for x in LAYERS]
+)
 def test_qk_and_ov_give_scores_and_outputs(name: str) -> None:
     layer = LAYERS[name]
     norm = {"scale": RNG.normal(size=D), "bias": RNG.normal(size=D)}
@@ -80,6 +82,7 @@ def test_without_biases_circuits_are_products_of_kernels() -> None:
         np.testing.assert_allclose(analysis.ov(layer, p).dense()[n], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_nnx_layer_and_scanned_layers_have_circuits_too() -> None:
     linen = LAYERS["rotary"]
     p = random_variables(linen, X)["params"]
@@ -120,6 +123,7 @@ def test_no_matrix_of_all_features_is_formed() -> None:
     assert "512,512" not in text
 
 
+@pytest.mark.slow
 def test_composition_is_the_ratio_of_norms() -> None:
     layer = LAYERS["grouped, a learned scale"]
     first, second = (oracle.random_like(random_variables(layer, X), n)["params"] for n in (1, 2))
@@ -173,9 +177,8 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [x if "left" in x else pytest.param(x, marks=pytest.mark.slow) for x in MODELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_shares_sum_to_the_logits(name: str) -> None:
     block, stack, options = MODELS[name]
     model = LanguageModel(models.TokenEmbedding(V, D), Decoder(3, block, **stack), **options)
@@ -226,6 +229,20 @@ def test_shares_and_lens_are_those_of_numpy() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     want = (normed(first, last) * norm["scale"] * u).sum(-1)
     np.testing.assert_allclose(shares["decoder/embed"], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_heads_of_cross_attention_have_shares() -> None:
+    block = DecoderBlock(LAYER, 8, cross_attention=MultiHeadAttention(2))
+    model = LanguageModel(models.TokenEmbedding(V, D), Decoder(2, block))
+    memory = RNG.normal(size=(B, 3, D)).astype(np.float32)
+    values = random_variables(model, TOKENS, memory)
+    run = functools.partial(analysis.attribute_logits, model, memory=memory)
+    shares, logits = jax.jit(run)(values, TOKENS, TARGETS[0]), model.apply(values, TOKENS, memory)
+    assert shares["decoder/layers_1/cross_attention"].shape == (B, T, 2)
+    total = sum(x.sum(-1) if x.ndim > 2 else x for x in shares.values())
+    want = np.take_along_axis(np.asarray(logits), TARGETS[0][..., None], -1)[..., 0]
+    np.testing.assert_allclose(total, want, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.slow
