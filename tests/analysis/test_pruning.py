@@ -1,7 +1,6 @@
 """Models without some heads have the outputs and gradients of models that mask them."""
 
 import re
-import tempfile
 from typing import Any
 
 import flax.linen as nn
@@ -30,7 +29,8 @@ from flax_mha import (
 )
 from flax_mha.analysis import prune
 from flax_mha.base.coordinates import At
-from flax_mha.models import MLP, Classifier, TokenEmbedding, Translator
+from flax_mha.models import Classifier, TokenEmbedding, Translator
+from flax_mha.models.feed_forward import MLP
 from flax_mha.positions import Rotary
 from tests.support.decoding import decoded
 from tests.support.oracle import error, random_like
@@ -120,30 +120,31 @@ def check_layer(layer: Any, removed: tuple[int, ...], repeat_kv: bool = False) -
     keep = np.ones(layer.num_heads, np.float32)
     keep[list(removed)] = 0
 
-    def masked(variables: Any, x: Any) -> jax.Array:
+    def masked(variables: Any, x: Any, keep: Any) -> jax.Array:
         return layer.apply(variables, x, head_mask=keep)
 
-    def pruned(variables: Any, x: Any) -> jax.Array:
+    def pruned(variables: Any, x: Any, keep: Any) -> jax.Array:
         small, fewer = prune(layer, variables, {"": removed}, repeat_kv=repeat_kv)
         return small.apply(fewer, x)
 
-    def both(apply: Any) -> Any:
+    def with_gradients(apply: Any) -> Any:
         def loss(*args: Any) -> Any:
             out = apply(*args)
             return jnp.sum(jnp.sin(out)), out
 
-        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(variables, X)
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
 
     small, fewer = prune(layer, variables, {"": removed}, repeat_kv=repeat_kv)
     shapes = jax.eval_shape(small.init, KEY, X)
     assert jax.tree.map(jnp.shape, fewer) == jax.tree.map(jnp.shape, shapes)
     assert small.num_heads == layer.num_heads - len(removed)
     assert repeat_kv or size(fewer) < size(variables)
+    actual, expected = with_gradients(pruned)(variables, X, keep), with_gradients(masked)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        both(pruned), both(masked),
+        actual, expected(variables, X, keep),
     )  # fmt: skip
-    assert error(masked(variables, X), layer.apply(variables, X)) > 1e-2
+    assert error(actual[1], expected(variables, X, np.ones_like(keep))[1]) > 1e-2
 
 
 @pytest.mark.sampled(0.15)
@@ -330,21 +331,28 @@ def randomize(module: nnx.Module) -> None:
 def test_nnx_layers_lose_heads() -> None:
     model = TwoLayers(
         num_kv_heads=2, sinks=True, scale="learned", gate="feature", qk_norm=QKNorm(),
-        scores=(scores.RelativeBias(), scores.Alibi()), mask=masks.Causal() & PER_HEAD,
+        scores=(scores.RelativeBias(), scores.Alibi()), mask=masks.Causal() & masks.Dense(TABLE),
     )  # fmt: skip
     randomize(model)
     small = prune(model, {"layers/0": (1, 3), "layers/1": (0,)}, repeat_kv=True)
     keep = (jnp.array([1.0, 0, 1, 0]), jnp.array([0.0, 1, 1, 1]))
-    assert error(small(X), model(X, keep)) < 1e-5
-    assert error(small(X), model(X)) > 1e-2
-    assert size(nnx.state(small)) < size(nnx.state(model))
+    call = nnx.jit(lambda model, *args: model(*args))
+    out = call(small, X)
+    assert error(out, call(model, X, keep)) < 1e-5
+    assert error(out, call(model, X, (jnp.ones(N),) * 2)) > 1e-2
+    assert size(nnx.state(small, nnx.Param)) < size(nnx.state(model, nnx.Param))
     assert small.layers[0].query.out_features == (2, D // N)
-    layer = small.layers[0]
+
+
+@pytest.mark.slow
+def test_a_pruned_nnx_layer_decodes() -> None:
+    layer = flax_mha.nnx.MultiHeadAttention(N, D, num_kv_heads=2, gate="head", rngs=nnx.Rngs(0))
+    layer = prune(layer, {"": (0, 3)})
     layer.init_cache(X.shape)
-    steps = [layer(X[:, i : i + 1], decode=True) for i in range(T)]
-    assert error(jnp.concatenate(steps, 1), layer(X)) < 1e-5
+    steps = [layer(x, decode=True) for x in np.split(X, [3, 4], 1)]
+    assert error(jnp.concatenate(steps, 1), layer(X, is_causal=True)) < 1e-5
     with pytest.raises(ValueError, match="no cache and no edits"):
-        prune(small, {"layers/0": (1,)})
+        prune(layer, {"": (1,)})
 
 
 @pytest.mark.sampled(0.3)
@@ -361,8 +369,10 @@ def test_nnx_variants_lose_heads(kind: str, fields: Any) -> None:
     layer = getattr(flax_mha.nnx, kind)(N, D, rngs=nnx.Rngs(0), **fields)
     randomize(layer)
     small = prune(layer, {"": (1, 3)})
-    assert error(small(X), layer(X, head_mask=jnp.array([1.0, 0, 1, 0]))) < 1e-5
-    assert error(small(X), layer(X)) > 1e-2
+    call = nnx.jit(lambda layer, keep: layer(X, head_mask=keep))
+    out = call(small, jnp.ones(2))
+    assert error(out, call(layer, jnp.array([1.0, 0, 1, 0]))) < 1e-5
+    assert error(out, call(layer, jnp.ones(N))) > 1e-2
 
 
 class Kerple(scores.ScoreMod):
