@@ -126,7 +126,7 @@ def main() -> None:
     """Train the models of all kinds, print their sinks, and draw them."""
     flags = base.read_flags(__doc__, steps=800, seeds=3)
     titles = ("Loss above the best possible", "Weight on the first token", "Largest score")
-    figure, panels = base.make_panels(*titles, width=3.1, height=2.8)
+    figure, panels = base.make_panels(*titles, width=2.9, height=2.6)
     for (kind, (fields, is_frozen)), color in zip(KINDS.items(), base.COLORS, strict=False):
         model = make_model(fields)
         task = (Task if is_frozen else base.Labelled)(model, LENGTH)
