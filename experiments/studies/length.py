@@ -6,6 +6,10 @@ After Kazemnejad et al., "The Impact of Positional Encoding on Length Generaliza
 Transformers", https://arxiv.org/abs/2305.19466: decoders learn to copy or to sort n ≤ 8 tokens.
 They are tested with up to 32. An output is exact if the model predicts all of its tokens, and the
 end, from the true tokens before, which is when greedy decoding gives it.
+
+Sorting 16 tokens, models without positions are exact in 16% (3 seeds: 3 to 38), with ALiBi in 2%,
+with the T5 bias and RoPE in 0%: in the order of the source but for T5. None copies beyond 12, and
+those without positions have not learned 8. It takes about 4 minutes of CPU time.
 """
 
 import functools

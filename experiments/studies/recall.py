@@ -5,8 +5,10 @@
 Multi-query associative recall (Arora et al., "Zoology", https://arxiv.org/abs/2312.04927): a row
 states keys and their values, two tokens a fact, and then queries each key once, in any order. The
 answer to a query is the value of its key. Decoders of two layers learn it. Each then decodes new
-rows: the facts go into its cache, and the queries read them from there. The bytes are those of the
-cache's arrays.
+rows: the facts go into its cache, and the queries read them from there.
+
+One key/value head in int8 answers all from 3.4 KiB, and a window of 8 answers 29% from 8 KiB. After
+500 steps chosen blocks and a latent of rank 4 still learn. It takes 6 minutes of CPU time.
 """
 
 import functools
@@ -68,8 +70,8 @@ def make_kinds() -> list[Kind]:
         layer = variants.MultiHeadLatentAttention(2, kv_rank=rank, rope_dim=8, **ROTATED)
         kinds.append(Kind("latent", f"rank {rank}", layer))
     layer = variants.DifferentialAttention(2, **ROTATED | {"head_dim": 16})
-    kinds += [Kind("differential", "", layer)]
-    kinds += [Kind("forgetting", "", variants.ForgettingAttention(2, head_dim=32))]
+    kinds.append(Kind("differential", "", layer))
+    kinds.append(Kind("forgetting", "", variants.ForgettingAttention(2, head_dim=32)))
     layer = variants.ChosenBlocksAttention(2, block=4, count=2, **ROTATED)
     return [*kinds, Kind("chosen blocks", f"2 of {LENGTH // 4}", layer)]
 
@@ -113,7 +115,7 @@ def main() -> None:
     flags = base.read_flags(__doc__, steps=500, seeds=3)
     batch = draw(jax.random.key(7), 512)
     distance = np.asarray(batch["distance"])
-    figure, (cost, reach) = base.make_panels("By cache", "By distance", width=4.4, height=3.4)
+    figure, (cost, reach) = base.make_panels("By cache", "By distance, first of each kind")
     points: dict[str, list[Any]] = {}
     params: dict[str, Params] = {}
     for kind in make_kinds():
@@ -134,14 +136,13 @@ def main() -> None:
         bars = (middle - y.min(1), y.max(1) - middle)
         cost.errorbar(sizes / 1024, middle, bars, label=family, color=color, fmt="o-", capsize=2)
         if family != "full, int8":  # the curve of "full"
-            near = [[100 * x[distance == d].mean() for x in found[-1][2]] for d in NEAR]
+            near = [[100 * x[distance == d].mean() for x in found[0][2]] for d in NEAR]
             base.draw_band(reach, NEAR, np.asarray(near), family, color)
-    cost.set(xlabel="cache of a row (KiB)", xscale="log", ylabel="right answers (%)")
+    cost.set(xlabel="cache of a row (KiB)", xscale="log", ylabel="right answers (%)", ylim=(0, 103))
+    cost.set_xticks((2, 4, 8, 16, 32), ("2", "4", "8", "16", "32"))
+    cost.minorticks_off()
     cost.legend(frameon=False, fontsize=8)
-    reach.set(xlabel="tokens from the fact to its query", ylabel="right answers (%)")
-    for axes in (cost, reach):
-        axes.axhline(100 / VALUES, color="black", linestyle=":", linewidth=0.8)
-        axes.set_ylim(-3, 103)
+    reach.set(xlabel="tokens from the fact to its query", ylabel="right answers (%)", ylim=(0, 103))
     base.save(figure, flags.figure)
 
 

@@ -125,8 +125,8 @@ def measure(model: LanguageModel, params: Params, key: jax.Array) -> Metrics:
 def main() -> None:
     """Train the models of all kinds, print their sinks, and draw them."""
     flags = base.read_flags(__doc__, steps=800, seeds=3)
-    titles = ("Loss above the best possible", "Weight on the first token", "Largest score")
-    figure, panels = base.make_panels(*titles, width=2.9, height=2.6)
+    titles = ("Loss above the best", "Weight on the first token", "Largest score")
+    figure, panels = base.make_panels(*titles, width=2.8, height=2.4)
     for (kind, (fields, is_frozen)), color in zip(KINDS.items(), base.COLORS, strict=False):
         model = make_model(fields)
         task = (Task if is_frozen else base.Labelled)(model, LENGTH)
@@ -140,9 +140,9 @@ def main() -> None:
         cells = " | ".join(base.spread(trained.found[name][-1]) for name in names)
         print(f"| {kind} | {cells} |", flush=True)
     panels[0].set(xlabel="training step", ylabel="nats", yscale="log")
-    panels[1].set(xlabel="training step", ylabel="mean where nothing is copied", ylim=(0, None))
+    panels[1].set(xlabel="training step", ylabel="mean, nothing to copy", ylim=(0, None))
     panels[2].set(xlabel="training step", ylabel="greatest of 64 rows")
-    panels[1].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=7)
     base.save(figure, flags.figure)
 
 
