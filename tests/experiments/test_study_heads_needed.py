@@ -27,7 +27,7 @@ def test_masks_remove_the_least_head_and_keep_the_last_of_each_layer() -> None:
 def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     """The slopes of the loss of a row are those of finite differences, row by row."""
     config, task, data, _ = heads_needed.load(name, 1)
-    params = task.init(jax.random.key(0))
+    params = jax.jit(task.init)(jax.random.key(0))
     rows = {key: x[:4] for key, x in data.items()}
     found = heads_needed.weigh_heads(task.model, params, rows)
     layers = heads_needed.find_layers(params)
@@ -51,7 +51,7 @@ def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
 @pytest.mark.slow
 def test_dates_are_right_where_greedy_decoding_gives_them() -> None:
     _, task, _, test = heads_needed.load("dates", 1)
-    params = task.init(jax.random.key(0))
+    params = jax.jit(task.init)(jax.random.key(0))
     rows = {key: x[:40] for key, x in test.items()}
     given = task.translate(params, rows["source"], rows["length"]).tokens
     # Half of the targets are those that the fresh model would give.

@@ -33,10 +33,10 @@ def test_models_of_a_seed_differ_by_their_rate_alone() -> None:
     first, second = np.split(np.asarray(found["loss"]), 2)
     np.testing.assert_allclose(first, first[0], rtol=1e-6)
     assert abs(first[0] - second[0]) > 1e-3
-    moves = np.asarray(new.params["embedding"]["embedding"] - old.params["embedding"]["embedding"])
-    relative = moves / np.asarray(old.rate)[:, None, None]
-    np.testing.assert_allclose(relative[3], relative[count - 1], rtol=1e-3, atol=1e-4)
-    assert np.abs(relative[3]).max() > 0.5
+    for before, after in zip(*map(jax.tree.leaves, (old.params, new.params)), strict=True):
+        moves = [np.asarray(after[i] - before[i]) / old.rate[i] for i in (3, count - 1)]
+        np.testing.assert_allclose(*moves, rtol=1e-3, atol=1e-4)
+        assert np.abs(moves[0]).max() > 0.5
 
 
 @pytest.mark.slow
