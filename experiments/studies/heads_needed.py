@@ -21,13 +21,14 @@ from experiments.tasks.task import Batch
 from experiments.trainer.loop import one_model
 from flax_mha import analysis, edits
 
+BATCH = {"digits": 64, "dates": 32}
 PAIRS, WEIGHED, TESTED = 30_000, 512, 300  # rows to learn from, to weigh heads by, and to test
 
 
 def load(name: str, steps: int) -> tuple[Any, Any, Batch, Batch]:
     """Return a config, its task, and data to learn from and to test."""
     config = {"digits": digits, "dates": dates}[name].get_config()
-    config.steps, config.batch_size, config.model.activation = steps, 64, "relu"
+    config.steps, config.batch_size, config.model.activation = steps, BATCH[name], "relu"
     task: Any = make(config)
     if name == "digits":
         return config, task, task.train, {key: x[:TESTED] for key, x in task.test.items()}
@@ -135,12 +136,12 @@ def study(name: str, steps: int, seeds: int) -> dict[str, np.ndarray]:
             gone = {path: tuple(np.flatnonzero(row == 0).tolist()) for path, row in rows}
             part = measure(test, *analysis.prune(model, {"params": params}, gone))
             error = abs(part[0] - found["importance"][-1][at])
-            pruned.setdefault(importance.size - at, []).append([error, *part / whole])
+            pruned.setdefault(importance.size - at, []).append([error, *part[1:] / whole[1:]])
     curves = {"left": masks.sum((1, 2))} | {key: np.stack(x, -1) for key, x in found.items()}
     for left, *scores in list(zip(*curves.values(), strict=True))[::2]:
         print(f"  {left:3.0f} heads by importance, chance: {', '.join(map(base.spread, scores))}")
     for count, ratios in pruned.items():
-        error, _, size, seconds = np.transpose(ratios)
+        error, size, seconds = np.transpose(ratios)
         sizes = f"parameters × {base.spread(size)}, time × {base.spread(seconds)}"
         print(f"  {count} heads after prune: accuracy off by ≤ {error.max():.4f}, {sizes}")
     return curves

@@ -136,7 +136,7 @@ def sensitivity(losses: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Run the study."""
-    flags = base.read_flags(__doc__, steps=400, seeds=3)
+    flags = base.read_flags(__doc__, steps=300, seeds=3)
     figure, (left, right) = base.make_panels(
         "Loss after training", f"Scores at a learning rate of {HIGH}"
     )
