@@ -89,6 +89,7 @@ def attend(
     if k is not None:
         k, v = (checkpoint_name(x, name) for x, name in ((k, "k"), (v, "v")))
     arguments = _arguments(p, settings, call)
+    is_shared = isinstance(cache, Shared)
     if isinstance(cache, Shared):
         kernel = p["out"].kernel if "out" in p else None
         Hv = None if kernel is None else kernel.shape[-2]
@@ -105,6 +106,10 @@ def attend(
             arguments["mask"] = source.mask_padding(q, arguments["mask"], call.lengths)
             places = {"q_positions": heads.order, "kv_positions": heads.order}
             result = attention(q, source.key, source.value, **places, **arguments)
+            if points is not None and (heads.is_self_attention or is_shared):
+                # A sink is part of the sum over all keys, and of no pair.
+                qkv, call_of_kernel = (q, source.key, source.value), arguments | places
+                head_points.read_pairs(points, attention, qkv, call_of_kernel, {"sinks": None})
         else:
             result = source.attend(q, lengths=call.lengths, **arguments)
     x, *more = result if isinstance(result, tuple) else (result,)

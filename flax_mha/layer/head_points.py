@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,17 @@ import numpy as np
 from flax.linen.dtypes import promote_dtype
 
 from flax_mha import sharding
-from flax_mha.base import shapes
+from flax_mha.base import checks, shapes
 from flax_mha.base.coordinates import At, ScoreArray
 from flax_mha.base.shapes import Dims
 from flax_mha.cache.sources import KeyValue
 from flax_mha.kernels import Capture, dot_product_attention, observe
+from flax_mha.kernels.normalizers import SOFTMAX
 from flax_mha.kernels.softmax import finite
 from flax_mha.kernels.stored import dequantize
 from flax_mha.layer.linear import Linear
 from flax_mha.layer.points import FEATURES, Edit, Points
+from flax_mha.masks import combine
 from flax_mha.scores import Bias, ScoreMod
 
 
@@ -122,6 +125,51 @@ def edit_scores(points: Points, arguments: dict[str, Any], q: jax.Array, S: int)
         edit = points.edit("weights", scores.update(dtype=q.dtype))
         if edit is not None:
             arguments["attention"] = functools.partial(_attend_with_weights, edit)
+
+
+def read_pairs(
+    points: Points, attention: Any, qkv: tuple[jax.Array, Any, Any], call: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Read the mean weight of each head on each of `points.pairs`, as `pairs` by name, [N].
+
+    The weight of query i on pairs P is exp(lse(mask ∧ P) − lse(mask)), and the mean is over the
+    queries that see such a key. It is NaN if there are none.
+
+    Args:
+      points: the points of the call.
+      attention: the function that computes it.
+      qkv: the queries [*B, T, N, H], keys [*B, T, K, H] and values [*B, T, K, Hv].
+      call: the other arguments of `dot_product_attention`.
+      changes: the arguments that differ for pairs.
+    """
+    if not points.pairs:
+        return
+    normalizer = call["normalizer"]
+    if attention is not dot_product_attention or normalizer != SOFTMAX:
+        got = f"normalizer={normalizer!r}" if normalizer != SOFTMAX else checks.describe(attention)
+        raise ValueError(
+            f"weights on pairs need a layer whose weights are one softmax of its scores, got {got} "
+            f"at {'/'.join(points.path) or 'the layer'}; read `weights` of this layer instead"
+        )
+    call = {name: x for name, x in call.items() if "dropout" not in name}
+    call |= {"kernel": "auto", "capture": Capture(("lse",)), "return_weights": False}
+
+    def lse(**changes: Any) -> jax.Array:
+        result: jax.Array = dot_product_attention(*qkv, **call | changes)[-1]["lse"]
+        return result
+
+    def mean(some: jax.Array, whole: jax.Array) -> jax.Array:
+        seen = some != -jnp.inf
+        weights = jnp.exp(jnp.where(seen, some - whole, -jnp.inf))
+        axes = (*range(some.ndim - 2), -1)
+        return weights.sum(axes) / seen.sum(axes, dtype=weights.dtype)
+
+    whole, means = lse(), {}
+    for name, pairs in points.pairs.items():
+        some = lse(mask=combine(call["mask"], pairs), **changes)
+        means[name] = sharding.auto(mean, ("heads",), some, whole)
+    points.captured["pairs"] = cast(Any, means)
 
 
 class _EditedScores(ScoreMod):

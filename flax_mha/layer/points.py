@@ -81,6 +81,21 @@ def listing(visits: dict[Path, Visit], paths: Mapping[int, Path]) -> Iterator[No
         _LISTING.reset(token)
 
 
+# The masks of the pairs whose weights calls read, by name.
+_PAIRS: contextvars.ContextVar[Mapping[str, Any] | None]
+_PAIRS = contextvars.ContextVar("pairs", default=None)
+
+
+@contextlib.contextmanager
+def reading_pairs(pairs: Mapping[str, Any]) -> Iterator[None]:
+    """Let layers called in this context read the mean weights on pairs, as `attention_pairs`."""
+    token = _PAIRS.set(pairs)
+    try:
+        yield
+    finally:
+        _PAIRS.reset(token)
+
+
 def path_of(module: Any) -> Path:
     """Return the path of an nnx module, as far as `listing` knows it."""
     listed = _LISTING.get()
@@ -112,7 +127,13 @@ class Points:
     @property
     def is_active(self) -> bool:
         """True if there is something to edit, read or list."""
-        return bool(self.edits) or self.reads is not None or _LISTING.get() is not None
+        used = (self.edits, self.reads, self.pairs)
+        return any(used) or _LISTING.get() is not None
+
+    @property
+    def pairs(self) -> Mapping[str, Any]:
+        """The masks of pairs whose mean weights the call reads, by name."""
+        return _PAIRS.get() or {}
 
     def edit(self, name: str, x: jax.Array | jax.ShapeDtypeStruct) -> Edit | None:
         """Return the edit of a point whose tensor is like x, or None.
