@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -15,13 +14,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from flax_mha import linen
 from flax_mha import nnx as nnx_layers
 from flax_mha.analysis.selection import check_shared, heads_to_keep, index_of, select, take
+from flax_mha.analysis.watching import rebuild
 from flax_mha.base import checks
 from flax_mha.layer.parameters import ArrayEntry, LinearEntry, Table
 from flax_mha.models.stacks import Stack
 from flax_mha.scores import ScoreMod, TransformerXL, as_scores, learned
 
 Path: TypeAlias = tuple[str, ...]
-Names: TypeAlias = dict[Path, tuple[str | None, ...]]
+Index: TypeAlias = np.ndarray
 
 
 def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
@@ -46,10 +46,10 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
       TypeError: if heads are not indices.
     """
     if isinstance(model, nnx.Module):
-        return _prune_nnx(model, *args, repeat_kv)
+        return _prune_nnx(model, *args, repeat_kv=repeat_kv)
     variables, heads = args
     pruner = _Pruner(flatten_dict(variables["params"]), _by_path(heads), repeat_kv)
-    model = pruner.rebuild(model, ())
+    model = rebuild(model, pruner.change)
     _check_paths(pruner.heads, pruner.kept)
     for name in variables.keys() - {"params"}:
         if any(_under(path, flatten_dict(variables[name])) for path in pruner.heads):
@@ -59,42 +59,27 @@ def prune(model: Any, *args: Any, repeat_kv: bool = False) -> Any:
 
 @dataclasses.dataclass
 class _Pruner:
-    """A walk through a linen model. `kept` has the remaining heads of each layer, None for all."""
+    """The changes of a linen model. `kept` indexes the heads of each layer, None for all."""
 
     params: dict[Path, Any]
     heads: Mapping[Path, Any]
     repeat_kv: bool
-    kept: dict[Path, np.ndarray | None] = dataclasses.field(default_factory=dict)
+    kept: dict[Path, Index | None] = dataclasses.field(default_factory=dict)
 
-    def rebuild(self, x: Any, path: Path) -> Any:
-        """Return a module, or a tuple of modules, without the heads; x itself if it keeps all."""
-        if isinstance(x, linen.MultiHeadAttention):
-            return self._layer(x, path)
-        if isinstance(x, Stack):
-            return self._stack(x, path)
-        if isinstance(x, tuple | list):
-            new = [self.rebuild(y, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x)]
-            return type(x)(new) if any(a is not b for a, b in zip(x, new, strict=True)) else x
-        if not isinstance(x, nn.Module):
-            return x
-        names = x.__dataclass_fields__.keys() - {"parent", "name"}
-        fields = {name: getattr(x, name) for name in names}
-        changed = {
-            name: self.rebuild(y, (*path, getattr(y, "name", None) or name))
-            for name, y in fields.items()
-        }
-        changed = {name: y for name, y in changed.items() if y is not fields[name]}
-        return x.clone(**changed) if changed else x
+    def change(self, module: Any, path: Path) -> Any:
+        """Return a layer or a stack without the heads, and None for other modules."""
+        if isinstance(module, Stack):
+            return self._stack(module, path)
+        return self._layer(module, path) if isinstance(module, linen.MultiHeadAttention) else None
 
     def _layer(self, layer: Any, path: Path) -> Any:
         self.kept[path] = None
         if path not in self.heads:
             return layer
         table = layer.table(*[2 * layer.num_heads] * 3)  # For its names, which are of any size.
-        fields, arrays, self.kept[path] = _without(
-            path, layer, table, _under(path, self.params), self.heads[path], self.repeat_kv
-        )
-        self.params |= {(*path, *own): x for own, x in arrays.items()}
+        own, removed = _under(path, self.params), self.heads[path]
+        fields, own, self.kept[path] = _without(path, layer, table, own, removed, self.repeat_kv)
+        self.params |= {(*path, *name): x for name, x in own.items()}
         if layer.num_kv_heads is None:
             del fields["num_kv_heads"]
         return layer.clone(**fields)
@@ -107,8 +92,8 @@ class _Pruner:
         rest = [(f"layers_{i}",) for i in range(steps * size, count)]
         names = [*group * steps, *rest]
         old = {name: blocks[i % size] for i, name in enumerate(names)}
-        new = {name: self.rebuild(block, (*path, *name)) for name, block in old.items()}
-        if all(new[name] is block for name, block in old.items()):
+        new = {name: rebuild(x, self.change, (*path, *name)) for name, x in old.items()}
+        if all(new[name] is old[name] for name in names):
             return stack
         if steps and rest:
             raise ValueError(
@@ -122,23 +107,23 @@ class _Pruner:
                 f"remove heads from layers that share none"
             )
         block = tuple(new.values())
-        changed: dict[str, Any] = {"block": block if len(block) > 1 else block[0]}
-        index, layer = _common(kept), block[0].attention
+        fields: dict[str, Any] = {"block": block if len(block) > 1 else block[0]}
         if stack.scores and any(x is not None for x in kept):
-            N, own = stack.first.attention.num_heads, _under(path, self.params)
-            count = 0 if index is None else N * len(index) // layer.num_heads
-            H = layer.head_dim or 1
-            changed["scores"], axes = _scores(owner, stack.scores, N, H, count, index)
+            index, layer, N = _common(kept), block[0].attention, stack.first.attention.num_heads
+            total = 0 if index is None else N * len(index) // layer.num_heads
+            made = _scores(owner, stack.scores, N, layer.head_dim or 1, total, index)
+            fields["scores"], axes = made
             for name, names_of in axes.items():
                 if "heads" in names_of:
                     check_shared(owner, name[0], index)
-                    self.params[*path, *name] = _along(own[name], names_of, lambda *_: index)
-        return stack.clone(**changed)
+                at = (*path, *name)
+                self.params[at] = _along(self.params[at], names_of, lambda *_: index)
+        return stack.clone(**fields)
 
 
 def _without(
     path: Path, layer: Any, table: Table, arrays: Mapping[Path, Any], removed: Any, repeat_kv: bool
-) -> tuple[dict[str, Any], dict[Path, Any], np.ndarray]:
+) -> tuple[dict[str, Any], dict[Path, Any], Index]:
     """Return a layer's new fields and parameters, and the index of its heads [*layers, n].
 
     Args:
@@ -149,23 +134,23 @@ def _without(
       removed: the heads to remove.
       repeat_kv: True to repeat key/value heads.
     """
-    owner, first = "/".join(path) or "the layer", ("query", "kernel")
-    axes: Names = {}
+    owner, query = "/".join(path) or "the layer", ("query", "kernel")
+    axes: dict[Path, Sequence[str | None]] = {}
     for name, entry in table.items():
         if isinstance(entry, LinearEntry):
-            axes[name, "kernel"] = entry.names
-            axes[name, "bias"] = entry.names[len(entry.inputs) :]
+            axes[name, "kernel"], axes[name, "bias"] = entry.names, entry.names[len(entry.inputs) :]
         elif isinstance(entry, ArrayEntry):
             axes[name,] = entry.names
-    _check_layer(owner, layer, [name for name in axes if name[-1:] == ("kernel",)], arrays)
-    shapes = {name: np.shape(meta.unbox(x)) for name, x in arrays.items()}
+    _check_layer(owner, layer, [x[0] for x in axes if x[1:] == ("kernel",) and x not in arrays])
+    shapes = {name: np.shape(meta.unbox(arrays[name])) for name in axes if name in arrays}
     # The first kernel with an axis of features has those of inputs_q.
-    inputs = next(name for name, names in axes.items() if names[:1] == ("embed",))
-    N, K, H, _ = layer.sizes(shapes[inputs][-len(axes[inputs])])
-    names = axes[first]
-    layers, count = shapes[first][: -len(names)], shapes[first][names.index("heads") - len(names)]
+    D = next(shapes[x][-len(names)] for x, names in axes.items() if names[:1] == ("embed",))
+    N, K, H, _ = layer.sizes(D)
+    at = len(shapes[query]) - len(axes[query])
+    layers, count = shapes[query][:at], shapes[query][at + axes[query].index("heads")]
     kept = heads_to_keep(owner, removed, N, K, layers, repeat_kv)
-    index = index_of(kept, N, K, count)
+    index_for = functools.partial(index_of, kept, N, K)
+    index = index_for(count)
     same = _common([index])
     scores, learned_axes = _scores(owner, layer.scores, N, H, count, same)
     axes |= learned_axes
@@ -174,56 +159,50 @@ def _without(
             f"{owner} must have the parameters of its class alone, got {unknown} too, whose axes "
             f"of heads are not known; merge them into the others, or leave them out"
         )
-    select_own = functools.partial(index_of, kept, N, K)
-    new = {x: _along(array, axes.get(x, ()), select_own) for x, array in arrays.items()}
     fields = {
         "num_heads": kept.shape[-2] * kept.shape[-1], "num_kv_heads": kept.shape[-2],
         "head_dim": H, "qkv_features": None, "scores": scores,
         "mask": None if layer.mask is None else select(owner, layer.mask, same, count),
     }  # fmt: skip
-    return fields, new, index
+    return fields, {x: _along(y, axes.get(x, ()), index_for) for x, y in arrays.items()}, index
 
 
-def _check_layer(owner: str, layer: Any, kernels: Sequence[Path], arrays: Any) -> None:
+def _check_layer(owner: str, layer: Any, missing: Sequence[str]) -> None:
     """Check that a layer can lose heads."""
-    kind, missing = type(layer).__name__, [name[0] for name in kernels if name not in arrays]
-    capture = layer.capture and layer.capture.heads
+    kind, heads = type(layer).__name__, layer.capture and layer.capture.heads
     for is_wrong, rule in (
-        (layer.mixes_heads, f"have heads apart from one another, got {kind}, which mixes them"),
-        (missing, f"have all parameters of {kind}, got none for {missing}, as if another layer's "
-         f"keys and values were read"),
+        (layer.mixes_heads, f"not mix its heads, as {kind} does"),
+        (missing, f"have parameters for {missing}, got none: it reads those of another layer"),
         (not layer.project_out, "have project_out=True, or its output would have fewer features"),
-        (capture, f"capture all heads, got {layer.capture}, whose heads would have other numbers"),
-    ):  # fmt: skip
+        (heads, f"capture all heads, got {heads}, which would have other numbers"),
+    ):
         if is_wrong:
-            raise ValueError(f"{owner} must {rule}; keep its heads, or change the layer")
+            raise ValueError(f"a layer that loses heads must {rule}; keep all heads of {owner}")
 
 
 def _scores(
-    owner: str, mods: Any, N: int, H: int, count: int, index: np.ndarray | None
-) -> tuple[tuple[ScoreMod, ...], Names]:
-    """Return scores for the heads of an index, and the axes of their learned arrays by name."""
-    axes: Names = {}
+    owner: str, scores: Any, N: int, H: int, count: int, index: Index | None
+) -> tuple[tuple[ScoreMod, ...], dict[Path, Sequence[str | None]]]:
+    """Return scores for the heads of an index, and the axes of their parameters."""
+    axes: dict[Path, Sequence[str | None]] = {}
 
     def make(name: str, shape: Any, names: Any, *_: Any) -> Any:
         axes[name,] = names
         return np.zeros(shape, np.float32)
 
-    mods, new = as_scores(mods), []
-    learned(mods, N, H, make)
-    for mod in mods:
-        if isinstance(mod, TransformerXL):  # Its default has the number of heads.
-            mod = mod.replace(features=mod.features or N * H)
-        made: list[str] = []
-        learned(
-            (mod,), N, H, lambda name, shape, *_, made=made: made.append(name) or np.zeros(shape)
-        )
-        is_given = not made or jax.tree.leaves(mod)
-        new.append(select(owner, mod, index, count) if is_given else mod)
-    return tuple(new), axes
+    # A default number of features would change with that of heads.
+    scores = [
+        mod.replace(features=mod.features or N * H) if isinstance(mod, TransformerXL) else mod
+        for mod in as_scores(scores)
+    ]
+    made = zip(scores, learned(scores, N, H, make), strict=True)
+    return tuple(
+        select(owner, mod, index, count) if mod is new or jax.tree.leaves(mod) else mod
+        for mod, new in made
+    ), axes
 
 
-def _along(x: Any, names: Sequence[str | None], index_for: Callable[..., np.ndarray]) -> Any:
+def _along(x: Any, names: Sequence[str | None], index_for: Callable[..., Any]) -> Any:
     """Return an array, perhaps boxed, for some of the heads along its axes of heads."""
     for axis, name in enumerate(names, -len(names)):
         if name in ("heads", "kv_heads"):
@@ -232,10 +211,14 @@ def _along(x: Any, names: Sequence[str | None], index_for: Callable[..., np.ndar
     return x
 
 
-def _common(indices: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Return the index [n] that all layers have in common, None if there is none."""
-    rows = {tuple(row) for x in indices if x is not None for row in x.reshape(-1, x.shape[-1])}
-    return np.array(rows.pop()) if len(rows) == 1 and all(x is not None for x in indices) else None
+def _common(indices: Sequence[Index | None]) -> Index | None:
+    """Return the index [n] of all layers, None if it differs."""
+    rows = {
+        None if row is None else tuple(row)
+        for x in indices
+        for row in ([None] if x is None else x.reshape(-1, x.shape[-1]))
+    }
+    return None if None in rows or len(rows) > 1 else np.array(rows.pop())
 
 
 def _by_path(heads: Any) -> dict[Path, Any]:
@@ -261,7 +244,7 @@ def _under(path: Path, flat: Mapping[Path, Any]) -> dict[Path, Any]:
     return {name[len(path) :]: x for name, x in flat.items() if name[: len(path)] == path}
 
 
-def _prune_nnx(model: Any, heads: Any, repeat_kv: bool) -> Any:
+def _prune_nnx(model: Any, heads: Any, *, repeat_kv: bool) -> Any:
     """Return a copy of an nnx model without the heads."""
     model, chosen = nnx.clone(model), _by_path(heads)
     layers = {
@@ -271,26 +254,24 @@ def _prune_nnx(model: Any, heads: Any, repeat_kv: bool) -> Any:
     }
     _check_paths(chosen, layers)
     for path, removed in chosen.items():
-        layer = layers[path]
+        layer, owner = layers[path], "/".join(path) or "the layer"
         if layer.kv is not None or layer.edits is not None:
             raise ValueError(
-                f"{'/'.join(path) or 'the layer'} must have no cache and no edits, got some; set "
-                f"layer.kv to None, and call edits.detach(model)"
+                f"{owner} must have no cache and no edits, got some; set kv and edits to None"
             )
-        state = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
-        table = dict(layer._entries)
-        fields, arrays, _ = _without(path, layer, table, flatten_dict(state), removed, repeat_kv)
-        nnx.update(layer, nnx.State(unflatten_dict(arrays)))
+        own, table = nnx.to_pure_dict(nnx.state(layer, nnx.Param)), dict(layer._entries)
+        fields, new, _ = _without(path, layer, table, flatten_dict(own), removed, repeat_kv)
+        nnx.update(layer, nnx.State(unflatten_dict(new)))
         fields["qkv_features"] = fields["num_heads"] * fields["head_dim"]
         for name, x in fields.items():
             setattr(layer, name, nnx.data(x) if name in ("mask", "scores") else x)
         for name, entry in table.items():
             if isinstance(entry, LinearEntry):
-                shape, at = arrays[name, "kernel"].shape, len(entry.inputs)
+                shape, at = new[name, "kernel"].shape, len(entry.inputs)
                 table[name] = dataclasses.replace(entry, inputs=shape[:at], features=shape[at:])
                 projection = getattr(layer, name)
                 projection.in_features, projection.out_features = shape[:at], shape[at:]
             elif isinstance(entry, ArrayEntry):
-                table[name] = dataclasses.replace(entry, shape=arrays[name,].shape)
+                table[name] = dataclasses.replace(entry, shape=new[name,].shape)
         layer._entries = tuple(table.items())
     return model

@@ -20,10 +20,10 @@ _AXES: dict[type, dict[str, int]] = {
     scores.Relative: {"table": -3},
     scores.TransformerXL: {"content_bias": -2, "position_bias": -2, "kernel": -2},
 }  # fmt: skip
-_JOINED = (masks.And, Or, Not)
+# Without heads, as far as the masks that they join.
 _WITHOUT_HEADS = (
-    masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths, masks.Neighborhood,
-    masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
+    masks.And, Or, Not, masks.Causal, masks.Dilated, masks.Documents, masks.Keys, masks.Lengths,
+    masks.Neighborhood, masks.Prefix, masks.Segments, masks.Window, scores.SoftCap,
 )  # fmt: skip
 
 
@@ -96,13 +96,14 @@ def take(x: Any, index: np.ndarray, axis: int) -> Any:
     return pick(x, index)
 
 
-def check_shared(owner: str, name: str, index: np.ndarray | None) -> None:
-    """Check that all layers that share something of each head keep the same heads."""
+def check_shared(owner: str, name: str, index: np.ndarray | None) -> np.ndarray:
+    """Return the index of the heads, after a check that layers that share `name` keep the same."""
     if index is None:
         raise ValueError(
             f"layers that share {name} in {owner} must lose the same heads; remove the same from "
             f"each, or give each layer its own"
         )
+    return index
 
 
 def select(owner: str, x: Any, index: np.ndarray | None, count: int) -> Any:
@@ -113,15 +114,15 @@ def select(owner: str, x: Any, index: np.ndarray | None, count: int) -> Any:
     """
     x = x if isinstance(x, scores.ScoreMod) else as_mask(x)
     nodes = [node for node in tree_nodes(x) if isinstance(node, masks.Mask | scores.ScoreMod)]
-    if all(isinstance(node, _JOINED + _WITHOUT_HEADS) for node in nodes):
+    if all(isinstance(node, _WITHOUT_HEADS) for node in nodes):
         return x
     again = functools.partial(select, owner, index=index, count=count)
     name = type(x).__name__
     if isinstance(x, Not):
         return Not(again(x.mask))
-    if isinstance(x, _JOINED):
+    if isinstance(x, masks.And | Or):
         return x.replace(masks=tuple(map(again, x.masks)))
-    check_shared(owner, name, index)
+    index = check_shared(owner, name, index)
     if isinstance(x, masks.PerHead):
         return x.replace(masks=tuple(again(x.masks[i]) for i in index))
     if isinstance(x, masks.Predicate | scores.Score):
@@ -146,7 +147,6 @@ def _renumbered(x: Any, index: np.ndarray) -> Any:
     fn, at = x.fn, 2 if isinstance(x, scores.Score) else 1
 
     def of_heads(*args: Any) -> Any:
-        *args, numbers = args
-        return fn(*args[:at], numbers[args[at]], *args[at + 1 :])
+        return fn(*args[:at], args[-1][args[at]], *args[at + 1 : -1])
 
     return x.replace(fn=of_heads, args=(*x.args, jax.numpy.asarray(index)))

@@ -1,5 +1,6 @@
 """Models whose attention layers capture values."""
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -30,7 +31,11 @@ def watch(model: Any, capture: Capture | None) -> Any:
             layer.capture = capture
         is_changed = bool(layers)
     else:
-        copy = _watched(model, capture)
+
+        def change(x: Any, path: Any) -> Any:
+            return x.clone(capture=capture) if isinstance(x, linen.MultiHeadAttention) else None
+
+        copy = rebuild(model, change)
         is_changed = copy is not model
     if not is_changed:
         raise ValueError(
@@ -40,18 +45,28 @@ def watch(model: Any, capture: Capture | None) -> Any:
     return copy
 
 
-def _watched(x: Any, capture: Capture | None) -> Any:
-    """Return x with the capture in all attention layers, or x itself if it has none."""
-    if isinstance(x, linen.MultiHeadAttention):
-        return x.clone(capture=capture)
+def rebuild(x: Any, change: Callable[[Any, Any], Any], path: tuple[str, ...] = ()) -> Any:
+    """Return a linen module with the modules in its fields changed, or itself if none is.
+
+    Args:
+      x: the module, or another value of a field.
+      change: a function of a module and its path to a new module, or to None, to go on into its
+        fields.
+      path: the path of x.
+    """
     if isinstance(x, tuple | list):
-        new = type(x)(_watched(y, capture) for y in x)
-        return new if any(a is not b for a, b in zip(x, new, strict=True)) else x
+        parts = [rebuild(y, change, (*path[:-1], f"{path[-1]}_{i}")) for i, y in enumerate(x)]
+        return type(x)(parts) if any(a is not b for a, b in zip(x, parts, strict=True)) else x
     if not isinstance(x, nn.Module):
         return x
+    if (new := change(x, path)) is not None:
+        return new
     fields = {
         name: getattr(x, name) for name in x.__dataclass_fields__ if name not in ("parent", "name")
     }
-    changed = {name: _watched(value, capture) for name, value in fields.items()}
+    changed = {
+        name: rebuild(value, change, (*path, getattr(value, "name", None) or name))
+        for name, value in fields.items()
+    }
     changed = {name: value for name, value in changed.items() if value is not fields[name]}
     return x.clone(**changed) if changed else x
