@@ -63,11 +63,9 @@ def find_layers(params: Any) -> dict[str, int]:
 
 def mask_heads(params: Any, keep: jax.Array) -> Any:
     """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
-    changes = {
-        (*path.split("/"), "attention_z"): edits.Edit(keep=factor[..., None, :, None])
-        for path, factor in zip(find_layers(params), keep, strict=True)
-    }
-    return {"params": params, "edits": unflatten_dict(changes)}
+    each = [{"attention_z": edits.Edit(keep=factor[..., None, :, None])} for factor in keep]
+    nested = unflatten_dict(dict(zip(find_layers(params), each, strict=True)), sep="/")
+    return {"params": params, "edits": nested}
 
 
 def weigh_heads(model: Any, params: Any, batch: Batch) -> np.ndarray:
@@ -80,8 +78,8 @@ def weigh_heads(model: Any, params: Any, batch: Batch) -> np.ndarray:
     def loss(keep: jax.Array, params: Any) -> jax.Array:
         return evaluate(model, mask_heads(params, keep), batch)[0].sum()
 
-    slopes = jax.jit(jax.grad(loss))(jnp.ones((len(heads), rows, max(heads))), params)
-    found = np.abs(slopes).mean(1)
+    ones = jnp.ones((len(heads), rows, max(heads)))
+    found = np.abs(jax.jit(jax.grad(loss))(ones, params)).mean(1)
     return found / np.linalg.norm(found, axis=-1, keepdims=True)
 
 
@@ -107,8 +105,12 @@ def measure(batch: Batch, model: Any, variables: Any) -> np.ndarray:
     return np.array([accuracy, sum(x.size for x in jax.tree.leaves(variables)), min(times)])
 
 
-def study(name: str, steps: int, seeds: int) -> dict[str, np.ndarray]:
-    """Train, remove heads and print results; return the heads left, and accuracies by order."""
+def study(name: str, steps: int, seeds: int) -> tuple[np.ndarray, ...]:
+    """Train, remove heads and print results.
+
+    Returns:
+      The heads left [points], and the accuracy by importance and by chance [points, seeds].
+    """
     config, task, data, test = load(name, steps)
     data, model, rng = jax.tree.map(jnp.asarray, data), task.model, np.random.default_rng(0)
 
@@ -122,23 +124,23 @@ def study(name: str, steps: int, seeds: int) -> dict[str, np.ndarray]:
     functions = one_model(config, task)
     out = base.train(*functions, draw, steps=steps, seeds=seeds, every=max(1, steps // 10))
     few = {key: x[:WEIGHED] for key, x in data.items()}
-    found: dict[str, list[Any]] = {"importance": [], "chance": []}
+    by_chance, by_importance = [], []
     pruned: dict[int, list[Any]] = {}
     for seed in range(seeds):
         params = jax.tree.map(lambda x, seed=seed: x[seed], out.state.params)
         importance = weigh_heads(model, params, few)
-        masks, drawn = make_masks(importance), make_masks(rng.random(importance.shape))
-        found["chance"].append(edits.sweep(score, drawn, params))
-        found["importance"].append(edits.sweep(score, masks, params))
+        by_chance.append(edits.sweep(score, make_masks(rng.random(importance.shape)), params))
+        masks = make_masks(importance)
+        by_importance.append(edits.sweep(score, masks, params))
         whole = measure(test, model, {"params": params})
         for at in (importance.size // 2, len(masks) - 1):
             rows = zip(find_layers(params), masks[at], strict=True)
             gone = {path: tuple(np.flatnonzero(row == 0).tolist()) for path, row in rows}
             part = measure(test, *analysis.prune(model, {"params": params}, gone))
-            error = abs(part[0] - found["importance"][-1][at])
+            error = abs(part[0] - by_importance[-1][at])
             pruned.setdefault(importance.size - at, []).append([error, *part[1:] / whole[1:]])
-    curves = {"left": masks.sum((1, 2))} | {key: np.stack(x, -1) for key, x in found.items()}
-    for left, *scores in list(zip(*curves.values(), strict=True))[::2]:
+    curves = masks.sum((1, 2)), np.stack(by_importance, -1), np.stack(by_chance, -1)
+    for left, *scores in list(zip(*curves, strict=True))[::2]:
         print(f"  {left:3.0f} heads by importance, chance: {', '.join(map(base.spread, scores))}")
     for count, ratios in pruned.items():
         error, size, seconds = np.transpose(ratios)
@@ -154,11 +156,10 @@ def main() -> None:
     figure, panels = base.make_panels(*titles.values())
     for name, axes in zip(titles, panels, strict=True):
         print(name)
-        left, *_ = (curves := study(name, flags.steps, flags.seeds)).values()
-        for order, color in zip(("importance", "chance"), base.COLORS, strict=False):
-            base.draw_band(axes, left, curves[order], f"by {order}", color)
-        axes.set(xlabel="attention heads left", ylim=(0, 1.02))
-        axes.invert_xaxis()
+        left, by_importance, by_chance = study(name, flags.steps, flags.seeds)
+        base.draw_band(axes, left, by_importance, "least important first", base.COLORS[0])
+        base.draw_band(axes, left, by_chance, "random order", base.COLORS[1])
+        axes.set(xlabel="attention heads left", xlim=(left[0], left[-1]), ylim=(0, 1.02))
     panels[0].set(ylabel="test accuracy")
     panels[1].set(ylabel="exact match of held-out dates")
     panels[0].legend(title="heads removed", fontsize=8, title_fontsize=8)

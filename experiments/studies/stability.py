@@ -9,7 +9,6 @@ arXiv 2309.14322.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from optax import contrib
 from experiments.studies import base
 from experiments.tasks import text
 from experiments.tasks.task import Batch, Metrics, Params
+from experiments.trainer.loop import TrainState
 from flax_mha import (
     Capture,
     Decoder,
@@ -48,28 +48,19 @@ class Variant(NamedTuple):
     clip: optax.GradientTransformationExtraArgs | None = None
 
 
-class State(flax.struct.PyTreeNode):
-    """The state of a model in training, with its own peak learning rate."""
-
-    step: jax.Array
-    params: Params
-    opt_state: optax.OptState
-    key: jax.Array
-    rate: jax.Array
-
-
 def make_variants() -> dict[str, Variant]:
     """Return the variants by name. Muon's updates have the root mean square of Adam's, 0.2."""
-    clip, dimensions = optax.clip_by_global_norm(1.0), muon_dimensions
-    adam = optax.chain(clip, optax.adam(1.0, b2=0.95))
-    muon = contrib.muon(
-        1.0, adam_b2=0.95, consistent_rms=0.2, muon_weight_dimension_numbers=dimensions
+    clip, shapes = (
+        optax.clip_by_global_norm(1.0),
+        {"muon_weight_dimension_numbers": muon_dimensions},
     )
+    adam = optax.chain(clip, optax.adam(1.0, b2=0.95))
+    muon = optax.chain(clip, contrib.muon(1.0, adam_b2=0.95, consistent_rms=0.2, **shapes))
     return {
         "plain (Adam)": Variant(adam),
         "QK norm": Variant(adam, qk_norm=QKNorm("rmsnorm")),
         "QK clip": Variant(adam, clip=qk_clip(THRESHOLD)),
-        "Muon": Variant(optax.chain(clip, muon)),
+        "Muon": Variant(muon),
     }
 
 
@@ -97,26 +88,27 @@ def make_functions(variant: Variant, steps: int) -> tuple[Callable[..., Any], ..
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return losses.mean(), sown["intermediates"]
 
-    def create(index: jax.Array) -> State:
+    def create(index: jax.Array) -> TrainState:
         init_key, key = jax.random.split(jax.random.key(index // len(RATES)))
         params = model.init(init_key, jnp.zeros((1, LENGTH), jnp.int32))["params"]
         rate = jnp.asarray(RATES, jnp.float32)[index % len(RATES)]
-        return State(jnp.int32(0), params, variant.optimizer.init(params), key, rate)
+        return TrainState(jnp.int32(0), params, (rate, variant.optimizer.init(params)), key)
 
-    def step(state: State, _: Batch) -> tuple[State, Metrics]:
+    def step(state: TrainState, _: Batch) -> tuple[TrainState, Metrics]:
         # The batch follows from the seed, so that all rates see the same data.
         rows = draw(tokens, ROWS, jax.random.fold_in(state.key, state.step))
         (loss, scores), grads = jax.value_and_grad(measure, has_aux=True)(state.params, rows)
+        peak, opt_state = state.opt_state
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, opt_state = variant.optimizer.update(grads, state.opt_state, state.params)
-            rate = state.rate * schedule(state.step + 1)
+            updates, opt_state = variant.optimizer.update(grads, opt_state, state.params)
+            rate = peak * schedule(state.step + 1)
         updates = jax.tree.map(lambda x: rate * x, updates)
         if variant.clip:
             empty = variant.clip.init(state.params)
             updates, _ = variant.clip.update(updates, empty, state.params, max_logits=scores)
         params = optax.apply_updates(state.params, updates)
         score = jnp.max(jnp.stack([x.max() for x in jax.tree.leaves(scores)]))
-        new = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+        new = TrainState(state.step + 1, params, (peak, opt_state), state.key)
         return new, {"loss": loss, "score": score}
 
     def probe(params: Params, key: jax.Array) -> Metrics:
@@ -137,18 +129,13 @@ def sensitivity(losses: np.ndarray) -> np.ndarray:
 def main() -> None:
     """Run the study."""
     flags = base.read_flags(__doc__, steps=300, seeds=3)
-    figure, (left, right) = base.make_panels(
-        "Loss after training", f"Scores at a learning rate of {HIGH}"
-    )
-    seconds = 0.0
+    titles = "Loss after training", f"Scores at a learning rate of {HIGH}"
+    figure, (left, right) = base.make_panels(*titles)
     for (name, variant), color in zip(make_variants().items(), base.COLORS, strict=False):
         print(name)
         create, step, probe = make_functions(variant, flags.steps)
-        out = base.train(
-            create, step, lambda key: {}, steps=flags.steps, seeds=flags.seeds * len(RATES),
-            every=max(1, flags.steps // POINTS), probe=probe,
-        )  # fmt: skip
-        seconds += out.seconds
+        sizes = {"seeds": flags.seeds * len(RATES), "every": max(1, flags.steps // POINTS)}
+        out = base.train(create, step, lambda _: {}, steps=flags.steps, probe=probe, **sizes)
         shape = (-1, flags.seeds, len(RATES))
         final, scores = out.found["test"].reshape(shape)[-1], out.found["score"].reshape(shape)
         label = f"{name}: {np.median(sensitivity(final)):.2f}"
@@ -161,7 +148,6 @@ def main() -> None:
     left.legend(title="learning rate sensitivity", fontsize=8, title_fontsize=8)
     right.set(yscale="log", xlabel="step", ylabel="largest score before the softmax")
     base.save(figure, flags.figure)
-    print(f"{seconds:.0f} s in all")
 
 
 if __name__ == "__main__":
