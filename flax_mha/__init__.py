@@ -86,13 +86,10 @@ else:  # Hide `__getattr__` from type checkers, which would accept any name.
         if name not in _NAMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        home = _HOME.get(name, name)
-        is_module = name not in _HOME or home == "layer"
-        value: object = importlib.import_module(
-            f"{__name__}.layer.{name}" if home == "layer" else f"{__name__}.{home}"
-        )
-        if not is_module:
-            value = getattr(value, name)
+        home = f"{__name__}.{_HOME.get(name, name)}"
+        value: object = importlib.import_module(home)
+        if name in _HOME:
+            value = getattr(value, name, None) or importlib.import_module(f"{home}.{name}")
         globals()[name] = value  # Python finds it without this function next time.
         return value
 

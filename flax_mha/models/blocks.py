@@ -140,7 +140,6 @@ class Block(nn.Module):
             settings.check_module(name, getattr(self, name), MultiHeadAttention)
         mlp, shape = self._mlp(), x.shape
         kv: Shared | None = None
-
         taps = points.of_module(self, self.attention.capture)
 
         def branch(name: str, x: jax.Array) -> jax.Array:
@@ -169,9 +168,7 @@ class Block(nn.Module):
                     x = taps("resid_mid", x)
                 x = x + branch(name, norm(name, x) if self.pre_norm else x)
                 x = sharding.constrain(norm(name, x) if self.post_norm else x, _AXES)
-            x = taps("resid_post", x)
-            taps.finish(self)
-            return x, kv
+            return taps.last("resid_post", x), kv
         if self.parallel == "own_norms":
             inputs = [norm(name, x) for name in names]
         else:
@@ -179,9 +176,7 @@ class Block(nn.Module):
         for name, branch_input in zip(names, inputs, strict=True):
             x = x + branch(name, branch_input)
         x = norm("attention", x) if self.post_norm else x
-        x = taps("resid_post", sharding.constrain(x, _AXES))
-        taps.finish(self)
-        return x, kv
+        return taps.last("resid_post", sharding.constrain(x, _AXES)), kv
 
     @nn.nowrap
     def _mlp(self) -> nn.Module:
