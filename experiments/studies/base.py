@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
@@ -18,6 +19,7 @@ from ml_collections import ConfigDict
 from configs import pydoc_lm
 from experiments import plots
 from experiments.tasks.task import Batch, Metrics, Params
+from flax_mha import edits
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
@@ -115,6 +117,19 @@ def train(
         print(f"step {point:6} of {steps}, loss {np.mean(metrics['loss']):.4f}", flush=True)
     joined = {name: np.stack([each[name] for each in found]) for name in found[0]}
     return Trained(state, points, joined, time.monotonic() - start)
+
+
+def find_layers(params: Params) -> dict[str, int]:
+    """Return the number of heads of each attention layer, by path."""
+    flat = flatten_dict(params)
+    return {"/".join(at[:-2]): x.shape[-2] for at, x in flat.items() if "query" in at}
+
+
+def mask_heads(params: Params, keep: jax.Array) -> Any:
+    """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
+    each = [{"attention_z": edits.Edit(keep=factor[..., None, :, None])} for factor in keep]
+    nested = unflatten_dict(dict(zip(find_layers(params), each, strict=True)), sep="/")
+    return {"params": params, "edits": nested}
 
 
 def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 from configs import dates, digits
 from experiments.studies import base
@@ -55,28 +54,15 @@ def evaluate(model: Any, variables: Any, batch: Batch) -> tuple[jax.Array, jax.A
     return losses.mean(-1), (logits.argmax(-1) == labels).all(-1).astype(jnp.float32)
 
 
-def find_layers(params: Any) -> dict[str, int]:
-    """Return the number of heads of each attention layer, by path."""
-    flat = flatten_dict(params)
-    return {"/".join(at[:-2]): x.shape[-2] for at, x in flat.items() if "query" in at}
-
-
-def mask_heads(params: Any, keep: jax.Array) -> Any:
-    """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
-    each = [{"attention_z": edits.Edit(keep=factor[..., None, :, None])} for factor in keep]
-    nested = unflatten_dict(dict(zip(find_layers(params), each, strict=True)), sep="/")
-    return {"params": params, "edits": nested}
-
-
 def weigh_heads(model: Any, params: Any, batch: Batch) -> np.ndarray:
     """Return the importance of each head [layers, N]: the mean over rows of |∂loss / ∂keep|.
 
     Those of a layer are divided by their norm, as in the source. It takes one backward pass.
     """
-    heads, rows = find_layers(params).values(), len(jax.tree.leaves(batch)[0])
+    heads, rows = base.find_layers(params).values(), len(jax.tree.leaves(batch)[0])
 
     def loss(keep: jax.Array, params: Any) -> jax.Array:
-        return evaluate(model, mask_heads(params, keep), batch)[0].sum()
+        return evaluate(model, base.mask_heads(params, keep), batch)[0].sum()
 
     ones = jnp.ones((len(heads), rows, max(heads)))
     found = np.abs(jax.jit(jax.grad(loss))(ones, params)).mean(1)
@@ -119,7 +105,7 @@ def study(name: str, steps: int, seeds: int) -> tuple[np.ndarray, ...]:
         return {name: x[rows] for name, x in data.items()}
 
     def score(keep: jax.Array, params: Any) -> jax.Array:
-        return evaluate(model, mask_heads(params, keep), test)[1].mean()
+        return evaluate(model, base.mask_heads(params, keep), test)[1].mean()
 
     functions = one_model(config, task)
     out = base.train(*functions, draw, steps=steps, seeds=seeds, every=max(1, steps // 10))
@@ -134,7 +120,7 @@ def study(name: str, steps: int, seeds: int) -> tuple[np.ndarray, ...]:
         by_importance.append(edits.sweep(score, masks, params))
         whole = measure(test, model, {"params": params})
         for at in (importance.size // 2, len(masks) - 1):
-            rows = zip(find_layers(params), masks[at], strict=True)
+            rows = zip(base.find_layers(params), masks[at], strict=True)
             gone = {path: tuple(np.flatnonzero(row == 0).tolist()) for path, row in rows}
             part = measure(test, *analysis.prune(model, {"params": params}, gone))
             error = abs(part[0] - by_importance[-1][at])

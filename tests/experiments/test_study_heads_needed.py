@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.studies import heads_needed
+from experiments.studies import base, heads_needed
 
 
 def test_masks_remove_the_least_head_and_keep_the_last_of_each_layer() -> None:
@@ -30,12 +30,12 @@ def test_importance_is_the_mean_slope_of_each_rows_loss(name: str) -> None:
     params = jax.jit(task.init)(jax.random.key(0))
     rows = {key: x[:4] for key, x in data.items()}
     found = heads_needed.weigh_heads(task.model, params, rows)
-    layers = heads_needed.find_layers(params)
+    layers = base.find_layers(params)
     assert found.shape == (len(layers), config.model.num_heads)
 
     @jax.jit
     def losses(keep: jax.Array) -> jax.Array:
-        return heads_needed.evaluate(task.model, heads_needed.mask_heads(params, keep), rows)[0]
+        return heads_needed.evaluate(task.model, base.mask_heads(params, keep), rows)[0]
 
     slopes = np.zeros(found.shape)
     for at in np.ndindex(found.shape):
