@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +21,9 @@ from ml_collections import ConfigDict
 from configs import pydoc_lm
 from experiments import plots
 from experiments.tasks.task import Batch, Metrics, Params
-from flax_mha import edits
+from experiments.trainer.loop import one_model
+from flax_mha import Capture, DecoderBlock, MultiHeadAttention, analysis, edits
+from flax_mha.models import Decoder, LanguageModel, TokenEmbedding
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
@@ -54,6 +58,69 @@ class Labelled:
         is_right = (logits.argmax(-1) == labels).astype(jnp.float32)
         loss, accuracy = ((x * weight).sum() / weight.sum() for x in (losses, is_right))
         return loss, {"accuracy": accuracy}
+
+
+class NoMLP(nn.Module):
+    """A branch that adds nothing, for blocks of attention alone."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool | None = None) -> jax.Array:
+        """Return zeros."""
+        return jnp.zeros_like(x)
+
+
+def attention_only(
+    layers: int, heads: int, features: int, tokens: int, **attention: Any
+) -> LanguageModel:
+    """Return a language model of attention layers alone, whose other fields are `attention`."""
+    layer = MultiHeadAttention(heads, use_bias=False, **attention)
+    block = DecoderBlock(layer, mlp=NoMLP(), norm="rmsnorm")
+    return LanguageModel(TokenEmbedding(tokens, features), Decoder(layers, block), tied=False)
+
+
+def label_next(tokens: jax.Array) -> Batch:
+    """Return sequences [rows, T + 1] as a batch of `Labelled` that predicts each next token."""
+    labels = tokens[:, 1:]
+    return {"tokens": tokens[:, :-1], "labels": labels, "weight": jnp.ones(labels.shape)}
+
+
+def score_heads(model: LanguageModel, params: Params, tokens: jax.Array) -> Metrics:
+    """Return the scores of previous-token and of induction heads, by name [layers, heads]."""
+    pairs = analysis.token_pairs(tokens)
+    pairs = {name: pairs[name] for name in ("previous", "induction")}
+    layers = analysis.detect(model, {"params": params}, tokens, pairs=pairs)
+    paths = [f"decoder/layers_{i}/attention" for i in range(len(layers))]
+    return {name: jnp.stack([layers[path][name] for path in paths]) for name in pairs}
+
+
+def mean_outputs(model: LanguageModel, params: Params, tokens: jax.Array) -> jax.Array:
+    """Return the output of each head, as its mean over sequences, [layers, T, heads, features]."""
+    watched = analysis.watch(model, Capture(("z",)))
+    _, sown = watched.apply({"params": params}, tokens, mutable="intermediates")
+    layers = sown["intermediates"]["decoder"]
+    names = [f"layers_{i}" for i in range(len(layers))]
+    return jnp.stack([layers[name]["attention"]["attention_z"][0].mean(0) for name in names])
+
+
+def edit_layers(params: Params, name: str, keep: jax.Array, add: jax.Array) -> Any:
+    """Return variables of a language model with edits x ← keep·x + add of each attention layer."""
+    changes = {
+        f"layers_{i}": {"attention": {name: edits.Edit(keep[i], add[i])}} for i in range(len(keep))
+    }
+    return {"params": params, "edits": {"decoder": changes}}
+
+
+def find_layers(params: Params) -> dict[str, int]:
+    """Return the number of heads of each attention layer, by path."""
+    flat = flatten_dict(params)
+    return {"/".join(at[:-2]): x.shape[-2] for at, x in flat.items() if "query" in at}
+
+
+def mask_heads(params: Params, keep: jax.Array) -> Any:
+    """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
+    each = [{"attention_z": edits.Edit(keep=factor[..., None, :, None])} for factor in keep]
+    nested = unflatten_dict(dict(zip(find_layers(params), each, strict=True)), sep="/")
+    return {"params": params, "edits": nested}
 
 
 def make_config(steps: int, **optimizer: Any) -> ConfigDict:
@@ -119,17 +186,14 @@ def train(
     return Trained(state, points, joined, time.monotonic() - start)
 
 
-def find_layers(params: Params) -> dict[str, int]:
-    """Return the number of heads of each attention layer, by path."""
-    flat = flatten_dict(params)
-    return {"/".join(at[:-2]): x.shape[-2] for at, x in flat.items() if "query" in at}
-
-
-def mask_heads(params: Params, keep: jax.Array) -> Any:
-    """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
-    each = [{"attention_z": edits.Edit(keep=factor[..., None, :, None])} for factor in keep]
-    nested = unflatten_dict(dict(zip(find_layers(params), each, strict=True)), sep="/")
-    return {"params": params, "edits": nested}
+def train_model(
+    task: Any, draw: Callable[[jax.Array], Batch], measure: Callable[..., Metrics],
+    flags: argparse.Namespace, rate: float,
+) -> Trained:  # fmt: skip
+    """Train models of a `Labelled` by flags, with 30 measurements, measure(task, params, key)."""
+    create, step = one_model(make_config(flags.steps, learning_rate=rate, warmup=0.05), task)
+    every, probe = max(1, flags.steps // 30), functools.partial(measure, task)
+    return train(create, step, draw, steps=flags.steps, seeds=flags.seeds, every=every, probe=probe)
 
 
 def read_flags(doc: str, *, steps: int, seeds: int) -> argparse.Namespace:
@@ -162,6 +226,13 @@ def draw_band(axes: Axes, x: Any, y: Any, label: str, color: str, style: str = "
     """Draw the median over seeds of y [points, seeds] as a line, in a band from least to most."""
     axes.plot(x, np.median(y, -1), style, color=color, label=label, linewidth=1.6)
     axes.fill_between(x, np.min(y, -1), np.max(y, -1), color=color, alpha=0.2, linewidth=0)
+
+
+def draw_bars(axes: Axes, x: Any, y: Any, label: str, color: str, width: float = 0.8) -> None:
+    """Draw the median over seeds of y [seeds, bars], with a line from least to most."""
+    middle = np.median(y, 0)
+    error = np.abs(np.stack([np.min(y, 0), np.max(y, 0)]) - middle)
+    axes.bar(x, middle, width, yerr=error, color=color, label=label, capsize=2)
 
 
 def save(figure: Figure, path: Path) -> None:
