@@ -3,6 +3,10 @@
     python -m experiments.studies.heads_needed --figure=docs/_static/studies/heads_needed.png
 
 Source: Michel et al., "Are Sixteen Heads Really Better than One?", arXiv 1905.10650.
+
+On digits, 12 of 16 heads chosen by importance have an accuracy of 0.96 (of 5 seeds; 0.98 with all),
+and 12 at random 0.93. With 8 left it is 0.79 and 0.72: most heads matter here. Models after `prune`
+have the accuracy of the mask.
 """
 
 import time
