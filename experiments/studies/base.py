@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.traverse_util import flatten_dict, unflatten_dict
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
@@ -107,6 +108,19 @@ def edit_layers(params: Params, name: str, keep: jax.Array, add: jax.Array) -> A
         f"layers_{i}": {"attention": {name: edits.Edit(keep[i], add[i])}} for i in range(len(keep))
     }
     return {"params": params, "edits": {"decoder": changes}}
+
+
+def find_layers(params: Params) -> dict[str, int]:
+    """Return the number of heads of each attention layer, by path."""
+    flat = flatten_dict(params)
+    return {"/".join(at[:-2]): x.shape[-2] for at, x in flat.items() if "query" in at}
+
+
+def mask_heads(params: Params, keep: jax.Array) -> Any:
+    """Return variables whose heads are multiplied by keep [layers, N] or [layers, rows, N]."""
+    each = [{"attention_z": edits.Edit(keep=factor[..., None, :, None])} for factor in keep]
+    nested = unflatten_dict(dict(zip(find_layers(params), each, strict=True)), sep="/")
+    return {"params": params, "edits": nested}
 
 
 def make_config(steps: int, **optimizer: Any) -> ConfigDict:

@@ -1,4 +1,4 @@
-"""Which encoding of positions carries a learned algorithm to longer inputs?
+"""The encoding of positions that carries a learned algorithm to longer inputs.
 
     python -m experiments.studies.length --figure=docs/_static/studies/length.png
 
@@ -84,7 +84,7 @@ def score(model: LanguageModel, task: str, rows: int, params: Params) -> jax.Arr
     def at(n: jax.Array) -> jax.Array:
         # All lengths have room for the longest, so that one program serves them.
         batch = make(task, jax.random.key(n), jnp.full((rows,), n), max(LENGTHS))
-        logits = model.apply({"params": params}, batch["tokens"])
+        logits: Any = model.apply({"params": params}, batch["tokens"])
         right, weight = logits.argmax(-1) == batch["labels"], batch["weight"]
         return jnp.stack([(right | ~weight).all(-1).mean(), right.mean(where=weight)])
 
@@ -94,7 +94,7 @@ def score(model: LanguageModel, task: str, rows: int, params: Params) -> jax.Arr
 def study(task: str, encoding: str, steps: int, seeds: int, rows: int) -> np.ndarray:
     """Train the models of a task and an encoding, and return their scores [2, LENGTHS, seeds]."""
     model = make_model(encoding)
-    labelled = base.Labelled(model, 2 * LONGEST + 1)
+    labelled: Any = base.Labelled(model, 2 * LONGEST + 1)
     create, step = one_model(base.make_config(steps, learning_rate=5e-3), labelled)
     get, every = functools.partial(draw, task), max(1, steps // 2)
     trained = base.train(create, step, get, steps=steps, seeds=seeds, every=every)

@@ -1,4 +1,4 @@
-"""How much cache does associative recall need, for each kind of attention?
+"""The cache that associative recall needs, for each kind of attention.
 
     python -m experiments.studies.recall --figure=docs/_static/studies/recall.png
 
@@ -121,7 +121,7 @@ def main() -> None:
     for kind in make_kinds():
         name = f"{kind.family.removesuffix(', int8')} {kind.size}"
         if name not in params:
-            task = base.Labelled(kind.model(decode=False), LENGTH)
+            task: Any = base.Labelled(kind.model(decode=False), LENGTH)
             made = one_model(base.make_config(flags.steps, **OPTIMIZER), task)
             counts = {"steps": flags.steps, "seeds": flags.seeds, "every": max(1, flags.steps // 4)}
             params[name] = base.train(*made, draw, **counts).state.params

@@ -1,4 +1,4 @@
-"""When do attention sinks form, and does the normalizer decide it?
+"""Attention sinks: when they form, and with which normalizers.
 
     python -m experiments.studies.sinks --figure=docs/_static/studies/sinks.png
 
@@ -129,7 +129,7 @@ def main() -> None:
     figure, panels = base.make_panels(*titles, width=2.8, height=2.4)
     for (kind, (fields, is_frozen)), color in zip(KINDS.items(), base.COLORS, strict=False):
         model = make_model(fields)
-        task = (Task if is_frozen else base.Labelled)(model, LENGTH)
+        task: Any = (Task if is_frozen else base.Labelled)(model, LENGTH)
         made = one_model(base.make_config(flags.steps, learning_rate=1e-2), task)
         probe, every = functools.partial(measure, model), max(1, flags.steps // 20)
         counts = {"steps": flags.steps, "seeds": flags.seeds, "every": every}

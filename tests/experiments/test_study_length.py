@@ -15,7 +15,7 @@ from experiments.studies import length
 
 @pytest.fixture(autouse=True)
 def promote() -> Iterator[None]:
-    """Allow what programs may do."""
+    """Allow the promotion of ranks and dtypes, as in programs."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ SMALL = ("full K=1", "full, int8 K=1", "window 8 tokens")
 
 @pytest.fixture(autouse=True)
 def promote() -> Iterator[None]:
-    """Allow what programs may do."""
+    """Allow the promotion of ranks and dtypes, as in programs."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -57,7 +58,7 @@ def test_decoding_answers_as_the_whole_row(name: str, optimized: None) -> None:
     kind, batch = KINDS[name], recall.draw(jax.random.key(1), 8)
     model = kind.model(decode=False)
     params = model.init(jax.random.key(2), batch["tokens"])["params"]
-    whole = model.apply({"params": params}, batch["tokens"])
+    whole: Any = model.apply({"params": params}, batch["tokens"])
     right = recall.decode(kind, params, batch)
     expected = (whole.argmax(-1) == batch["labels"])[:, 2 * recall.PAIRS :]
     np.testing.assert_array_equal(right, expected)
